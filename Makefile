@@ -1,4 +1,4 @@
-# What one does with vmseal; the work is in scripts/.
+# The targets for building and testing; the work is in scripts/.
 .PHONY: help prerequisites build test soak demo bench install man fmt clippy images clean
 
 PREFIX ?= /usr/local

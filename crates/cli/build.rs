@@ -1,5 +1,5 @@
-//! What `vmseal --version` says: a program that is installed tells its commit. One of a developer's does not: it would be
-//! linked again after every commit.
+//! The text of `vmseal --version`. It has the commit in release builds only: others would be linked again after every
+//! commit.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,15 +8,15 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     let version = env!("CARGO_PKG_VERSION");
     let installed = std::env::var("PROFILE").is_ok_and(|profile| profile == "release");
-    let said = match installed.then(commit).flatten() {
+    let text = match installed.then(commit).flatten() {
         Some(commit) => format!("{version} ({commit})"),
         None if installed => version.to_owned(),
         None => format!("{version} (development build)"),
     };
-    println!("cargo::rustc-env=VMSEAL_VERSION={said}");
+    println!("cargo::rustc-env=VMSEAL_VERSION={text}");
 }
 
-/// The commit that is built; none outside a repository.
+/// The current commit; none outside a repository.
 fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let output = Command::new("git").args(arguments).output().ok()?;

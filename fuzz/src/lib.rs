@@ -4,7 +4,7 @@
 //! A target is a module here with `run`, a line in [`TARGETS`], one in `tests/replay.rs`, and a folder of
 //! small seeds in `corpus/`. `cargo test -p vmseal-fuzz` replays the seeds and mutations of them;
 //! `scripts/fuzz` looks for new ones, guided by coverage. A find becomes a seed, with a test beside the
-//! code that was mended.
+//! code that was repaired.
 
 #![allow(clippy::unwrap_used)] // a test
 

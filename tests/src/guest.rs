@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 
-/// How long a guest may take to say something: emulated, on a machine that runs other tests.
-pub const GUEST_PATIENCE: Duration = Duration::from_secs(120);
+/// How long a guest may take to answer: emulated, on a machine that runs other tests.
+pub const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What the counting guest prints before its number.
 pub const COUNT: &str = "VMSEAL-COUNT ";
@@ -87,7 +87,7 @@ impl Console {
         Ok(self.input.flush()?)
     }
 
-    /// Waits for `pattern`; gives the `following` characters after it and forgets all up to there.
+    /// Waits for `pattern`; gives the `following` characters after it and drops all up to there.
     pub fn expect(&mut self, pattern: &str, following: usize) -> anyhow::Result<String> {
         let begun = Instant::now();
         let (lock, news) = &*self.heard;
@@ -101,7 +101,7 @@ impl Console {
                     return Ok(found);
                 }
             }
-            if heard.ended || begun.elapsed() > GUEST_PATIENCE {
+            if heard.ended || begun.elapsed() > GUEST_TIMEOUT {
                 bail!("the guest never said '{pattern}'; it said: {}", heard.text);
             }
             (heard, _) = news

@@ -26,7 +26,7 @@ const OTHER_UIDS: u32 = 2_100_000;
 /// How many user ids a host may use.
 const UIDS_EACH: u32 = 10_000;
 
-/// Everything that can be logged, of libraries too as far as anybody can have it.
+/// The most detailed log levels, for libraries too as far as they are allowed.
 pub const LOUDEST: &str =
     "trace,tungstenite=trace,tokio_tungstenite=trace,hyper=trace,rustls=trace,sqlx=trace";
 
@@ -36,7 +36,7 @@ pub const PASSPHRASE: &str = "correct horse battery staple";
 /// The size of the counting guest's disk; small, so that whole images can be searched.
 pub const DISK_SIZE: u64 = 8 << 20;
 
-/// The file by which a datastore is known again.
+/// The file that identifies a datastore.
 const DATASTORE_MARK: &str = "vmseal-datastore.json";
 
 /// A server, an agent, and a directory with all that they keep.
@@ -136,7 +136,7 @@ impl Installation {
             .arg(self.path(run))
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
-            // Which accelerator the probe finds is its own test's matter; here every guest runs the same.
+            // The probe has a test of its own; here every guest runs under the same accelerator.
             .args(["--accelerator", "tcg"])
             .env("RUST_LOG", self.levels);
         Ok(command)
@@ -186,7 +186,7 @@ impl Installation {
         Ok(command)
     }
 
-    /// Runs a vmseal command, whatever comes of it.
+    /// Runs a vmseal command, which may fail.
     pub fn try_vmseal(&self, arguments: &[&str]) -> anyhow::Result<Output> {
         Ok(self.command()?.args(arguments).output()?)
     }
@@ -363,7 +363,6 @@ impl Installation {
         self.console(vm)?.next_count()
     }
 
-    /// The alarms about a VM or another resource.
     /// The alarms about a VM and its disks, or another resource.
     pub fn alarms(&self, target: &str) -> anyhow::Result<Vec<Value>> {
         let mut alarms = self.json(&["alarms"])?;
@@ -391,7 +390,7 @@ impl Installation {
         })
     }
 
-    /// Waits until no alarm of this kind about it stands.
+    /// Waits until there is no alarm of this kind about it.
     pub fn wait_no_alarm(&self, target: &str, code: &str) -> anyhow::Result<()> {
         eventually(&format!("no alarm {code} about {target}"), || {
             let alarms = self.alarms(target).ok()?;
@@ -407,7 +406,7 @@ impl Installation {
         connected
     }
 
-    /// What lies in a datastore besides its mark, at any depth.
+    /// The files in a datastore besides its mark, at any depth.
     pub fn datastore_entries(&self, directory: &Path) -> anyhow::Result<Vec<PathBuf>> {
         let (mut found, mut todo) = (Vec::new(), vec![directory.to_owned()]);
         while let Some(directory) = todo.pop() {
@@ -424,7 +423,7 @@ impl Installation {
         Ok(found)
     }
 
-    /// A VM's serial console, also where an earlier one has not been missed yet.
+    /// A VM's serial console, even if the server has not noticed the end of an earlier one.
     pub fn console(&self, vm: &str) -> anyhow::Result<Console> {
         Console::open(self.command()?.args(["vm", "console", vm, "--force"]))
     }
@@ -434,7 +433,7 @@ impl Installation {
         self.json(&["vm", "show", vm])
     }
 
-    /// Waits until a VM's `power` is so.
+    /// Waits until a VM's `power` has this value.
     pub fn wait_power(&self, vm: &str, power: &str) -> anyhow::Result<Value> {
         eventually(&format!("{vm} is {power}"), || {
             self.vm(vm).ok().filter(|shown| shown["power"] == power)

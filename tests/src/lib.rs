@@ -1,5 +1,5 @@
-//! What the whole-system tests (in `tests/tests/`) stand on: a complete vmseal on this machine, driven
-//! through its command line as a user drives it, with real guests.
+//! The base of the whole-system tests (in `tests/tests/`): a complete vmseal on this machine, used
+//! through its command line like a user does, with real guests.
 //!
 //! | module | what |
 //! |---|---|
@@ -30,18 +30,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-/// How long anything may take that is not a guest's boot. Generous: the machine may be busy with other tests.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest time for anything but a guest's boot. Generous: the machine may be busy with other tests.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits until `test` gives something, and gives it; fails with `what` after [`PATIENCE`].
+/// Waits until `test` gives something, and gives it; fails with `what` after [`TIMEOUT`].
 pub fn eventually<T>(what: &str, mut test: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
     let begun = Instant::now();
     loop {
         if let Some(found) = test() {
             return Ok(found);
         }
-        if begun.elapsed() > PATIENCE {
-            bail!("not so after {PATIENCE:?}: {what}");
+        if begun.elapsed() > TIMEOUT {
+            bail!("not so after {TIMEOUT:?}: {what}");
         }
         std::thread::sleep(Duration::from_millis(50));
     }

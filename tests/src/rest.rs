@@ -92,7 +92,7 @@ pub fn json_body<'a>(method: &'a str, body: &'a str) -> [&'a str; 6] {
     ["-X", method, "-H", "Content-Type: application/json", "--data-binary", body]
 }
 
-/// What Prometheus is told at `path`.
+/// The metrics at `path`.
 pub fn scrape(here: &Installation, path: &str) -> anyhow::Result<String> {
     let answer = call(here, &Caller::Admin, path, &[])?;
     let format = answer.head.contains("openmetrics") || answer.head.contains("json");
@@ -100,7 +100,7 @@ pub fn scrape(here: &Installation, path: &str) -> anyhow::Result<String> {
     Ok(answer.text)
 }
 
-/// Lays what Prometheus is told of the server and of the host beside the logs, for the same search.
+/// Writes the metrics of server and host beside the logs, for the same search.
 pub fn keep_metrics(here: &Installation) -> anyhow::Result<()> {
     for (name, path) in [("server.prom", "/metrics"), ("host.prom", "/metrics/hosts/here")] {
         let told = scrape(here, path)?;

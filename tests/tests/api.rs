@@ -1,5 +1,5 @@
-//! The REST API towards clients that make mistakes or mean harm: every answer is a problem document with
-//! status, code and, where there is one, the field at fault; and nobody is heard without TLS and credentials.
+//! The REST API towards faulty and hostile clients: every answer is a problem document with
+//! status, code and, where there is one, the field at fault; and no request is served without TLS and credentials.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -43,7 +43,7 @@ fn vm_request(change: impl FnOnce(&mut serde_json::Value)) -> String {
 }
 
 #[test]
-fn what_is_wrong_with_a_request_is_said_with_the_fields_name() {
+fn errors_in_a_request_name_the_field() {
     let here = Installation::new().unwrap();
     let post =
         |body: &str| call(&here, &Caller::Admin, "/api/v1/vms", &json_body("POST", body)).unwrap();
@@ -157,7 +157,7 @@ fn nobody_gets_in_without_the_right_credentials() {
 }
 
 #[test]
-fn unknown_routes_methods_and_ids_are_told_apart() {
+fn unknown_routes_methods_and_ids_have_different_errors() {
     let here = Installation::new().unwrap();
     let call =
         |path: &str, arguments: &[&str]| call(&here, &Caller::Admin, path, arguments).unwrap();
@@ -241,7 +241,7 @@ fn ask_agent(here: &Installation, path: &str, arguments: &[&str]) -> (i32, Strin
 }
 
 #[test]
-fn an_agent_hears_nobody_but_its_server() {
+fn an_agent_serves_only_its_server() {
     let here = Installation::new().unwrap();
     here.create_counter("sealed", "encrypted").unwrap();
     let vm = here.vm("sealed").unwrap()["id"].as_str().unwrap().to_owned();
@@ -262,7 +262,7 @@ fn an_agent_hears_nobody_but_its_server() {
         }
     }
     assert_eq!(here.vm("sealed").unwrap()["power"], "off");
-    // The server itself is heard.
+    // The server itself is served.
     assert_eq!(here.boot_counter("sealed").unwrap(), 1);
 }
 

@@ -1,4 +1,4 @@
-//! The command line as scripts use it: exit codes, formats, watching, waiting, trying.
+//! The command line as scripts use it: exit codes, formats, watching, waiting, dry runs.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -17,7 +17,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, create, text};
 
 /// How long a line that has to come may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A command that goes on printing, read line by line.
 struct Watch {
@@ -36,7 +36,7 @@ impl Watch {
     /// The next line that holds all these words.
     fn line_with(&self, words: &[&str]) -> String {
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).expect("no such line came");
+            let line = self.lines.recv_timeout(TIMEOUT).expect("no such line came");
             if words.iter().all(|word| line.contains(word)) {
                 return line;
             }
@@ -140,13 +140,13 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         last.as_array().unwrap(),
         &all.as_array().unwrap()[all.as_array().unwrap().len() - 2..]
     );
-    names_on_a_datastore_command_no_terminal(&here);
+    names_on_a_datastore_do_not_control_the_terminal(&here);
     a_shell_is_given_names(&here);
     the_format_of_an_image_is_asked_for(&here);
 }
 
-/// Whoever may write to a datastore chooses the names of directories.
-fn names_on_a_datastore_command_no_terminal(here: &Installation) {
+/// Anyone who may write to a datastore can choose the names of directories.
+fn names_on_a_datastore_do_not_control_the_terminal(here: &Installation) {
     let deep = ["\u{1b}[2Jmine"; 8].iter().fold(here.path("datastore"), |at, name| at.join(name));
     std::fs::create_dir_all(deep).unwrap();
     let output = here.try_vmseal(&["datastore", "scan", "local"]).unwrap();
@@ -187,7 +187,7 @@ fn a_shell_is_given_names(here: &Installation) {
     assert!(!printed.split_whitespace().any(|word| word == "a"), "{printed}");
 }
 
-/// What an image is is never guessed: a person is asked until it is said, a script is refused.
+/// The format of an image is never detected: a person is asked until it is given, a script is refused.
 fn the_format_of_an_image_is_asked_for(here: &Installation) {
     let disk = format!("datastore=local,image={}", text(&here.counter_image().unwrap()).unwrap());
     let import = ["vm", "import", "asked", "--policy", "plain", "--disk", &disk];
@@ -203,7 +203,7 @@ fn the_format_of_an_image_is_asked_for(here: &Installation) {
 }
 
 #[test]
-fn a_host_is_examined_and_what_is_wrong_is_told_with_its_remedy() {
+fn doctor_reports_each_problem_with_its_fix() {
     let here = Installation::new().unwrap();
     let (state, data, store) = (here.path("agent"), here.path("server"), here.path("datastore"));
     let usual = [
@@ -261,7 +261,7 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
     let mut here = Installation::new().unwrap();
     here.create_counter("vm1", "encrypted").unwrap();
     here.boot_counter("vm1").unwrap();
-    // A boot sector hears no power button: the task lasts as long as the guest is given, and fails.
+    // A boot sector ignores the power button: the task lasts for the grace period, and fails.
     let stop = ["vm", "stop", "vm1", "--grace-period", "8s", "--no-wait", "-o", "json"];
     let begun: Value = serde_json::from_str(&here.vmseal(&stop).unwrap()).unwrap();
     let task = begun["id"].as_str().unwrap();
@@ -279,7 +279,7 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
     events.line_with(&["vm.started", "vm1"]);
     here.kill_server();
     watch.line_with(&["asking again for 2m"]);
-    // One that begins while the server is away waits for it, too; one whose time passes then does not know.
+    // A wait that begins while the server is away waits for it, too; after a timeout its outcome is unknown.
     let mut late = here.command().unwrap();
     let mut late = late.args(["task", "wait", task]).stderr(Stdio::null()).spawn().unwrap();
     here.start_server().unwrap();
@@ -295,7 +295,7 @@ fn waiting_for_a_task_survives_a_restart_of_the_server() {
 }
 
 #[test]
-fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
+fn dry_runs_change_nothing_and_watches_show_changes() {
     let here = Installation::new().unwrap();
     let list = Watch::start(&here, &["vm", "list", "-w", "-c", "name,power,lifecycle"]);
     list.line_with(&["CHANGE", "NAME", "POWER", "LIFECYCLE"]);
@@ -327,7 +327,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     assert_eq!(exit_code(&here, &["vm", "start", "vm1", "--dry-run"]), 4);
     assert_eq!(exit_code(&here, &["vm", "delete", "vm1", "--dry-run"]), 4);
 
-    // A boot sector hears no power button: the task goes on after the command has lost patience.
+    // A boot sector ignores the power button: the task goes on after the command's timeout.
     let stop = ["vm", "stop", "vm1", "--grace-period", "20s"];
     let output = here.try_vmseal(&[&stop[..], &["--timeout", "1s"]].concat()).unwrap();
     assert_eq!(output.status.code(), Some(9));
@@ -362,7 +362,7 @@ fn what_is_tried_is_not_done_and_what_is_watched_is_seen() {
     single.line_with(&["removed", "vm1"]);
 }
 
-/// What only the machines themselves can say is looked at, and nothing is left on them. VM `vm1` is there.
+/// Dry runs check the machines and leave nothing on them. VM `vm1` exists.
 fn nothing_comes_of_a_dry_run(here: &Installation) {
     let (place, out, backup) = (here.path("new"), here.path("out"), here.path("again.backup"));
     for directory in [&place, &out] {
@@ -432,7 +432,7 @@ impl OnTerminal {
         flags.contains(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::ISIG)
     }
 
-    /// What is on the screen in the end, and the exit code.
+    /// The content of the screen at the end, and the exit code.
     fn rest(mut self) -> (String, Option<i32>) {
         let code = self.child.wait().unwrap().code();
         assert!(self.is_usual(), "the terminal was left raw");

@@ -34,7 +34,7 @@ fn noise(length: usize) -> Vec<u8> {
     (0..length / 4).map(word).flat_map(u32::to_le_bytes).collect()
 }
 
-/// All that a disk of a VM that is off goes through: filled, read, held against the VM's start.
+/// The disk of a VM that is off: it is filled and read, and the VM cannot start meanwhile.
 #[test]
 fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     let mut here = Installation::new().unwrap();
@@ -85,7 +85,7 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
     })
     .unwrap();
 
-    // A holder that dies without a word lets go of it, too; a new agent is brought the key.
+    // A killed holder frees it, too; a new agent gets the key.
     let exposed = Exposed::start(&here, "web", &[]).unwrap();
     kill_hard(exposed.id());
     drop(exposed.ended().unwrap());
@@ -93,7 +93,7 @@ fn tools_fill_and_read_the_disk_of_a_vm_that_is_off_and_it_starts_afterwards() {
         .unwrap();
 }
 
-/// What is missing of an image is an error to every tool, is told of, and keeps a scan from calling it sound.
+/// A missing part of an image is an error to every tool, raises an alarm, and shows up in a scan.
 #[test]
 fn a_disk_whose_image_was_cut_is_read_with_errors_and_an_alarm() {
     let here = Installation::new().unwrap();
@@ -110,7 +110,7 @@ fn a_disk_whose_image_was_cut_is_read_with_errors_and_an_alarm() {
     assert!(told.contains("truncated") && told.contains("disk0"), "{told}");
     let scan = here.json(&["datastore", "scan", "local"]).unwrap();
     assert_eq!(scan["images"][0]["status"], "truncated", "{scan}");
-    // Whole again, it ends in order; what went wrong is said once more.
+    // With the image whole again, the command ends normally; the error is reported once more.
     image.set_len(length).unwrap();
     let said = exposed.interrupt().unwrap_err().to_string();
     assert!(said.contains("truncated"), "{said}");
@@ -148,9 +148,9 @@ fn bitmaps(here: &Installation) -> Vec<(String, u64)> {
 }
 
 /// A full backup of a disk whose guest goes on, and one of what has changed since. A bitmap that was lost with a
-/// filter is not told of.
+/// filter is not listed.
 #[test]
-fn what_has_changed_since_a_backup_is_all_that_makes_it_the_disk_again() {
+fn a_backup_with_the_changes_since_then_equals_the_disk() {
     let here = Installation::new().unwrap();
     here.create_counter("web", "encrypted").unwrap();
     let bitmap = |verb, name| {

@@ -1,8 +1,8 @@
-//! Kills: server, agent, filter and QEMU, at moments spread over every operation. What is shown afterwards
-//! is the truth, the operation's task has ended, a retry works, and in the end nothing is left.
+//! Kills of server, agent, filter and QEMU, at moments spread over every operation. Afterwards the state shown
+//! is correct, the operation's task has ended, a retry works, and in the end nothing is left.
 //!
 //! Every exact step is interrupted in the control plane's own tests; here the moments are measured, so that
-//! what lies between the steps is hit as well. Each prints which moment it was.
+//! moments between the steps are hit as well. Each prints which moment it was.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -63,7 +63,7 @@ impl Sweep {
         Self { here, operation, disk }
     }
 
-    /// Brings the VM to where the operation begins.
+    /// Brings the VM into the state in which the operation begins.
     fn prepare(&self, vm: &str) {
         if self.operation != Operation::Create {
             self.here.create_counter(vm, "encrypted").unwrap();
@@ -206,9 +206,10 @@ fn shown(here: &Installation, vm: &str) -> anyhow::Result<Option<Value>> {
     Ok(list.as_array().context("no list")?.iter().find(|shown| shown["name"] == vm).cloned())
 }
 
-/// Waits until every task has ended; none may end without it being known how.
+/// Waits until every task has ended; none may end as unknown.
 fn settle(here: &Installation) {
-    let open = |task: &Value| task["state"] == "running" || task["state"] == "undoing";
+    let ended = ["done", "failed", "cancelled", "unknown"];
+    let open = |task: &Value| !ended.iter().any(|state| task["state"] == *state);
     let tasks = eventually("every task has ended", || {
         let tasks = here.json(&["task", "list"]).ok()?;
         (!tasks.as_array()?.iter().any(open)).then_some(tasks)
@@ -219,7 +220,7 @@ fn settle(here: &Installation) {
     }
 }
 
-/// What is shown of a VM is what is so: its files, and its processes.
+/// Checks that the state shown of a VM matches its files and its processes.
 fn truth(here: &Installation, vm: &str) {
     let mut last = None;
     let found = eventually("what is shown is the truth", || {
@@ -380,7 +381,7 @@ fn count_on(console: &mut Console, before: u32) -> u32 {
     }
 }
 
-/// A VM runs while a process of the control plane dies and comes back: it goes on, and is in hand again.
+/// A VM runs while a process of the control plane dies and comes back: it goes on, and is controlled again.
 fn it_runs_on(kill: fn(&mut Installation), restart: fn(&mut Installation)) {
     let mut here = Installation::new().unwrap();
     here.create_counter("steady", "encrypted").unwrap();

@@ -40,7 +40,7 @@ fn add_provider(here: &Installation, kms: &PyKmip, authority: &Authority, client
     let (certificate, key) = (path("client.pem"), path("client.key"));
     let import = ["provider", "certificate", "kms", "--import", &certificate, "--key", &key];
     here.vmseal(&[&import, &given[..]].concat()).unwrap();
-    // The operator's copy of the key is the operator's.
+    // The search for keys below must not find the operator's own copy.
     std::fs::remove_file(&key).unwrap();
     let tested = here.vmseal(&["provider", "test", "kms", "--key"]).unwrap();
     assert!(tested.contains("one: KMIP 1.4") && tested.contains("destroyed a key"), "{tested}");
@@ -402,7 +402,7 @@ fn a_provider_is_changed_by_every_verb_and_outlives_its_passphrase() {
     add_provider(&here, &kms, &authority, &client);
     changes_servers(&here, &kms, &mut other);
 
-    // Another passphrase; what everybody tries is refused.
+    // Another passphrase; a common one is refused.
     let write = |here: &Installation, name: &str, content: &str| {
         let path = here.path(name);
         std::fs::write(&path, content).unwrap();

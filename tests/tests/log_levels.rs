@@ -1,4 +1,4 @@
-//! What server, agent and filter log, changed while they run.
+//! Log levels of server, agent and filter, changed while they run.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -56,7 +56,7 @@ fn levels_change_at_once_are_the_filters_too_and_last_until_the_process_ends() {
     here.kill_agent();
     here.start_agent().unwrap();
     assert_eq!(levels(&here, &["host", "log-level", "here"]), "info");
-    eventually("the filter is told", || {
+    eventually("the filter has the new level", || {
         log(&here, &filter)
             .contains("logging at other levels from now on levels=info\n")
             .then_some(())

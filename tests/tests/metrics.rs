@@ -17,7 +17,7 @@ fn sum(text: &str, name: &str, label: &str) -> f64 {
 }
 
 #[test]
-fn a_guests_requests_are_counted_and_timed_in_the_filter_and_told_by_the_server() {
+fn a_guests_requests_are_counted_and_timed_in_the_filter_and_reported_by_the_server() {
     let here = Installation::new().unwrap();
     for (option, value) in [("--iops", "0"), ("--bandwidth", "4KiB"), ("--bandwidth", "2TiB")] {
         let said =

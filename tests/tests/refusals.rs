@@ -1,4 +1,4 @@
-//! Damage at the datastore: what can be used is used and told of; what cannot is refused clearly, and
+//! Damage at the datastore: what can be used is used and reported; what cannot is refused clearly, and
 //! nothing is written.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
@@ -51,7 +51,7 @@ fn refuses_to_start(here: &Installation, image: &Path, expected: &[&str]) {
 }
 
 #[test]
-fn with_one_copy_of_the_header_damaged_the_other_serves_and_it_is_told() {
+fn with_one_copy_of_the_header_damaged_the_other_is_used_and_it_is_reported() {
     for copy in [0, 1] {
         let (here, image) = with_stopped_vm();
         header::damage(&image, copy).unwrap();
@@ -249,7 +249,7 @@ fn an_image_that_is_gone_or_is_a_link_is_refused() {
     std::fs::rename(&image, &away).unwrap();
     let said = here.refused(&["vm", "start", "sealed"]).unwrap();
     assert!(said.contains(text(&image).unwrap()), "{said}");
-    assert!(!image.exists(), "it was made anew");
+    assert!(!image.exists(), "it was created again");
     std::os::unix::fs::symlink(&away, &image).unwrap();
     refuses_to_start(&here, &away, &[text(&image).unwrap()]);
     std::fs::remove_file(&image).unwrap();
@@ -404,7 +404,7 @@ fn a_guest_on_a_full_datastore_gets_an_error_and_lives() {
     let said = here.wait_alarm("full", "disk-errors").unwrap();
     println!("the alarm says: {said}");
     assert_eq!(here.vm("full").unwrap()["power"], "running");
-    // It lives: it answers what is typed, and once there is room it counts.
+    // It still runs: it answers what is typed, and once there is room it counts.
     console.type_text("x").unwrap();
     console.expect("x", 0).unwrap();
     std::fs::remove_file(&ballast).unwrap();

@@ -1,4 +1,4 @@
-//! A disk's second copy on another datastore, by policy: kept over kills, told of, equal in the end.
+//! A disk's second copy on another datastore, by policy: kept over kills, reported, equal in the end.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -36,7 +36,7 @@ fn is_equal(image: &PathBuf, replica: &PathBuf) -> bool {
     std::fs::read(image).unwrap() == std::fs::read(replica).unwrap()
 }
 
-/// Has the guest count on, which it does when it has written and flushed.
+/// Makes the guest count, which it does after it has written and flushed.
 fn count_on(here: &Installation, before: u32) -> u32 {
     let mut console = here.console("web").unwrap();
     console.type_text("r").unwrap();
@@ -49,7 +49,7 @@ fn count_on(here: &Installation, before: u32) -> u32 {
 }
 
 #[test]
-fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end() {
+fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end() {
     let mut here = Installation::new().unwrap();
     let second = here.path("second");
     std::fs::create_dir(&second).unwrap();
@@ -99,13 +99,13 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     })
     .unwrap();
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
-    let ended = eventually("they are told of the end", || watch.try_wait().unwrap()).unwrap();
+    let ended = eventually("the watch ends", || watch.try_wait().unwrap()).unwrap();
     assert_eq!(ended.code(), Some(4), "a VM that is off is in no state to be followed");
     assert!(is_equal(&image, &replica), "the map says that they are equal");
     let off = here.refused(&["disk", "replica", "web", "disk0"]).unwrap();
     assert!(off.contains("while its VM is off"), "{off}");
 
-    // Other keys open both, and nothing is copied anew for that.
+    // The new key opens both, and nothing is copied again for that.
     let map = image.with_extension("map");
     let before = std::fs::read(&map).unwrap();
     here.vmseal(&["vm", "recrypt", "web", "--provider", "keys"]).unwrap();
@@ -145,7 +145,7 @@ fn a_replica_outlives_the_deaths_of_filter_and_agent_and_is_the_disk_in_the_end(
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     assert!(is_equal(&image, &replica));
 
-    // What it is for: the image is lost, and the guest goes on where it was.
+    // The purpose of a replica: the image is lost, and the guest goes on where it was.
     let home = image.parent().unwrap();
     std::fs::remove_dir_all(home).unwrap();
     std::fs::create_dir(home).unwrap();

@@ -44,11 +44,11 @@ fn the_id_of_a_request_is_in_the_logs_of_all_who_work_for_it_in_its_task_and_its
         let events = here.json(&["events"]).unwrap();
         let caused = events.as_array().unwrap().iter().filter(|event| event["request_id"] == id);
         let kinds = caused.map(|event| event["kind"].as_str().unwrap().to_owned());
-        // Whether the key is on its host already is none of this test's business.
+        // It does not matter to this test whether the key is on its host already.
         kinds.filter(|kind| kind != "key.delivered").collect()
     };
     assert_eq!(of_request(id), ["task.begun", "vm.started", "task.done"]);
-    // From the environment, and seen through to the end that it causes.
+    // From the environment, through to the task's end.
     let stop = here
         .command()
         .unwrap()

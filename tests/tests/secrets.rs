@@ -1,4 +1,4 @@
-//! The key scan: known keys, in every form in which programs let them slip, are looked for in all that an
+//! The key scan: searches for known keys, in every form in which programs leak them, in all that an
 //! installation leaves on disk, in the arguments and environments of its processes, in their memory, and in
 //! what a crash of each leaves.
 //!
@@ -144,7 +144,7 @@ fn wait_held(here: &Installation) {
 }
 
 /// The files that hold a secret because that is their purpose: the passphrase that the tests give, the
-/// credential that stands for systemd's.
+/// credential in place of systemd's.
 fn passphrase_files(here: &Installation) -> Vec<PathBuf> {
     vec![here.path("passphrase"), here.path("credentials/vmseal-provider-keys")]
 }
@@ -297,8 +297,8 @@ fn core_limits(pid: i32) -> (String, String) {
     (fields.next().unwrap().to_owned(), fields.next().unwrap().to_owned())
 }
 
-/// Sends it twice: Rust's own handler of SIGSEGV takes the first for a stack overflow that is none, and
-/// steps aside.
+/// Sends it twice: Rust's own handler of SIGSEGV takes the first one, finds no stack overflow, and removes
+/// itself.
 fn send(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
     std::thread::sleep(Duration::from_millis(50));
@@ -337,7 +337,7 @@ fn a_crash_of_any_process_leaves_no_core_and_no_key() {
         }
         let before: Vec<_> = places.iter().map(|place| listing(place)).collect();
 
-        // The filter first: its guest is to get another one from a living agent.
+        // The filter first: its guest gets another one only while the agent runs.
         send(processes.filter, signal);
         here.wait_alarm("sealed", "filter-restarted").unwrap();
         send(one(here.processes_of("sealed", "qemu-system-x86_64").unwrap()), signal);

@@ -1,4 +1,4 @@
-//! More than one datastore: where disks lie, how much room they take, what is told of each.
+//! More than one datastore: where disks are, how much room they take, what is reported about each.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -34,7 +34,7 @@ fn add(here: &Installation, host: &str, name: &str) -> PathBuf {
 }
 
 #[test]
-fn hosts_have_datastores_of_one_name_and_a_disk_lies_on_the_one_that_was_asked_for() {
+fn hosts_have_datastores_of_one_name_and_a_disk_is_on_the_one_that_was_asked_for() {
     let mut here = Installation::new().unwrap();
     here.add_host("there").unwrap();
     let (fast, bulk) = (add(&here, "here", "fast"), add(&here, "here", "bulk"));
@@ -80,7 +80,7 @@ fn hosts_have_datastores_of_one_name_and_a_disk_lies_on_the_one_that_was_asked_f
         let disk = vm["disks"][index]["id"].as_str().unwrap();
         place.join(format!("{}/{disk}.raw", vm["id"].as_str().unwrap()))
     };
-    // All that a thick disk may ever need is its own from the start; a thin one has little but a header.
+    // A preallocated disk has all its room from the start; a thin one has little more than a header.
     for (index, place) in [(0, &fast_there), (1, &bulk_there)] {
         let image = file(&web, index, place);
         let (length, allocated) = (image.metadata().unwrap().len(), allocated(&image));
@@ -94,7 +94,7 @@ fn hosts_have_datastores_of_one_name_and_a_disk_lies_on_the_one_that_was_asked_f
     }
     assert_eq!(here.boot_counter("web").unwrap(), 1);
 
-    // A disk of no VM is told on its own datastore, and on no other of the same name.
+    // A disk of no VM is reported on its own datastore, and on no other of the same name.
     std::fs::copy(&image, bulk_there.join("forgotten.img")).unwrap();
     let table = here.vmseal(&["datastore", "scan", "there:bulk"]).unwrap();
     let line = table.lines().find(|line| line.contains("forgotten.img")).unwrap();
@@ -153,7 +153,7 @@ fn a_vm_has_disks_on_two_datastores_and_a_scan_tells_what_belongs_to_whom() {
     assert!(said.unwrap().contains("bytes are needed"));
     assert!(here.refused(&["vm", "show", "huge"]).unwrap().contains("no VM"));
 
-    // Somebody's copy of the disk, and the directory of a VM that is not there any more.
+    // A copy of the disk, and the directory of a VM that no longer exists.
     let copied = second.join(format!("{vm}/{}.raw", disks[1]["id"].as_str().unwrap()));
     std::fs::copy(&copied, second.join("copy.img")).unwrap();
     let gone = second.join("01890a5d-ac96-774b-bcce-b302099a8057");

@@ -1,4 +1,4 @@
-//! Bringing images in and taking disks out, through the command line, with QEMU's own tools as the judge.
+//! Import of images and export of disks, through the command line, with QEMU's own tools as the judge.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -176,7 +176,7 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
             made.read_exact_at(&mut a, at).unwrap();
             source.read_exact_at(&mut b, at).unwrap();
             if at == 0 {
-                assert!(a[8192..12288] != b[8192..12288], "{victim}: it began anew");
+                assert!(a[8192..12288] != b[8192..12288], "{victim}: it started again");
                 b[8192..12288].copy_from_slice(&a[8192..12288]);
             }
             assert!(a == b, "{victim}: the disk differs in the MiB at {at}");

@@ -21,4 +21,7 @@ pub enum AcceleratorKind {
     Kvm,
     /// QEMU's emulation: correct, and 10 to 50 times slower.
     Tcg,
+    /// Something that a newer agent says and this side does not know; the reason tells it.
+    #[serde(other)]
+    Unknown,
 }

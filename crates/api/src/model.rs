@@ -368,7 +368,7 @@ impl Task {
 pub enum WaitingOn {
     /// A host that does not answer.
     Host,
-    /// A key provider that gives no keys: it does not answer, or a certificate has to be mended.
+    /// A key provider that gives no keys: it does not answer, or a certificate must be replaced.
     Provider,
     /// A key provider that has to be unlocked (`vmseal provider unlock`).
     Passphrase,

@@ -1,20 +1,23 @@
 //! Shell completion. The shell calls this program, which knows its options and asks the server for names.
 
+use std::ffi::OsStr;
 use std::time::Duration;
 
 use clap::{Arg, Command, CommandFactory};
-use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
+use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
 use clap_complete::env::{CompleteEnv, Shells};
 use serde_json::Value;
+use vmseal_api::transfer::ImageFormat;
 
 use crate::arguments::{Arguments, Global, Shell};
 use crate::connection;
+use crate::disk_option::DISK_KEYS;
 
 /// The variable by which a shell asks for completions.
 const VARIABLE: &str = "COMPLETE";
 
-/// How long a person waits for names at most.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The longest time to wait for names.
+const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
 const NOUNS: [(&str, &str); 7] = [
@@ -27,15 +30,21 @@ const NOUNS: [(&str, &str); 7] = [
     ("task", "tasks"),
 ];
 
-/// The verbs whose name is a new one.
+/// The verbs about tasks that have not ended.
+const UNFINISHED: [&str; 2] = ["cancel", "wait"];
+
+/// The states of tasks that have ended.
+const ENDED: [&str; 4] = ["done", "failed", "cancelled", "unknown"];
+
+/// The verbs that take a new name.
 const NEW: [&str; 3] = ["add", "create", "import"];
 
-/// Answers a shell and ends the program, where it is a shell that asks.
+/// If a shell asks for completions, answers and ends the program.
 pub fn answer() {
     CompleteEnv::with_factory(command).var(VARIABLE).complete();
 }
 
-/// The script that a shell is to read once.
+/// The script that a shell loads.
 pub fn script(shell: Shell) -> anyhow::Result<String> {
     let name = match shell {
         Shell::Bash => "bash",
@@ -50,7 +59,7 @@ pub fn script(shell: Shell) -> anyhow::Result<String> {
     Ok(String::from_utf8(script)?)
 }
 
-/// The command line, with names wherever one is to be typed.
+/// The command line, with completion of names.
 fn command() -> Command {
     NOUNS.into_iter().fold(Arguments::command(), |command, (noun, list)| {
         command.mut_subcommand(noun, |noun| noun.mut_subcommands(|verb| with_names(verb, list)))
@@ -59,8 +68,10 @@ fn command() -> Command {
 
 fn with_names(verb: Command, list: &'static str) -> Command {
     let takes_new = NEW.contains(&verb.get_name());
+    let unfinished = list == "tasks" && UNFINISHED.contains(&verb.get_name());
     let verb = verb.mut_subcommands(|verb| with_names(verb, list));
     verb.mut_args(move |arg| match arg.get_id().as_str() {
+        "name" | "tasks" if unfinished => arg.add(ArgValueCandidates::new(unfinished_tasks)),
         "name" if !takes_new => named(arg, list),
         "tasks" => named(arg, "tasks"),
         "policy" => named(arg, "policies"),
@@ -68,6 +79,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "host" => named(arg, "hosts"),
         "vm" => named(arg, "vms"),
         "disk" => arg.add(ArgValueCandidates::new(disks)),
+        "disks" => arg.add(ArgValueCompleter::new(disk_option)),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
     })
@@ -77,14 +89,77 @@ fn named(arg: Arg, list: &'static str) -> Arg {
     arg.add(ArgValueCandidates::new(move || names(list)))
 }
 
-/// The names that disks have.
+/// The names of the disks of the VM that is already typed; of all VMs while none is.
 fn disks() -> Vec<CompletionCandidate> {
-    let vms = asked("vms");
-    let disks = vms.iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
-    let mut names: Vec<_> = disks.filter_map(|disk| disk.get("name")?.as_str()).collect();
+    candidates(disk_names(&fetched("vms"), &typed_words()))
+}
+
+fn disk_names(vms: &[Value], typed: &[String]) -> Vec<String> {
+    let is_typed = |vm: &&Value| {
+        ["name", "id"]
+            .iter()
+            .any(|key| vm[*key].as_str().is_some_and(|it| typed.iter().any(|word| word == it)))
+    };
+    let chosen: Vec<&Value> = vms.iter().filter(is_typed).collect();
+    let of = if chosen.is_empty() { vms.iter().collect() } else { chosen };
+    let disks = of.into_iter().filter_map(|vm| vm.get("disks")?.as_array()).flatten();
+    let mut names: Vec<String> =
+        disks.filter_map(|disk| Some(disk.get("name")?.as_str()?.to_owned())).collect();
     names.sort_unstable();
     names.dedup();
-    names.into_iter().map(CompletionCandidate::new).collect()
+    names
+}
+
+/// The words of the line that is being completed: the shell gives them after `--`.
+fn typed_words() -> Vec<String> {
+    std::env::args().skip_while(|word| word != "--").skip(1).collect()
+}
+
+/// The ids of the tasks that have not ended.
+fn unfinished_tasks() -> Vec<CompletionCandidate> {
+    let tasks = fetched("tasks");
+    let unfinished = tasks.iter().filter(|task| !ENDED.iter().any(|state| task["state"] == *state));
+    let about = |task: &Value| {
+        let help = format!("{} {}", task["kind"].as_str()?, task["target"].as_str()?);
+        Some(CompletionCandidate::new(task["id"].as_str()?).help(Some(help.into())))
+    };
+    unfinished.filter_map(about).collect()
+}
+
+/// The next part of the value of `--disk`.
+fn disk_option(current: &OsStr) -> Vec<CompletionCandidate> {
+    let Some(current) = current.to_str() else { return Vec::new() };
+    candidates(disk_option_parts(current, || {
+        let datastores = fetched("datastores");
+        datastores.iter().filter_map(|it| Some(it["name"].as_str()?.to_owned())).collect()
+    }))
+}
+
+fn disk_option_parts(current: &str, datastores: impl FnOnce() -> Vec<String>) -> Vec<String> {
+    let (before, part) = match current.rfind(',') {
+        Some(comma) => current.split_at(comma + 1),
+        None => ("", current),
+    };
+    let parts: Vec<String> = match part.split_once('=') {
+        Some(("datastore", _)) => {
+            datastores().into_iter().map(|name| format!("datastore={name}")).collect()
+        }
+        Some(("format", _)) => {
+            ImageFormat::ALL.iter().map(|format| format!("format={}", format.name())).collect()
+        }
+        Some(_) => Vec::new(),
+        None => {
+            let given =
+                |key: &&&str| before.split(',').any(|part| part.starts_with(&format!("{key}=")));
+            DISK_KEYS.iter().filter(|key| !given(key)).map(|key| format!("{key}=")).collect()
+        }
+    };
+    let fits = parts.into_iter().filter(|it| it.starts_with(part));
+    fits.map(|part| format!("{before}{part}")).collect()
+}
+
+fn candidates(texts: Vec<String>) -> Vec<CompletionCandidate> {
+    texts.into_iter().map(CompletionCandidate::new).collect()
 }
 
 /// The names of a list.
@@ -93,19 +168,19 @@ fn names(list: &str) -> Vec<CompletionCandidate> {
         let name = item.get("name").or_else(|| item.get("id"))?;
         name.as_str().map(CompletionCandidate::new)
     };
-    asked(list).iter().filter_map(name).collect()
+    fetched(list).iter().filter_map(name).collect()
 }
 
-/// What is in a list; nothing where the server cannot be asked, as nothing may disturb the line that is typed.
-fn asked(list: &str) -> Vec<Value> {
-    let asked = || -> anyhow::Result<Vec<Value>> {
+/// The items of a list; none if the server does not answer, as an error would disturb the line being typed.
+fn fetched(list: &str) -> Vec<Value> {
+    let fetch = || -> anyhow::Result<Vec<Value>> {
         let server = connection::connect(&Global::from_environment())?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, server.all::<Value>(list)).await
+            tokio::time::timeout(NAMES_TIMEOUT, server.all::<Value>(list)).await
         })??)
     };
-    asked().unwrap_or_default()
+    fetch().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -113,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_asked_for_where_one_of_what_is_there_is_to_be_typed() {
+    fn existing_names_are_completed_and_new_ones_are_not() {
         let command = command();
         let asks = |noun: &str, verb: &str, arg: &str| {
             let verb = command.find_subcommand(noun).unwrap().find_subcommand(verb).unwrap();
@@ -130,6 +205,32 @@ mod tests {
         let mut names = clear.get_arguments().filter(|it| it.get::<ArgValueCandidates>().is_some());
         assert!(["vm", "disk"].into_iter().eq(names.by_ref().map(|it| it.get_id().as_str())));
         assert!(!asks("vm", "create", "name") && !asks("policy", "create", "name"));
+    }
+
+    #[test]
+    fn disks_are_those_of_the_vm_that_is_typed() {
+        let vms = [
+            serde_json::json!({"name": "web", "id": "1", "disks": [{"name": "root"}, {"name": "log"}]}),
+            serde_json::json!({"name": "db", "id": "2", "disks": [{"name": "root"}, {"name": "data"}]}),
+        ];
+        let typed = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let names = |line| disk_names(&vms, &typed(line));
+        assert_eq!(names("vmseal disk show db "), ["data", "root"]);
+        assert_eq!(names("vmseal disk show 1 l"), ["log", "root"]);
+        assert_eq!(names("vmseal disk show new "), ["data", "log", "root"]);
+    }
+
+    #[test]
+    fn the_parts_of_a_disk_are_completed_one_by_one() {
+        let parts = |current| disk_option_parts(current, || vec!["fast".into(), "bulk".into()]);
+        assert_eq!(parts("d"), ["datastore="]);
+        assert_eq!(parts("datastore="), ["datastore=fast", "datastore=bulk"]);
+        assert_eq!(parts("datastore=f"), ["datastore=fast"]);
+        let more =
+            ["size=", "name=", "image=", "format="].map(|key| format!("datastore=fast,{key}"));
+        assert_eq!(parts("datastore=fast,"), more);
+        assert_eq!(parts("size=1G,format=q"), ["size=1G,format=qcow2"]);
+        assert!(parts("size=1").is_empty());
     }
 
     #[test]

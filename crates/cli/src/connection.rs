@@ -10,9 +10,8 @@ use vmseal_api::model::{About, Host, Page, Plan};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Global, Login};
-use crate::commands::plan;
 use crate::exit::{Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
 #[derive(Default, Serialize, Deserialize)]
@@ -75,7 +74,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         return Err(Ended::new(Exit::Usage, message).into());
     };
     let absolute = |path: &Path| {
-        std::path::absolute(path).with_context(|| format!("where is {}?", path.display()))
+        std::path::absolute(path)
+            .with_context(|| format!("cannot make {} absolute", path.display()))
     };
     let (ca, token_file) = (absolute(ca)?, absolute(token_file)?);
     if !options.no_check {

@@ -1,22 +1,30 @@
 //! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`. A comma within a value is
-//! doubled, as QEMU has it.
+//! doubled, as in QEMU.
 
-use std::fs::File;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail, ensure};
-use bytesize::ByteSize;
-use vmseal_api::filter::CRYPT_SECTOR;
+use anyhow::{Context, anyhow, bail, ensure};
 use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
-use crate::{images, print};
+use crate::images;
+use crate::size::parse_size;
+use crate::stream::say;
 
-/// Parses the `index`th `--disk`; a disk that is not named is called after its place (`disk0`). An
-/// image's format that is not named is asked for, where there is a terminal to ask at.
-pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
+/// The keys of the option.
+pub const DISK_KEYS: [&str; 5] = ["datastore", "size", "name", "image", "format"];
+
+/// Parses all values of `--disk`, in the order in which they were given.
+pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
+    let terminal = std::io::stdin().is_terminal();
+    options.iter().enumerate().map(|(index, it)| parse(it, index, terminal)).collect()
+}
+
+/// Parses the `index`th `--disk`; a disk without a name is named after its place (`disk0`). If the format of an
+/// image is missing and there is a terminal, asks for it.
+fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
     let image = match (parts.image, parts.format) {
         (Some(image), format) if images::is_name(&image) => {
@@ -32,7 +40,7 @@ pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<Creat
     };
     let size = match (parts.size, &image) {
         (Some(size), _) => size,
-        (None, Some((image, format))) => size_of_image(image, *format)?,
+        (None, Some((image, format))) => images::size_of_image(image, *format)?,
         (None, None) => {
             let message = format!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT");
             return Err(Ended::new(Exit::Usage, message).into());
@@ -48,7 +56,7 @@ pub fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<Creat
     })
 }
 
-/// What was typed, before the image is looked at.
+/// The parsed option, before the image is read.
 struct Parts {
     datastore: String,
     size: Option<u64>,
@@ -66,25 +74,27 @@ fn split(option: &str) -> anyhow::Result<Parts> {
         ensure!(!value.is_empty(), "--disk {option}: '{key}' has no value");
         let taken = match key {
             "datastore" => datastore.replace(value.to_owned()).is_some(),
-            "size" => size.replace(parse_size(value)?).is_some(),
+            "size" => size
+                .replace(parse_size(value).map_err(|why| anyhow!("--disk {option}: {why}"))?)
+                .is_some(),
             "name" => name.replace(value.to_owned()).is_some(),
             "image" => image.replace(PathBuf::from(value)).is_some(),
             "format" => format.replace(parse_format(value)?).is_some(),
             _ => bail!(
-                "--disk {option}: there is no '{key}'; known are datastore, size, name, image and format"
+                "--disk {option}: there is no '{key}'; there are datastore, size, name, image and format"
             ),
         };
         ensure!(!taken, "--disk {option}: '{key}' is given twice");
     }
     ensure!(
         image.is_some() || format.is_none(),
-        "--disk {option}: 'format' is an image's, and none is given"
+        "--disk {option}: 'format' is for an image, and none is given"
     );
     let datastore = datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?;
     Ok(Parts { datastore, size, name, image, format })
 }
 
-/// What stands between single commas; a doubled one is a comma of the value.
+/// The parts between single commas; a doubled comma is part of a value.
 pub fn parts(option: &str) -> Vec<String> {
     let (mut parts, mut rest) = (vec![String::new()], option);
     while let Some((before, behind)) = rest.split_once(',') {
@@ -106,19 +116,12 @@ pub fn parts(option: &str) -> Vec<String> {
     parts
 }
 
-pub fn parse_size(text: &str) -> anyhow::Result<u64> {
-    match text.parse::<ByteSize>() {
-        Ok(size) => Ok(size.as_u64()),
-        Err(why) => bail!("'{text}' is not a size such as 10GiB: {why}"),
-    }
-}
-
 fn parse_format(text: &str) -> anyhow::Result<ImageFormat> {
     let found = ImageFormat::ALL.into_iter().find(|format| format.name() == text);
     found.with_context(|| format!("'{text}' is not a format: raw or qcow2"))
 }
 
-/// Asks what an image is. Looking at it would not do: a guest can write any header into a raw disk.
+/// Asks for the format of an image. It is not detected: a guest can write any header into a raw disk.
 fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
     if !terminal {
         let message = format!(
@@ -131,27 +134,12 @@ fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
         eprint!("The format of {} (raw or qcow2): ", image.display());
         std::io::stderr().flush()?;
         let mut answer = String::new();
-        ensure!(std::io::stdin().lock().read_line(&mut answer)? > 0, "no format was named");
+        ensure!(std::io::stdin().lock().read_line(&mut answer)? > 0, "no format was given");
         match parse_format(answer.trim()) {
             Ok(format) => return Ok(format),
-            Err(error) => print::say(error),
+            Err(error) => say(error),
         }
     }
-}
-
-/// The size of the disk in an image, rounded up to what a disk's size must be a multiple of.
-pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
-    let unseen =
-        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
-    let size = match format {
-        ImageFormat::Raw => std::fs::metadata(image).with_context(unseen)?.len(),
-        ImageFormat::Qcow2 => {
-            let file = File::open(image).with_context(unseen)?;
-            let header = vmseal_qcow2::examine(&file);
-            header.with_context(|| format!("{} cannot be imported", image.display()))?.size
-        }
-    };
-    Ok(size.next_multiple_of(u64::from(CRYPT_SECTOR)))
 }
 
 #[cfg(test)]
@@ -174,7 +162,7 @@ mod tests {
         let disk = parse(option, 0, false).unwrap();
         assert_eq!(disk.image, Some(PathBuf::from("/a,b,,c.raw")));
         assert_eq!((disk.name.as_str(), disk.size), ("n,", 4096));
-        // Single ones are what they were.
+        // A single comma still separates.
         let message = parse("datastore=x,size=4096,image=/a,b", 0, false).unwrap_err().to_string();
         assert!(message.contains("'b' is not of the form") && message.contains(",,"), "{message}");
     }
@@ -188,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_the_wrong_part() {
         for (option, named) in [
             ("size=1GiB", "datastore=NAME"),
             ("datastore=x", "size=SIZE"),

@@ -1,6 +1,6 @@
-//! Examples of commands: `--help` and the manual pages end with them.
+//! Examples of commands, for the end of `--help` and of the manual pages.
 
-/// By manual page: what somebody wants, and what they type.
+/// By manual page: the purpose, and the command.
 pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ("vmseal", "Show what is wrong:", "vmseal alarms"),
     ("vmseal", "Show running tasks:", "vmseal task list --state running"),
@@ -56,13 +56,13 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-provider-certificate",
-        "A request for the KMS's authority, and what it has made of it:",
+        "A request for the KMS's authority, then the certificate that it signed:",
         "vmseal provider certificate kms --csr > kms.csr",
     ),
     ("vmseal-provider-certificate", "", "vmseal provider certificate kms --import kms.pem"),
     (
         "vmseal-provider-certificate",
-        "The passphrase is lost: a new key, whose certificate is imported when it is signed:",
+        "The passphrase is lost: a new key; import its certificate when it is signed:",
         "vmseal provider certificate kms --replace --csr > kms.csr",
     ),
     ("vmseal-provider-server-add", "", "vmseal provider server add kms three=kms3.example.org"),
@@ -93,7 +93,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-policy-create",
-        "For slow storage: what guests read of each disk is kept in memory, as ciphertext:",
+        "For slow storage: keep what guests read in memory, as ciphertext:",
         "vmseal policy create cached --encrypt --cache 64MiB",
     ),
     (
@@ -156,7 +156,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-disk-export",
-        "One in the clear, for QEMU:",
+        "A plaintext one, for QEMU:",
         "vmseal disk export web1 disk0 --format qcow2 --plaintext --to /srv/out/web1.qcow2",
     ),
     (
@@ -194,7 +194,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ("vmseal-lab-disk", "The shortest useful run:", "vmseal lab disk --rounds 5 --seconds 1"),
 ];
 
-/// Those of a page.
+/// The examples of a page.
 pub fn of(page: &str) -> impl Iterator<Item = (&'static str, &'static str)> {
     EXAMPLES.iter().filter(move |(of, ..)| *of == page).map(|(_, what, typed)| (*what, *typed))
 }
@@ -204,11 +204,11 @@ mod tests {
     use super::*;
     use crate::help;
 
-    /// An example is what this program takes: options are renamed, and examples forgotten.
+    /// Examples must stay valid when options are renamed.
     #[test]
-    fn every_example_is_a_command_line_that_is_taken_and_fits() {
+    fn every_example_is_valid_and_fits() {
         for (_, _, typed) in EXAMPLES {
-            assert!(typed.lines().all(|line| line.len() <= 92), "it would be broken: {typed}");
+            assert!(typed.lines().all(|line| line.len() <= 92), "the line is too long: {typed}");
             let inner = typed.trim_start_matches("source <(").trim_end_matches(')');
             let (ours, _) = inner.split_once(" > ").unwrap_or((inner, ""));
             let words = ours.split_whitespace().filter(|word| *word != "\\");

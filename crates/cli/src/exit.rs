@@ -21,7 +21,7 @@ pub enum Exit {
     Interrupted = 130,
 }
 
-/// Every code with what it means, as --help and the man pages say it.
+/// Every code with its meaning, for --help and the manual pages.
 pub const ALL: &[(Exit, &str)] = &[
     (Exit::Done, "done"),
     (Exit::Failed, "failed"),
@@ -39,7 +39,7 @@ pub const ALL: &[(Exit, &str)] = &[
     (Exit::Interrupted, "interrupted (Ctrl-C); a task that was waited for goes on"),
 ];
 
-/// An error that is known to end the program in one way.
+/// An error with the exit code that belongs to it.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Ended {
@@ -66,7 +66,21 @@ impl Exit {
     }
 }
 
-/// What a message ends with when the server has failed, or its answer was lost: by what to find the request.
+/// An error and its causes on one line. A cause that the text before it already has is left out: many errors
+/// end with the text of their cause.
+pub fn text(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |text, cause| {
+        if text.is_empty() {
+            cause
+        } else if text.ends_with(&cause) {
+            text
+        } else {
+            format!("{text}: {cause}")
+        }
+    })
+}
+
+/// The end of a message when the server has failed, or its answer was lost: how to find the request.
 pub fn trace(error: &anyhow::Error) -> String {
     let problem = error.downcast_ref::<Problem>();
     if let Some(Problem { in_doubt: true, request_id: Some(request), .. }) = problem {
@@ -78,7 +92,7 @@ pub fn trace(error: &anyhow::Error) -> String {
     request.unwrap_or_default()
 }
 
-/// The same for the problem of a request, and of a task that it asked for.
+/// The same for a problem of a request, or of the task that it began.
 pub fn failed_inside(problem: &Problem, request: Option<&str>) -> Option<String> {
     let request = request.filter(|_| problem.code == ErrorCode::Internal)?;
     Some(format!(" (request id {request})"))
@@ -107,7 +121,7 @@ impl From<ErrorCode> for Exit {
     }
 }
 
-/// The table as `--help` ends with it.
+/// The table at the end of `--help`.
 pub fn help() -> String {
     let lines = ALL.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}", *exit as u8));
     format!("Exit codes:\n{}", lines.collect::<Vec<_>>().join("\n"))
@@ -120,13 +134,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_code_is_told_once_and_is_what_scripts_know() {
+    fn the_codes_are_those_that_scripts_know() {
         let codes: Vec<u8> = ALL.iter().map(|(exit, _)| *exit as u8).collect();
         assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 130]);
     }
 
     #[test]
-    fn only_what_failed_inside_is_to_be_looked_for_in_logs() {
+    fn only_internal_failures_give_a_request_id_to_look_for() {
         let problem =
             |code| Problem { request_id: Some("r-1".into()), ..Problem::new(code, "why") };
         let told = |code| trace(&anyhow::Error::from(problem(code)).context("while doing this"));
@@ -136,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_answer_is_an_unknown_end_with_what_to_look_for() {
+    fn a_lost_answer_is_an_unknown_outcome_with_advice() {
         for code in [ErrorCode::Unreachable, ErrorCode::TimedOut] {
             let lost = Problem { in_doubt: true, ..Problem::new(code, "it did not answer") };
             let lost = Problem { request_id: Some("r-1".into()), ..lost };
@@ -147,7 +161,16 @@ mod tests {
         }
     }
 
-    /// Scripts are written after the manual.
+    #[test]
+    fn a_cause_is_told_once() {
+        let missing = || std::io::Error::from_raw_os_error(2);
+        let plain = anyhow::Error::from(missing()).context("cannot read a.pem");
+        assert_eq!(text(&plain), "cannot read a.pem: No such file or directory (os error 2)");
+        let told = plain.context("cannot read a.pem: No such file or directory (os error 2)");
+        assert_eq!(text(&told), "cannot read a.pem: No such file or directory (os error 2)");
+    }
+
+    /// Scripts are written from the manual.
     #[test]
     fn the_manual_has_every_code_with_what_it_means() {
         let manual = include_str!("../../../docs/cli.md");
@@ -158,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_ends_the_program_as_its_problem_says_however_it_is_wrapped() {
+    fn context_does_not_change_the_exit_code() {
         for (code, exit) in [
             (ErrorCode::InvalidRequest, Exit::Usage),
             (ErrorCode::Unauthenticated, Exit::NotPermitted),

@@ -1,4 +1,4 @@
-//! The command line with what `--help` says beyond options: examples, and exit codes.
+//! The command line with the rest of its help: examples and exit codes.
 
 use std::fmt::Write;
 
@@ -7,23 +7,23 @@ use clap::{Command, CommandFactory};
 use crate::arguments::Arguments;
 use crate::{examples, exit};
 
-/// The exit code that is not as for every other command, by page.
+/// Exit codes that differ from those of every other command, by page.
 const EXITS: &[(&str, &str)] =
     &[("vmseal-doctor", "The exit code is 1 when something has failed, and 0 with warnings only.")];
 
-/// What the help of every command says in place of the options that all commands have.
+/// Shown in the help of every command in place of the global options.
 const GLOBAL_OPTIONS: &str =
     "Global options: --server, --ca, --token-file, --request-id, -o/--output; see `vmseal --help`.";
 
 /// The command line as it is parsed and explained.
 pub fn command() -> Command {
     let mut command = explained(Arguments::command(), "vmseal");
-    // Only from then on have subcommands the global options.
+    // Subcommands have the global options only after this.
     command.build();
     without_global_options(command)
 }
 
-/// Leaves the global options out of the help of subcommands, where they are longer than what is asked for.
+/// Hides the global options in the help of subcommands, where they would be most of the text.
 fn without_global_options(command: Command) -> Command {
     command.mut_subcommands(|verb| {
         without_global_options(verb.mut_args(|arg| {
@@ -36,8 +36,7 @@ fn without_global_options(command: Command) -> Command {
 /// The arguments that become a part of a request's path.
 const IN_PATHS: [&str; 6] = ["name", "vm", "disk", "bitmap", "tasks", "kms"];
 
-/// What is typed as a name stays one: a path's separators, and its words for 'here' and 'above', would make another
-/// request of it.
+/// Refuses names that would change the path of a request.
 fn one_name(typed: &str) -> Result<String, String> {
     if matches!(typed, "" | "." | "..") || typed.contains(['/', '?']) {
         return Err("this is neither a name nor an id: they hold no '/' and no '?', and are not '.' or '..'".to_owned());
@@ -57,7 +56,7 @@ fn explained(command: Command, page: &str) -> Command {
     })
 }
 
-/// What the long help ends with.
+/// The end of the long help.
 fn ending(page: &str) -> String {
     let mut text = String::new();
     for (index, (what, typed)) in examples::of(page).enumerate() {
@@ -80,7 +79,7 @@ fn ending(page: &str) -> String {
 }
 
 #[cfg(test)]
-mod habits;
+mod conventions;
 
 #[cfg(test)]
 mod tests {
@@ -91,7 +90,7 @@ mod tests {
     /// As wide as help is where there is no terminal.
     const WIDTH: usize = 100;
 
-    /// The texts of a command and all below it, as one is shown them.
+    /// The help texts of a command and of all below it.
     fn texts(command: &mut Command, typed: &str) -> String {
         let mut text = format!("$ {typed} --help\n{}\n", command.render_long_help());
         for verb in command.get_subcommands_mut().filter(|verb| verb.get_name() != "help") {
@@ -104,7 +103,7 @@ mod tests {
 
     /// `UPDATE_HELP=1 cargo test -p vmseal help` rewrites the files: read them, then commit them.
     #[test]
-    fn every_help_text_is_the_one_that_was_read() {
+    fn every_help_text_matches_its_file() {
         let directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/help");
         let mut command = command().term_width(WIDTH);
         let mut wanted = vec![(
@@ -142,12 +141,12 @@ mod tests {
         let mut names: Vec<_> = wanted.into_iter().map(|(name, _)| name).collect();
         files.sort();
         names.sort();
-        assert_eq!(files, names, "a file of a noun that there is no more");
+        assert_eq!(files, names, "a file for a noun that no longer exists");
     }
 
-    /// Whatever a verb calls what it takes: nothing that is typed in its place becomes another path.
+    /// No argument can change the path of a request, whatever its verb calls it.
     #[test]
-    fn names_with_which_another_path_would_be_asked_for_are_refused() {
+    fn names_that_would_change_the_path_are_refused() {
         for typed in ["a/b", "a?b", "..", ".", ""] {
             for before in [
                 &["vm", "show"][..],
@@ -170,7 +169,7 @@ mod tests {
             ] {
                 let typed = [&["vmseal"], before, &[typed]].concat();
                 let refused = command().try_get_matches_from(&typed).err();
-                let refused = refused.unwrap_or_else(|| panic!("{typed:?} is taken"));
+                let refused = refused.unwrap_or_else(|| panic!("{typed:?} is accepted"));
                 assert_eq!(refused.exit_code(), 2);
                 assert!(refused.to_string().contains("neither a name nor an id"), "{refused}");
             }
@@ -179,22 +178,22 @@ mod tests {
         assert!(command().try_get_matches_from(usual).is_ok());
     }
 
-    /// Every text is one sentence's voice: begins with a capital, ends without a full stop, says something.
+    /// Every text begins with a capital letter, ends without a full stop, and is not empty.
     #[test]
-    fn every_command_and_option_is_explained_in_one_voice() {
+    fn every_command_and_option_is_explained_in_one_style() {
         fn check(command: &Command, typed: &str) {
             let about = command.get_about().map(ToString::to_string).unwrap_or_default();
-            voice(&about, typed);
+            style(&about, typed);
             for arg in command.get_arguments() {
                 let typed = format!("{typed} {}", arg.get_id());
                 let said = arg.get_long_help().or(arg.get_help()).map(ToString::to_string);
-                voice(&said.unwrap_or_default(), &typed);
+                style(&said.unwrap_or_default(), &typed);
             }
             for verb in command.get_subcommands() {
                 check(verb, &format!("{typed} {}", verb.get_name()));
             }
         }
-        fn voice(text: &str, of: &str) {
+        fn style(text: &str, of: &str) {
             assert!(text.len() >= 6, "{of} is not explained: {text:?}");
             assert!(!text.starts_with(|c: char| c.is_lowercase()), "{of}: {text}");
             assert!(!text.ends_with('.'), "{of}: {text}");

@@ -3,6 +3,7 @@
 //! `debian.raw` is the image `debian`, raw; `.qcow2` files are images, too. `vmseal image build` makes one, and others
 //! may be put there.
 
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -10,9 +11,9 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use jiff::Timestamp;
 use serde::Serialize;
+use vmseal_api::filter::CRYPT_SECTOR;
 use vmseal_api::transfer::ImageFormat;
 
-use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
 
 /// Where they are for root: hosts may import from it (`vmseal agent --transfer-directory`).
@@ -120,6 +121,21 @@ pub fn find(directory: &Path, name: &str) -> anyhow::Result<(PathBuf, ImageForma
 #[must_use]
 pub fn is_name(image: &Path) -> bool {
     !image.as_os_str().is_empty() && !image.to_string_lossy().contains('/')
+}
+
+/// The size of the disk in an image, rounded up to whole sectors, as disks must have.
+pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
+    let unreadable =
+        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
+    let size = match format {
+        ImageFormat::Raw => std::fs::metadata(image).with_context(unreadable)?.len(),
+        ImageFormat::Qcow2 => {
+            let file = File::open(image).with_context(unreadable)?;
+            let header = vmseal_qcow2::examine(&file);
+            header.with_context(|| format!("{} cannot be imported", image.display()))?.size
+        }
+    };
+    Ok(size.next_multiple_of(u64::from(CRYPT_SECTOR)))
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ mod connection;
 mod disk_option;
 mod examples;
 mod exit;
+mod field;
 mod first_boot;
 mod help;
 mod images;
@@ -16,7 +17,9 @@ mod libvirt;
 mod man;
 mod passphrase;
 mod print;
-mod print_scan;
+mod rows;
+mod size;
+mod stream;
 
 use std::process::ExitCode;
 
@@ -43,8 +46,9 @@ fn main() -> ExitCode {
     runtime.shutdown_background();
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            print::say(format_args!("vmseal: {error:#}{}", exit::trace(&error)));
+        Err(mut error) => {
+            field::name_option(&mut error, &help::command(), &parsed);
+            print::say(format_args!("vmseal: {}{}", exit::text(&error), exit::trace(&error)));
             ExitCode::from(exit::Exit::of(&error) as u8)
         }
     }

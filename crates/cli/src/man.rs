@@ -1,4 +1,4 @@
-//! The manual pages: one for every command, made from what `--help` says and the sections that it has not.
+//! The manual pages: one for every command, made from its help and from sections that the help lacks.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -9,7 +9,7 @@ use clap_mangen::Man;
 
 use crate::{examples, exit, help};
 
-/// Files, by page: where, and what it is.
+/// Files, by page: path and content.
 const FILES: &[(&str, &str, &str)] = &[
     (
         "vmseal",
@@ -72,7 +72,7 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
 /// Writes a page for every command.
 pub fn write(directory: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(directory)
-        .with_context(|| format!("cannot make {}", directory.display()))?;
+        .with_context(|| format!("cannot create {}", directory.display()))?;
     let command = help::command();
     for (name, page) in pages(&command, "vmseal") {
         let path = directory.join(format!("{name}.1"));
@@ -137,7 +137,7 @@ fn section<'a>(text: &mut String, head: &str, items: impl Iterator<Item = (&'a s
     }
 }
 
-/// What somebody wants as text, what they type as it is typed.
+/// The purpose of an example as text, its command verbatim.
 fn examples_of(text: &mut String, page: &str) {
     for (index, (what, typed)) in examples::of(page).enumerate() {
         if index == 0 {
@@ -149,7 +149,7 @@ fn examples_of(text: &mut String, page: &str) {
     }
 }
 
-/// What roff would take for its own, it does not get: backslashes, hyphens, and dots and quotes that begin a line.
+/// Escapes what roff would interpret: backslashes, hyphens, and dots and quotes at the start of a line.
 fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_roff_would_take_for_its_own_is_escaped() {
+    fn what_roff_would_interpret_is_escaped() {
         assert_eq!(escaped(r".a\b-c"), r"\&.a\eb\-c");
     }
 }

@@ -18,7 +18,7 @@ use crate::exit::{Ended, Exit};
 /// The longest passphrase, in bytes; cryptsetup's limit for one that is typed.
 const PASSPHRASE_MAX: usize = 512;
 
-/// Asks once, or twice where a typing error would lock its owner out.
+/// How often to ask: twice where a typing error would lock the owner out.
 pub enum Prompt {
     /// An existing passphrase.
     Once,
@@ -26,7 +26,7 @@ pub enum Prompt {
     Twice,
 }
 
-/// The passphrase that the options name, or asked for as `what`.
+/// The passphrase from the file in the options, or from a prompt that calls it `what`.
 pub fn obtain(options: &Passphrase, what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
     match &options.passphrase_file {
         Some(file) => from_file(file),
@@ -79,8 +79,8 @@ pub fn seal(
     Ok(SealedPassphrase { passphrase_box: passphrase_box.to_owned(), sealed })
 }
 
-/// Seals a passphrase for whoever has the private half of `public` (base64), and for one use, which
-/// `info` says.
+/// Seals a passphrase for the holder of the private key of `public` (base64), and for the one use that
+/// `info` names.
 pub fn seal_to(passphrase: &SecretBytes, info: &[u8], public: &str) -> anyhow::Result<String> {
     let public: [u8; 32] =
         STANDARD.decode(public).ok().and_then(|bytes| bytes.try_into().ok()).context(

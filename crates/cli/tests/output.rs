@@ -1,4 +1,4 @@
-//! What becomes of a command whose result cannot be printed.
+//! Commands whose result cannot be printed.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -13,7 +13,7 @@ fn vmseal(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs it with a standard output that takes nothing.
+/// Runs it with this standard output.
 fn run(mut command: Command, output: impl Into<Stdio>) -> Output {
     command.stdout(output).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap()
 }
@@ -29,12 +29,12 @@ fn full() -> std::fs::File {
     OpenOptions::new().write(true).open(Path::new("/dev/full")).unwrap()
 }
 
-/// `doctor` with directories of its own, and a QEMU that is not there: something fails, without a server.
+/// `doctor` with directories and a QEMU that do not exist: it fails, and needs no server.
 const FAILING: [&str; 7] =
     ["doctor", "--qemu", "/nowhere/qemu", "--state-dir", "/nowhere/a", "--data-dir", "/nowhere/b"];
 
 #[test]
-fn a_result_that_a_full_disk_does_not_take_is_a_failure() {
+fn a_result_that_does_not_fit_on_a_disk_is_a_failure() {
     for arguments in [&["completion", "bash"][..], &FAILING] {
         let ended = run(vmseal(arguments), full());
         let said = String::from_utf8_lossy(&ended.stderr).into_owned();
@@ -44,7 +44,7 @@ fn a_result_that_a_full_disk_does_not_take_is_a_failure() {
 }
 
 #[test]
-fn a_reader_that_has_gone_changes_nothing_of_the_end() {
+fn a_closed_pipe_does_not_change_the_exit_code() {
     let ended = run(vmseal(&["completion", "bash"]), closed());
     assert_eq!((ended.status.code(), &*ended.stderr), (Some(0), &b""[..]));
     let ended = run(vmseal(&FAILING), closed());
@@ -54,7 +54,7 @@ fn a_reader_that_has_gone_changes_nothing_of_the_end() {
 }
 
 #[test]
-fn nobody_who_hears_what_is_said_is_no_failure_of_its_own() {
+fn messages_that_cannot_be_written_are_no_failure() {
     let mut command = vmseal(&FAILING);
     let status = command.stdout(Stdio::null()).stderr(full()).status().unwrap();
     assert_eq!(status.code(), Some(1), "it panicked");

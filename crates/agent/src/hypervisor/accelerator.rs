@@ -135,7 +135,7 @@ async fn run(
 ) -> Result<(), String> {
     let (name, cpu) = match kind {
         AcceleratorKind::Kvm => ("kvm", "host"),
-        AcceleratorKind::Tcg => ("tcg", "max"),
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("tcg", "max"),
     };
     let mut child = Command::new(qemu)
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])

@@ -122,7 +122,7 @@ impl Qemu {
 fn kvm_group(accelerator: AcceleratorKind) -> Option<u32> {
     match accelerator {
         AcceleratorKind::Kvm => Path::new("/dev/kvm").metadata().ok().map(|device| device.gid()),
-        AcceleratorKind::Tcg => None,
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => None,
     }
 }
 
@@ -149,7 +149,8 @@ fn arguments(
 ) -> Vec<OsString> {
     let (accel, cpu) = match accelerator {
         AcceleratorKind::Kvm => ("kvm", "host"),
-        AcceleratorKind::Tcg => ("tcg", "max"),
+        // No agent chooses what it does not know.
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("tcg", "max"),
     };
     let megabytes = spec.memory >> 20;
     let mut arguments: Vec<String> = Vec::new();

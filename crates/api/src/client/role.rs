@@ -26,6 +26,16 @@ pub fn host_server_name(host: HostId) -> String {
     format!("{host}{HOSTS_DOMAIN}")
 }
 
+/// The host whose agent a certificate is for, whether or not its signature is valid.
+fn host_of(certificate: &CertificateDer<'_>) -> Option<HostId> {
+    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+    let names = &certificate.subject_alternative_name().ok()??.value.general_names;
+    names.iter().find_map(|name| match name {
+        GeneralName::DNSName(name) => name.strip_suffix(HOSTS_DOMAIN)?.parse().ok(),
+        _ => None,
+    })
+}
+
 /// The role of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -63,6 +73,35 @@ struct WrongRole(Role);
 impl std::fmt::Debug for WrongRole {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)
+    }
+}
+
+/// The certificate is valid, but for another host.
+#[derive(Clone, Copy, thiserror::Error)]
+#[error(
+    "another host answers there, with id {0}: correct the address (vmseal host set NAME --address HOST:PORT)"
+)]
+struct AnotherHost(HostId);
+
+impl std::fmt::Debug for AnotherHost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
+}
+
+/// Replaces the error about a wrong name: names the host that the certificate is for.
+pub(super) fn tell_whose(error: rustls::Error, certificate: &CertificateDer<'_>) -> rustls::Error {
+    use CertificateError::{NotValidForName, NotValidForNameContext};
+    match error {
+        rustls::Error::InvalidCertificate(NotValidForName | NotValidForNameContext { .. }) => {}
+        other => return other,
+    }
+    if let Err(wrong_role) = check(certificate, Role::Host) {
+        return wrong_role;
+    }
+    match host_of(certificate) {
+        Some(host) => CertificateError::Other(OtherError(Arc::new(AnotherHost(host)))).into(),
+        None => error,
     }
 }
 

@@ -12,7 +12,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
 
-use super::role::{Role, SeenCertificate, check};
+use super::role::{Role, SeenCertificate, check, tell_whose};
 
 /// A server's certificate chain.
 pub struct ServerChain<'a> {
@@ -121,7 +121,12 @@ impl ServerOfRole {
 impl ServerCheck for ServerOfRole {
     fn check(&self, chain: &ServerChain<'_>) -> Result<(), rustls::Error> {
         let ServerChain { certificate, above, name, ocsp, now } = chain;
-        self.authority.verify_server_cert(certificate, above, name, ocsp, *now)?;
+        let verified = self.authority.verify_server_cert(certificate, above, name, ocsp, *now);
+        verified.map_err(|error| match self.role {
+            // The name comes last: the chain is good.
+            Role::Host => tell_whose(error, certificate),
+            Role::Server => error,
+        })?;
         check(certificate, self.role)?;
         *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some(certificate.to_vec());
         Ok(())

@@ -287,5 +287,13 @@ mod tests {
         assert_eq!(job.kind, super::super::job::JobKind::Unknown);
         assert_eq!(job.state, super::super::job::JobState::Unknown);
         assert_eq!(job.progress.total, 2);
+        let described = serde_json::json!({
+            "contract": {"min": 2, "max": 9}, "vmseal": "9", "incarnation": Incarnation::new(), "hostname": "h",
+            "key_box": "", "accelerator": {"kind": "mshv", "reason": "so"}, "qemu": "99", "cpus": 1, "memory": 2,
+            "aes_hardware": true, "run_dir": "/run", "weaknesses": [], "colour": "red"
+        });
+        let read: super::super::HostDescription = serde_json::from_value(described).unwrap();
+        assert_eq!(serde_json::to_value(read.accelerator.kind).unwrap(), "unknown");
+        assert_eq!(read.accelerator.reason, "so");
     }
 }

@@ -5,13 +5,13 @@ use std::str::FromStr;
 
 use clap::Args;
 
-/// Ctrl-], telnet's and virsh's escape.
-const USUAL: u8 = 0x1d;
+/// Ctrl-], the escape of telnet and virsh.
+const DEFAULT: u8 = 0x1d;
 
-/// What is left of a letter when Ctrl is pressed with it.
+/// The bits of a letter that Ctrl keeps.
 const CONTROL: u8 = 0x1f;
 
-/// What Ctrl takes away from one.
+/// The bit of a letter that Ctrl clears.
 const LETTER: u8 = 0x40;
 
 #[derive(Args)]
@@ -27,13 +27,13 @@ pub struct Console {
     pub force: bool,
 }
 
-/// The character that leaves a console; none where nothing does.
+/// The character that closes a console, if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Escape(pub Option<u8>);
 
 impl Default for Escape {
     fn default() -> Self {
-        Self(Some(USUAL))
+        Self(Some(DEFAULT))
     }
 }
 
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_are_written_as_everywhere() {
+    fn escapes_are_parsed_and_printed() {
         for (text, byte) in
             [("^]", Some(0x1d)), ("^a", Some(1)), ("^_", Some(0x1f)), ("none", None)]
         {

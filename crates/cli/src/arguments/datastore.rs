@@ -7,7 +7,7 @@ use vmseal_api::model;
 
 use super::{DryRun, List, Name, Show};
 
-/// Names are a host's own.
+/// Names are unique only on their host.
 fn of_datastore(arg: Arg) -> Arg {
     arg.help("Name, `HOST:NAME` if several hosts have one of that name, or id")
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{Bitmap, DryRun, List, Passphrase, Wait};
-use crate::print::VmDisk;
+use crate::rows::VmDisk;
 
 #[derive(Subcommand)]
 pub enum Disk {
@@ -52,7 +52,7 @@ pub enum Disk {
     },
     /// Expose a disk as a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
     ///
-    /// Whoever may open the socket reads plaintext. A VM that is off cannot be started meanwhile; the disk of a
+    /// Anyone who may open the socket reads plaintext. A VM that is off cannot be started meanwhile; the disk of a
     /// running VM is read while its guest writes, so it is not a point-in-time copy. The address for tools is
     /// printed.
     Expose(Expose),

@@ -1,4 +1,4 @@
-//! Options of every command, and what several commands take.
+//! Options of every command, and arguments that several commands share.
 
 use std::marker::PhantomData;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use vmseal_api::request_id::RequestId;
 
-use crate::print::Row;
+use crate::rows::Row;
 
 /// Options of every command.
 #[derive(Args, Clone)]
@@ -67,7 +67,7 @@ pub struct Global {
 }
 
 impl Global {
-    /// What the environment says, without a command line.
+    /// The options from the environment alone.
     pub fn from_environment() -> Self {
         Self {
             server: std::env::var("VMSEAL_SERVER").ok(),
@@ -89,7 +89,7 @@ pub enum Output {
     Json,
     /// The same as YAML.
     Yaml,
-    /// The table for programs: plain numbers, nothing where nothing is known.
+    /// The table for programs: plain numbers, empty fields for unknown values.
     Csv,
 }
 
@@ -121,7 +121,7 @@ fn columns_help<T: Row>() -> String {
 }
 
 impl<T: Row> Columns<T> {
-    /// As without options.
+    /// The default columns.
     pub fn usual() -> Self {
         let columns = T::usual_names().into_iter().map(str::to_owned).collect();
         Self { columns, no_header: false, of: PhantomData }

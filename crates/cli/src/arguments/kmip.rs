@@ -1,4 +1,4 @@
-//! `vmseal provider`, as far as it is about key servers over KMIP.
+//! `vmseal provider`: the commands for key servers over KMIP.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{DryRun, Passphrase};
 
-/// The servers of a KMIP provider that is added.
+/// The servers of a new KMIP provider.
 #[derive(Args)]
 pub struct Servers {
     /// Add a KMIP provider with this key server (default port 5696); may be repeated for servers that
@@ -112,7 +112,7 @@ pub struct Certificate {
     /// Use the certificate in this file (PEM, with its chain)
     #[arg(long, value_name = "FILE")]
     pub import: Option<PathBuf>,
-    /// The certificate's common name; many KMSs take it for the client's identity, so keep it when you renew
+    /// The certificate's common name; many KMSs use it as the client's identity, so keep it when you renew
     #[arg(long, value_name = "NAME", default_value = "vmseal", conflicts_with = "import")]
     pub common_name: String,
     /// The certificate's private key (PEM, PKCS #8) [default: the provider's own]

@@ -1,4 +1,4 @@
-//! What can be typed: the whole command line as types, one module per noun.
+//! The whole command line as types, one module per noun.
 
 mod agent;
 mod bitmap;
@@ -12,6 +12,7 @@ mod host;
 mod image;
 mod kmip;
 mod lab;
+mod passphrase;
 mod policy;
 mod provider;
 mod server;
@@ -35,8 +36,9 @@ pub use self::host::Host;
 pub use self::image::{BuildImage, Image, System};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
+pub use self::passphrase::Passphrase;
 pub use self::policy::Policy;
-pub use self::provider::{Passphrase, Provider};
+pub use self::provider::Provider;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;

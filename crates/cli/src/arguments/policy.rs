@@ -4,7 +4,7 @@ use clap::Subcommand;
 use vmseal_api::model;
 
 use super::{DryRun, List, Show};
-use crate::disk_option::parse_size;
+use crate::size::parse_size;
 
 #[derive(Subcommand)]
 pub enum Policy {

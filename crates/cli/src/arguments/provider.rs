@@ -2,20 +2,11 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use vmseal_api::model;
 
 use super::kmip::{Kmip, Servers};
-use super::{DryRun, List, Show};
-
-/// A passphrase: from a file, or asked for at the terminal.
-#[derive(Args)]
-#[group(skip)]
-pub struct Passphrase {
-    /// The file with the passphrase, without its final newline [default: ask]
-    #[arg(long, value_name = "FILE")]
-    pub passphrase_file: Option<PathBuf>,
-}
+use super::{DryRun, List, Passphrase, Show};
 
 #[derive(Subcommand)]
 pub enum Provider {

@@ -26,9 +26,9 @@ pub enum ServerCommand {
     },
 }
 
-/// What levels are.
+/// How levels are written.
 pub const LEVELS_HELP: &str = "LEVEL is off, error, warn, info, debug or trace. TARGET=LEVEL is for the crates \
-and modules whose names begin so: info,vmseal_agent=debug. What libraries say is logged up to info at most.";
+and modules whose names begin with TARGET: info,vmseal_agent=debug. Libraries log at info at most.";
 
 use super::DryRun;
 

@@ -11,7 +11,7 @@ pub struct Completion {
     pub shell: Shell,
 }
 
-/// The shells that can be helped.
+/// The shells that have completion.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Shell {
     Bash,

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 use vmseal_api::model;
 
 use super::wait::duration;
 use super::{Console, DryRun, List, Show, Wait};
+use crate::size::parse_size;
 
 #[derive(Subcommand)]
 pub enum Vm {
@@ -27,13 +27,14 @@ pub enum Vm {
         /// Virtual processors
         #[arg(long, default_value_t = 1)]
         vcpus: u32,
-        /// Memory, such as 512MiB or 2GiB
-        #[arg(long, default_value = "512MiB", value_name = "SIZE")]
-        memory: ByteSize,
+        /// Memory, such as 512M or 2G (powers of 1024)
+        #[arg(long, default_value = "512MiB", value_name = "SIZE", value_parser = parse_size)]
+        memory: u64,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
         /// in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
         /// `image` is a file on the host that the disk is filled from, in `format`, or the name of one of `vmseal
-        /// image list`; `size` (20GiB) may be left out if the image is on this machine too. Disks are named `disk0`, `disk1`, ... unless `name` is
+        /// image list`; `size` (20G) may be left out if the image is on this machine too. Disks are named `disk0`,
+        /// `disk1`, ... unless `name` is
         /// given. Write a comma within a value twice (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
@@ -132,9 +133,9 @@ pub struct Import {
     /// Virtual processors [default: 1, or the domain's]
     #[arg(long)]
     pub vcpus: Option<u32>,
-    /// Memory, such as 2GiB [default: 512MiB, or the domain's]
-    #[arg(long, value_name = "SIZE")]
-    pub memory: Option<ByteSize>,
+    /// Memory, such as 2G [default: 512MiB, or the domain's]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
     /// A disk, as for `vm create`: `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME]`;
     /// may be repeated, in boot order
     #[arg(

@@ -1,4 +1,4 @@
-//! How a command deals with the task that it begins, and whether it is meant at all.
+//! Waiting for the task that a command begins, and dry runs.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub struct Wait {
     pub timeout: Option<Duration>,
 }
 
-/// Whether the command is only tried.
+/// Whether the command only checks.
 #[derive(Args)]
 pub struct DryRun {
     /// Check everything and print what would be done, but do nothing
@@ -27,17 +27,17 @@ pub struct DryRun {
     pub dry_run: bool,
 }
 
-/// A span of time: `90` seconds, `30s`, `5m`, `1h30m`.
+/// A duration: `90` seconds, `30s`, `5m`, `1h30m`.
 pub fn duration(text: &str) -> Result<Duration, String> {
-    let said = if text.bytes().all(|byte| byte.is_ascii_digit()) {
+    let parsed = if text.bytes().all(|byte| byte.is_ascii_digit()) {
         text.parse().ok().map(Duration::from_secs)
     } else {
         text.parse::<SignedDuration>().ok().and_then(|span| Duration::try_from(span).ok())
     };
-    said.filter(|_| !text.is_empty()).ok_or_else(|| "give it as 30s, 5m or 1h".to_owned())
+    parsed.filter(|_| !text.is_empty()).ok_or_else(|| "give it as 30s, 5m or 1h".to_owned())
 }
 
-/// A moment: a time (RFC 3339), or how long ago.
+/// A point in time: RFC 3339, or how long ago.
 pub fn since(text: &str) -> Result<Timestamp, String> {
     if let Ok(at) = text.parse() {
         return Ok(at);
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spans_and_moments_are_read_as_people_write_them() {
+    fn durations_and_times_are_parsed() {
         assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
         assert_eq!(duration("0.5s"), Ok(Duration::from_millis(500)));

@@ -4,9 +4,9 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::request::AddBitmap;
 
-use super::{list, plan};
+use super::list;
 use crate::arguments::{Bitmap, Output};
-use crate::print;
+use crate::print::{self, plan};
 
 pub async fn run(server: &ServerClient, output: Output, verb: Bitmap) -> anyhow::Result<()> {
     match verb {

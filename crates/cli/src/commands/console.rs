@@ -1,7 +1,7 @@
 //! `vmseal vm console`: the guest's serial line on this terminal.
 //!
-//! The terminal is put back as it was however the console ends: by the escape, by the end of the guest or of
-//! the connection, by an error, and by every signal that ends a program in an orderly way.
+//! The terminal is restored however the console ends: by the escape, by the end of the guest or of the connection,
+//! by an error, and by every signal that can be handled.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
@@ -11,7 +11,7 @@ use anyhow::Context;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 use vmseal_api::client::ServerClient;
 use vmseal_api::console::{ConsoleClaim, ConsoleStream, is_taken_over};
 use vmseal_api::host::Power;
@@ -24,19 +24,22 @@ use crate::arguments::{Console, Escape};
 use crate::exit::{Ended, Exit};
 use crate::print;
 
-/// What is read from either side at once, in bytes.
+/// The most that is read from either side at once, in bytes.
 const CHUNK: usize = 4096;
 
-/// How much of what is typed waits for the guest, in bytes: more than anybody types while a line is blocked.
+/// The most typed input that waits for the guest, in bytes: more than a person types while a line is blocked.
 const PENDING_MAX: usize = 64 * 1024;
 
-/// How long somebody who leaves waits for the guest to take what was typed before.
-const LEAVE: Duration = Duration::from_secs(1);
+/// How long the guest's output is shown after the end of the input.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How soon the server shows that a guest has ended.
-const SHOWN: Duration = Duration::from_secs(2);
+/// How long the guest may take to read what was typed before the escape.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The terminal in raw mode, put back as it was at the end, however it ends.
+/// How long the server may take to show that a guest has ended.
+const OFF_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The terminal in raw mode; restored on drop.
 struct RawTerminal(Termios);
 
 impl RawTerminal {
@@ -57,10 +60,10 @@ impl Drop for RawTerminal {
     }
 }
 
-/// The signals that end a program and can be heard.
-pub(super) struct Ends([Signal; 4]);
+/// The signals that end a program and can be handled.
+pub(super) struct EndSignals([Signal; 4]);
 
-impl Ends {
+impl EndSignals {
     pub(super) fn listen() -> std::io::Result<Self> {
         let kinds = [
             SignalKind::hangup(),
@@ -85,25 +88,25 @@ impl Ends {
 
 /// How a console ended.
 enum End {
-    /// The person left.
+    /// The user typed the escape.
     Left,
     /// The guest's side has closed.
     Closed,
-    /// Somebody else has the console now.
+    /// Another user has the console now.
     TakenOver,
     /// A signal.
-    Told,
+    Signal,
 }
 
-/// Joins the terminal and the guest's serial line until the escape, or the end of either.
+/// Connects the terminal to the guest's serial line until the escape, or the end of either.
 pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<()> {
     let vm = &options.name;
-    // Heard from before the terminal is changed, and to the end.
-    let mut ends = Ends::listen().context("signals cannot be heard")?;
+    // From before the terminal is changed, and to the end.
+    let mut ends = EndSignals::listen().context("cannot listen for signals")?;
     let claim = if options.force { ConsoleClaim::TakeOver } else { ConsoleClaim::IfFree };
     let guest = tokio::select! {
         guest = server.console(vm, claim) => guest?,
-        () = ends.any() => return Err(told().into()),
+        () = ends.any() => return Err(interrupted().into()),
     };
     let person = std::io::stdin().is_terminal();
     let terminal = if person {
@@ -123,10 +126,10 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
     drop(terminal);
     match end? {
         End::Left => Ok(()),
-        End::Told => Err(told().into()),
+        End::Signal => Err(interrupted().into()),
         End::Closed => tokio::select! {
             why = why_closed(server, vm) => why,
-            () = ends.any() => Err(told().into()),
+            () = ends.any() => Err(interrupted().into()),
         },
         End::TakenOver => {
             let message = format!(
@@ -137,16 +140,16 @@ pub async fn attach(server: &ServerClient, options: &Console) -> anyhow::Result<
     }
 }
 
-fn told() -> Ended {
+fn interrupted() -> Ended {
     Ended::new(Exit::Interrupted, "interrupted")
 }
 
-/// What a person has typed and the guest has not taken.
+/// Typed input that the guest has not read yet.
 struct Keyboard {
     escape: Escape,
-    /// Whether a person types, whose escape is heard whatever the guest does. What a script sends can wait.
+    /// Whether a person types: their escape is read even if the guest reads nothing. A script's input can wait.
     person: bool,
-    /// Whether there may be more.
+    /// Whether there may be more input.
     open: bool,
     pending: Vec<u8>,
 }
@@ -156,10 +159,13 @@ impl Keyboard {
         self.open && (self.person || self.pending.len() < PENDING_MAX)
     }
 
-    /// Takes what was read; says whether the person leaves. What a guest does not take for long is dropped, as a
-    /// serial line does.
+    /// Whether all input has come to its end and gone to the guest.
+    fn is_done(&self) -> bool {
+        !self.open && self.pending.is_empty()
+    }
+
+    /// Takes what was read; returns whether it has the escape. Input beyond the limit is dropped, as by a serial line.
     fn take(&mut self, typed: &[u8]) -> bool {
-        // A script's input has ended; the guest's answer is still wanted.
         self.open = !typed.is_empty();
         let (before, left) = until_escape(typed, self.escape);
         if self.pending.len() < PENDING_MAX {
@@ -169,31 +175,38 @@ impl Keyboard {
     }
 }
 
-/// Carries bytes both ways until either side ends, or `told` does. Nothing that blocks holds up the others.
+/// Copies bytes both ways until either side ends, or a signal comes. No direction blocks another.
 async fn join(
     guest: ConsoleStream,
     mut typed: impl AsyncRead + Unpin,
     mut screen: impl AsyncWrite + Unpin,
     mut keyboard: Keyboard,
-    told: impl Future<Output = ()>,
+    signal: impl Future<Output = ()>,
 ) -> anyhow::Result<End> {
-    let (mut guest_says, mut guest_hears) = tokio::io::split(guest);
+    let (mut guest_output, mut guest_input) = tokio::io::split(guest);
     let (mut from_person, mut from_guest) = ([0; CHUNK], [0; CHUNK]);
     let (mut to_show, mut shown) = (Vec::new(), true);
-    tokio::pin!(told);
+    tokio::pin!(signal);
+    let mut leave_at = None;
     loop {
+        if keyboard.is_done() && leave_at.is_none() {
+            leave_at = Some(Instant::now() + ANSWER_TIMEOUT);
+        }
         tokio::select! {
-            () = &mut told => return Ok(End::Told),
+            () = &mut signal => return Ok(End::Signal),
+            () = sleep_until(leave_at.unwrap_or_else(Instant::now)), if leave_at.is_some() => {
+                return Ok(End::Left);
+            }
             read = typed.read(&mut from_person), if keyboard.listens() => {
                 if keyboard.take(&from_person[..read?]) {
-                    // What was typed before is on its way, as far as the guest takes it.
-                    let _ = timeout(LEAVE, guest_hears.write_all(&keyboard.pending)).await;
+                    // What was typed before the escape still goes to the guest, as far as it reads.
+                    let _ = timeout(LEAVE_TIMEOUT, guest_input.write_all(&keyboard.pending)).await;
                     return Ok(End::Left);
                 }
             }
-            written = guest_hears.write(&keyboard.pending), if !keyboard.pending.is_empty() => match written {
+            written = guest_input.write(&keyboard.pending), if !keyboard.pending.is_empty() => match written {
                 Ok(count) if count > 0 => drop(keyboard.pending.drain(..count)),
-                // What is wrong is told by reading.
+                // Reading reports an error.
                 _ => {
                     keyboard.pending.clear();
                     keyboard.open = false;
@@ -203,7 +216,7 @@ async fn join(
                 done?;
                 shown = true;
             }
-            read = guest_says.read(&mut from_guest), if shown => match read {
+            read = guest_output.read(&mut from_guest), if shown => match read {
                 Err(error) if is_taken_over(&error) => return Ok(End::TakenOver),
                 Ok(0) | Err(_) => return Ok(End::Closed),
                 Ok(count) => {
@@ -215,7 +228,7 @@ async fn join(
     }
 }
 
-/// Shows it all. May be given up and begun again: what is shown is gone from `text`.
+/// Writes all of `text`. It can be cancelled and called again: what is written is removed from `text`.
 async fn show(screen: &mut (impl AsyncWrite + Unpin), text: &mut Vec<u8>) -> std::io::Result<()> {
     while !text.is_empty() {
         let count = screen.write(text).await?;
@@ -224,7 +237,7 @@ async fn show(screen: &mut (impl AsyncWrite + Unpin), text: &mut Vec<u8>) -> std
     screen.flush().await
 }
 
-/// What comes before the escape character, and whether there is one.
+/// The input before the escape character, and whether there is one.
 fn until_escape(typed: &[u8], Escape(escape): Escape) -> (&[u8], bool) {
     match typed.iter().position(|byte| Some(*byte) == escape) {
         Some(place) => (&typed[..place], true),
@@ -232,11 +245,11 @@ fn until_escape(typed: &[u8], Escape(escape): Escape) -> (&[u8], bool) {
     }
 }
 
-/// A guest that has ended closes its console; one that runs on has been lost on the way.
+/// A console closes when its guest ends; if the guest still runs, the connection was lost.
 async fn why_closed(server: &ServerClient, vm: &str) -> anyhow::Result<()> {
-    // Where the server itself was restarted, it is the one to ask.
+    // The server may be restarting.
     across(server, async || answers(server).await).await?;
-    if let Ok(off) = timeout(SHOWN, until_off(server, vm)).await {
+    if let Ok(off) = timeout(OFF_TIMEOUT, until_off(server, vm)).await {
         off?;
         print::say("the guest has ended");
         return Ok(());
@@ -272,23 +285,39 @@ mod tests {
         assert_eq!(until_escape(b"\x1d", Escape(None)), (&b"\x1d"[..], false));
     }
 
-    /// Joins a guest that takes nothing to this input.
-    async fn joined(typed: &[u8], person: bool, told: impl Future<Output = ()>) -> End {
-        let (_deaf, _, guest) = vmseal_api::console::pair(16);
+    /// Joins a guest that reads nothing to this input.
+    async fn joined(typed: &[u8], person: bool, signal: impl Future<Output = ()>) -> End {
+        let (_silent, _, guest) = vmseal_api::console::pair(16);
         let (mut keys, ours) = tokio::io::duplex(1 << 20);
         keys.write_all(typed).await.unwrap();
         let keyboard =
             Keyboard { escape: Escape::default(), person, open: true, pending: Vec::new() };
-        let joined = join(guest, ours, tokio::io::sink(), keyboard, told);
+        let joined = join(guest, ours, tokio::io::sink(), keyboard, signal);
         timeout(Duration::from_secs(20), joined).await.expect("it hangs").unwrap()
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_the_input_leaves_once_the_guest_has_it_and_had_time_to_answer() {
+        let (mut guest, _, console) = vmseal_api::console::pair(16);
+        let keyboard =
+            Keyboard { escape: Escape::default(), person: false, open: true, pending: Vec::new() };
+        let script = &b"uptime\r"[..];
+        let (mut heard, mut answer) = ([0; 7], Vec::new());
+        let join = join(console, script, &mut answer, keyboard, std::future::pending());
+        let (end, ()) = tokio::join!(join, async {
+            guest.read_exact(&mut heard).await.unwrap();
+            guest.write_all(b"up 3 days").await.unwrap();
+        });
+        assert!(matches!(end.unwrap(), End::Left));
+        assert_eq!((&heard, &answer[..]), (b"uptime\r", &b"up 3 days"[..]));
+    }
+
     #[tokio::test]
-    async fn a_guest_that_takes_nothing_can_be_left() {
+    async fn a_guest_that_reads_nothing_can_be_left() {
         let much = [vec![b'x'; 4 * PENDING_MAX], vec![0x1d]].concat();
         let left = joined(&much, true, std::future::pending()).await;
         assert!(matches!(left, End::Left));
         let signal = tokio::time::sleep(Duration::from_millis(100));
-        assert!(matches!(joined(&much, false, signal).await, End::Told));
+        assert!(matches!(joined(&much, false, signal).await, End::Signal));
     }
 }

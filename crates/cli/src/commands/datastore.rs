@@ -5,9 +5,9 @@ use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::request::AddDatastore;
 
-use super::{list, plan};
+use super::list;
 use crate::arguments::{self, Output};
-use crate::print;
+use crate::print::{self, plan, scan};
 
 pub async fn run(
     server: &ServerClient,
@@ -28,8 +28,8 @@ pub async fn run(
             print::one(output, &datastore, &[])
         }
         arguments::Datastore::Scan(of) => {
-            let scan = server.get(&format!("datastores/{}/scan", of.name)).await?;
-            crate::print_scan::scan(output, &scan)
+            let found = server.get(&format!("datastores/{}/scan", of.name)).await?;
+            scan::show(output, &found)
         }
         arguments::Datastore::Remove { name, dry_run } => {
             let path = format!("datastores/{name}");

@@ -7,11 +7,11 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
-use super::{bitmap, expose, list, replica, vm};
+use super::{bitmap, expose, list, replica, task};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print::VmDisk;
+use crate::rows::VmDisk;
 
 pub async fn run(
     server: ServerClient,
@@ -69,7 +69,7 @@ pub async fn run(
             };
             let request = ExportDisk { to, format, plaintext, passphrase };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
-            vm::begin(server, output, &path, &request, &dry_run, &wait).await
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
     }
 }

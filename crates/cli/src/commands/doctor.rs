@@ -7,6 +7,7 @@ use super::processes::beside_this_program;
 use crate::arguments::{Columns, Doctor, Output};
 use crate::exit::{Ended, Exit};
 use crate::print;
+use crate::rows::word;
 
 pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow::Result<()> {
     let filter = match asked.filter {
@@ -38,10 +39,10 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
     }
 }
 
-/// A line, and one below it where something is to be done.
+/// A line, and a second one if there is something to fix.
 fn report(finding: &Finding) -> String {
     let Finding { check, result, found, remedy } = finding;
-    let line = print::printable(&format!("{:<8} {check}: {found}", print::word(result)));
+    let line = print::printable(&format!("{:<8} {check}: {found}", word(result)));
     match remedy {
         None => line,
         Some(remedy) => format!("{line}\n{:<8} fix: {remedy}", ""),

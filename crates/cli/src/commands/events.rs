@@ -11,7 +11,7 @@ use crate::print::{self, Lines};
 /// How long the server holds a request for new events, in seconds.
 const FOLLOW_WAIT: u32 = 20;
 
-/// How many events following begins with, where neither `--last` nor `--since` says so; as journalctl has it.
+/// How many events `--follow` begins with, without `--last` and `--since`; as journalctl does.
 const FOLLOW_LAST: u32 = 10;
 
 pub async fn run(server: &ServerClient, output: Output, options: &Events) -> anyhow::Result<()> {
@@ -26,7 +26,7 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
         Some(last) => read(None, &format!("&last={last}")).await?,
         None => read(None, "").await?,
     };
-    // Tables and CSV as they come; an array of JSON or YAML is one document, and has to be whole.
+    // Tables and CSV are printed page by page; a JSON or YAML array is one document.
     let whole = !follow && matches!(output, Output::Json | Output::Yaml);
     let mut lines = Lines::new(output, &options.list.columns);
     let (mut newest, mut all) = (0, Vec::new());
@@ -56,7 +56,7 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
     Ok(())
 }
 
-/// The largest page, and what is wanted.
+/// The query for the largest page of these events.
 fn query(options: &Events) -> String {
     let mut query = Serializer::new(String::new());
     query.append_pair("limit", "1000");

@@ -1,8 +1,8 @@
 //! `vmseal disk expose`: a disk as a local NBD socket, for as long as the command runs.
 //!
-//! Whatever connects to the socket is carried, as a stream of its own, over the server to the disk's host;
-//! one stream more holds the disk exposed. The socket is there when the disk is open, and goes with the command, however it ends in an orderly
-//! way; what a killed one leaves is replaced.
+//! Each connection to the socket is a stream over the server to the disk's host; one more stream keeps the disk
+//! exposed. The socket exists while the disk is open. The command removes it unless it is killed; the next one
+//! replaces what a killed one left.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use vmseal_api::expose::{HOLD, HOLD_INTERVAL, LET_GO};
 use vmseal_api::host::Exposing;
 use vmseal_api::model::{Disk, Vm};
 
-use super::console::Ends;
+use super::console::EndSignals;
 use crate::arguments::Expose;
 use crate::exit::{Ended, Exit};
 use crate::print;
@@ -30,11 +30,11 @@ use crate::print;
 /// The most connections at a time; more wait. The disk's host serves a few of them at a time.
 const CONNECTIONS_MAX: usize = 16;
 
-/// The most that is told of what went wrong, in bytes.
-const WORDS_MAX: u64 = 16 * 1024;
+/// The longest error text that is read, in bytes.
+const ERROR_MAX: u64 = 16 * 1024;
 
 /// How long the host may take to flush and free the disk.
-const LET_GO_PATIENCE: Duration = Duration::from_secs(45);
+const LET_GO_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// The local socket; removed at the end.
 struct Socket {
@@ -43,7 +43,7 @@ struct Socket {
 }
 
 impl Socket {
-    /// Whether something is there that is to be replaced: a socket that nobody listens on.
+    /// Whether there is a socket to replace: one that nobody listens on.
     fn check(path: &Path) -> anyhow::Result<bool> {
         let Ok(metadata) = path.symlink_metadata() else { return Ok(false) };
         let used = std::os::unix::net::UnixStream::connect(path).is_ok();
@@ -59,14 +59,14 @@ impl Socket {
         if Self::check(path)? {
             std::fs::remove_file(path).with_context(cannot)?;
         }
-        // Nobody else has the disk, not for a moment.
+        // No other user can connect, not even for a moment.
         let before = umask(Mode::from_bits_truncate(0o177));
         let listener = UnixListener::bind(path);
         umask(before);
         Ok(Self { path: path.to_owned(), listener: listener.with_context(cannot)? })
     }
 
-    /// What tools are given.
+    /// The address for tools.
     fn uri(&self) -> anyhow::Result<String> {
         let path = std::path::absolute(&self.path)?;
         let escaped = path.as_os_str().as_encoded_bytes().iter().map(|byte| match byte {
@@ -92,19 +92,19 @@ pub async fn run(
     disk: &Disk,
     options: &Expose,
 ) -> anyhow::Result<()> {
-    let mut ends = Ends::listen().context("signals cannot be heard")?;
+    let mut ends = EndSignals::listen().context("cannot listen for signals")?;
     let writable = options.writable;
-    // Before the work of opening the disk; made when that is done, so that whoever sees it can connect.
+    // Checked before the disk is opened, created after: a tool that sees the socket can connect.
     Socket::check(&options.socket)?;
     let (vm_id, disk_id) = (vm.id.to_string(), disk.id.to_string());
     let mut holder = tokio::select! {
         holder = server.expose(&vm_id, &disk_id, Exposing::Hold { writable }) => holder?,
-        () = ends.any() => return Err(told().into()),
+        () = ends.any() => return Err(interrupted().into()),
     };
     let socket = match Socket::listen(&options.socket) {
         Ok(socket) => socket,
         Err(error) => {
-            // The first error is the one that counts.
+            // The first error is reported.
             let _ = let_go(&mut holder).await;
             return Err(error);
         }
@@ -130,23 +130,23 @@ pub async fn run(
     let_go(&mut holder).await
 }
 
-fn told() -> Ended {
+fn interrupted() -> Ended {
     Ended::new(Exit::Interrupted, "interrupted before the disk was exposed")
 }
 
-/// Holds the disk; what went wrong, once it is not held any more.
+/// Holds the disk; gives the error text once it is no longer held.
 async fn hold(holder: &mut ConsoleStream) -> String {
     let mut often = interval(HOLD_INTERVAL);
     let (mut from, mut to) = tokio::io::split(holder);
     let mut words = Vec::new();
-    let mut from = (&mut from).take(WORDS_MAX);
+    let mut from = (&mut from).take(ERROR_MAX);
     let reading = from.read_to_end(&mut words);
     tokio::pin!(reading);
     loop {
         tokio::select! {
             _ = &mut reading => break,
             _ = often.tick() => {
-                // What is wrong is told by reading.
+                // Reading reports an error.
                 let _ = to.write_all(&[HOLD]).await;
             }
         }
@@ -159,19 +159,19 @@ async fn let_go(holder: &mut ConsoleStream) -> anyhow::Result<()> {
     let mut words = String::new();
     let ending = async {
         holder.write_all(&[LET_GO]).await?;
-        holder.take(WORDS_MAX).read_to_string(&mut words).await
+        holder.take(ERROR_MAX).read_to_string(&mut words).await
     };
-    match timeout(LET_GO_PATIENCE, ending).await {
+    match timeout(LET_GO_TIMEOUT, ending).await {
         Ok(Ok(_)) if words.is_empty() => Ok(()),
         Ok(Ok(_)) => Err(Ended::new(Exit::Failed, words).into()),
         Ok(Err(_)) | Err(_) => {
-            let message = "whether everything is flushed is not known: the host does not say so";
+            let message = "it is not known whether everything is flushed: the host has not said so";
             Err(Ended::new(Exit::NoAnswer, message).into())
         }
     }
 }
 
-/// Takes connections in, and carries each.
+/// Accepts connections and forwards each.
 async fn accept(
     listener: &UnixListener,
     server: &Arc<ServerClient>,
@@ -181,25 +181,25 @@ async fn accept(
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         let place = places.clone().acquire_owned().await?;
-        let (tool, _) = listener.accept().await.context("cannot take in a connection")?;
+        let (tool, _) = listener.accept().await.context("cannot accept a connection")?;
         let (server, vm, disk) = (Arc::clone(server), vm.to_owned(), disk.to_owned());
         tokio::spawn(async move {
             let _place = place;
-            if let Err(problem) = carry(tool, &server, &vm, &disk).await {
+            if let Err(problem) = forward(tool, &server, &vm, &disk).await {
                 print::say(format_args!("a connection was ended: {problem}"));
             }
         });
     }
 }
 
-async fn carry(
+async fn forward(
     mut tool: UnixStream,
     server: &ServerClient,
     vm: &str,
     disk: &str,
 ) -> Result<(), vmseal_api::problem::Problem> {
     let mut host = server.expose(vm, disk, Exposing::Connect).await?;
-    // How it ends is between the tool and the disk.
+    // The tool sees an error as the end of its connection.
     let _ = copy_bidirectional_with_sizes(&mut tool, &mut host, MESSAGE_MAX, MESSAGE_MAX).await;
     Ok(())
 }
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_socket_is_its_owners_replaces_no_file_and_goes_with_the_command() {
+    async fn the_socket_is_private_replaces_no_file_and_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a b%.sock");
         let socket = Socket::listen(&path).unwrap();
@@ -224,7 +224,7 @@ mod tests {
         assert!(Socket::listen(&path).is_err(), "it is in use");
         drop(socket);
         assert!(!path.exists());
-        // What a killed one leaves.
+        // The socket that a killed command leaves.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         drop(Socket::listen(&path).unwrap());
         std::fs::write(&path, "mine").unwrap();
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_went_wrong_is_told_however_it_ends() {
+    async fn errors_are_reported_however_it_ends() {
         let (ours, mut theirs) = tokio::io::duplex(64);
         let mut holder: ConsoleStream = Box::new(ours);
         let host = async {

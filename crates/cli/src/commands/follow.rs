@@ -1,22 +1,18 @@
-//! Following what the server shows, without asking in between: it says when something has changed.
+//! Waiting for changes on the server, without polling: it answers when something has changed.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
-use serde::Serialize;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model;
 use vmseal_api::problem::Problem;
 
-use crate::print::Row;
-
-/// How long the server holds a question for changes, in seconds; below the usual idle time-outs.
+/// How long the server holds a request for changes, in seconds; below the usual idle timeouts.
 const WAIT: u32 = 20;
 
-/// The least time between two questions: many changes at once are read once.
+/// The least time between two requests, so that many changes at once are read once.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The server's changes. Begun before what is shown is read, it misses none.
+/// Changes on the server. None is missed if this begins before the first read.
 pub struct Changes<'a> {
     server: &'a ServerClient,
     kind: &'static str,
@@ -42,81 +38,5 @@ impl<'a> Changes<'a> {
                 return Ok(());
             }
         }
-    }
-}
-
-/// What is new about an item of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Change {
-    /// It was there when watching began.
-    Listed,
-    Added,
-    Changed,
-    Removed,
-}
-
-/// What is different now; `before` is none at first.
-pub fn differences<T: Row>(before: Option<&[T]>, now: &[T]) -> Vec<(Change, T)> {
-    let Some(before) = before else {
-        return now.iter().map(|item| (Change::Listed, item.clone())).collect();
-    };
-    let by_identity = |items: &[T]| -> HashMap<String, usize> {
-        items.iter().enumerate().map(|(index, item)| (item.identity(), index)).collect()
-    };
-    let (known, there) = (by_identity(before), by_identity(now));
-    let gone = before.iter().filter(|old| !there.contains_key(&old.identity()));
-    let gone = gone.map(|old| (Change::Removed, old.clone()));
-    let old = |item: &T| known.get(&item.identity()).map(|index| &before[*index]);
-    let news = now.iter().filter_map(|item| match old(item) {
-        None => Some((Change::Added, item.clone())),
-        Some(old) if old != item => Some((Change::Changed, item.clone())),
-        Some(_) => None,
-    });
-    gone.chain(news).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use vmseal_api::model::Alarm;
-
-    use super::*;
-
-    fn alarm(target: &str, detail: &str) -> Alarm {
-        Alarm {
-            code: "vm-locked".into(),
-            target: target.into(),
-            since: jiff::Timestamp::UNIX_EPOCH,
-            detail: detail.into(),
-            reason: None,
-        }
-    }
-
-    /// Thousands of tasks are compared after every change.
-    #[test]
-    fn long_lists_are_compared_in_one_pass() {
-        let many = |detail: &str| -> Vec<_> {
-            (0..20_000).map(|number| alarm(&number.to_string(), detail)).collect()
-        };
-        let began = std::time::Instant::now();
-        assert_eq!(differences(Some(&many("x")), &many("y")).len(), 20_000);
-        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
-    }
-
-    #[test]
-    fn what_came_changed_and_went_is_told_once() {
-        let first = [alarm("a", "x"), alarm("b", "x")];
-        let told = differences(None, &first);
-        assert!(told.iter().all(|(change, _)| *change == Change::Listed) && told.len() == 2);
-        assert_eq!(differences(Some(&first), &first), []);
-        let second = [alarm("b", "y"), alarm("c", "x")];
-        assert_eq!(
-            differences(Some(&first), &second),
-            [
-                (Change::Removed, alarm("a", "x")),
-                (Change::Changed, alarm("b", "y")),
-                (Change::Added, alarm("c", "x")),
-            ]
-        );
     }
 }

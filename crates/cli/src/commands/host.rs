@@ -5,9 +5,9 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
 use vmseal_api::request::ChangeHost;
 
-use super::{list, log_level, plan};
+use super::{list, log_level};
 use crate::arguments::{self, Output};
-use crate::print;
+use crate::print::{self, plan};
 
 pub async fn run(
     server: &ServerClient,
@@ -53,7 +53,7 @@ pub async fn run(
     }
 }
 
-/// What `host show` says beyond the columns.
+/// What `host show` adds to the columns.
 fn details(host: &Host) -> Vec<(&'static str, String)> {
     let Some(described) = &host.description else { return Vec::new() };
     let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());

@@ -20,9 +20,6 @@ pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
         Image::List(options) => {
             let directory = options.dir.map_or_else(images::directory, Ok)?;
             let found = images::list(&directory)?;
-            if found.is_empty() && output == Output::Table {
-                print::say(format_args!("no images in {}", directory.display()));
-            }
             print::list(output, &options.columns, found)
         }
     }

@@ -1,23 +1,22 @@
-//! Bringing VMs in: from images, or from a libvirt domain.
+//! Import of VMs from images, or from a libvirt domain.
 
 use std::path::Path;
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::request::{CreateDisk, CreateVm};
 
-use super::vm;
+use super::task;
 use crate::arguments::{Import, Output};
-use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
-use crate::libvirt;
-use crate::print;
+use crate::images::size_of_image;
+use crate::{disk_option, libvirt, print};
 
-/// A VM's memory where nothing says otherwise, in bytes.
+/// The default memory of a VM, in bytes.
 const MEMORY: u64 = 512 << 20;
 
 pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyhow::Result<()> {
     let vcpus = options.vcpus;
-    let memory = options.memory.map(|size| size.as_u64());
+    let memory = options.memory;
     let request = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
@@ -36,19 +35,19 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             cloud_init: None,
         },
     };
-    vm::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+    task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
-/// The way out where a domain's image cannot be looked at.
+/// What to do if the image of a domain cannot be read.
 fn by_hand(disk: &libvirt::Disk) -> String {
     let (image, format) = (disk.image.display(), disk.format.name());
     format!(
-        "a domain does not say how large its disks are: run this on the datastore's host, as somebody who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
+        "a domain does not say how large its disks are: run this on the datastore's host, as a user who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
     )
 }
 
 fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
-    let disks = vm::disk_options(options)?;
+    let disks = disk_option::parse_all(options)?;
     if disks.iter().all(|disk| disk.image.is_none()) {
         let message = "no disk has an image to import: add image=FILE,format=FORMAT, or make an empty VM with vmseal vm create";
         return Err(Ended::new(Exit::Usage, message).into());
@@ -56,7 +55,7 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
     Ok(disks)
 }
 
-/// What a domain becomes; says what of it does not come along.
+/// The request for a VM like the domain; reports what is not imported.
 fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
     let domain = libvirt::read(file)?;
     for warning in &domain.warnings {

@@ -19,18 +19,17 @@ use vmseal_control::providers::kmip::KMIP_PORT;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
-use super::plan;
-use super::provider::sealed;
+use super::provider_secret::sealed;
 use crate::arguments::{Certificate, Kmip, Output, ServerOf};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print;
+use crate::print::{self, plan};
 
 pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::Result<()> {
     match verb {
         Kmip::Trust { name, kms, fingerprint, authority, dry_run } => {
             let authority = authority.as_deref().map(read_pem).transpose()?;
-            let what = Trusting { only: kms, fingerprint, authority, tried: dry_run.dry_run };
+            let what = Trusting { only: kms, fingerprint, authority, dry_run: dry_run.dry_run };
             trust(server, output, &name, what).await
         }
         Kmip::Servers(verb) => servers_of(server, output, verb).await,
@@ -39,7 +38,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: Kmip) -> anyhow::R
     }
 }
 
-/// The servers of a provider to be added, as they were typed; none for a native provider.
+/// Parses the servers of a new provider; none for a native provider.
 pub fn servers(typed: &[String]) -> anyhow::Result<Option<AddKmip>> {
     if typed.is_empty() {
         return Ok(None);
@@ -69,12 +68,12 @@ fn server_of(typed: &str) -> anyhow::Result<AddKmipServer> {
     Ok(AddKmipServer { alias: alias.to_owned(), host: host.to_owned(), port })
 }
 
-/// Which servers are trusted, by whose word, and whether it is only tried.
+/// Which servers to trust, on what evidence, and whether it is a dry run.
 struct Trusting {
     only: Option<String>,
     fingerprint: Option<String>,
     authority: Option<String>,
-    tried: bool,
+    dry_run: bool,
 }
 
 async fn trust(
@@ -83,7 +82,7 @@ async fn trust(
     name: &str,
     what: Trusting,
 ) -> anyhow::Result<()> {
-    let Trusting { only, fingerprint, authority, tried } = what;
+    let Trusting { only, fingerprint, authority, dry_run } = what;
     let provider: Provider = server.get(&format!("providers/{name}")).await?;
     let details = provider.kmip.ok_or_else(|| {
         let message = format!("'{name}' is a native provider, which has no servers");
@@ -106,7 +105,7 @@ async fn trust(
         );
         return Err(Ended::new(Exit::Usage, message).into());
     }
-    // Every answer before the first is acted on: one "no", and nothing is trusted.
+    // All questions come before the first change: after one "no", nothing is trusted.
     let mut requests = Vec::new();
     for alias in wanted {
         let path = format!("providers/{name}/servers/{alias}");
@@ -119,7 +118,7 @@ async fn trust(
             }
             (None, None) => {
                 let shown: KmipShown = server.get(&format!("{path}/certificate")).await?;
-                let confirmed = match tried {
+                let confirmed = match dry_run {
                     true => untrusted(alias, &shown),
                     false => confirmed(alias, &shown)?,
                 };
@@ -134,13 +133,13 @@ async fn trust(
         requests.push((format!("{path}/trust"), request));
     }
     for (path, request) in requests {
-        if tried {
+        if dry_run {
             plan::show(output, &server.try_post(&path, &request).await?)?;
         } else {
             let _: Provider = server.post(&path, &request).await?;
         }
     }
-    if tried {
+    if dry_run {
         return Ok(());
     }
     show(server, output, name).await
@@ -167,7 +166,7 @@ fn untrusted(alias: &str, shown: &KmipShown) -> Option<String> {
     Some(certificate.fingerprint.clone())
 }
 
-/// Asks whether a certificate is to be trusted; its fingerprint if so, nothing if it is already.
+/// Asks whether to trust a certificate; gives its fingerprint if so, nothing if it is trusted already.
 fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
     let Some(fingerprint) = untrusted(alias, shown) else { return Ok(None) };
     ensure!(
@@ -200,7 +199,7 @@ async fn set_certificate(
     let path = format!("providers/{}/{verb}", asked.name);
     let Certificate { common_name, replace, force, .. } = asked;
     let request = ClientName { common_name, replace, passphrase, force };
-    // A request for a certificate of the key that is there changes nothing: it is made.
+    // A certificate request for the present key changes nothing, so a dry run makes it.
     if asked.dry_run.dry_run && (replace || !asked.csr) {
         return plan::show(output, &server.try_post(&path, &request).await?);
     }
@@ -211,7 +210,7 @@ async fn set_certificate(
     }
 }
 
-/// The passphrase that a provider gets together with another key.
+/// The passphrase that a provider gets with a new key.
 async fn new_passphrase(
     server: &ServerClient,
     asked: &Certificate,
@@ -254,7 +253,7 @@ async fn import(
         return plan::show(output, &server.try_put(&path, &request).await?);
     }
     let provider: Provider = match server.put(&path, &request).await {
-        // It is of the key that was made for it, which is sealed since a start of the server.
+        // The certificate is for the key of a request, which is sealed after a restart of the server.
         Err(problem)
             if problem.field.as_deref() == Some("passphrase") && request.passphrase.is_none() =>
         {
@@ -307,7 +306,7 @@ async fn servers_of(server: &ServerClient, output: Output, verb: ServerOf) -> an
     print::one(output, &provider, &details(&provider))
 }
 
-/// A server as it was typed; its alias becomes a part of a request's path.
+/// Parses a server; its alias becomes a part of a request's path.
 fn address_of(typed: &str) -> anyhow::Result<AddKmipServer> {
     let read = server_of(typed).and_then(|server| {
         check_name(&server.alias).with_context(|| format!("'{}'", server.alias))?;
@@ -363,7 +362,7 @@ async fn show(server: &ServerClient, output: Output, name: &str) -> anyhow::Resu
     print::one(output, &provider, &details(&provider))
 }
 
-/// What `provider show` says beyond the list's columns.
+/// What `provider show` adds to the list's columns.
 pub fn details(provider: &Provider) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     let Some(KmipDetails { servers, client, next_key }) = &provider.kmip else { return lines };
@@ -450,7 +449,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_are_read_as_people_write_them() {
+    fn servers_are_parsed() {
         let read = |text| server_of(text).map(|it| (it.alias, it.host, it.port)).ok();
         let is = |alias: &str, host: &str, port| Some((alias.to_owned(), host.to_owned(), port));
         assert_eq!(read("a=kms.example.org"), is("a", "kms.example.org", 5696));

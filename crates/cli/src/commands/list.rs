@@ -4,15 +4,16 @@ use serde::de::DeserializeOwned;
 use vmseal_api::client::ServerClient;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::follow::{Change, Changes, differences};
+use super::follow::Changes;
 use super::reconnect::across;
 use crate::arguments::{List, Output, Show};
-use crate::print::{self, Lines, Row};
+use crate::print::{self, Lines};
+use crate::rows::{Change, Row, differences};
 
-/// What a table says of a resource beyond its columns.
+/// The lines about a resource that follow its columns.
 type Details<T> = fn(&T) -> Vec<(&'static str, String)>;
 
-/// Prints the list at `path` of the API; goes on with what changes, where that is wanted.
+/// Prints the list at `path` of the API; with `--watch`, then prints its changes.
 pub async fn run<T: Row + DeserializeOwned>(
     server: &ServerClient,
     output: Output,
@@ -22,7 +23,7 @@ pub async fn run<T: Row + DeserializeOwned>(
     read_with(server, output, how, kind_of(path), async || server.all(path).await).await
 }
 
-/// The same of a list that `read` makes from what the server shows.
+/// The same for a list that `read` fetches.
 pub async fn read_with<T: Row>(
     server: &ServerClient,
     output: Output,
@@ -62,7 +63,7 @@ pub async fn one<T: Row + DeserializeOwned>(
     one_with(server, output, how.watch, details, kind, async || server.get(&path).await).await
 }
 
-/// The kind of change that a watch of this path waits for; a host tells of its VMs' disks and bitmaps with them.
+/// The kind of change that a watch of this path waits for; disks and bitmaps change with their VM.
 fn kind_of(path: &str) -> &'static str {
     match path.split(['/', '?']).next() {
         Some("hosts") => "host",
@@ -75,7 +76,7 @@ fn kind_of(path: &str) -> &'static str {
     }
 }
 
-/// The same of a resource that `read` makes from what the server shows.
+/// The same for a resource that `read` fetches.
 pub async fn one_with<T: Row>(
     server: &ServerClient,
     output: Output,

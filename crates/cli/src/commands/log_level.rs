@@ -1,4 +1,4 @@
-//! What server and hosts log.
+//! The log levels of server and hosts.
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::log_level::LogLevel;

@@ -6,9 +6,9 @@ use vmseal_api::model::{Policy, Replication};
 use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::AddPolicy;
 
-use super::{list, plan};
+use super::list;
 use crate::arguments::{self, Output};
-use crate::print;
+use crate::print::{self, plan};
 
 pub async fn run(
     server: &ServerClient,

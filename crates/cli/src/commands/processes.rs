@@ -71,17 +71,17 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let told = async move {
+    let end = async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
     };
-    vmseal_agent::run(options.state_dir, options.listen, host, told).await?;
+    vmseal_agent::run(options.state_dir, options.listen, host, end).await?;
     Ok(())
 }
 
-/// Those that are given, else one of the agent's own and that of images with a name.
+/// The given directories, else the default ones.
 fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
     use std::os::unix::fs::DirBuilderExt;
     if !given.is_empty() {
@@ -93,9 +93,9 @@ fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result
     Ok(vec![own, PathBuf::from(images::SYSTEM)])
 }
 
-/// Where a program is that is installed with this one.
+/// The path of a program that is installed beside this one.
 pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("where is this program?")?;
+    let own = std::env::current_exe().context("the path of this program is not known")?;
     Ok(own.with_file_name(name))
 }
 
@@ -135,6 +135,6 @@ fn report(hardening: Hardening) {
         );
     }
     if !hardening.not_dumpable || !hardening.no_core {
-        tracing::warn!("core dumps of this process could not be forbidden");
+        tracing::warn!("core dumps of this process could not be disabled");
     }
 }

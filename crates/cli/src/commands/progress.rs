@@ -1,4 +1,4 @@
-//! How far tasks are: a bar for each on a terminal, else a line for each step where that is wanted.
+//! The progress of tasks: a bar for each on a terminal, else a line for each step if that is wanted.
 
 use std::collections::HashMap;
 use std::io::IsTerminal;
@@ -11,36 +11,37 @@ use vmseal_api::model::{Task, TaskState};
 use vmseal_api::transfer;
 
 use crate::print;
+use crate::rows::word;
 
 /// How often a bar without a percentage turns.
 const TICK: Duration = Duration::from_millis(120);
 
-/// How a task is shown that tells how far it is.
+/// The bar of a task with a percentage.
 const MEASURED: &str = "{prefix} {bar:30} {pos} % {msg} ({elapsed})";
 
-/// And one that does not.
+/// The bar of a task without one.
 const UNMEASURED: &str = "{prefix} {spinner} {msg} ({elapsed})";
 
 pub struct Progress {
     bars: Option<MultiProgress>,
     shown: HashMap<TaskId, (ProgressBar, TaskState, String)>,
-    /// Whether steps are told where there is no terminal.
-    tells: bool,
+    /// Whether steps are printed without a terminal.
+    verbose: bool,
 }
 
 impl Progress {
-    /// Without a terminal, only ends are told.
+    /// Without a terminal, only ends are printed.
     pub fn quiet() -> Self {
         let terminal = std::io::stderr().is_terminal();
-        Self { bars: terminal.then(MultiProgress::new), shown: HashMap::new(), tells: false }
+        Self { bars: terminal.then(MultiProgress::new), shown: HashMap::new(), verbose: false }
     }
 
     /// Without a terminal, every step is a line.
-    pub fn telling() -> Self {
-        Self { tells: true, ..Self::quiet() }
+    pub fn verbose() -> Self {
+        Self { verbose: true, ..Self::quiet() }
     }
 
-    /// Shows how the tasks stand now.
+    /// Shows the present state of the tasks.
     pub fn show(&mut self, tasks: &[Task]) {
         for task in tasks {
             let (open, step) = (task.state.is_open(), task.at());
@@ -54,27 +55,27 @@ impl Progress {
                 bar.finish_and_clear();
             }
             self.shown.insert(task.id, (bar, task.state, step));
-            // Failures are told by the program's end.
-            if !known && (task.state == TaskState::Done || (self.tells && self.bars.is_none())) {
-                self.tell(task);
+            // Failures are reported when the program ends.
+            if !known && (task.state == TaskState::Done || (self.verbose && self.bars.is_none())) {
+                self.print(task);
             }
         }
     }
 
-    fn tell(&self, task: &Task) {
+    fn print(&self, task: &Task) {
         let state = match task.state {
             open if open.is_open() => task.at(),
-            ended => print::word(&ended),
+            ended => word(&ended),
         };
         self.say(&format!("{} {}: {state}", task.kind, task.target));
     }
 
-    /// Says something beside the bars.
+    /// Prints a message without disturbing the bars.
     pub fn say(&self, text: &str) {
-        let tell = || print::say(text);
+        let say = || print::say(text);
         match &self.bars {
-            Some(bars) => bars.suspend(tell),
-            None => tell(),
+            Some(bars) => bars.suspend(say),
+            None => say(),
         }
     }
 
@@ -137,11 +138,11 @@ mod tests {
 
     fn at_terminal() -> Progress {
         let bars = MultiProgress::with_draw_target(ProgressDrawTarget::hidden());
-        Progress { bars: Some(bars), shown: HashMap::new(), tells: false }
+        Progress { bars: Some(bars), shown: HashMap::new(), verbose: false }
     }
 
     #[test]
-    fn a_bar_has_what_the_task_tells() {
+    fn a_bar_shows_the_state_of_its_task() {
         let mut progress = at_terminal();
         let mut task = task(TaskState::Running, None);
         progress.show(std::slice::from_ref(&task));
@@ -164,11 +165,11 @@ mod tests {
         task.state = TaskState::Failed;
         progress.show(std::slice::from_ref(&task));
         assert!(bar.is_finished(), "a task that has ended has a bar");
-        assert_eq!(progress.shown.len(), 1, "a bar for each look");
+        assert_eq!(progress.shown.len(), 1, "a second bar for one task");
     }
 
     #[test]
-    fn the_templates_are_such() {
+    fn the_templates_are_valid() {
         for template in [MEASURED, UNMEASURED] {
             assert!(ProgressStyle::with_template(template).is_ok(), "{template}");
         }

@@ -11,20 +11,19 @@ use base64::engine::general_purpose::STANDARD;
 use nix::unistd::{AccessFlags, access};
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
-use vmseal_api::model::{About, Provider};
-use vmseal_api::passphrase::SealedPassphrase;
+use vmseal_api::model::Provider;
 use vmseal_api::provider_backup::{SEALED_MAX, SETTINGS_MAX};
 use vmseal_api::request::{AddProvider, Backup, ChangePassphrase, GivePassphrase, VerifyBackup};
-use vmseal_secret::SecretBytes;
 
-use super::{kmip, list, plan};
+use super::provider_secret::sealed;
+use super::{kmip, list};
 use crate::arguments::{self, Output, Passphrase};
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
-use crate::print;
+use crate::print::{self, plan};
 
-/// The longest backup file that is read, in bytes. That of a native provider has a few hundred, that of a KMIP
-/// provider its certificates, too.
+/// The longest backup file that is read, in bytes. A native provider's has a few hundred; a KMIP provider's has its
+/// certificates too.
 const BACKUP_MAX: u64 = (SETTINGS_MAX + SEALED_MAX + 1024) as u64;
 
 pub async fn run(
@@ -126,24 +125,6 @@ pub async fn run(
     }
 }
 
-pub(super) async fn sealed(
-    server: &ServerClient,
-    provider: &str,
-    passphrase: &SecretBytes,
-) -> anyhow::Result<SealedPassphrase> {
-    let about: About = server.get("about").await?;
-    // Sealed for the provider's name, also where the command named its id.
-    passphrase::seal(passphrase, &name_of(server, provider).await, &about.passphrase_box)
-}
-
-/// The name of a provider given by name or id; what was given when it does not exist yet.
-async fn name_of(server: &ServerClient, provider: &str) -> String {
-    match server.get::<Provider>(&format!("providers/{provider}")).await {
-        Ok(found) => found.name,
-        Err(_) => provider.to_owned(),
-    }
-}
-
 async fn new_provider(
     server: &ServerClient,
     name: String,
@@ -168,7 +149,7 @@ async fn new_provider(
     Ok(request)
 }
 
-/// Sees whether a backup could be made, and whether it could be kept.
+/// Checks whether a backup could be made and written.
 async fn try_backup(
     server: &ServerClient,
     output: Output,
@@ -199,7 +180,7 @@ async fn backup(
     passphrase: &Passphrase,
 ) -> anyhow::Result<()> {
     let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
-    // Made before the request, so that nothing is asked of the server when it cannot be kept.
+    // Created before the request: the server makes no backup that could not be written.
     let mut file =
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(|error| {
             match error.kind() {
@@ -218,7 +199,7 @@ async fn backup(
     }
     .await;
     if written.is_err() {
-        // An empty file would pass for a backup at a glance.
+        // An empty file could be mistaken for a backup.
         let _ = std::fs::remove_file(to);
     }
     written.with_context(|| format!("no backup of provider '{name}' was written"))?;

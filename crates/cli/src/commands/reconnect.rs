@@ -1,4 +1,4 @@
-//! A server that is restarted while somebody waits: it is asked until it answers again.
+//! Retries while the server restarts.
 
 use std::time::Duration;
 
@@ -9,63 +9,63 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::print;
 
-/// How long, and how often, a server that does not answer is asked.
+/// How long, and how often, to retry.
 #[derive(Clone, Copy)]
-pub struct Patience {
+pub struct Retry {
     /// How long in all.
-    pub total: Duration,
-    /// Before the second question; twice as long before each further one.
+    pub timeout: Duration,
+    /// The pause before the first retry; each further pause is twice as long.
     pub first: Duration,
-    /// The longest between two.
+    /// The longest pause.
     pub longest: Duration,
 }
 
-/// Enough for a restart and for the boot of a machine in a data centre's slower half.
-pub const USUAL: Patience = Patience {
-    total: Duration::from_secs(120),
+/// Enough for a restart of the server, and for the boot of a slow machine.
+pub const DEFAULT: Retry = Retry {
+    timeout: Duration::from_secs(120),
     first: Duration::from_millis(250),
     longest: Duration::from_secs(5),
 };
 
-/// Asks a server that has answered before, across its restarts. Says that it is away, and back.
+/// Repeats a request across restarts of the server. Reports when the server does not answer, and when it does again.
 ///
 /// # Errors
-/// What the server answers; the last problem of one that does not come back.
+/// The server's refusal, or the last problem if it does not answer in time.
 pub async fn across<T>(
     server: &ServerClient,
     mut ask: impl AsyncFnMut() -> Result<T, Problem>,
 ) -> Result<T, Problem> {
     loop {
         match ask().await {
-            Err(problem) if may_pass(&problem) => {
+            Err(problem) if is_temporary(&problem) => {
                 print::say(format_args!("{problem}: asking again for {}", within()));
-                until_answer(USUAL, problem, async || answers(server).await).await?;
+                until_answer(DEFAULT, problem, async || answers(server).await).await?;
                 print::say("the server answers again");
             }
-            told => return told,
+            answer => return answer,
         }
     }
 }
 
-/// Asks what a host answers through the server: where that has been away, the question itself is asked until it is
-/// answered, as a server that is back says nothing of a host. Says that one of them is away, and back.
+/// Repeats a request that a host answers through the server. The request itself is repeated until there is an answer,
+/// as the host may be away when the server is back. Reports when there is no answer, and when there is one again.
 ///
 /// # Errors
-/// What is answered; the last problem where it does not pass.
-pub async fn asked_again<T>(ask: impl AsyncFn() -> Result<T, Problem>) -> Result<T, Problem> {
+/// The refusal, or the last problem if there is no answer in time.
+pub async fn repeated<T>(ask: impl AsyncFn() -> Result<T, Problem>) -> Result<T, Problem> {
     let lost = match ask().await {
-        Err(problem) if may_pass(&problem) => problem,
-        told => return told,
+        Err(problem) if is_temporary(&problem) => problem,
+        answer => return answer,
     };
     print::say(format_args!("{lost}: asking again for {}", within()));
-    let mut told = None;
+    let mut answer = None;
     let again = async || {
-        told = Some(ask().await?);
+        answer = Some(ask().await?);
         Ok(())
     };
-    until_answer(USUAL, lost.clone(), again).await?;
+    until_answer(DEFAULT, lost.clone(), again).await?;
     print::say("there is an answer again");
-    told.ok_or(lost)
+    answer.ok_or(lost)
 }
 
 /// Whether the server answers.
@@ -73,35 +73,35 @@ pub async fn answers(server: &ServerClient) -> Result<(), Problem> {
     server.get::<Changes>("changes").await.map(drop)
 }
 
-/// How long a server that is away is asked, for people.
+/// How long requests are repeated, for people.
 pub fn within() -> String {
-    format!("{}m", USUAL.total.as_secs() / 60)
+    format!("{}m", DEFAULT.timeout.as_secs() / 60)
 }
 
-/// Whether whoever met this problem may meet a server that answers in a while.
-pub fn may_pass(problem: &Problem) -> bool {
+/// Whether a later request may succeed.
+pub fn is_temporary(problem: &Problem) -> bool {
     matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
 }
 
-/// Asks until there is an answer; `lost` is why it was not there.
+/// Asks until there is an answer; `lost` is the first problem.
 ///
 /// # Errors
-/// The last problem, when patience is over or it is not one that passes.
+/// The last problem, after the timeout or if it is not temporary.
 pub async fn until_answer(
-    patience: Patience,
+    retry: Retry,
     lost: Problem,
     mut ask: impl AsyncFnMut() -> Result<(), Problem>,
 ) -> Result<(), Problem> {
-    let over = Instant::now() + patience.total;
-    let (mut last, mut pause) = (lost, patience.first);
-    while may_pass(&last) && Instant::now() < over {
-        sleep(pause.min(over - Instant::now())).await;
-        pause = (pause * 2).min(patience.longest);
-        let left = over.saturating_duration_since(Instant::now()).max(patience.first);
+    let end = Instant::now() + retry.timeout;
+    let (mut last, mut pause) = (lost, retry.first);
+    while is_temporary(&last) && Instant::now() < end {
+        sleep(pause.min(end - Instant::now())).await;
+        pause = (pause * 2).min(retry.longest);
+        let left = end.saturating_duration_since(Instant::now()).max(retry.first);
         match timeout(left, ask()).await {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(problem)) => last = problem,
-            // What the last answer said is as true.
+            // The last problem still holds.
             Err(_) => {}
         }
     }
@@ -112,8 +112,8 @@ pub async fn until_answer(
 mod tests {
     use super::*;
 
-    const SHORT: Patience = Patience {
-        total: Duration::from_millis(300),
+    const SHORT: Retry = Retry {
+        timeout: Duration::from_millis(300),
         first: Duration::from_millis(10),
         longest: Duration::from_millis(40),
     };
@@ -138,22 +138,22 @@ mod tests {
             Err(away())
         });
         assert_eq!(never.await.unwrap_err().code, ErrorCode::Unreachable);
-        assert!(began.elapsed() >= SHORT.total, "{:?}", began.elapsed());
+        assert!(began.elapsed() >= SHORT.timeout, "{:?}", began.elapsed());
         // Not in a busy loop: at 10, 30, 70, and every 40 milliseconds from then on.
         assert!((4..=10).contains(&asked), "it was asked {asked} times");
 
         let began = Instant::now();
         let silent = until_answer(SHORT, away(), async || std::future::pending().await);
         assert!(silent.await.is_err());
-        assert!(began.elapsed() < SHORT.total * 3, "{:?}", began.elapsed());
+        assert!(began.elapsed() < SHORT.timeout * 3, "{:?}", began.elapsed());
     }
 
-    /// The server answers all the while: it is the host that does not.
+    /// The server answers, and the host does not.
     #[tokio::test]
-    async fn a_question_is_asked_again_until_it_is_answered_or_refused() {
+    async fn a_request_is_repeated_until_it_is_answered_or_refused() {
         for refusal in [None, Some(ErrorCode::WrongState)] {
             let asked = std::cell::Cell::new(0);
-            let told = asked_again(async || {
+            let told = repeated(async || {
                 asked.set(asked.get() + 1);
                 match (asked.get(), refusal) {
                     (1, _) => Err(away()),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_does_not_pass_is_not_waited_for() {
+    async fn other_problems_are_not_waited_for() {
         let mut asked = 0;
         let refused = until_answer(SHORT, away(), async || {
             asked += 1;

@@ -6,12 +6,12 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Disk, Vm};
 use vmseal_api::problem::Problem;
 
-use super::follow::{Change, differences};
-use super::reconnect::asked_again;
+use super::reconnect::repeated;
 use crate::arguments::Output;
-use crate::print::{self, DiskReplica, Lines};
+use crate::print::{self, Lines};
+use crate::rows::{Change, DiskReplica, differences};
 
-/// The time between two questions: the server does not tell when a replica comes nearer or falls behind.
+/// The time between two requests: the server does not report changes of a replica's lag.
 const PAUSE: Duration = Duration::from_secs(1);
 
 pub async fn run(
@@ -35,7 +35,7 @@ pub async fn run(
     print::changes(output, &mut lines, &[(Change::Listed, before.clone())])?;
     while !print::is_closed() {
         tokio::time::sleep(PAUSE).await;
-        let now = asked_again(&read).await?;
+        let now = repeated(&read).await?;
         let news = differences(Some(&[before]), std::slice::from_ref(&now));
         print::changes(output, &mut lines, &news)?;
         before = now;

@@ -8,12 +8,13 @@ use vmseal_api::model::{Task, TaskState};
 use vmseal_api::problem::Problem;
 
 use super::follow::Changes;
+use super::list;
 use super::progress::Progress;
-use super::reconnect::{self, across, answers, may_pass, until_answer, within};
-use super::{list, plan};
-use crate::arguments::{self, Output, Wait};
+use super::reconnect::{self, across, answers, is_temporary, until_answer, within};
+use crate::arguments::{self, DryRun, Output, Wait};
 use crate::exit::{self, Ended, Exit};
-use crate::print;
+use crate::print::{self, plan};
+use crate::rows::word;
 
 pub async fn run(
     server: &ServerClient,
@@ -43,7 +44,7 @@ pub async fn run(
             if tasks.is_empty() {
                 print::say("no task is running");
             }
-            follow(server, output, tasks, None, Progress::telling()).await
+            follow(server, output, tasks, None, Progress::verbose()).await
         }
         arguments::Task::Cancel { name, dry_run } => {
             let path = format!("tasks/{name}/cancel");
@@ -80,7 +81,7 @@ async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task
 async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
     let mut tasks: Vec<Task> = Vec::new();
     for state in TaskState::OPEN {
-        let state = print::word(&state).replace('-', "_");
+        let state = word(&state).replace('-', "_");
         for seen in server.all::<Task>(&format!("tasks?state={state}")).await? {
             match tasks.iter_mut().find(|task| task.id == seen.id) {
                 Some(known) => *known = seen,
@@ -92,7 +93,23 @@ async fn open(server: &ServerClient) -> Result<Vec<Task>, Problem> {
     Ok(tasks)
 }
 
-/// Waits for a task's end, or only shows it where the user does not want to wait.
+/// Begins a task and waits for it as `wait` says; with `--dry-run` only shows the plan.
+pub async fn begin(
+    server: &ServerClient,
+    output: Output,
+    path: &str,
+    request: &(impl serde::Serialize + Sync),
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    if dry_run.dry_run {
+        return plan::show(output, &server.try_post(path, request).await?);
+    }
+    let begun = server.post(path, request).await?;
+    settle(server, output, begun, wait).await
+}
+
+/// Waits for a task's end; with `--no-wait` only shows it.
 pub async fn settle(
     server: &ServerClient,
     output: Output,
@@ -105,7 +122,7 @@ pub async fn settle(
     follow(server, output, vec![task], wait.timeout, Progress::quiet()).await
 }
 
-/// Follows tasks to their ends. Leaving them, by Ctrl-C or because time is over, does not stop them.
+/// Follows tasks to their ends. Ctrl-C and the timeout end the wait, not the tasks.
 async fn follow(
     server: &ServerClient,
     output: Output,
@@ -115,12 +132,12 @@ async fn follow(
 ) -> anyhow::Result<()> {
     let several = tasks.len() > 1;
     let mut followed = Followed { tasks, away: None };
-    let told = tokio::select! {
+    let left = tokio::select! {
         ended = to_ends(server, &mut followed, &mut progress) => ended.map(|()| None)?,
-        () = over(timeout) => Some((Exit::GoesOn, "--timeout has passed")),
+        () = elapsed(timeout) => Some((Exit::GoesOn, "--timeout has passed")),
         Ok(()) = tokio::signal::ctrl_c() => Some((Exit::Interrupted, "interrupted")),
     };
-    if let Some((exit, why)) = told {
+    if let Some((exit, why)) = left {
         return Err(followed.leave(exit, why).into());
     }
     let ended = followed.tasks;
@@ -134,14 +151,14 @@ async fn follow(
 
 /// Tasks that are followed.
 struct Followed {
-    /// As they were told last.
+    /// Their last known states.
     tasks: Vec<Task>,
-    /// Why the server does not answer now, where it does not.
+    /// Why the server does not answer, if it does not.
     away: Option<Problem>,
 }
 
 impl Followed {
-    /// How the program ends that leaves them.
+    /// The program's end if it stops waiting for them.
     fn leave(&self, exit: Exit, why: &str) -> Ended {
         let ids = going(&self.tasks);
         match (&self.away, exit) {
@@ -169,7 +186,7 @@ fn left(why: &str, ids: &str) -> String {
     format!("{why}; it goes on. To follow it: vmseal task wait {ids}. To cancel it: {cancel}")
 }
 
-async fn over(timeout: Option<Duration>) {
+async fn elapsed(timeout: Option<Duration>) {
     match timeout {
         Some(timeout) => tokio::time::sleep(timeout).await,
         None => std::future::pending().await,
@@ -188,22 +205,22 @@ async fn to_ends(
 ) -> anyhow::Result<()> {
     while let Err(problem) = while_answered(server, &mut followed.tasks, progress).await {
         let ids = going(&followed.tasks);
-        if !may_pass(&problem) {
+        if !is_temporary(&problem) {
             return Err(problem).context(left("lost sight of the task", &ids));
         }
         progress.say(&format!("{problem}: asking again for {}", within()));
         followed.away = Some(problem.clone());
         let ask = async || answers(server).await;
-        until_answer(reconnect::USUAL, problem, ask).await.map_err(|last| lost(&last, &ids))?;
+        until_answer(reconnect::DEFAULT, problem, ask).await.map_err(|last| lost(&last, &ids))?;
         followed.away = None;
         progress.say("the server answers again");
     }
     Ok(())
 }
 
-/// What is said when nobody knows any more what has become of tasks.
+/// The error when the outcome of tasks is not known.
 fn lost(last: &Problem, ids: &str) -> anyhow::Error {
-    if !may_pass(last) {
+    if !is_temporary(last) {
         return anyhow::Error::from(last.clone()).context(left("lost sight of the task", ids));
     }
     let within = within();
@@ -232,7 +249,7 @@ async fn while_answered(
     }
 }
 
-/// How the program ends for tasks that have: as it would have if the first problem had been its own.
+/// The program's end for tasks that have ended: that of the first problem.
 fn outcome(tasks: &[Task]) -> anyhow::Result<()> {
     let failures: Vec<_> = tasks.iter().filter_map(failure).collect();
     let Some((exit, _)) = failures.first() else { return Ok(()) };
@@ -242,11 +259,11 @@ fn outcome(tasks: &[Task]) -> anyhow::Result<()> {
 
 fn failure(task: &Task) -> Option<(Exit, String)> {
     let Task { kind, target, step, problem, request_id, .. } = task;
-    let told = |problem: &Problem| {
+    let text = |problem: &Problem| {
         let inside = exit::failed_inside(problem, request_id.as_deref()).unwrap_or_default();
         format!("{problem}{inside}")
     };
-    let because = problem.as_ref().map(told).unwrap_or_default();
+    let because = problem.as_ref().map(text).unwrap_or_default();
     match task.state {
         TaskState::Failed | TaskState::Cancelled => {
             let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
@@ -290,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_server_is_told_as_an_unknown_end_with_what_to_do() {
+    fn a_lost_server_is_an_unknown_outcome_with_advice() {
         let away = Problem::new(ErrorCode::Unreachable, "nobody is there");
         let error = lost(&away, "1 2");
         assert_eq!(Exit::of(&error), Exit::OutcomeUnknown);
@@ -301,14 +318,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_is_told_as_it_stands() {
+    fn tasks_that_are_left_are_named_with_advice() {
         let (going, done) = (task(TaskState::RollingBack, None), task(TaskState::Done, None));
         let (id, other) = (going.id, done.id.to_string());
         let mut followed = Followed { tasks: vec![done, going], away: None };
         let exit = |ended: Ended| {
             let said = ended.to_string();
             assert!(said.contains(&format!("vmseal task wait {id}")), "{said}");
-            assert!(!said.contains(&other), "one that is done is to be waited for: {said}");
+            assert!(!said.contains(&other), "it advises to wait for one that is done: {said}");
             (Exit::of(&ended.into()), said)
         };
         let (code, said) = exit(followed.leave(Exit::GoesOn, "--timeout has passed"));
@@ -322,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tasks_end_is_the_programs() {
+    fn the_exit_code_is_that_of_the_first_failed_task() {
         let exit = |tasks: &[Task]| outcome(tasks).err().map(|error| Exit::of(&error));
         let done = task(TaskState::Done, None);
         let locked = task(TaskState::Failed, Some(ErrorCode::Locked));

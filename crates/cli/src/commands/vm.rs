@@ -1,17 +1,16 @@
 //! Virtual machines.
 
-use std::io::IsTerminal;
-
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
-use vmseal_api::request::{CreateDisk, CreateVm, RecryptVm, StopVm};
+use vmseal_api::request::{CreateVm, RecryptVm, StopVm};
 
-use super::{console, import, list, plan, task};
-use crate::arguments::{self, DryRun, Output, Wait};
+use super::{console, import, list, task};
+use crate::arguments::{self, Output};
 use crate::exit::{Ended, Exit};
-use crate::{disk_option, first_boot, libvirt, print};
+use crate::print::{self, plan};
+use crate::{disk_option, first_boot, libvirt};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
@@ -23,28 +22,29 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
             list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
         arguments::Vm::Create { name, policy, vcpus, memory, disks, first_boot, dry_run, wait } => {
-            let disks = disk_options(&disks)?;
-            let (memory, cloud_init) = (memory.as_u64(), first_boot::asked(&first_boot)?);
+            let disks = disk_option::parse_all(&disks)?;
+            let cloud_init = first_boot::asked(&first_boot)?;
             if cloud_init.is_some() {
                 first_boot::warn_if_plain(server, &policy).await;
             }
             let request = CreateVm { name, policy, vcpus, memory, disks, cloud_init };
-            begin(server, output, "vms", &request, &dry_run, &wait).await
+            task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,
         arguments::Vm::Start { name, dry_run, wait } => {
             let path = format!("vms/{name}/start");
-            begin(server, output, &path, &Value::Null, &dry_run, &wait).await
+            task::begin(server, output, &path, &Value::Null, &dry_run, &wait).await
         }
         arguments::Vm::Stop { name, force, grace_period, dry_run, wait } => {
             let timeout_seconds =
                 grace_period.map(|period| u32::try_from(period.as_secs()).unwrap_or(u32::MAX));
             let request = StopVm { force, timeout_seconds };
-            begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait).await
+            task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
+                .await
         }
         arguments::Vm::Recrypt { name, provider, dry_run, wait } => {
             let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider });
-            begin(server, output, &path, &request, &dry_run, &wait).await
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {
@@ -56,22 +56,6 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
             task::settle(server, output, begun, &wait).await
         }
     }
-}
-
-/// Begins a task and waits for it, as far as that is wanted.
-pub(super) async fn begin(
-    server: &ServerClient,
-    output: Output,
-    path: &str,
-    request: &(impl serde::Serialize + Sync),
-    dry_run: &DryRun,
-    wait: &Wait,
-) -> anyhow::Result<()> {
-    if dry_run.dry_run {
-        return plan::show(output, &server.try_post(path, request).await?);
-    }
-    let begun = server.post(path, request).await?;
-    task::settle(server, output, begun, wait).await
 }
 
 async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
@@ -91,10 +75,4 @@ async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
     };
     let description = host.description.ok_or_else(silent)?;
     print::line(libvirt::domain(vm, &description).trim_end())
-}
-
-pub(super) fn disk_options(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
-    let terminal = std::io::stdin().is_terminal();
-    let parse = |(index, option): (usize, &String)| disk_option::parse(option, index, terminal);
-    options.iter().enumerate().map(parse).collect()
 }

@@ -1,4 +1,4 @@
-//! Domains of libvirt: read to bring a VM in, and printed to show what runs.
+//! libvirt domains: read for an import, and printed for a running VM.
 
 mod read;
 mod write;

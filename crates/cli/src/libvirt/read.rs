@@ -1,6 +1,6 @@
-//! What of a libvirt domain (<https://libvirt.org/formatdomain.html>) becomes a VM: name, processors,
-//! memory, and its disks with their formats. The rest is said to stay behind; what holds data that would
-//! stay behind is refused.
+//! Reads from a libvirt domain (<https://libvirt.org/formatdomain.html>) what becomes a VM: name, processors,
+//! memory, and disks with their formats. The rest is reported as not imported; a domain that would lose data
+//! is refused.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
 use vmseal_api::transfer::ImageFormat;
 
-/// The longest domain, in bytes; libvirt's own are some ten thousand.
+/// The longest domain, in bytes; libvirt's own have some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
 
 /// The most nodes of a domain.
@@ -20,7 +20,7 @@ const NODES_MAX: u32 = 100_000;
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
 
-/// What a VM is made of, and what stays behind.
+/// The parts of a VM, and what is not imported.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Domain {
     /// The domain's name.
@@ -31,7 +31,7 @@ pub struct Domain {
     pub memory: u64,
     /// The disks, in boot order.
     pub disks: Vec<Disk>,
-    /// What is not taken over.
+    /// What is not imported.
     pub warnings: Vec<String>,
 }
 
@@ -42,12 +42,12 @@ pub struct Disk {
     pub name: String,
     /// The image.
     pub image: PathBuf,
-    /// What it is.
+    /// The image's format.
     pub format: ImageFormat,
     boot: Option<u32>,
 }
 
-/// Elements of a domain that a VM has its own of, or that are read.
+/// Elements of a domain that are read, or that a VM has its own of.
 const KNOWN: [&str; 22] = [
     "name",
     "uuid",
@@ -77,7 +77,7 @@ const KNOWN: [&str; 22] = [
 const OWN_DEVICES: [&str; 9] =
     ["disk", "emulator", "controller", "input", "memballoon", "rng", "serial", "console", "panic"];
 
-/// Elements of a disk that are read, refused, or say nothing that a VM does not have of its own.
+/// Elements of a disk that are read or refused, or that a VM has its own of.
 const KNOWN_OF_DISK: [&str; 9] = [
     "driver",
     "source",
@@ -93,15 +93,15 @@ const KNOWN_OF_DISK: [&str; 9] = [
 /// The same of its source.
 const KNOWN_OF_SOURCE: [&str; 3] = ["encryption", "seclabel", "slices"];
 
-/// Elements of a disk that are left behind, and what that means.
+/// Elements of a disk that are not imported, and what that means.
 const LEFT_OF_DISK: [(&str, &str); 7] = [
     ("readonly", "it was read-only and will be writable"),
     ("shareable", "it was shared with other domains"),
-    ("transient", "its changes were forgotten at every stop, and will be kept"),
+    ("transient", "its changes were discarded at every stop, and will be kept"),
     ("iotune", "its limits"),
-    ("serial", "its serial number: what the guest finds by it (/dev/disk/by-id) it will not find"),
-    ("wwn", "its WWN: what the guest finds by it (/dev/disk/by-id) it will not find"),
-    ("blockio", "the sizes of blocks that it told"),
+    ("serial", "its serial number: the guest will not find the disk by it (/dev/disk/by-id)"),
+    ("wwn", "its WWN: the guest will not find the disk by it (/dev/disk/by-id)"),
+    ("blockio", "the sizes of blocks that it reported"),
 ];
 
 /// The size of a disk's logical block as every guest of vmseal sees it, in bytes.
@@ -126,8 +126,9 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     check_system(domain, &mut warnings)?;
     let name = text_of(domain, "name").context("it has no name")?.to_owned();
     let vcpus = text_of(domain, "vcpu").unwrap_or("1");
-    let vcpus = vcpus.parse().with_context(|| format!("'{vcpus}' is no number of processors"))?;
-    let memory = memory(child(domain, "memory").context("it says of no memory")?)?;
+    let vcpus =
+        vcpus.parse().with_context(|| format!("'{vcpus}' is not a number of processors"))?;
+    let memory = memory(child(domain, "memory").context("it names no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
     let disks = disks(devices, &mut warnings)?;
     left_behind(domain, devices, &mut warnings);
@@ -142,10 +143,10 @@ fn text_of<'a>(of: Node<'a, 'a>, name: &str) -> Option<&'a str> {
     child(of, name)?.text().map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Whether such a system can run at all, and what of its firmware stays behind.
+/// Checks that such a system can run, and reports firmware that is not imported.
 fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<()> {
-    let os = child(domain, "os").context("it says of no operating system")?;
-    let kind = child(os, "type").context("it says of no type of operating system")?;
+    let os = child(domain, "os").context("it names no operating system")?;
+    let kind = child(os, "type").context("it names no type of operating system")?;
     let name = kind.text().unwrap_or_default().trim();
     ensure!(name == "hvm", "it is of type '{name}'; only fully virtualized ones (hvm) can run");
     if let Some(arch) = kind.attribute("arch") {
@@ -155,11 +156,11 @@ fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Res
     let has = |device| devices.is_some_and(|devices| child(devices, device).is_some());
     ensure!(
         !has("tpm"),
-        "it has a TPM, whose state would not come along: a guest that has sealed something to it could not open it again. Have the guest unseal it, and remove <tpm>"
+        "it has a TPM, whose state is not imported: the guest could not open what it has sealed to it. Have the guest unseal that, and remove <tpm>"
     );
     ensure!(
         !has("nvram") && !has("shmem"),
-        "it has memory devices (nvram, shmem) whose content would not come along: remove them first"
+        "it has memory devices (nvram, shmem), whose content is not imported: remove them first"
     );
     if os.attribute("firmware") == Some("efi") || child(os, "loader").is_some() {
         let what = "UEFI firmware and its variables: a VM boots by BIOS, so its disk needs a boot loader for that";
@@ -174,7 +175,8 @@ fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Res
 /// An amount of memory (`<memory unit='KiB'>`), in bytes.
 fn memory(node: Node<'_, '_>) -> anyhow::Result<u64> {
     let text = node.text().unwrap_or_default().trim();
-    let amount: u64 = text.parse().with_context(|| format!("'{text}' is no amount of memory"))?;
+    let amount: u64 =
+        text.parse().with_context(|| format!("'{text}' is not an amount of memory"))?;
     let unit = match node.attribute("unit").unwrap_or("KiB") {
         "b" | "bytes" => 1,
         "KB" => 1000,
@@ -185,7 +187,7 @@ fn memory(node: Node<'_, '_>) -> anyhow::Result<u64> {
         "G" | "GiB" => 1 << 30,
         "TB" => 1_000_000_000_000,
         "T" | "TiB" => 1 << 40,
-        other => bail!("'{other}' is no unit of memory"),
+        other => bail!("'{other}' is not a unit of memory"),
     };
     let bytes = amount.checked_mul(unit).and_then(|it| it.checked_next_multiple_of(MEMORY_UNIT));
     bytes.with_context(|| format!("{amount} is too much memory"))
@@ -202,7 +204,7 @@ fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Ve
                 let disk = disk(node, target, warnings);
                 found.push(disk.with_context(|| format!("disk '{target}'"))?);
             }
-            // Removable media: whose content is elsewhere, too.
+            // Removable media: their content is elsewhere too.
             media @ ("cdrom" | "floppy") => warnings.push(format!("the {media} '{target}'")),
             other => bail!("disk '{target}' is a {other}, which cannot be imported"),
         }
@@ -217,14 +219,14 @@ fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::R
     let kind = node.attribute("type").unwrap_or("file");
     ensure!(
         kind == "file",
-        "it is of type '{kind}'; only images in files can be imported: make one of it first (qemu-img convert)"
+        "it is of type '{kind}'; only images in files can be imported: make one from it first (qemu-img convert)"
     );
     let source = child(node, "source").context("it has no source")?;
     let image = source.attribute("file").context("its source names no file")?;
     let encrypted = [node, source].into_iter().any(|at| child(at, "encryption").is_some());
     ensure!(
         !encrypted,
-        "it is encrypted by QEMU: decrypt it first (qemu-img convert), it is encrypted again on the way in"
+        "it is encrypted by QEMU: decrypt it first (qemu-img convert); the import encrypts it again"
     );
     ensure!(
         child(node, "mirror").is_none(),
@@ -233,36 +235,37 @@ fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::R
     let backing = child(node, "backingStore");
     ensure!(
         backing.is_none_or(|backing| child(backing, "source").is_none()),
-        "it is a snapshot over another image, without which it is not whole: make one of both first (virsh blockcommit, or qemu-img convert)"
+        "it is a snapshot over another image, without which it is incomplete: make one image of both first (virsh blockcommit, or qemu-img convert)"
     );
     let format = child(node, "driver").and_then(|driver| driver.attribute("type"));
-    let format = format
-        .context("it names no format (<driver type='raw'/> or 'qcow2'), and none is guessed")?;
+    let format = format.context(
+        "it names no format (<driver type='raw'/> or 'qcow2'), and formats are not detected",
+    )?;
     let format = ImageFormat::ALL.into_iter().find(|known| known.name() == format).with_context(
         || format!("its format is '{format}'; raw and qcow2 can be imported: convert it first (qemu-img convert)"),
     )?;
     ensure!(
         child(source, "slices").is_none(),
-        "it is a part of its image (<slices>), and the whole would be imported: make an image of that part first (dd)"
+        "it is a part of its image (<slices>), and all of it would be imported: make an image of that part first (dd)"
     );
     let block = child(node, "blockio").and_then(|blockio| blockio.attribute("logical_block_size"));
     ensure!(
         block.is_none_or(|block| block == LOGICAL_BLOCK),
-        "it has logical blocks of {} bytes, and would have some of {LOGICAL_BLOCK}: its partition table would not be found",
+        "it has logical blocks of {} bytes, and its VM would see {LOGICAL_BLOCK}: the guest would not find its partition table",
         block.unwrap_or_default()
     );
     left_of_disk(node, source, name, warnings);
     let boot = child(node, "boot").and_then(|boot| boot.attribute("order"));
-    let boot = boot.map(str::parse).transpose().context("its boot order is no number")?;
+    let boot = boot.map(str::parse).transpose().context("its boot order is not a number")?;
     Ok(Disk { name: name.to_owned(), image: PathBuf::from(image), format, boot })
 }
 
-/// Says what of a disk is not taken over.
+/// Reports what of a disk is not imported.
 fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) {
     let bus = child(node, "target").and_then(|target| target.attribute("bus"));
     if let Some(bus) = bus.filter(|bus| *bus != "virtio") {
         warnings.push(format!(
-            "of disk '{name}': its bus, {bus}: it will be one of virtio, for which the guest needs a driver, and has another name there"
+            "of disk '{name}': its bus, {bus}: it will be virtio, for which the guest needs a driver, and where the disk has another name"
         ));
     }
     for (element, _) in unknown(node, &KNOWN_OF_DISK) {
@@ -275,7 +278,7 @@ fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: 
     }
 }
 
-/// The elements that are not known, and how often they are there.
+/// The elements that are not known, with their counts.
 fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
     let mut counts = BTreeMap::<String, u32>::new();
     for child in of.children().filter(Node::is_element) {
@@ -287,7 +290,7 @@ fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
     counts
 }
 
-/// Says what is not taken over.
+/// Reports what is not imported.
 fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
     for (device, count) in unknown(devices, &OWN_DEVICES) {
         warnings.push(match device.as_str() {
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_becomes_a_vm_and_what_stays_behind_is_said() {
+    fn a_domain_becomes_a_vm_and_the_rest_is_reported() {
         let domain = parse(DOMAIN).unwrap();
         assert_eq!((domain.name.as_str(), domain.vcpus, domain.memory), ("web", 2, 2 << 30));
         let disk = |name: &str, image: &str, format, boot| Disk {
@@ -349,12 +352,12 @@ mod tests {
         ] {
             assert!(said.contains(left), "{left}: {said}");
         }
-        // What every domain has is no news.
+        // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
     }
 
     #[test]
-    fn nothing_of_a_disk_vanishes_in_silence() {
+    fn every_part_of_a_disk_that_is_not_imported_is_reported() {
         let source = "<source file='/srv/data.img'/>";
         assert!(DOMAIN.contains(source) && DOMAIN.contains("<devices>"));
         let said = |of_disk: &str, of_devices: &str| {
@@ -383,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_lose_data_or_cannot_run_is_refused() {
+    fn domains_that_would_lose_data_or_cannot_run_are_refused() {
         let source = "<source file='/srv/data.img'/>";
         for (from, to, reason) in [
             ("type='raw'", "type='vmdk'", "'vmdk'"),

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use vmseal_api::host::{AcceleratorKind, DiskRole, HostDescription};
 use vmseal_api::model::Vm;
 
-/// What stands above the domain: what it is good for, and what not.
+/// The comment above the domain: what it can be used for.
 const NOTE: &str = "
   What vmseal runs, as a libvirt domain. The disks' sockets are where its QEMU and the running
   vmseal-filter meet. libvirt cannot start it as it is: vmseal's QEMU listens there and the agent connects
@@ -13,11 +13,12 @@ const NOTE: &str = "
   at a time; and the sockets go when the VM stops.
 ";
 
-/// The domain, for a VM that runs on the host of this description.
+/// The domain of a VM that runs on the described host.
 pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     let (kind, cpu) = match host.accelerator.kind {
         AcceleratorKind::Kvm => ("kvm", "host-passthrough"),
-        AcceleratorKind::Tcg => ("qemu", "maximum"),
+        // Emulation runs anywhere.
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("qemu", "maximum"),
     };
     let mut xml = format!("<!--{NOTE}-->\n");
     let mut line = |text: String| {
@@ -120,7 +121,7 @@ mod tests {
         .unwrap()
     }
 
-    /// libvirt's own schema takes what is printed.
+    /// Checks the domain against libvirt's own schema.
     fn validate(xml: &str) {
         let file = tempfile::NamedTempFile::with_suffix(".xml").unwrap();
         std::fs::write(file.path(), xml).unwrap();
@@ -134,11 +135,11 @@ mod tests {
     }
 
     #[test]
-    fn the_domain_is_as_it_was_and_as_libvirt_has_it() {
+    fn the_domain_matches_its_file_and_the_schema() {
         let xml = domain(&vm(2), &host("/run/vmseal"));
         assert_eq!(xml, GOLDEN);
         validate(&xml);
-        // As many disks as there can be, and a directory with a name that XML has to be kept from.
+        // The most disks that there can be, and a directory whose name must be escaped.
         validate(&domain(&vm(28), &host("/run/<&'\">")));
         assert_eq!(
             (target(0), target(25), target(27)),

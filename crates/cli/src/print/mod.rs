@@ -1,31 +1,33 @@
 //! Results on standard output: tables for people, CSV and the API's own documents for programs.
 
-pub mod column;
-mod rows;
-mod stream;
+pub mod plan;
+pub mod scan;
 mod table;
 
 use serde::Serialize;
-use vmseal_api::host::DiskFacts;
 use vmseal_api::model::{Disk, Task, Vm};
 
-pub use self::column::Row;
-pub use self::rows::{DiskReplica, VmDisk};
-pub use self::stream::{is_closed, line, print, printable, say, words};
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
-use crate::commands::follow::Change;
+use crate::rows::column::Cell;
+use crate::rows::{Change, Row, disk_format, word};
+pub use crate::stream::{is_closed, line, print, printable, say, words};
 
-/// Prints a list, in the order of its kind.
+/// Prints a list, in the order of its kind. A table without rows is a message, which is not in the way of a script
+/// that reads the table.
 pub fn list<T: Row>(output: Output, how: &Columns<T>, mut items: Vec<T>) -> anyhow::Result<()> {
     items.sort_by(T::order);
     match output {
+        Output::Table if items.is_empty() => {
+            say(format_args!("no {}", T::PLURAL));
+            Ok(())
+        }
         Output::Json | Output::Yaml => whole(output, &items),
         Output::Table | Output::Csv => print(&Lines::new(output, how).of(&items)?),
     }
 }
 
-/// Prints one resource: all of it. Tables have name and value lines, with `details` at their end.
+/// Prints all of one resource. Tables have name and value lines, with `details` at their end.
 pub fn one<T: Row>(output: Output, item: &T, details: &[(&str, String)]) -> anyhow::Result<()> {
     match output {
         Output::Json | Output::Yaml => whole(output, item),
@@ -42,7 +44,7 @@ pub fn append<T: Row>(output: Output, lines: &mut Lines<T>, items: &[T]) -> anyh
     }
 }
 
-/// Prints what is new in a list that is watched: lines, or documents, that say first what has changed.
+/// Prints the changes of a list that is watched: lines or documents that begin with the kind of change.
 pub fn changes<T: Row>(
     output: Output,
     lines: &mut Lines<T>,
@@ -61,7 +63,7 @@ pub fn changes<T: Row>(
     }
 }
 
-/// Prints one of a row of documents, each of which can be read by itself: a line of JSON, a document of YAML.
+/// Prints one document of a stream: a line of JSON, or a YAML document.
 fn document<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
     match output {
         Output::Yaml => print(&format!("---\n{}", yaml(item)?)),
@@ -85,33 +87,14 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// The word that the API uses for an enum's value.
-pub fn word<T: Serialize>(value: &T) -> String {
-    match serde_json::to_value(value) {
-        Ok(serde_json::Value::String(word)) => word.replace('_', "-"),
-        _ => String::new(),
-    }
-}
-
-/// What `task show` says beyond the columns.
+/// What `task show` adds to the columns.
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))).collect()
 }
 
-/// What a disk is on its datastore.
-fn disk_format(disk: &Disk) -> String {
-    match &disk.facts {
-        None => "not made yet".to_owned(),
-        Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
-        Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
-            format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
-        }
-    }
-}
-
-/// What a guest may use of a disk and what is kept of it, to be said after what the disk is.
+/// The limits, the cache and the replica of a disk, as text that follows its format.
 fn limits(disk: &Disk) -> String {
-    let size = |bytes| column::Cell::Bytes(bytes).for_people();
+    let size = |bytes| Cell::Bytes(bytes).for_people();
     let limits = &disk.limits;
     let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
     let bandwidth = limits.bandwidth.map(|bytes| format!(", at most {}/s", size(bytes)));
@@ -123,7 +106,7 @@ fn limits(disk: &Disk) -> String {
     [iops, bandwidth, cache, replica].into_iter().flatten().collect()
 }
 
-/// What `vm show` says beyond the columns.
+/// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     if let Some(key) = &vm.key {
@@ -131,7 +114,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     }
     for disk in &vm.disks {
         let format = disk_format(disk);
-        let size = column::Cell::Bytes(disk.size).for_people();
+        let size = Cell::Bytes(disk.size).for_people();
         lines.push((
             "DISK",
             format!(
@@ -219,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_come_later_line_up_and_have_no_second_header() {
+    fn later_lines_are_aligned_and_have_no_second_header() {
         let mut lines = Lines::new(Output::Table, &how(&["-c", "target,percent"]).unwrap());
         assert_eq!(lines.of(&[]).unwrap(), "TARGET  PERCENT\n");
         assert_eq!(lines.of(&[task("abcdefgh", None)]).unwrap(), "abcdefgh  -\n");
@@ -228,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_column_that_is_none_is_refused_with_the_names_of_all() {
+    fn an_unknown_column_is_refused_with_the_names_of_all() {
         let error = how(&["-c", "target,colour"]).err().unwrap();
         assert_eq!(error.exit_code(), 2);
         let said = error.to_string();
@@ -236,10 +219,10 @@ mod tests {
     }
 
     #[test]
-    fn yaml_is_what_json_is() {
+    fn yaml_has_the_same_content_as_json() {
         let text = yaml(&[task("a: b # c", None), task("no", Some(7))]).unwrap();
         assert!(text.starts_with("- id: 018f0000-0000-7000-8000-000000000001\n"), "{text}");
-        // A name that YAML would take for something else is quoted.
+        // A name that YAML would read as another type is quoted.
         assert!(text.contains("target: \"no\"\n") || text.contains("target: 'no'\n"), "{text}");
         assert!(text.contains("percent: 7\n"), "{text}");
         assert!(text.contains("a: b # c") && !text.contains("target: a: b"), "{text}");

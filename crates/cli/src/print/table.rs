@@ -3,25 +3,25 @@
 use comfy_table::presets::NOTHING;
 use comfy_table::{ColumnConstraint, Table, Width};
 
-use super::column::{Cell, Column, Row};
-use super::{printable, word};
 use crate::arguments::{Columns, Output};
-use crate::commands::follow::Change;
+use crate::rows::column::{Cell, Column};
+use crate::rows::{Change, Row, word};
+use crate::stream::printable;
 
 /// The spaces between two columns.
 const GAP: u16 = 2;
 
-/// Rows of chosen columns. What is printed later lines up with what was before.
+/// Rows of chosen columns. Later lines align with earlier ones.
 pub struct Lines<T: Row> {
     output: Output,
     columns: Vec<&'static Column<T>>,
-    /// Whether the names of the columns are still to be printed.
+    /// Whether the header is not printed yet.
     header: bool,
     widths: Vec<u16>,
 }
 
 impl<T: Row> Lines<T> {
-    /// As the options of `list` say.
+    /// The columns that the options of `list` choose.
     pub fn new(output: Output, how: &Columns<T>) -> Self {
         let named = |name: &String| T::COLUMNS.iter().find(|column| column.name == name);
         let columns = how.columns.iter().filter_map(named).collect();
@@ -33,18 +33,18 @@ impl<T: Row> Lines<T> {
         Self { output, columns: T::COLUMNS.iter().collect(), header: true, widths: Vec::new() }
     }
 
-    /// The columns that a list has where nobody chooses.
+    /// The default columns of a list.
     pub fn usual(output: Output) -> Self {
         Self::new(output, &Columns::usual())
     }
 
-    /// The next lines; with the header if it is still to come.
+    /// The next lines; with the header if it is not printed yet.
     pub fn of(&mut self, items: &[T]) -> anyhow::Result<String> {
         let rows = items.iter().map(|item| (None, item)).collect();
         self.lines(None, rows)
     }
 
-    /// The next lines of a list that is watched: what has changed comes first.
+    /// The next lines of a list that is watched: the kind of change comes first.
     pub fn of_changes(&mut self, news: &[(Change, T)]) -> anyhow::Result<String> {
         let rows = news.iter().map(|(change, item)| (Some(word(change)), item)).collect();
         self.lines(Some("change"), rows)

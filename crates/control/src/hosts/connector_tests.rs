@@ -14,11 +14,16 @@ use vmseal_api::host::{
     ConsoleClaim, Exposing, HostAgent, PowerOff, STATE_WAIT_MAX, ShowsCertificate,
 };
 use vmseal_api::id::{HostId, VmId};
+use vmseal_api::model::Connection;
 use vmseal_api::problem::ErrorCode;
 use zeroize::Zeroizing;
 
+use super::Hosts;
+use super::connector::HttpsConnector;
+use crate::providers::Providers;
 use crate::setup::authority::Authority;
 use crate::setup::identity::Identity;
+use crate::store::{alarms, hosts};
 use crate::testing::Fixture;
 
 struct Peers {
@@ -133,6 +138,39 @@ async fn another_host_of_the_same_authority_is_refused() {
     assert_eq!(problem.code, ErrorCode::Unreachable, "{problem}");
     let console = client.console(VmId::new(), ConsoleClaim::IfFree).await.err().unwrap();
     assert_eq!(console.code, ErrorCode::Unreachable, "{console}");
+}
+
+/// Whoever joins, or changes an address, may give that of another host: nothing is sent there, and the alarm says whose
+/// it is.
+#[tokio::test]
+async fn an_address_at_which_another_host_answers_is_told_by_the_alarm() {
+    let peers = Peers::new();
+    let (host, other, agent) = (HostId::new(), HostId::new(), SimulatedHost::new());
+    let address = peers.agent(other, agent.clone()).await;
+    let directory = tempfile::tempdir().unwrap();
+    let store = Arc::new(crate::testing::new_store(directory.path()).await);
+    let mut write = store.write().await.unwrap();
+    let (name, address) = ("here".to_owned(), address.to_string());
+    let known = hosts::Host { id: host, name, address, description: None };
+    hosts::insert(&mut write, &known).await.unwrap();
+    write.commit().await.unwrap();
+    let providers = Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap();
+    let connector = Arc::new(HttpsConnector(peers.identity.clone()));
+    let hosts = Hosts::start(Arc::clone(&store), Arc::new(providers), connector).await.unwrap();
+    let begun = std::time::Instant::now();
+    let alarm = loop {
+        let raised = alarms::list(&mut store.read().await.unwrap()).await.unwrap();
+        if let Some(alarm) = raised.into_iter().find(|it| it.code == "host-disconnected") {
+            break alarm;
+        }
+        assert!(begun.elapsed().as_secs() < 30, "no alarm");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    };
+    let whose = format!("another host answers there, with id {other}");
+    assert!(alarm.detail.contains(&whose), "{}", alarm.detail);
+    assert!(alarm.detail.contains("vmseal host set"), "{}", alarm.detail);
+    assert_eq!(hosts.view(host).connection, Connection::Disconnected);
+    assert_eq!(agent.calls(), [], "the other host was told something");
 }
 
 #[tokio::test]

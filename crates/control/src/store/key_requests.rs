@@ -27,6 +27,8 @@ pub struct KeyRequest {
     pub key_id: Option<String>,
     /// The key is no longer needed.
     pub abandoned: bool,
+    /// The server's address has changed since: an id that it gave says nothing at the new one.
+    pub moved: bool,
 }
 
 #[derive(FromRow)]
@@ -39,6 +41,7 @@ struct Row {
     marked: bool,
     key_id: Option<String>,
     abandoned: bool,
+    moved: bool,
 }
 
 impl TryFrom<Row> for KeyRequest {
@@ -53,22 +56,25 @@ impl TryFrom<Row> for KeyRequest {
             marked: row.marked,
             key_id: row.key_id,
             abandoned: row.abandoned,
+            moved: row.moved,
         })
     }
 }
 
-/// Records a request, or what is known of its answer.
+/// Records a request, or what is known of its answer. A recorded move of the server stays, as the address may have
+/// changed while the server was asked.
 pub async fn put(
     to: &mut SqliteConnection,
     provider: ProviderId,
     request: &KeyRequest,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+        "INSERT INTO key_requests (provider_id, request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
          ON CONFLICT (provider_id, request) DO UPDATE
          SET mark = excluded.mark, sent_at = excluded.sent_at, server = excluded.server,
-             marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned",
+             marked = excluded.marked, key_id = excluded.key_id, abandoned = excluded.abandoned,
+             moved = excluded.moved OR (key_requests.moved AND key_requests.mark = excluded.mark)",
     )
     .bind(provider.to_string())
     .bind(request.request.to_string())
@@ -79,6 +85,7 @@ pub async fn put(
     .bind(request.marked)
     .bind(&request.key_id)
     .bind(request.abandoned)
+    .bind(request.moved)
     .execute(to)
     .await?;
     Ok(())
@@ -91,7 +98,7 @@ pub async fn get(
     request: Uuid,
 ) -> Result<Option<KeyRequest>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 AND request = $2",
     )
     .bind(provider.to_string())
@@ -107,7 +114,7 @@ pub async fn abandoned(
     provider: ProviderId,
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 AND abandoned ORDER BY request",
     )
     .bind(provider.to_string())
@@ -122,7 +129,7 @@ pub async fn of_provider(
     provider: ProviderId,
 ) -> Result<Vec<KeyRequest>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned FROM key_requests
+        "SELECT request, mark, sent_at, vm_id, server, marked, key_id, abandoned, moved FROM key_requests
          WHERE provider_id = $1 ORDER BY request",
     )
     .bind(provider.to_string())
@@ -142,6 +149,20 @@ pub async fn set_server(
         .bind(server)
         .bind(provider.to_string())
         .bind(from)
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records that a server has another address than when it was asked.
+pub async fn set_moved(
+    to: &mut SqliteConnection,
+    provider: ProviderId,
+    server: &str,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE key_requests SET moved = TRUE WHERE provider_id = $1 AND server = $2")
+        .bind(provider.to_string())
+        .bind(server)
         .execute(to)
         .await?;
     Ok(())

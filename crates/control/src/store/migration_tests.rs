@@ -12,7 +12,7 @@ macro_rules! migration {
 }
 
 /// Every migration, in order.
-const MIGRATIONS: [(u32, &str); 14] = [
+const MIGRATIONS: [(u32, &str); 15] = [
     (1, migration!("0001_inventory")),
     (10, migration!("0010_allocation")),
     (11, migration!("0011_image_format")),
@@ -27,6 +27,7 @@ const MIGRATIONS: [(u32, &str); 14] = [
     (70, migration!("0070_kmip_next_key")),
     (80, migration!("0080_task_steps")),
     (90, migration!("0090_volumes_and_placements")),
+    (91, migration!("0091_key_requests_moved")),
 ];
 
 /// An inventory with the migrations before the one with this number.

@@ -86,6 +86,11 @@ impl super::step::Step for CreateVmStep {
         }
     }
 
+    fn is_undone_by_monitor(&self) -> bool {
+        // A VM without disks, which the inventory does not have then, is forgotten.
+        matches!(self, Self::Register)
+    }
+
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Reserve => Ok(()),

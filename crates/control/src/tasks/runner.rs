@@ -154,8 +154,17 @@ impl Runner<'_> {
         let cause = self.task.problem.clone().unwrap_or_else(|| {
             Problem::new(ErrorCode::Internal, "the inventory does not say why it is undone")
         });
-        match self.attempt(step, Some(&cause), false).await? {
-            Ok(_) => match position.checked_sub(1) {
+        let undone = match self.attempt(step, Some(&cause), false).await? {
+            Err(StepFailure { problem, .. })
+                if step.is_undone_by_monitor() && is_silence(&problem) =>
+            {
+                tracing::info!(task = %self.task.id, step = step.name(), %problem, "left to the host's monitor");
+                Ok(())
+            }
+            other => other.map(drop),
+        };
+        match undone {
+            Ok(()) => match position.checked_sub(1) {
                 Some(before) => self.go_back_to(self.steps()[before]).await,
                 None => self.end_undone().await,
             },

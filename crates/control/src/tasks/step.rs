@@ -89,6 +89,11 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether it is undone without the task when the host does not answer: its monitor sees to that when it does.
+    fn is_undone_by_monitor(&self) -> bool {
+        false
+    }
+
     /// Does it.
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError>;
 

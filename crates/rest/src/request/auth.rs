@@ -1,4 +1,4 @@
-//! Authentication by a bearer token (RFC 6750).
+//! Authentication by a bearer token (RFC 6750), and the check of the privilege of a route.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use axum::http::request::Parts;
 use axum::middleware::Next;
 use axum::response::Response;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_control::services::{self, Caller, Services};
+use vmseal_control::services::{self, Caller, Privilege, Services};
 
 use crate::connections::Connection;
 use crate::problem::ProblemResponse;
@@ -44,6 +44,18 @@ pub(crate) async fn authenticate(
         connection.set_authenticated()?;
     }
     request.extensions_mut().insert(Authenticated(caller));
+    Ok(next.run(request).await)
+}
+
+/// Lets a request pass whose user has a privilege, before its query or its body is understood: who may not do a thing
+/// is told so, whatever they sent.
+pub(crate) async fn require(
+    State(privilege): State<Privilege>,
+    Authenticated(caller): Authenticated,
+    request: Request,
+    next: Next,
+) -> Result<Response, ProblemResponse> {
+    caller.require(privilege)?;
     Ok(next.run(request).await)
 }
 

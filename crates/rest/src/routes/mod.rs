@@ -33,7 +33,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
-use vmseal_control::services::Services;
+use vmseal_control::services::{Privilege, Services};
 
 use crate::problem::{self, ProblemResponse};
 use crate::request::{auth, dry_run};
@@ -73,67 +73,116 @@ fn open_routes() -> OpenApiRouter<Arc<Services>> {
         .routes(routes!(hosts::join))
 }
 
-fn user_routes() -> OpenApiRouter<Arc<Services>> {
-    OpenApiRouter::new()
-        .routes(routes!(hosts::list))
-        .routes(routes!(hosts::show, hosts::change, hosts::remove))
-        .routes(routes!(hosts::make_token))
-        .routes(routes!(log_levels::show, log_levels::set))
-        .routes(routes!(log_levels::show_host, log_levels::set_host))
-        .routes(routes!(datastores::list, datastores::add))
-        .routes(routes!(datastores::show, datastores::remove))
-        .routes(routes!(datastores::scan))
-        .routes(routes!(providers::list, providers::add))
-        .routes(routes!(providers::show, providers::remove))
-        .routes(routes!(providers::unlock))
-        .routes(routes!(providers::change_passphrase))
-        .routes(routes!(providers::backup))
-        .routes(routes!(providers::verify))
-        .routes(routes!(providers::make_default))
-        .routes(routes!(kmip::certificate))
-        .routes(routes!(kmip::trust))
-        .routes(routes!(kmip::request_certificate))
-        .routes(routes!(kmip::self_sign))
-        .routes(routes!(kmip::set_certificate))
-        .routes(routes!(kmip::test))
-        .routes(routes!(kmip_servers::add))
-        .routes(routes!(kmip_servers::set, kmip_servers::remove))
-        .routes(routes!(kmip_servers::move_to))
-        .routes(routes!(policies::list, policies::add))
-        .routes(routes!(policies::show, policies::remove))
-        .routes(routes!(vms::list, vms::create))
-        .routes(routes!(vms::show, vms::delete))
-        .routes(routes!(vms::start))
-        .routes(routes!(vms::stop))
-        .routes(routes!(vms::recrypt))
-        .routes(routes!(console::open))
-        .routes(routes!(disks::export))
-        .routes(routes!(disks::expose))
-        .routes(routes!(bitmaps::list, bitmaps::add))
-        .routes(routes!(bitmaps::clear))
-        .routes(routes!(bitmaps::remove))
-        .routes(routes!(disks::replica))
-        .routes(routes!(tasks::list))
-        .routes(routes!(tasks::show))
-        .routes(routes!(tasks::cancel))
-        .routes(routes!(tasks::resolve))
-        .routes(routes!(events::list))
-        .routes(routes!(events::alarms))
-        .routes(routes!(changes::show))
+/// The routes that need a user, by the privilege that each needs. The services require it too; here it is asked for
+/// before anything else of a request is looked at.
+fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
+    let new = OpenApiRouter::new;
+    [
+        (
+            Privilege::Read,
+            new()
+                .routes(routes!(hosts::list))
+                .routes(routes!(hosts::show))
+                .routes(routes!(log_levels::show))
+                .routes(routes!(log_levels::show_host))
+                .routes(routes!(datastores::list))
+                .routes(routes!(datastores::show))
+                .routes(routes!(datastores::scan))
+                .routes(routes!(providers::list))
+                .routes(routes!(providers::show))
+                .routes(routes!(policies::list))
+                .routes(routes!(policies::show))
+                .routes(routes!(vms::list))
+                .routes(routes!(vms::show))
+                .routes(routes!(bitmaps::list))
+                .routes(routes!(disks::replica))
+                .routes(routes!(tasks::list))
+                .routes(routes!(tasks::show))
+                .routes(routes!(events::list))
+                .routes(routes!(events::alarms))
+                .routes(routes!(changes::show)),
+        ),
+        (Privilege::VmPower, new().routes(routes!(vms::start)).routes(routes!(vms::stop))),
+        (
+            Privilege::VmConfigure,
+            new()
+                .routes(routes!(vms::create))
+                .routes(routes!(vms::delete))
+                .routes(routes!(bitmaps::add))
+                .routes(routes!(bitmaps::clear))
+                .routes(routes!(bitmaps::remove)),
+        ),
+        (Privilege::VmConsole, new().routes(routes!(console::open))),
+        (
+            Privilege::ManageTasks,
+            new().routes(routes!(tasks::cancel)).routes(routes!(tasks::resolve)),
+        ),
+        (
+            Privilege::ManageDatastores,
+            new().routes(routes!(datastores::add)).routes(routes!(datastores::remove)),
+        ),
+        (
+            Privilege::Diagnostics,
+            new().routes(routes!(log_levels::set)).routes(routes!(log_levels::set_host)),
+        ),
+        (Privilege::Recrypt, new().routes(routes!(vms::recrypt))),
+        (
+            Privilege::DirectAccess,
+            new().routes(routes!(disks::export)).routes(routes!(disks::expose)),
+        ),
+        (
+            Privilege::ManageKeys,
+            new().routes(routes!(providers::backup)).routes(routes!(providers::verify)),
+        ),
+        (
+            Privilege::ManageProviders,
+            new()
+                .routes(routes!(providers::add))
+                .routes(routes!(providers::remove))
+                .routes(routes!(providers::unlock))
+                .routes(routes!(providers::change_passphrase))
+                .routes(routes!(providers::make_default))
+                .routes(routes!(kmip::certificate))
+                .routes(routes!(kmip::trust))
+                .routes(routes!(kmip::request_certificate))
+                .routes(routes!(kmip::self_sign))
+                .routes(routes!(kmip::set_certificate))
+                .routes(routes!(kmip::test))
+                .routes(routes!(kmip_servers::add))
+                .routes(routes!(kmip_servers::set, kmip_servers::remove))
+                .routes(routes!(kmip_servers::move_to)),
+        ),
+        (
+            Privilege::ManagePolicies,
+            new().routes(routes!(policies::add)).routes(routes!(policies::remove)),
+        ),
+        (
+            Privilege::RegisterHost,
+            new().routes(routes!(hosts::change, hosts::remove)).routes(routes!(hosts::make_token)),
+        ),
+    ]
 }
 
 /// The OpenAPI document.
 #[must_use]
 pub fn document() -> utoipa::openapi::OpenApi {
-    open_routes().merge(user_routes()).into_openapi()
+    let all = user_routes().into_iter().map(|(_, routes)| routes);
+    all.fold(open_routes(), OpenApiRouter::merge).into_openapi()
 }
 
 /// The routes that need a user, without the authentication.
 pub(crate) fn user_router() -> axum::Router<Arc<Services>> {
     let parameterized = dry_run::RoutesWithQuery::of(&document());
-    let api = axum::Router::from(user_routes())
-        .route_layer(middleware::from_fn_with_state(parameterized, dry_run::refuse_others));
-    metrics::routes().into_iter().fold(api, |router, (path, route)| router.route(path, route))
+    let metrics = metrics::routes().into_iter();
+    let metrics = metrics.fold(axum::Router::new(), |all, (path, route)| all.route(path, route));
+    let api = user_routes().into_iter().map(|(privilege, routes)| {
+        let refuse = middleware::from_fn_with_state(parameterized.clone(), dry_run::refuse_others);
+        (privilege, axum::Router::from(routes).route_layer(refuse))
+    });
+    api.chain([(Privilege::Read, metrics)]).fold(axum::Router::new(), |all, (privilege, routes)| {
+        let require = middleware::from_fn_with_state(privilege, auth::require);
+        all.merge(routes.route_layer(require))
+    })
 }
 
 /// The API.

@@ -271,6 +271,29 @@ async fn every_route_is_forbidden_without_its_privilege_and_allowed_with_it_alon
     }
 }
 
+/// What a request is refused for is not found out by whoever may not send it.
+#[tokio::test]
+async fn who_may_not_is_told_so_before_what_they_sent_is_understood() {
+    let api = Api::new().await;
+    for (method, path, privilege, _) in routes() {
+        let others = || caller(Privilege::ALL.into_iter().filter(|other| *other != privilege));
+        for body in ["{", "nonsense", &"x".repeat(BODY_MAX + 1)] {
+            for query in ["", "?nonsense=1"] {
+                let send = || request(method, &format!("{path}{query}"), body);
+                let what = format!("{method} {path}{query}");
+                let answer = api.send_as(others(), send()).await;
+                assert_eq!(answer.status, StatusCode::FORBIDDEN, "{what}: {}", answer.body);
+                let answer = api.send(send()).await;
+                assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{what}: {}", answer.body);
+            }
+        }
+        let mut plain = request(method, path, "{");
+        plain.headers_mut().clear();
+        let answer = api.send_as(others(), plain).await;
+        assert_eq!(answer.status, StatusCode::FORBIDDEN, "{method} {path}: {}", answer.body);
+    }
+}
+
 #[tokio::test]
 async fn encrypted_resources_need_the_cryptography_privileges_too() {
     let api = Api::new().await;

@@ -18,7 +18,7 @@ const DAY: i64 = 24 * 3600;
 
 /// The certificates of a server on this machine, where there is one.
 pub fn of_server(data_dir: &Path) -> Vec<Finding> {
-    const RESTART: &str = "restart the server: it makes itself another one";
+    const RESTART: &str = "restart the server: it makes a new one";
     const AUTHORITY: &str = "hosts and clients trust no server after that: plan a new control plane, and join the hosts to it";
     let mut findings = Vec::new();
     for (check, file, remedy) in
@@ -51,7 +51,7 @@ fn judge(check: &str, pem: &[u8], remedy: &str) -> Finding {
     let der = match CertificateDer::from_pem_slice(pem) {
         Ok(der) => der,
         Err(error) => {
-            return Finding::failed(check, format!("there is no certificate: {error}"), remedy);
+            return Finding::failed(check, format!("the file has no certificate: {error}"), remedy);
         }
     };
     match X509Certificate::from_der(&der) {
@@ -60,7 +60,7 @@ fn judge(check: &str, pem: &[u8], remedy: &str) -> Finding {
             let (from, until) = (validity.not_before.timestamp(), validity.not_after.timestamp());
             judge_times(check, (from, until), Timestamp::now().as_second(), remedy)
         }
-        Err(error) => Finding::failed(check, format!("it cannot be parsed: {error}"), remedy),
+        Err(error) => Finding::failed(check, format!("it is not a certificate: {error}"), remedy),
     }
 }
 
@@ -71,7 +71,7 @@ fn judge_times(check: &str, (from, until): (i64, i64), now: i64, remedy: &str) -
         return Finding::failed(check, found, "set this machine's clock");
     }
     if now > until {
-        return Finding::failed(check, format!("it ended at {}", date(until)), remedy);
+        return Finding::failed(check, format!("it expired at {}", date(until)), remedy);
     }
     let days = (until - now) / DAY;
     let found = format!("it is valid until {} ({days} days)", date(until));

@@ -19,7 +19,7 @@ pub fn io_uring() -> Finding {
         Ok(fd) if fd >= 0 => {
             // SAFETY: the kernel has just returned this descriptor, and nobody else knows it.
             drop(unsafe { OwnedFd::from_raw_fd(fd) });
-            Finding::ok(CHECK, "io_uring works")
+            Finding::ok(CHECK, "rings can be created")
         }
         _ => {
             let error = io::Error::last_os_error();
@@ -28,7 +28,7 @@ pub fn io_uring() -> Finding {
             Finding::warning(
                 CHECK,
                 format!(
-                    "no io_uring can be created ({error}; kernel.io_uring_disabled is '{}'): each request blocks its queue",
+                    "no ring can be created ({error}; kernel.io_uring_disabled is '{}'): each request blocks its queue",
                     disabled.trim()
                 ),
                 "sysctl kernel.io_uring_disabled=0, and allow io_uring in the container's or unit's filter",
@@ -87,7 +87,7 @@ fn judge_clock(state: libc::c_int, status: libc::c_int) -> Finding {
     if state < 0 {
         return Finding::warning(
             CHECK,
-            "the kernel does not say whether it is synchronised",
+            "the kernel does not report whether it is synchronised",
             REMEDY,
         );
     }

@@ -28,7 +28,7 @@ fn lock(memory: MemoryLock) -> Finding {
         MemoryLock::LimitTooLow(bytes) => Finding::warning(
             CHECK,
             format!(
-                "only {bytes} bytes may be locked: keys are, ciphers and TLS buffers may be swapped"
+                "only {bytes} bytes may be locked: keys are locked, ciphers and TLS buffers may be swapped"
             ),
             RAISE,
         ),
@@ -41,7 +41,7 @@ fn lock(memory: MemoryLock) -> Finding {
 fn filters(memory: MemoryLock) -> Finding {
     const CHECK: &str = "filter-memory-lock";
     if !nix::unistd::geteuid().is_root() {
-        return Finding::ok(CHECK, "without root, filters are as this process is");
+        return Finding::ok(CHECK, "without root, filters have the limits of this process");
     }
     if memory == MemoryLock::Locked && process::child_can_lock() {
         return Finding::ok(CHECK, "filters may lock all their memory under users of their own");
@@ -57,7 +57,7 @@ fn secrets(backing: Backing) -> Finding {
     const CHECK: &str = "secret-memory";
     match backing {
         Backing::SecretMemory => {
-            Finding::ok(CHECK, "keys are in memfd_secret, outside the kernel's own mappings")
+            Finding::ok(CHECK, "keys are in memfd_secret, which not even the kernel maps")
         }
         Backing::LockedMemory => Finding::warning(
             CHECK,
@@ -86,12 +86,8 @@ fn cores(hardening: Hardening) -> Finding {
         );
         return Finding::ok(CHECK, found);
     }
-    let found = format!("cores cannot be forbidden; core_pattern sends them to {pattern}");
-    Finding::failed(
-        CHECK,
-        found,
-        "start it with LimitCORE=0, and check that no seccomp filter blocks prctl",
-    )
+    let found = format!("core dumps cannot be disabled; core_pattern sends them to {pattern}");
+    Finding::failed(CHECK, found, "start it with LimitCORE=0, and check that prctl is not filtered")
 }
 
 #[cfg(test)]

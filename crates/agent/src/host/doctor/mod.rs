@@ -96,10 +96,10 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
         Err(IdentityError::None(_)) => findings.push(Finding::warning(
             "host-certificate",
             format!(
-                "this machine has not joined a server: there is no identity in {}",
+                "this machine is not a host yet: there is no identity in {}",
                 options.state_dir.display()
             ),
-            "to make it a host, join a server: vmseal agent join",
+            "to make it one, join a server: vmseal agent join",
         )),
         Err(error) => findings.push(Finding::failed(
             "host-certificate",

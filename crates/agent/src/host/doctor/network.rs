@@ -17,7 +17,7 @@ pub fn of_host(identity: &Identity) -> Vec<Finding> {
         reached(
             "server",
             &server,
-            "check that the server runs and listens there, and that no packet filter blocks it",
+            "check that the server runs and listens there, and that no packet filter is in between",
         ),
         reached(
             "agent",

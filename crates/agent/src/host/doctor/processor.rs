@@ -51,7 +51,7 @@ pub async fn accelerator(qemu: &Path) -> Finding {
         AcceleratorKind::Kvm => {
             Finding::ok(CHECK, format!("guests run under KVM: {}", found.reason))
         }
-        AcceleratorKind::Tcg => Finding::warning(
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => Finding::warning(
             CHECK,
             format!("guests are emulated, which is slow: {}", found.reason),
             kvm_remedy(File::options().read(true).write(true).open("/dev/kvm").is_ok()),

@@ -33,7 +33,7 @@ pub fn qemu(program: &Path) -> Vec<Finding> {
     let devices = said(qemu.path(), &["-device", "help"]);
     let device = match devices {
         Some(devices) if devices.contains(DEVICE) => {
-            Finding::ok("vhost-user-blk", "QEMU has the device of encrypted disks")
+            Finding::ok("vhost-user-blk", "QEMU has the device for encrypted disks")
         }
         _ => Finding::failed(
             "vhost-user-blk",
@@ -55,9 +55,12 @@ pub fn filter(program: &Path) -> Finding {
     };
     let answer = answer.trim();
     if answer.rsplit(' ').next() == Some(own) {
-        return Finding::ok(CHECK, format!("{} says version {own}, as this", program.display()));
+        return Finding::ok(
+            CHECK,
+            format!("{} has version {own}, as this program", program.display()),
+        );
     }
-    let found = format!("{} is '{answer}', and this is {own}", program.display());
+    let found = format!("{} is '{answer}', and this program is {own}", program.display());
     Finding::failed(CHECK, found, INSTALL)
 }
 

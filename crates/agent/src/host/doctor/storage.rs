@@ -37,7 +37,7 @@ pub fn datastore(directory: &Path) -> Finding {
     let found = format!("{} GiB of {} GiB are free", gib(usage.free), gib(usage.capacity));
     let mut wrong = Vec::new();
     if metadata.mode() & WORLD_WRITABLE != 0 {
-        wrong.push(("every user may write to it", "keep it from others (chmod o-w)"));
+        wrong.push(("everybody may write to it", "deny writing to others (chmod o-w)"));
     }
     if (usage.free as f64) < usage.capacity as f64 * LITTLE {
         wrong.push(("it is nearly full", "free some room, or add another datastore"));
@@ -72,7 +72,7 @@ fn weakness_of(kind: FsType) -> Option<(&'static str, &'static str)> {
             "mount a volume",
         )),
         NFS_SUPER_MAGIC => Some((
-            "it is NFS: two hosts that use it do not notice each other",
+            "it is NFS: two hosts that use it would not notice each other",
             "use it on this host only",
         )),
         _ => None,

@@ -9,12 +9,14 @@
 //!                                   │
 //!                                   ├─ the server has none ──► asked again
 //!                                   ├─ the server has none yet ──► abandoned, settled later; asked again
+//!                                   ├─ the server was moved, and has none ──► key.orphaned, asked again
 //!                                   └─ the server cannot tell ──► key.orphaned, asked again
 //! ```
 //!
 //! The mark, another one each time, is sent as ApplicationSpecificInformation (namespace `vmseal`), which not every
 //! server has. A server without such a key may still create it: its answer counts only after some minutes. What
-//! Locate finds is trusted only if the server finds nothing for an id that never existed.
+//! Locate finds is trusted only if the server finds nothing for an id that never existed. If the server's address has
+//! changed since the request, the key is found by its mark alone: its id may be another key's at the new address.
 
 use std::sync::Arc;
 
@@ -43,6 +45,10 @@ const NAMESPACE: &str = "vmseal";
 /// proxy or a hardware module in front of it. Timeouts of those are minutes at most.
 const LATE: SignedDuration = SignedDuration::from_mins(5);
 
+/// Why the key of a request is not found at the new address of its server.
+pub(super) const LEFT_BEHIND: &str =
+    "whose address was changed since, and which does not have it at the new one";
+
 /// A server's answer about a key that may have been created.
 pub(super) enum LocateResult {
     /// It exists.
@@ -59,10 +65,12 @@ impl KmipProvider {
         vm: VmId,
         request: Uuid,
     ) -> Result<(KeyReference, SecretBytes), Problem> {
+        // In this order: of a server that is asked at its new address, the request says that it was moved.
+        let servers = self.servers();
         let noted = key_requests::get(&mut *self.store.read().await?, self.id, request).await?;
         let (server, id) = match noted {
             None => self.make(vm, request).await?,
-            Some(noted) => self.make_again(noted).await?,
+            Some(noted) => self.make_again(noted, servers).await?,
         };
         let kek = match self.put_to_use(&server, &id).await {
             Ok(kek) => kek,
@@ -133,6 +141,7 @@ impl KmipProvider {
             marked: true,
             key_id: None,
             abandoned: false,
+            moved: false,
         };
         let id = self.create_at(&server, noted).await?;
         Ok((server, id))
@@ -209,13 +218,17 @@ impl KmipProvider {
     }
 
     /// Resumes a request whose outcome is unknown.
-    async fn make_again(&self, noted: KeyRequest) -> Result<(Arc<ServerState>, KeyId), Problem> {
-        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+    async fn make_again(
+        &self,
+        noted: KeyRequest,
+        servers: Vec<Arc<ServerState>>,
+    ) -> Result<(Arc<ServerState>, KeyId), Problem> {
+        let server = servers.into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             self.tell_orphan(&noted, "which the provider does not have any more").await?;
             return self.make(noted.vm, noted.request).await;
         };
-        if let Some(id) = &noted.key_id {
+        if let Some(id) = noted.key_id.as_ref().filter(|_| !noted.moved) {
             if server.fault().is_some() && self.another_answers(&server) {
                 return self.make_elsewhere(&noted).await;
             }
@@ -232,6 +245,10 @@ impl KmipProvider {
                 let key_id = Some(id.as_str().to_owned());
                 self.note_request(&KeyRequest { key_id, ..noted }).await?;
                 Ok((server, id))
+            }
+            LocateResult::NotFound if is_left_behind(&noted) => {
+                self.tell_orphan(&noted, LEFT_BEHIND).await?;
+                self.make(noted.vm, noted.request).await
             }
             LocateResult::NotFound => {
                 if may_be_late(&noted) {
@@ -386,6 +403,12 @@ pub(in crate::providers) fn orphan(noted: &KeyRequest, why: &str) -> String {
             "a key for VM {vm} may have been made by server '{server}', {why}: look there for an AES-256 key that no VM uses (asked for at {sent}; {NAMESPACE} {mark} where the server keeps that)"
         ),
     }
+}
+
+/// Whether a request's key, which the server does not have, is at the server's former address: a key that was made, or
+/// may have been made, is there.
+pub(super) fn is_left_behind(noted: &KeyRequest) -> bool {
+    noted.moved && (noted.key_id.is_some() || !may_be_late(noted))
 }
 
 /// Whether a server that has no key of a request may still create it.

@@ -16,7 +16,7 @@ use vmseal_secret::SecretBytes;
 
 use super::KEY_STATE;
 use super::ask::{ServerFailure, Silent};
-use super::create::{LocateResult, may_be_late};
+use super::create::{LEFT_BEHIND, LocateResult, is_left_behind, may_be_late};
 use super::{KmipProvider, ServerState};
 use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::events::NewEvent;
@@ -246,13 +246,17 @@ impl KmipProvider {
 
     /// Finds out the outcome of a request whose key is unwanted.
     async fn settle(&self, noted: &KeyRequest, silent: &mut Silent) -> Result<(), Problem> {
-        let server = self.servers().into_iter().find(|server| server.row.alias == noted.server);
+        // In this order: of a server that is asked at its new address, the request says that it was moved.
+        let servers = self.servers();
+        let noted = key_requests::get(&mut *self.store.read().await?, self.id, noted.request).await;
+        let Some(noted) = &noted? else { return Ok(()) };
+        let server = servers.into_iter().find(|server| server.row.alias == noted.server);
         let Some(server) = server else {
             return self.tell_orphan(noted, "which the provider does not have any more").await;
         };
         let located = match &noted.key_id {
-            Some(id) => LocateResult::Found(self.key_id(id)?),
-            None => self.locate(&server, noted, silent).await?,
+            Some(id) if !noted.moved => LocateResult::Found(self.key_id(id)?),
+            _ => self.locate(&server, noted, silent).await?,
         };
         let mut write = match located {
             LocateResult::Ambiguous => {
@@ -284,6 +288,9 @@ impl KmipProvider {
                     keys::set_unwanted(&mut write, noted.vm, &key).await?;
                 }
                 write
+            }
+            LocateResult::NotFound if is_left_behind(noted) => {
+                return self.tell_orphan(noted, LEFT_BEHIND).await;
             }
             // The watch looks for it again.
             LocateResult::NotFound if may_be_late(noted) => return Ok(()),

@@ -1,5 +1,6 @@
 //! The servers of a provider: adds, removes and reorders them, and changes their addresses.
 
+use vmseal_api::id::ProviderId;
 use vmseal_api::kmip::{AddKmipServer, SERVERS_MAX};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -7,7 +8,7 @@ use super::life::check_servers;
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
-use crate::store::{key_requests, kmip};
+use crate::store::{StoreError, Write, key_requests, kmip};
 
 /// A change of the servers of a provider.
 #[derive(Clone, Debug)]
@@ -87,11 +88,29 @@ impl ServerChange {
         Ok((servers, told))
     }
 
-    /// The server that is not where it was, or not at all.
-    fn leaves(&self) -> Option<&str> {
+    /// Has what was asked of a server follow it to its new address, and stay with the old one of a server that is
+    /// removed: it is not to be looked for at whatever has the alias later.
+    async fn move_requests(
+        &self,
+        write: &mut Write<'_>,
+        provider: ProviderId,
+        before: &[kmip::Server],
+    ) -> Result<(), StoreError> {
+        let find = |alias: &str| before.iter().find(|server| server.alias == alias);
         match self {
-            Self::Remove(alias) | Self::Set(AddKmipServer { alias, .. }) => Some(alias),
-            Self::Add(_) | Self::Move(..) => None,
+            Self::Remove(alias) => {
+                let Some(server) = find(alias) else { return Ok(()) };
+                let former = format!("{alias} at {} port {}", server.host, server.port);
+                key_requests::set_server(write, provider, alias, &former).await
+            }
+            Self::Set(to) => {
+                let is_there = |it: &kmip::Server| (&it.host, it.port) == (&to.host, to.port);
+                if find(&to.alias).is_none_or(is_there) {
+                    return Ok(());
+                }
+                key_requests::set_moved(write, provider, &to.alias).await
+            }
+            Self::Add(_) | Self::Move(..) => Ok(()),
         }
     }
 }
@@ -111,17 +130,9 @@ impl Providers {
         let _alone = kmip.changing.lock().await;
         let mut write = self.store.write().await?;
         let servers = kmip::servers(&mut write, provider.id).await?;
-        let former = change.leaves().and_then(|alias| {
-            let server = servers.iter().find(|server| server.alias == alias)?;
-            Some((alias, format!("{alias} at {} port {}", server.host, server.port)))
-        });
+        change.move_requests(&mut write, provider.id, &servers).await?;
         let (servers, (kind, detail)) = change.apply(&provider.name, servers)?;
         kmip::replace_servers(&mut write, provider.id, &servers).await?;
-        if let Some((alias, former)) = former {
-            // Its requests must not be looked for, and keys not destroyed by their ids, at another server that has the
-            // alias or the address now.
-            key_requests::set_server(&mut write, provider.id, alias, &former).await?;
-        }
         write.event(NewEvent { kind, actor, target: &provider.name, detail: &detail }).await?;
         write.commit().await?;
         self.refreshed(provider, None).await

@@ -377,6 +377,7 @@ fn asked_of_one(vm: VmId, request: Uuid) -> KeyRequest {
         marked: true,
         key_id: None,
         abandoned: false,
+        moved: false,
     }
 }
 

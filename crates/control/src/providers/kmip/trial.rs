@@ -118,6 +118,7 @@ impl KmipProvider {
                 marked: true,
                 key_id: None,
                 abandoned: true,
+                moved: false,
             };
             // The watch does not touch it while it is used here.
             let trials = || self.trials.lock().unwrap_or_else(PoisonError::into_inner);

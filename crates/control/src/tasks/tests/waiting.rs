@@ -68,6 +68,58 @@ async fn a_creation_that_waits_for_its_provider_can_be_cancelled_and_leaves_noth
     fixture.assert_nothing_left(vm, "cancelled").await;
 }
 
+/// A creation that waits for a passphrase after a restart of the server, at this step.
+async fn waiting_for_a_passphrase(step: &'static str) -> (Fixture, VmId, vmseal_api::id::TaskId) {
+    let mut fixture = Fixture::new().await;
+    let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let (vm, task) = fixture.create("web", "encrypted").await;
+    fixture
+        .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
+        .await;
+    // Its host has restarted, too, and has no key either.
+    fixture.agent.restart();
+    fixture.restart_sealed().await;
+    waits(&fixture, task, WaitingOn::Passphrase).await;
+    (fixture, vm, task)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_that_waits_for_a_passphrase_can_be_cancelled_and_leaves_nothing() {
+    for step in ["make-key", "deliver-key", "create-disks"] {
+        let (fixture, vm, task) = waiting_for_a_passphrase(step).await;
+        fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{step}: {:?}", ended.problem);
+        fixture.assert_nothing_left(vm, step).await;
+    }
+}
+
+/// After a restart of everything the host may not be up yet. No disk is begun: the host is told to forget the VM when
+/// it answers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_creation_that_waits_for_a_passphrase_is_cancelled_without_its_host() {
+    for step in ["make-key", "deliver-key"] {
+        let (fixture, vm, task) = waiting_for_a_passphrase(step).await;
+        if step == "deliver-key" {
+            // It knows the VM from before.
+            crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
+        }
+        fixture.agent.set_reachable(false);
+        fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{step}: {:?}", ended.problem);
+        assert_eq!(fixture.alarms().await.iter().find(|it| it.starts_with("task")), None);
+        fixture.agent.set_reachable(true);
+        fixture
+            .eventually("the host forgets it", async || {
+                fixture.agent.registered().is_empty().then_some(())
+            })
+            .await;
+        fixture.assert_nothing_left(vm, step).await;
+    }
+}
+
 /// A start reports at once what is wrong: a user waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_start_does_not_wait_for_a_passphrase() {

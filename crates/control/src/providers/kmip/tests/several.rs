@@ -83,6 +83,76 @@ async fn servers_of_a_provider_change_while_it_is_used() {
     assert_eq!(last.unwrap_err().code, ErrorCode::WrongState);
 }
 
+/// The requests that are open.
+async fn open(here: &Here, provider: &Provider) -> Vec<KeyRequest> {
+    let mut read = here.store.read().await.unwrap();
+    key_requests::of_provider(&mut read, provider.id).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_asked_of_a_server_follows_it_to_its_new_address() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let server = PyKmip::start(&authority);
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    // A key that nobody wants, and one that a task goes on with.
+    let (vm, unwanted, wanted) = (VmId::new(), Uuid::from_u128(1), Uuid::from_u128(2));
+    let (gone, _) = kms.create_key(vm, unwanted).await.unwrap();
+    let (kept, _) = kms.create_key(vm, wanted).await.unwrap();
+    let noted = open(&here, &provider).await.into_iter().find(|it| it.request == unwanted).unwrap();
+    put(&here, provider.id, &KeyRequest { abandoned: true, ..noted }).await;
+    let moved = AddKmipServer { host: "localhost".to_owned(), ..at("one", &server.endpoint()) };
+    change(&here, &provider, ServerChange::Set(moved)).await.unwrap();
+    assert_eq!(kms.create_key(vm, wanted).await.unwrap().0, kept, "another key was made");
+    here.eventually("the first is settled", async |here| {
+        open(here, &provider).await.iter().all(|it| it.request == wanted)
+    })
+    .await;
+    let own = client(&server, &authority, &identity);
+    let state = async |key: &KeyReference| {
+        own.key_state(&KeyId::new(key.key_id.clone()).unwrap()).await.map_err(|it| it.refusal())
+    };
+    here.eventually("it is destroyed", async |_| {
+        state(&gone).await == Err(Some(ResultReason::ItemNotFound))
+    })
+    .await;
+    assert_eq!(state(&kept).await, Ok(State::Active));
+    assert!(here.events("key.orphaned").await.is_empty());
+}
+
+/// Servers count up, so that another KMS has other keys under the same ids.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_of_another_kms_at_the_new_address_are_neither_used_nor_destroyed() {
+    let authority = Authority::new("kms");
+    let identity = authority.client("vmseal", Validity::Now);
+    let (server, other) = (PyKmip::start(&authority), PyKmip::start(&authority));
+    let here = Here::new().await;
+    let (provider, kms) = here.add(&[at("one", &server.endpoint())], &authority, &identity).await;
+    let (vm, unwanted, wanted) = (VmId::new(), Uuid::from_u128(1), Uuid::from_u128(2));
+    let own = client(&other, &authority, &identity);
+    for request in [unwanted, wanted] {
+        let (key, _) = kms.create_key(vm, request).await.unwrap();
+        let foreign = own.create(Create::default()).await.unwrap();
+        assert_eq!(foreign.as_str(), key.key_id);
+        own.activate(&foreign).await.unwrap();
+    }
+    let noted = open(&here, &provider).await.into_iter().find(|it| it.request == unwanted).unwrap();
+    put(&here, provider.id, &KeyRequest { abandoned: true, ..noted }).await;
+    let elsewhere = ServerChange::Set(at("one", &other.endpoint()));
+    change(&here, &provider, elsewhere).await.unwrap();
+    let (made, _) = kms.create_key(vm, wanted).await.unwrap();
+    assert_eq!(made.key_id, "3", "a foreign key was taken for its own");
+    here.eventually("both are told of", async |here| {
+        let told = here.events("key.orphaned").await;
+        ["key '1'", "key '2'"].iter().all(|key| told.iter().any(|it| it.contains(key)))
+    })
+    .await;
+    for foreign in ["1", "2"] {
+        assert_eq!(own.key_state(&KeyId::new(foreign).unwrap()).await.unwrap(), State::Active);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sealed_default_provider_is_an_alarm() {
     let authority = Authority::new("kms");

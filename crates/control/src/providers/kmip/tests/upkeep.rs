@@ -62,6 +62,7 @@ async fn a_stuck_destruction_does_not_delay_others_and_is_an_alarm() {
         marked: true,
         key_id: None,
         abandoned: true,
+        moved: false,
     };
     key_requests::put(&mut write, provider.id, &stuck).await.unwrap();
     write.commit().await.unwrap();
@@ -207,6 +208,7 @@ async fn removing_a_provider_reports_every_key_that_may_be_left() {
             marked: true,
             key_id: key_id.map(str::to_owned),
             abandoned,
+            moved: false,
         };
         key_requests::put(&mut write, provider.id, &request).await.unwrap();
     }

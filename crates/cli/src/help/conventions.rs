@@ -1,4 +1,4 @@
-//! What every verb has, as the whole command line: a verb that is added cannot be without it.
+//! Options that every verb must have, checked for the whole command line.
 
 use clap::Command;
 
@@ -32,8 +32,8 @@ const READING: &[&str] = &[
     "vm show",
 ];
 
-/// Verbs that change something and cannot be tried; docs/cli.md has the reason of each.
-const NOT_TRIED: &[&str] = &[
+/// Verbs that change something and have no `--dry-run`; docs/cli.md gives the reason of each.
+const NO_DRY_RUN: &[&str] = &[
     "agent",
     "agent join",
     "image build",
@@ -47,7 +47,7 @@ const NOT_TRIED: &[&str] = &[
     "host log-level",
 ];
 
-/// Every verb, as it is typed after `vmseal`, with its options' names.
+/// Every verb, without the leading `vmseal`, with the names of its options.
 fn verbs() -> Vec<(String, Vec<String>)> {
     fn below(command: &Command, typed: &str, found: &mut Vec<(String, Vec<String>)>) {
         for verb in command.get_subcommands().filter(|verb| verb.get_name() != "help") {
@@ -69,10 +69,10 @@ fn has(options: &[String], wanted: &str) -> bool {
 }
 
 #[test]
-fn what_changes_something_can_be_tried() {
+fn every_change_has_a_dry_run() {
     let manual = include_str!("../../../../docs/cli.md");
     for (verb, options) in verbs() {
-        let listed = READING.contains(&&*verb) || NOT_TRIED.contains(&&*verb);
+        let listed = READING.contains(&&*verb) || NO_DRY_RUN.contains(&&*verb);
         match has(&options, "dry-run") {
             true => {
                 assert!(!listed, "vmseal {verb} is listed as one without --dry-run, and has it")
@@ -83,16 +83,18 @@ fn what_changes_something_can_be_tried() {
             ),
         }
     }
-    for known in READING.iter().chain(NOT_TRIED) {
+    for known in READING.iter().chain(NO_DRY_RUN) {
         assert!(verbs().iter().any(|(verb, _)| verb == known), "there is no vmseal {known}");
     }
-    for verb in NOT_TRIED {
-        assert!(manual.contains(&format!("| `{verb}` |")), "docs/cli.md: why is {verb} not tried?");
+    for verb in NO_DRY_RUN {
+        assert!(
+            manual.contains(&format!("| `{verb}` |")),
+            "docs/cli.md: why has {verb} no --dry-run?"
+        );
     }
 }
 
-/// An argument with the id of a global option takes its place: the option's value, or the argument's, would be
-/// lost without a word.
+/// An argument with the id of a global option replaces it: one of the two values would be lost silently.
 #[test]
 fn no_argument_has_the_id_of_a_global_option() {
     fn below(command: &Command, typed: &str, global: &[String]) {

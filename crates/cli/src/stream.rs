@@ -1,4 +1,4 @@
-//! Standard output and standard error, and what becomes of a command whose reader has gone or whose disk is full.
+//! Standard output and standard error, also where the reader has gone or the disk is full.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -9,9 +9,8 @@ use anyhow::Context;
 /// Whether the reader of standard output has gone away.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Prints to standard output. A reader that has gone away (`vmseal vm list | head -1`) is no error, and nothing more
-/// is printed: the command ends as it would have. Anything else is one: a script would take half a result for the
-/// whole.
+/// Prints to standard output. A closed pipe (`vmseal vm list | head -1`) is no error: nothing more is printed, and the
+/// command ends as it would have. Any other failure is an error, as a script could take half a result for all of it.
 pub fn print(text: &str) -> anyhow::Result<()> {
     if is_closed() {
         return Ok(());
@@ -31,7 +30,7 @@ pub fn line(text: &str) -> anyhow::Result<()> {
     print(&format!("{text}\n"))
 }
 
-/// Whether nobody reads any more what is printed: what goes on printing has nothing left to do.
+/// Whether standard output has no reader any more, so that a command that only prints can end.
 pub fn is_closed() -> bool {
     CLOSED.load(Ordering::Relaxed)
 }
@@ -41,7 +40,7 @@ pub fn words(text: &str) -> anyhow::Result<()> {
     line(&printable(text))
 }
 
-/// Says something to the person, on standard error. Where nobody hears it, the command goes on.
+/// Prints a message for people to standard error. If it cannot be written, the command goes on.
 pub fn say(text: impl Display) {
     let text = text.to_string();
     let mut to = std::io::stderr().lock();
@@ -50,8 +49,8 @@ pub fn say(text: impl Display) {
     }
 }
 
-/// What people are shown of a text, on one line. Names, headers and messages may be whatever somebody wrote on a
-/// datastore, or a key server told: nothing of it commands the terminal, or turns round what stands beside it.
+/// A text as people are shown it, on one line. Names, headers and messages may come from a datastore or a key server:
+/// they must not control the terminal, or reverse the text beside them.
 pub fn printable(text: &str) -> String {
     let command =
         |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -63,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_is_shown_commands_the_terminal() {
+    fn no_text_controls_the_terminal() {
         assert_eq!(printable("a\u{1b}[2Jb\n\u{9b}c"), "a\u{fffd}[2Jb\u{fffd}\u{fffd}c");
         assert_eq!(printable("gnp\u{202e}.exe äö"), "gnp\u{fffd}.exe äö");
     }

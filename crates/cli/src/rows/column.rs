@@ -1,4 +1,4 @@
-//! Columns: what a resource is in a table, and in CSV.
+//! Columns: the fields of a resource in a table, and in CSV.
 
 use std::cmp::Ordering;
 
@@ -6,12 +6,12 @@ use bytesize::ByteSize;
 use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
-use super::printable;
+use crate::stream::printable;
 
-/// The longest lag that people read to a tenth of a second, in milliseconds.
+/// The longest lag that is shown to a tenth of a second, in milliseconds.
 const MINUTE: u64 = 60_000;
 
-/// What one place of a table holds. People and programs read it in different forms.
+/// The value of one cell of a table. It has one form for people and one for programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
     Text(String),
@@ -19,20 +19,20 @@ pub enum Cell {
     Number(u64),
     Time(Timestamp),
     YesNo(bool),
-    /// By how many milliseconds a copy is behind; none if it was never complete.
+    /// How far a copy is behind, in milliseconds; none if it was never complete.
     Lag(Option<u64>),
-    /// Not known, or there is none.
+    /// Unknown, or there is none.
     Nothing,
 }
 
 impl Cell {
-    /// `512.0 MiB`, whole seconds (of a lag, tenths up to a minute), a dash for nothing; nothing that commands the terminal.
+    /// `512.0 MiB`, whole seconds (tenths for a lag up to a minute), a dash for nothing; without control characters.
     pub fn for_people(&self) -> String {
         match self {
             Self::Bytes(count) => ByteSize(*count).display().iec().to_string(),
             Self::Time(at) => format!("{at:.0}"),
             Self::Lag(None) => "never complete yet".to_owned(),
-            // Said of what has passed at least, so it is rounded up.
+            // Rounded up, so that it is never too short.
             Self::Lag(Some(lag)) if *lag <= MINUTE => {
                 let tenths = lag.div_ceil(100);
                 format!("{}.{} s", tenths / 10, tenths % 10)
@@ -46,7 +46,7 @@ impl Cell {
         }
     }
 
-    /// Plain bytes, seconds of a lag, the API's times, an empty field for nothing.
+    /// Plain bytes, a lag in seconds, the API's times, an empty field for nothing.
     pub fn for_programs(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
@@ -83,30 +83,33 @@ impl<T: Into<Cell>> From<Option<T>> for Cell {
     }
 }
 
-/// One column. Names are part of the interface: scripts ask for them.
+/// One column. Names are part of the interface: scripts use them.
 pub struct Column<T> {
     pub name: &'static str,
-    /// Whether a list has it where nobody chooses.
+    /// Whether a list has it by default.
     pub usual: bool,
     pub cell: fn(&T) -> Cell,
 }
 
-/// A column that a list has where nobody chooses.
+/// A column that a list has by default.
 pub const fn usual<T>(name: &'static str, cell: fn(&T) -> Cell) -> Column<T> {
     Column { name, usual: true, cell }
 }
 
-/// A column that has to be asked for.
+/// A column that is shown only on request.
 pub const fn more<T>(name: &'static str, cell: fn(&T) -> Cell) -> Column<T> {
     Column { name, usual: false, cell }
 }
 
 /// A resource as a row of a table.
 pub trait Row: Serialize + Clone + PartialEq + Sized + Send + Sync + 'static {
-    /// All there are, in the order in which `show` has them.
+    /// What an empty list is of, such as `VMs`.
+    const PLURAL: &'static str;
+
+    /// All columns, in the order of `show`.
     const COLUMNS: &'static [Column<Self>];
 
-    /// What it is known again by when a list is read once more.
+    /// Identifies the resource when a list is read again.
     fn identity(&self) -> String;
 
     /// The order of a list; by default that of the server, oldest first.
@@ -119,7 +122,7 @@ pub trait Row: Serialize + Clone + PartialEq + Sized + Send + Sync + 'static {
         Self::COLUMNS.iter().map(|column| column.name).collect()
     }
 
-    /// The names of the columns that a list has where nobody chooses.
+    /// The names of the default columns of a list.
     fn usual_names() -> Vec<&'static str> {
         Self::COLUMNS.iter().filter(|column| column.usual).map(|column| column.name).collect()
     }
@@ -130,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lag_is_said_as_people_and_as_programs_read_it() {
+    fn a_lag_has_a_form_for_people_and_one_for_programs() {
         for (lag, people, programs) in [
             (None, "never complete yet", ""),
             (Some(0), "0.0 s", "0.000"),

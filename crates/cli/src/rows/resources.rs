@@ -20,6 +20,7 @@ fn described(host: &Host, cell: fn(&HostDescription) -> Cell) -> Cell {
 }
 
 impl Row for Host {
+    const PLURAL: &'static str = "hosts";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("connection", |it| word(&it.connection).into()),
@@ -43,6 +44,7 @@ impl Row for Host {
 }
 
 impl Row for Datastore {
+    const PLURAL: &'static str = "datastores";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("host", |it| (&it.host).into()),
@@ -63,6 +65,7 @@ impl Row for Datastore {
 }
 
 impl Row for Provider {
+    const PLURAL: &'static str = "key providers";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("kind", |it| word(&it.kind).into()),
@@ -79,6 +82,7 @@ impl Row for Provider {
 }
 
 impl Row for Policy {
+    const PLURAL: &'static str = "policies";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("encryption", |it| Cell::YesNo(it.encryption)),
@@ -103,6 +107,7 @@ impl Row for Policy {
 }
 
 impl Row for Vm {
+    const PLURAL: &'static str = "VMs";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("power", |it| it.power.as_ref().map(word).into()),
@@ -139,6 +144,7 @@ pub struct VmDisk {
 }
 
 impl Row for VmDisk {
+    const PLURAL: &'static str = "disks";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("vm", |it| (&it.vm).into()),
         usual("name", |it| (&it.disk.name).into()),
@@ -163,6 +169,7 @@ impl Row for VmDisk {
 }
 
 impl Row for Image {
+    const PLURAL: &'static str = "images";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("format", |it| it.format.name().into()),
@@ -177,6 +184,7 @@ impl Row for Image {
 }
 
 impl Row for BitmapStatus {
+    const PLURAL: &'static str = "bitmaps";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("since", |it| Cell::Time(it.since)),
@@ -191,7 +199,7 @@ impl Row for BitmapStatus {
     }
 }
 
-/// How the replica of a disk stands, with whose it is and where.
+/// The status of a disk's replica, with its VM, disk and datastore.
 #[derive(Clone, PartialEq, Serialize)]
 pub struct DiskReplica {
     /// The VM's name.
@@ -200,12 +208,13 @@ pub struct DiskReplica {
     pub disk: String,
     /// The name of the replica's datastore.
     pub datastore: Option<String>,
-    /// What the filter says that writes it.
+    /// The status that the filter reports.
     #[serde(flatten)]
     pub status: ReplicaStatus,
 }
 
 impl Row for DiskReplica {
+    const PLURAL: &'static str = "replicas";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("vm", |it| (&it.vm).into()),
         usual("disk", |it| (&it.disk).into()),
@@ -220,6 +229,7 @@ impl Row for DiskReplica {
 }
 
 impl Row for Task {
+    const PLURAL: &'static str = "tasks";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("id", |it| it.id.to_string().into()),
         usual("kind", |it| (&it.kind).into()),
@@ -241,6 +251,7 @@ impl Row for Task {
 }
 
 impl Row for Event {
+    const PLURAL: &'static str = "events";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("at", |it| Cell::Time(it.at)),
         usual("kind", |it| (&it.kind).into()),
@@ -256,6 +267,7 @@ impl Row for Event {
 }
 
 impl Row for Alarm {
+    const PLURAL: &'static str = "alarms";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("alarm", |it| (&it.code).into()),
         usual("target", |it| (&it.target).into()),
@@ -268,6 +280,7 @@ impl Row for Alarm {
 }
 
 impl Row for Finding {
+    const PLURAL: &'static str = "findings";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("check", |it| (&it.check).into()),
         usual("result", |it| word(&it.result).into()),
@@ -280,6 +293,7 @@ impl Row for Finding {
 }
 
 impl Row for Plan {
+    const PLURAL: &'static str = "plans";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("kind", |it| (&it.kind).into()),
         usual("target", |it| (&it.target).into()),
@@ -291,6 +305,7 @@ impl Row for Plan {
 }
 
 impl Row for LogLevel {
+    const PLURAL: &'static str = "log levels";
     const COLUMNS: &'static [Column<Self>] = &[usual("levels", |it| (&it.levels).into())];
     fn identity(&self) -> String {
         self.levels.clone()
@@ -298,6 +313,7 @@ impl Row for LogLevel {
 }
 
 impl Row for JoinToken {
+    const PLURAL: &'static str = "tokens";
     const COLUMNS: &'static [Column<Self>] =
         &[usual("token", |it| (&it.token).into()), usual("expires", |it| Cell::Time(it.expires))];
     fn identity(&self) -> String {

@@ -1,26 +1,28 @@
-//! What a scan of a datastore found, as a table or as the API's own document.
+//! The result of a datastore's scan, as a table or as the API's own document.
 
 use vmseal_api::datastore::{DatastoreScan, FoundImage, ImageContent, ScannedImage};
 
+use super::Lines;
 use crate::arguments::Output;
-use crate::print::column::{Cell, Column, usual};
-use crate::print::{self, Lines, Row, word};
+use crate::rows::column::{Cell, Column, usual};
+use crate::rows::{Row, word};
+use crate::stream::say;
 
-/// Prints it. What is beside the images goes to standard error, so that a table stays one.
-pub fn scan(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
+/// Prints a scan. All but the images goes to standard error, so that standard output is only the table.
+pub fn show(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
     if !matches!(output, Output::Table | Output::Csv) {
-        return print::whole(output, scan);
+        return super::whole(output, scan);
     }
-    print::append(output, &mut Lines::all(output), &scan.images)?;
-    print::say(format_args!(
+    super::append(output, &mut Lines::all(output), &scan.images)?;
+    say(format_args!(
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others
     ));
     for within in &scan.datastores {
-        print::say(format_args!("another datastore, not looked into: {within}"));
+        say(format_args!("another datastore, not looked into: {within}"));
     }
     if let Some(why) = &scan.incomplete {
-        print::say(format_args!("the list is not whole: {why}"));
+        say(format_args!("the list is incomplete: {why}"));
     }
     Ok(())
 }
@@ -30,6 +32,7 @@ fn found(image: &ScannedImage, cell: fn(&FoundImage) -> Cell) -> Cell {
 }
 
 impl Row for ScannedImage {
+    const PLURAL: &'static str = "images";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("status", |it| word(&it.status).into()),
         usual("vm", |it| it.vm.clone().into()),

@@ -1,0 +1,123 @@
+//! Fields of the API as the options that a person typed, for messages.
+
+use clap::{Arg, ArgMatches, Command};
+use vmseal_api::problem::Problem;
+
+/// Fields whose options have other names.
+const OTHER_NAMES: [(&str, &str); 6] = [
+    ("encryption", "encrypt"),
+    ("limits.bandwidth", "bandwidth"),
+    ("limits.iops", "iops"),
+    ("location", "path"),
+    ("replica.bytes_per_second", "replicate_rate"),
+    ("replica.datastore", "replicate_to"),
+];
+
+/// Has a problem name the option of the command line in place of the API's field. A field that is no option stays.
+pub fn name_option(error: &mut anyhow::Error, command: &Command, parsed: &ArgMatches) {
+    let Some(problem) = error.downcast_mut::<Problem>() else { return };
+    let Some(field) = &problem.field else { return };
+    if let Some(option) = option_of(leaf(command, parsed), field) {
+        problem.field = Some(option);
+    }
+}
+
+/// The command that was given: the last of its words.
+fn leaf<'a>(command: &'a Command, parsed: &ArgMatches) -> &'a Command {
+    let deeper = parsed.subcommand();
+    match deeper.and_then(|(name, parsed)| Some((command.find_subcommand(name)?, parsed))) {
+        Some((command, parsed)) => leaf(command, parsed),
+        None => command,
+    }
+}
+
+fn option_of(command: &Command, field: &str) -> Option<String> {
+    let argument = |id: &str| command.get_arguments().find(|argument| argument.get_id() == id);
+    if let Some((_, other)) = OTHER_NAMES.iter().find(|(known, _)| *known == field)
+        && let Some(found) = argument(other)
+    {
+        return Some(typed(found));
+    }
+    // What is told at the first boot has options of its own.
+    let field = match field.strip_prefix("cloud_init.") {
+        Some("user") => "user",
+        Some("password_hash") => "password",
+        Some(keys) if keys.starts_with("ssh_keys") => keys,
+        _ => field,
+    };
+    let (head, rest) = field.split_once('.').unwrap_or((field, ""));
+    let Some((list, index)) = head.split_once('[') else {
+        return argument(head).map(typed);
+    };
+    // The API counts from 0, people from 1.
+    let place = index.strip_suffix(']')?.parse::<usize>().ok()? + 1;
+    let part = if rest.is_empty() { String::new() } else { format!(", {rest}") };
+    argument(list).map(|found| format!("{} ({}{part})", typed(found), ordinal(place)))
+}
+
+fn typed(argument: &Arg) -> String {
+    match argument.get_long() {
+        Some(long) => format!("--{long}"),
+        None => argument.get_id().as_str().to_uppercase(),
+    }
+}
+
+fn ordinal(place: usize) -> String {
+    let ending = match (place % 10, place % 100) {
+        (1, tens) if tens != 11 => "st",
+        (2, tens) if tens != 12 => "nd",
+        (3, tens) if tens != 13 => "rd",
+        _ => "th",
+    };
+    format!("the {place}{ending}")
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+    use vmseal_api::problem::ErrorCode;
+
+    use super::*;
+
+    fn told(line: &str, field: &str) -> String {
+        let command = crate::help::command();
+        let parsed = command.clone().get_matches_from(line.split(' '));
+        let problem = Problem::invalid(field, "is wrong");
+        let mut error = Err::<(), _>(problem).context("while creating it").unwrap_err();
+        name_option(&mut error, &command, &parsed);
+        let problem: &Problem = error.downcast_ref().unwrap();
+        assert_eq!(problem.code, ErrorCode::InvalidRequest);
+        problem.to_string()
+    }
+
+    #[test]
+    fn a_message_names_what_was_typed() {
+        let create = "vmseal vm create web --policy p --disk datastore=a,size=1G";
+        for (field, option) in [
+            ("memory", "--memory"),
+            ("vcpus", "--vcpus"),
+            ("name", "NAME"),
+            ("policy", "--policy"),
+            ("disks", "--disk"),
+            ("disks[0].size", "--disk (the 1st, size)"),
+            ("disks[11]", "--disk (the 12th)"),
+            ("cloud_init", "--cloud-init"),
+            ("cloud_init.user_data", "--cloud-init"),
+            ("cloud_init.ssh_keys[1]", "--ssh-key (the 2nd)"),
+            ("cloud_init.password_hash", "--password"),
+            // A field that no option stands for.
+            ("colour", "colour"),
+            ("disks[x].size", "disks[x].size"),
+        ] {
+            assert_eq!(told(create, field), format!("{option}: is wrong"));
+        }
+        let policy = "vmseal policy create p --plain";
+        for (field, option) in [
+            ("limits.iops", "--iops"),
+            ("replica.datastore", "--replicate-to"),
+            ("cache", "--cache"),
+        ] {
+            assert_eq!(told(policy, field), format!("{option}: is wrong"));
+        }
+    }
+}

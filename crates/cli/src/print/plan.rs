@@ -1,0 +1,20 @@
+//! `--dry-run`: the plan of a command.
+
+use vmseal_api::model::Plan;
+
+use crate::arguments::Output;
+use crate::stream::{say, words};
+
+/// Prints what would be done, and that nothing was changed.
+pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
+    if output != Output::Table {
+        return super::one(output, plan, &[]);
+    }
+    let what = format!("{} {}", plan.kind, plan.target);
+    words(&format!("{} would:", what.trim_end()))?;
+    for (index, step) in plan.steps.iter().enumerate() {
+        words(&format!("{:>3}. {step}", index + 1))?;
+    }
+    say("dry run: nothing was changed");
+    Ok(())
+}
