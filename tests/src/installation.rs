@@ -54,7 +54,8 @@ pub struct Installation {
 }
 
 /// Every installation of this process gets an address of its own, so that ports never collide.
-fn next_address() -> Ipv4Addr {
+#[must_use]
+pub fn next_address() -> Ipv4Addr {
     static NEXT: AtomicU8 = AtomicU8::new(1);
     let [.., high, low] = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, high | 0x80, low, NEXT.fetch_add(1, Ordering::Relaxed))

@@ -6,6 +6,7 @@
 //! | [`installation`] | a server and an agent of their own, on a loopback address of their own |
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
+//! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
@@ -15,6 +16,7 @@
 
 pub mod exposed;
 pub mod filter;
+pub mod first_boot;
 pub mod guest;
 pub mod header;
 pub mod installation;

@@ -20,7 +20,7 @@ pub enum GuestDisk<'a> {
 }
 
 /// The directory with kernel and initramfs; built at the first use.
-fn images() -> anyhow::Result<PathBuf> {
+pub fn images() -> anyhow::Result<PathBuf> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-test-initramfs");
     let output = Command::new(script).stderr(Stdio::inherit()).output()?;
     ensure!(output.status.success(), "the test guest could not be built");

@@ -151,7 +151,10 @@ fn names_on_a_datastore_do_not_control_the_terminal(here: &Installation) {
     std::fs::create_dir_all(deep).unwrap();
     let output = here.try_vmseal(&["datastore", "scan", "local"]).unwrap();
     let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-    assert!(said.contains("the list is incomplete: ") && said.contains("\u{fffd}[2Jmine"), "{said:?}");
+    assert!(
+        said.contains("the list is incomplete: ") && said.contains("\u{fffd}[2Jmine"),
+        "{said:?}"
+    );
     assert!(!said.contains('\u{1b}'), "{said:?}");
     std::fs::remove_dir_all(here.path("datastore/\u{1b}[2Jmine")).unwrap();
 }

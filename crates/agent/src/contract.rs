@@ -140,6 +140,7 @@ impl Session {
             size: DISK_SIZE,
             encrypted,
             allocation: Allocation::Thin,
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: None,

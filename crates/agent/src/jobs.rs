@@ -206,7 +206,8 @@ mod tests {
     use super::*;
 
     fn create(disks: &[DiskId]) -> JobSpec {
-        let disks = disks.iter().map(|disk| DiskToCreate { disk: *disk, source: None });
+        let disks =
+            disks.iter().map(|disk| DiskToCreate { disk: *disk, source: None, cloud_init: None });
         JobSpec::Create(CreateJob { disks: disks.collect() })
     }
 

@@ -2,6 +2,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use vmseal_api::cloud_init::cloud_init_info;
 use vmseal_api::host::{KeyReference, SealedKey, export_info, key_info};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -40,6 +41,26 @@ impl KeyBox {
     ) -> Result<SecretBytes, Problem> {
         self.open_box(offered, &export_info(vm, disk), || {
             Problem::invalid("passphrase", "it is sealed for another disk")
+        })
+    }
+
+    /// Opens the packed documents of a disk for cloud-init.
+    ///
+    /// # Errors
+    /// `wrong-state` if they are sealed to an earlier agent process; `invalid-request` if they are no sealed box,
+    /// or for another disk.
+    pub fn open_cloud_init(
+        &self,
+        vm: VmId,
+        disk: DiskId,
+        offered: &SealedKey,
+    ) -> Result<SecretBytes, Problem> {
+        if offered.key_box != self.public() {
+            let what = "the cloud-init data cannot be opened any more: the agent has restarted since it was sealed for it, and nobody else can. Create the VM again";
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+        self.open_box(offered, &cloud_init_info(vm, disk), || {
+            Problem::invalid("cloud_init", "it is sealed for another disk")
         })
     }
 

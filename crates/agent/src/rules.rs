@@ -8,8 +8,8 @@ use std::time::Duration;
 use vmseal_api::bitmap;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::host::{
-    DatastoreLocation, DiskSpec, ExportJob, JobSpec, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX,
-    VmSpec,
+    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, KeyReference,
+    KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
@@ -133,6 +133,8 @@ pub fn check_job(
                 if create.disks[..index].iter().any(|other| other.disk == wanted.disk) {
                     return Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice"));
                 }
+                check_source(disk, wanted)
+                    .map_err(|what| Problem::invalid(format!("disks[{index}].cloud_init"), what))?;
                 needs_key(spec, disk, key)?;
             }
             Ok(())
@@ -148,6 +150,16 @@ pub fn check_job(
             }
             if sealed { Ok(()) } else { needs_key(spec, disk, key) }
         }
+    }
+}
+
+/// A disk for cloud-init is made of its documents, and no other one is.
+fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static str> {
+    match (disk.role, &wanted.cloud_init, &wanted.source) {
+        (DiskRole::CloudInit, Some(_), None) | (DiskRole::Data, None, _) => Ok(()),
+        (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
+        (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
+        (DiskRole::Data, Some(_), _) => Err("is for a disk of another role"),
     }
 }
 
@@ -364,6 +376,7 @@ pub(crate) mod tests {
             size: 1 << 20,
             encrypted: false,
             allocation: Default::default(),
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: None,

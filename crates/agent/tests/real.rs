@@ -202,7 +202,8 @@ fn says_what_to_do(why: &str) {
 
 /// Begins to make a disk.
 async fn create(agent: &dyn HostAgent, vm: VmId, disk: DiskId, source: Option<ImageSource>) {
-    let job = JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source }] });
+    let job =
+        JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source, cloud_init: None }] });
     agent.put_job(vm, TaskId::new(), job).await.unwrap();
 }
 
@@ -229,6 +230,7 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         size: 1 << 20,
         encrypted: false,
         allocation: Allocation::Thin,
+        role: Default::default(),
         limits: Default::default(),
         cache: None,
         replica,

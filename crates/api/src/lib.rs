@@ -15,6 +15,7 @@ pub mod bitmap;
 pub mod carry;
 #[cfg(feature = "client")]
 pub mod client;
+pub mod cloud_init;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;

@@ -6,8 +6,8 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{
-    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, HostDescription,
-    KeyReference, KeyState, Power, Stopped,
+    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
+    HostDescription, KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{DatastoreId, DiskId, HostId, NicId, PolicyId, ProviderId, TaskId, VmId};
 use crate::key_fault::KeyFault;
@@ -260,6 +260,9 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// What it is for.
+    #[serde(default)]
+    pub role: DiskRole,
     /// When it takes room.
     #[serde(default)]
     pub allocation: Allocation,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::cloud_init::CloudInit;
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 use crate::model::Replication;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
@@ -210,6 +211,10 @@ pub struct CreateVm {
     /// The network cards, in the order in which the guest finds them; none where nothing is said.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<CreateNic>,
+    /// What cloud-init in the guest is told at its first boot. It becomes a disk of its own, named `cloud-init`,
+    /// on the datastore of the first disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<CloudInit>,
 }
 
 /// Changes a network card, of a VM that runs or not.

@@ -14,16 +14,16 @@ use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
 
 /// What `vmseal login` saves. Paths, not contents: the token stays in its own file.
-#[derive(Default, Serialize, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Saved {
-    server: Option<String>,
-    ca: Option<PathBuf>,
-    token_file: Option<PathBuf>,
+pub struct Saved {
+    pub server: Option<String>,
+    pub ca: Option<PathBuf>,
+    pub token_file: Option<PathBuf>,
 }
 
 /// Where `vmseal login` saves, after the XDG base directory specification.
-fn saved_path() -> Option<PathBuf> {
+pub fn saved_path() -> Option<PathBuf> {
     let base = std::env::var_os("XDG_CONFIG_HOME")
         .map(PathBuf::from)
         .filter(|path| path.is_absolute())
@@ -31,7 +31,8 @@ fn saved_path() -> Option<PathBuf> {
     Some(base.join("vmseal").join("client.toml"))
 }
 
-fn saved() -> anyhow::Result<Saved> {
+/// What `vmseal login` saved last; nothing before the first time.
+pub fn saved() -> anyhow::Result<Saved> {
     let Some(path) = saved_path() else { return Ok(Saved::default()) };
     match std::fs::read_to_string(&path) {
         Ok(text) => toml::from_str(&text)
@@ -56,7 +57,8 @@ pub fn connect(global: &Global) -> anyhow::Result<ServerClient> {
     open(&server, &ca, &token_file)
 }
 
-fn open(server: &str, ca: &Path, token_file: &Path) -> anyhow::Result<ServerClient> {
+/// A client of the server at this address.
+pub fn open(server: &str, ca: &Path, token_file: &Path) -> anyhow::Result<ServerClient> {
     let authority = std::fs::read_to_string(ca)
         .with_context(|| format!("cannot read the authority's certificate {}", ca.display()))?;
     let token = std::fs::read_to_string(token_file)
@@ -91,16 +93,21 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
         let plan = Plan { kind: "login".to_owned(), target: server.clone(), steps };
         return plan::show(global.output, &plan);
     }
-    let text = toml::to_string(&Saved {
-        server: Some(server.clone()),
-        ca: Some(ca),
-        token_file: Some(token_file),
-    })?;
-    if let Some(directory) = path.parent() {
-        std::fs::create_dir_all(directory)?;
-    }
-    atomic_file::write(&path, text.as_bytes(), PRIVATE)
-        .with_context(|| format!("cannot write {}", path.display()))?;
+    save(
+        &path,
+        &Saved { server: Some(server.clone()), ca: Some(ca), token_file: Some(token_file) },
+    )?;
     print::say(format_args!("saved in {}", path.display()));
     Ok(())
+}
+
+/// Saves a login, whole or not at all.
+pub fn save(path: &Path, login: &Saved) -> anyhow::Result<()> {
+    let text = toml::to_string(login)?;
+    if let Some(directory) = path.parent() {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("cannot make {}", directory.display()))?;
+    }
+    atomic_file::write(path, text.as_bytes(), PRIVATE)
+        .with_context(|| format!("cannot write {}", path.display()))
 }

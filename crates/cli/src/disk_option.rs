@@ -1,16 +1,15 @@
 //! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`. A comma within a value is
 //! doubled, as in QEMU.
 
-use std::fs::File;
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail, ensure};
-use vmseal_api::filter::CRYPT_SECTOR;
 use vmseal_api::request::CreateDisk;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
+use crate::images;
 use crate::size::parse_size;
 use crate::stream::say;
 
@@ -28,6 +27,10 @@ pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
     let image = match (parts.image, parts.format) {
+        (Some(image), format) if images::is_name(&image) => {
+            let (path, known) = images::find(&images::directory()?, &image.to_string_lossy())?;
+            Some((path, format.unwrap_or(known)))
+        }
         (Some(image), Some(format)) => Some((image, format)),
         (Some(image), None) => {
             let format = ask_format(&image, terminal)?;
@@ -37,7 +40,7 @@ fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDis
     };
     let size = match (parts.size, &image) {
         (Some(size), _) => size,
-        (None, Some((image, format))) => size_of_image(image, *format)?,
+        (None, Some((image, format))) => images::size_of_image(image, *format)?,
         (None, None) => {
             let message = format!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT");
             return Err(Ended::new(Exit::Usage, message).into());
@@ -92,7 +95,7 @@ fn split(option: &str) -> anyhow::Result<Parts> {
 }
 
 /// The parts between single commas; a doubled comma is part of a value.
-fn parts(option: &str) -> Vec<String> {
+pub fn parts(option: &str) -> Vec<String> {
     let (mut parts, mut rest) = (vec![String::new()], option);
     while let Some((before, behind)) = rest.split_once(',') {
         let doubled = behind.strip_prefix(',');
@@ -137,21 +140,6 @@ fn ask_format(image: &Path, terminal: bool) -> anyhow::Result<ImageFormat> {
             Err(error) => say(error),
         }
     }
-}
-
-/// The size of the disk in an image, rounded up to whole sectors, as disks must have.
-pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
-    let unreadable =
-        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
-    let size = match format {
-        ImageFormat::Raw => std::fs::metadata(image).with_context(unreadable)?.len(),
-        ImageFormat::Qcow2 => {
-            let file = File::open(image).with_context(unreadable)?;
-            let header = vmseal_qcow2::examine(&file);
-            header.with_context(|| format!("{} cannot be imported", image.display()))?.size
-        }
-    };
-    Ok(size.next_multiple_of(u64::from(CRYPT_SECTOR)))
 }
 
 #[cfg(test)]

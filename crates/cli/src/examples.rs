@@ -5,6 +5,17 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ("vmseal", "Show what is wrong:", "vmseal alarms"),
     ("vmseal", "Show running tasks:", "vmseal task list --state running"),
     ("vmseal", "For a script:", "vmseal vm list -o csv -c name,power,host --no-header"),
+    ("vmseal-init", "Show what it would do on this machine:", "vmseal init --dry-run"),
+    (
+        "vmseal-init",
+        "With disks on another file system, and the backup on a stick:",
+        "vmseal init --datastore /srv/nvme --backup /media/stick/keys.backup",
+    ),
+    (
+        "vmseal-init",
+        "By a script, without questions:",
+        "vmseal init --yes --passphrase-file /root/passphrase",
+    ),
     (
         "vmseal-server",
         "Listen for hosts and users, under a DNS name:",
@@ -109,9 +120,26 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-vm-create",
+        "From an image that `vmseal image build debian` has built, with who logs in:",
+        "vmseal vm create web1 --policy encrypted --memory 1GiB \\\n        --disk datastore=fast,size=20GiB,image=debian --ssh-key ~/.ssh/id_ed25519.pub",
+    ),
+    ("vmseal-image-build", "Debian, to be named as image=debian:", "vmseal image build debian"),
+    (
+        "vmseal-vm-create",
         "Check first:",
         "vmseal vm create web1 --policy encrypted --disk datastore=fast,size=20GiB --dry-run",
     ),
+    (
+        "vmseal-vm-launch",
+        "A VM with Debian, reached by SSH:",
+        "vmseal vm launch web1 --image debian --ssh-key ~/.ssh/id_ed25519.pub",
+    ),
+    (
+        "vmseal-vm-launch",
+        "A larger one, on a bridge:",
+        "vmseal vm launch db1 --image debian --ssh-key key.pub --vcpus 4 --memory 8G \\\n        --disk-size 100G --nic bridge=br0",
+    ),
+    ("vmseal-vm-ssh", "Run one command:", "vmseal vm ssh web1 -- uname -a"),
     (
         "vmseal-vm-import",
         "From a libvirt domain that is off:",

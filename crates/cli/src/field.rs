@@ -38,6 +38,13 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     {
         return Some(typed(found));
     }
+    // What is told at the first boot has options of its own.
+    let field = match field.strip_prefix("cloud_init.") {
+        Some("user") => "user",
+        Some("password_hash") => "password",
+        Some(keys) if keys.starts_with("ssh_keys") => keys,
+        _ => field,
+    };
     let (head, rest) = field.split_once('.').unwrap_or((field, ""));
     let Some((list, index)) = head.split_once('[') else {
         return argument(head).map(typed);
@@ -96,6 +103,10 @@ mod tests {
             ("disks", "--disk"),
             ("disks[0].size", "--disk (the 1st, size)"),
             ("disks[11]", "--disk (the 12th)"),
+            ("cloud_init", "--cloud-init"),
+            ("cloud_init.user_data", "--cloud-init"),
+            ("cloud_init.ssh_keys[1]", "--ssh-key (the 2nd)"),
+            ("cloud_init.password_hash", "--password"),
             // A field that no option stands for.
             ("colour", "colour"),
             ("disks[x].size", "disks[x].size"),

@@ -8,12 +8,13 @@ use anyhow::{Context, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
-use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box;
+use vmseal_secret::{SecretBytes, passphrase_rule};
 use zeroize::{Zeroize, Zeroizing};
 
 use crate::arguments::Passphrase;
 use crate::exit::{Ended, Exit};
+use crate::print;
 
 /// The longest passphrase, in bytes; cryptsetup's limit for one that is typed.
 const PASSPHRASE_MAX: usize = 512;
@@ -30,7 +31,7 @@ pub enum Prompt {
 pub fn obtain(options: &Passphrase, what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
     match &options.passphrase_file {
         Some(file) => from_file(file),
-        None => ask(what, prompt),
+        None => ask(what, prompt, "--passphrase-file"),
     }
 }
 
@@ -46,19 +47,43 @@ pub fn from_file(file: &Path) -> anyhow::Result<SecretBytes> {
     checked(&mut content).with_context(|| format!("the passphrase file {}", file.display()))
 }
 
-fn ask(what: &str, prompt: Prompt) -> anyhow::Result<SecretBytes> {
+/// The passphrase that is typed at the terminal; `option` names a file in place of that.
+pub fn ask(what: &str, prompt: Prompt, option: &str) -> anyhow::Result<SecretBytes> {
     if !std::io::stdin().is_terminal() {
-        let message = format!(
-            "{what} is needed and there is no terminal to ask at: give --passphrase-file FILE"
-        );
+        let message =
+            format!("{what} is needed and there is no terminal to ask at: give {option} FILE");
         return Err(Ended::new(Exit::Usage, message).into());
     }
     let mut first = Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());
     if let Prompt::Twice = prompt {
         let again = Zeroizing::new(rpassword::prompt_password(format!("{what}, again: "))?);
-        ensure!(first.as_slice() == again.as_bytes(), "the two passphrases differ");
+        ensure!(first.as_slice() == again.as_bytes(), "the two differ");
     }
     checked(&mut first)
+}
+
+/// A new passphrase, asked for until it is one; none where that is `optional` and nothing is typed.
+pub fn ask_new(what: &str, optional: bool) -> anyhow::Result<Option<SecretBytes>> {
+    loop {
+        let mut first =
+            Zeroizing::new(rpassword::prompt_password(format!("{what}: "))?.into_bytes());
+        if first.is_empty() && optional {
+            return Ok(None);
+        }
+        let refused = match checked(&mut Zeroizing::new(first.to_vec())) {
+            Ok(typed) => passphrase_rule::check_new(&typed).err().map(|why| why.to_string()),
+            Err(error) => Some(error.to_string()),
+        };
+        if let Some(why) = refused {
+            print::say(why);
+            continue;
+        }
+        let again = Zeroizing::new(rpassword::prompt_password(format!("{what}, again: "))?);
+        if first.as_slice() == again.as_bytes() {
+            return checked(&mut first).map(Some);
+        }
+        print::say("the two passphrases differ");
+    }
 }
 
 fn checked(content: &mut Zeroizing<Vec<u8>>) -> anyhow::Result<SecretBytes> {

@@ -16,6 +16,10 @@ pub enum Operation {
     CreateVm {
         /// The VM.
         vm: VmId,
+        /// The documents for cloud-init, packed, and sealed to the current run of the host's agent: nobody else can
+        /// open them, nor can the agent after a restart.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cloud_init: Option<SealedKey>,
     },
     /// Starts a VM that is off.
     StartVm {
@@ -92,7 +96,7 @@ impl Operation {
     #[must_use]
     pub fn vm(&self) -> Option<VmId> {
         match self {
-            Self::CreateVm { vm }
+            Self::CreateVm { vm, .. }
             | Self::StartVm { vm }
             | Self::StopVm { vm, .. }
             | Self::ExportDisk { vm, .. }

@@ -167,6 +167,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         policy: "encrypted".to_owned(),
         vcpus: 1,
         memory: 32 << 20,
+        cloud_init: None,
         disks: vec![CreateDisk {
             name: "root".to_owned(),
             datastore: "local".to_owned(),

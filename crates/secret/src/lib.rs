@@ -6,6 +6,7 @@
 mod bytes;
 pub mod derive;
 mod hpke;
+mod locked_file;
 pub mod mac;
 mod memory;
 pub mod passphrase;
@@ -15,6 +16,7 @@ pub mod sealed_box;
 pub mod wrap;
 
 pub use bytes::{DEK_LEN, KEK_LEN, SecretBytes};
+pub use locked_file::LockedFile;
 pub use memory::{Backing, MemoryError, SECRET_LEN_MAX, SecretFd};
 
 /// The bytes of a test vector.

@@ -69,7 +69,7 @@ pub enum MemoryError {
     },
 }
 
-fn system(call: &'static str) -> impl FnOnce(Errno) -> MemoryError {
+pub(crate) fn system(call: &'static str) -> impl FnOnce(Errno) -> MemoryError {
     move |errno| match errno {
         // The errors of mmap of a memfd_secret and of mlock beyond RLIMIT_MEMLOCK.
         Errno::EAGAIN | Errno::EPERM | Errno::ENOMEM => MemoryError::LockLimit,
@@ -171,6 +171,14 @@ impl Region {
         Ok(region)
     }
 
+    /// The content of an ordinary memfd of this length, locked.
+    pub(crate) fn shared(fd: &OwnedFd, len: usize) -> Result<Self, MemoryError> {
+        let start = map(len, libc::MAP_SHARED, fd.as_raw_fd())?;
+        let region = Self { start, len, backing: Backing::LockedMemory };
+        region.lock()?;
+        Ok(region)
+    }
+
     /// Locks ordinary memory, and excludes it from dumps and from forked children.
     fn lock(&self) -> Result<(), MemoryError> {
         // SAFETY: the range is the mapping that `self` owns.
@@ -218,10 +226,8 @@ impl Region {
                 let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
                 let fd = memfd_create(c"vmseal-secret", flags).map_err(system("memfd_create"))?;
                 ftruncate(&fd, self.len as i64).map_err(system("ftruncate"))?;
-                let start = map(self.len, libc::MAP_SHARED, fd.as_raw_fd())?;
-                let mut memory = Self { start, len: self.len, backing: Backing::LockedMemory };
-                // Before the secret is written to it.
-                memory.lock()?;
+                // Locked before the secret is written to it.
+                let mut memory = Self::shared(&fd, self.len)?;
                 memory.as_mut_slice().copy_from_slice(self.as_slice());
                 // From now on only this mapping can write to it.
                 fcntl(&fd, FcntlArg::F_ADD_SEALS(all_seals())).map_err(system("fcntl"))?;

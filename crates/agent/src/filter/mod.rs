@@ -120,6 +120,8 @@ pub enum Work {
         socket: std::os::unix::net::UnixStream,
         /// How many queues it has.
         queues: u16,
+        /// Whether the guest can only read it.
+        read_only: bool,
         /// The limits of the guest's requests.
         limits: DiskLimits,
         /// The size of the read cache, in bytes.
@@ -237,7 +239,9 @@ impl Disk {
             serial: serial(self.disk),
             read_only: matches!(
                 self.work,
-                Work::Export { .. } | Work::Expose { writable: false, .. }
+                Work::Export { .. }
+                    | Work::Expose { writable: false, .. }
+                    | Work::Serve { read_only: true, .. }
             ),
             chain: chain.collect(),
             backend: BackendSpec::File {
@@ -570,7 +574,7 @@ mod tests {
             offset: 0,
             key: Some((key.to_memfd().unwrap(), Holes::Zero)),
             keeps_room: false,
-            work: Work::Serve { socket, queues: 1, limits, cache: Some(1 << 20) },
+            work: Work::Serve { socket, queues: 1, read_only: false, limits, cache: Some(1 << 20) },
             beside: None,
             replica: Some(Replica {
                 file: tempfile::tempfile().unwrap(),

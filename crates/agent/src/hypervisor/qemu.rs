@@ -12,7 +12,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use vmseal_api::host::{AcceleratorKind, NicSpec, VmSpec};
+use vmseal_api::host::{AcceleratorKind, DiskRole, NicSpec, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::{NicModel, PortForward};
 
@@ -283,13 +283,17 @@ fn arguments(
     option("-object", "rng-builtin,id=random".to_owned());
     option("-device", "virtio-rng-pci,rng=random,disable-legacy=on".to_owned());
     let queues = queues(spec);
-    for (index, fd) in descriptors.disks.iter().enumerate() {
+    for (index, (fd, disk)) in descriptors.disks.iter().zip(spec.disks()).enumerate() {
         option("-chardev", format!("socket,id=disk{index},fd={fd},server=on,wait=off"));
-        let boot = index + 1;
+        // The firmware tries no disk that has no place in the order.
+        let boot = match disk.role {
+            DiskRole::Data => format!(",bootindex={}", index + 1),
+            DiskRole::CloudInit => String::new(),
+        };
         option(
             "-device",
             format!(
-                "vhost-user-blk-pci,chardev=disk{index},num-queues={queues},bootindex={boot},disable-legacy=on"
+                "vhost-user-blk-pci,chardev=disk{index},num-queues={queues}{boot},disable-legacy=on"
             ),
         );
     }
@@ -319,6 +323,7 @@ mod tests {
             size: 1 << 30,
             encrypted: false,
             allocation: Default::default(),
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: None,

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskSpec,
-    KeyReference, NicSpec, NicState, VmSpec,
+    Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole,
+    DiskSpec, KeyReference, NicSpec, NicState, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, NicId, ProviderId, VmId};
 use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward, Protocol};
@@ -135,7 +135,7 @@ struct Version3 {
     vm: Vm,
 }
 
-/// Version 4: devices are network cards, too, and what was chosen for them is on record.
+/// Version 4: disks have roles; devices are network cards, too, and what was chosen for them is on record.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version4 {
@@ -197,6 +197,8 @@ struct Disk {
     datastore: Datastore,
     size: u64,
     encrypted: bool,
+    #[serde(default, skip_serializing_if = "Role::is_data")]
+    role: Role,
     #[serde(default)]
     allocation: Room,
     #[serde(default)]
@@ -219,6 +221,21 @@ struct Datastore {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 enum Location {
     Dir { path: PathBuf },
+}
+
+/// Since version 4; what older ones have is data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Role {
+    #[default]
+    Data,
+    CloudInit,
+}
+
+impl Role {
+    fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -434,6 +451,7 @@ impl From<&DiskSpec> for Disk {
             datastore,
             size,
             encrypted,
+            role,
             allocation,
             limits: DiskLimits { iops, bandwidth },
             cache,
@@ -446,6 +464,10 @@ impl From<&DiskSpec> for Disk {
             datastore: datastore.into(),
             size: *size,
             encrypted: *encrypted,
+            role: match role {
+                DiskRole::Data => Role::Data,
+                DiskRole::CloudInit => Role::CloudInit,
+            },
             allocation: match allocation {
                 Allocation::Thin => Room::Thin,
                 Allocation::Preallocated => Room::Preallocated,
@@ -470,6 +492,10 @@ impl From<Disk> for DiskSpec {
             datastore: disk.datastore.into(),
             size: disk.size,
             encrypted: disk.encrypted,
+            role: match disk.role {
+                Role::Data => DiskRole::Data,
+                Role::CloudInit => DiskRole::CloudInit,
+            },
             allocation: match disk.allocation {
                 Room::Thin => Allocation::Thin,
                 Room::Preallocated => Allocation::Preallocated,
@@ -636,7 +662,9 @@ mod tests {
         assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
         assert!(first.nics.is_empty());
         let fourth = Record::parse(GOLDEN_4.as_bytes()).unwrap();
-        assert!(fourth.spec.disks().eq(first.spec.disks()));
+        let roles: Vec<_> = fourth.spec.disks().map(|disk| disk.role).collect();
+        assert_eq!(roles, [DiskRole::Data, DiskRole::Data, DiskRole::CloudInit]);
+        assert!(fourth.spec.disks().take(2).eq(first.spec.disks()));
         let nics: Vec<_> = fourth.spec.nics().collect();
         assert_eq!((nics.len(), nics[1].model, nics[1].link), (3, NicModel::E1000e, NicLink::Down));
         assert_eq!(fourth.nics[0].forwards[0].host_port, 61_022);

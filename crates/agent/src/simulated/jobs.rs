@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
+use vmseal_api::cloud_init::Documents;
 use vmseal_api::host::{ExportJob, JobSpec, JobState};
-use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::calls::Later;
@@ -59,9 +60,10 @@ impl Inside {
             Some(_) => return Ok(None),
         }
         self.ready(vm, &job)?;
+        let lost = self.lost_documents(vm, &job);
         let known = self.known(vm)?;
         known.jobs.begin(task, job.clone());
-        if let Some((disk, problem)) = wrong_source(&known.spec, &job) {
+        if let Some((disk, problem)) = wrong_source(&known.spec, &job).or(lost) {
             known.made.remove(&disk);
             known.jobs.failed(disk, problem);
             self.agent.publish(vm);
@@ -75,6 +77,23 @@ impl Inside {
             known.jobs.progress(disk, 0, total, Instant::now());
         }
         self.numbered(vm, Work::Job(task), self.work)
+    }
+
+    /// A disk for cloud-init that is not made, and whose documents cannot be opened; and why.
+    fn lost_documents(&self, vm: VmId, job: &JobSpec) -> Option<(DiskId, Problem)> {
+        let JobSpec::Create(create) = job else { return None };
+        create.disks.iter().find_map(|wanted| {
+            let sealed = wanted.cloud_init.as_ref()?;
+            if self.persisted.disks.contains_key(&wanted.disk) {
+                return None;
+            }
+            let opened = self.agent.key_box.open_cloud_init(vm, wanted.disk, sealed);
+            let read = opened.and_then(|packed| {
+                Documents::unpacked(packed.expose())
+                    .map_err(|error| Problem::invalid("cloud_init", error.to_string()))
+            });
+            Some((wanted.disk, read.err()?))
+        })
     }
 
     /// Ends the work of a job.
@@ -183,10 +202,7 @@ impl Inside {
 }
 
 /// The disk that cannot be filled from its source, and why.
-fn wrong_source(
-    spec: &vmseal_api::host::VmSpec,
-    job: &JobSpec,
-) -> Option<(vmseal_api::id::DiskId, Problem)> {
+fn wrong_source(spec: &vmseal_api::host::VmSpec, job: &JobSpec) -> Option<(DiskId, Problem)> {
     let JobSpec::Create(create) = job else { return None };
     create.disks.iter().find_map(|wanted| {
         let (source, disk) = (wanted.source.as_ref()?, spec.disk(wanted.disk)?);

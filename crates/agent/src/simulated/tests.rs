@@ -49,6 +49,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
         size: 1 << 20,
         encrypted: false,
         allocation: Default::default(),
+        role: Default::default(),
         limits: Default::default(),
         cache: None,
         replica: None,
@@ -64,7 +65,9 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
 /// Begins to make an empty disk.
 async fn create(host: &SimulatedHost, vm: VmId, disk: DiskId) -> TaskId {
     let task = TaskId::new();
-    let job = JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source: None }] });
+    let job = JobSpec::Create(CreateJob {
+        disks: vec![DiskToCreate { disk, source: None, cloud_init: None }],
+    });
     host.put_job(vm, task, job).await.unwrap();
     task
 }

@@ -23,6 +23,7 @@ use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 use crate::keys;
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
+use crate::storage::cloud_init;
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
@@ -42,8 +43,16 @@ pub struct NewDisk {
     pub disk: DiskSpec,
     /// The VM's KEK, where the disk will be encrypted.
     pub kek: Option<SecretBytes>,
-    /// The image that it is filled from.
-    pub source: Option<ImageSource>,
+    /// What it is filled from.
+    pub source: Option<Source>,
+}
+
+/// What a new disk is filled from.
+pub enum Source {
+    /// An image of the host's.
+    Image(ImageSource),
+    /// Documents for cloud-init, packed; or why they cannot be had. A disk that is made already does not need them.
+    CloudInit(Result<SecretBytes, Problem>),
 }
 
 /// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
@@ -88,14 +97,25 @@ async fn discard(home: &Home, builder: &DiskBuilder, vm: VmId, made: &DiskSpec) 
 }
 
 async fn make(
-    new_disk: NewDisk,
+    mut new_disk: NewDisk,
     home: &Home,
     builder: &DiskBuilder,
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let image = open_source(new_disk.source.clone(), &new_disk.disk, &builder.transfer).await?;
+    let (image, lost) = match new_disk.source.take() {
+        None => (None, None),
+        Some(Source::Image(source)) => {
+            (open_source(Some(source), &new_disk.disk, &builder.transfer).await?, None)
+        }
+        Some(Source::CloudInit(Ok(packed))) => {
+            let size = new_disk.disk.size;
+            let made = spawn_blocking(move || cloud_init::image(&packed, size));
+            (Some(made.await.map_err(internal)??), None)
+        }
+        Some(Source::CloudInit(Err(problem))) => (None, Some(problem)),
+    };
     let (spec, disk) = (new_disk.spec.clone(), new_disk.disk.clone());
     let vm = spec.vm;
     let place = home.clone();
@@ -108,6 +128,9 @@ async fn make(
         Attempt::Whole(facts) => return Ok(facts),
         Attempt::Begun(begun) => begun,
     };
+    if let Some(problem) = lost {
+        return Err(problem);
+    }
     // Before the long work, which would be in vain.
     replica::examine(&disk).await?;
     if is_preallocated(&disk) {
@@ -508,6 +531,7 @@ mod tests {
                     size: 1 << 20,
                     encrypted,
                     allocation: Allocation::Thin,
+                    role: Default::default(),
                     limits: Default::default(),
                     cache: None,
                     replica: None,
@@ -537,6 +561,7 @@ mod tests {
         ) -> Result<DiskFacts, Problem> {
             let kek = Some(self.kek.try_clone().unwrap());
             let disk = self.spec.disk_at(index).unwrap().clone();
+            let source = source.map(Source::Image);
             let new_disk = NewDisk { spec: self.spec.clone(), disk, kek, source };
             let (_running, cancelled) = oneshot::channel();
             create(new_disk, &self.builder, |_, _| {}, cancelled).await

@@ -163,6 +163,7 @@ mod tests {
                 size: 1 << 20,
                 encrypted: true,
                 allocation: Allocation::Thin,
+                role: Default::default(),
                 limits: Default::default(),
                 cache: None,
                 replica: None,

@@ -528,6 +528,7 @@ mod tests {
                     size,
                     encrypted: false,
                     allocation: Allocation::Thin,
+                    role: Default::default(),
                     limits: Default::default(),
                     cache: None,
                     replica: None,

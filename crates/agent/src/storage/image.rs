@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{DiskSpec, ImageSource};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::LockedFile;
 
 use crate::storage::transfer::{TransferDirectories, TransferError};
 
@@ -73,9 +74,24 @@ pub struct Image {
     pub identity: ImageIdentity,
     /// Its length without holes, in bytes.
     pub allocated: u64,
+    /// What wipes the content of one that is in memory.
+    _memory: Option<LockedFile>,
 }
 
 impl Image {
+    /// An image in memory, raw, that this process has made; `name` is for people.
+    ///
+    /// # Errors
+    /// `internal`.
+    pub fn in_memory(memory: LockedFile, name: &str) -> Result<Self, Problem> {
+        let failed =
+            |error: io::Error| Problem::new(ErrorCode::Internal, format!("{name}: {error}"));
+        let (file, format) = (memory.reader().map_err(failed)?, ImageFormat::Raw);
+        let identity = ImageIdentity::of(&file, Path::new(name), format).map_err(failed)?;
+        let allocated = identity.length;
+        Ok(Self { file, format, identity, allocated, _memory: Some(memory) })
+    }
+
     /// Opens the image that a disk is filled from.
     ///
     /// # Errors
@@ -115,7 +131,7 @@ impl Image {
         let identity = ImageIdentity::of(&file, &source.path, source.format)
             .map_err(|e| invalid(e.to_string()))?;
         let allocated = metadata.blocks().saturating_mul(512).min(metadata.len());
-        Ok(Self { file, format: source.format, identity, allocated })
+        Ok(Self { file, format: source.format, identity, allocated, _memory: None })
     }
 
     /// Checks that it has not been changed since it was opened.
@@ -225,6 +241,7 @@ mod tests {
             size: 1 << 20,
             encrypted: false,
             allocation: vmseal_api::host::Allocation::Thin,
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: None,

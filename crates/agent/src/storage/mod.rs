@@ -1,6 +1,7 @@
 //! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
 
 pub(crate) mod builder;
+pub(crate) mod cloud_init;
 pub(crate) mod contents;
 pub(crate) mod datastore;
 pub(crate) mod disk;

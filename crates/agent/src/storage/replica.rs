@@ -372,6 +372,7 @@ mod tests {
                 size: SIZE,
                 encrypted: false,
                 allocation: Allocation::Thin,
+                role: Default::default(),
                 limits: Default::default(),
                 cache: None,
                 replica: Some(replica),

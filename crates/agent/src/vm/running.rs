@@ -316,6 +316,7 @@ mod tests {
             size: 4096,
             encrypted: false,
             allocation: Default::default(),
+            role: Default::default(),
             limits: Default::default(),
             cache: None,
             replica: Some(replica),

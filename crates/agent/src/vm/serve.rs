@@ -68,7 +68,13 @@ pub async fn filter(
             offset: open.offset,
             key: open.key,
             keeps_room: is_preallocated(disk),
-            work: filter::Work::Serve { socket, queues, limits: disk.limits, cache: disk.cache },
+            work: filter::Work::Serve {
+                socket,
+                queues,
+                read_only: !disk.role.is_data(),
+                limits: disk.limits,
+                cache: disk.cache,
+            },
             beside: Some(listener),
             replica,
         });

@@ -23,6 +23,9 @@ pub struct DiskSpec {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// What it is for.
+    #[serde(default, skip_serializing_if = "DiskRole::is_data")]
+    pub role: DiskRole,
     /// Whether its room is allocated when it is made.
     #[serde(default)]
     pub allocation: Allocation,
@@ -37,6 +40,27 @@ pub struct DiskSpec {
     pub replica: Option<ReplicaPlace>,
     /// The facts that the inventory has of the finished disk; none until it is made.
     pub facts: Option<DiskFacts>,
+}
+
+/// What a disk is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum DiskRole {
+    /// It is the guest's: what it boots from, and its data.
+    #[default]
+    Data,
+    /// It has the documents that cloud-init reads at the first boot. The guest can only read it, and is never
+    /// started from it.
+    CloudInit,
+}
+
+impl DiskRole {
+    /// Whether it is the guest's.
+    #[must_use]
+    pub fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 /// When a disk takes room on its datastore.

@@ -47,6 +47,10 @@ pub struct DiskToCreate {
     /// The image to fill it from; none leaves it empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ImageSource>,
+    /// The documents of a disk for cloud-init, packed ([`crate::cloud_init::Documents::packed`]) and sealed to the
+    /// agent's key box ([`crate::cloud_init::cloud_init_info`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<SealedKey>,
 }
 
 /// Writes a disk of a VM that is off to a file. The file is written and flushed under another name, and

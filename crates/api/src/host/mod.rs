@@ -63,7 +63,7 @@ use std::time::Duration;
 
 pub use self::description::HostDescription;
 pub use self::disk::{
-    Allocation, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskSpec, ImageSource, NewDisk,
+    Allocation, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, ImageSource, NewDisk,
 };
 pub use self::job::{
     CreateJob, DiskToCreate, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus,

@@ -24,10 +24,13 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 3] = ["job-create", "job-export", NICS];
+pub const FEATURES: [&str; 4] = ["job-create", "job-export", NICS, CLOUD_INIT];
 
 /// The feature of agents that give VMs network cards.
 pub const NICS: &str = "nics";
+
+/// The feature of agents that make disks for cloud-init.
+pub const CLOUD_INIT: &str = "cloud-init";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -41,12 +41,15 @@ pub struct RunAgent {
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
     /// A directory that images may be imported from and exported to; may be repeated [default: `transfer` in
-    /// the state directory]
+    /// the state directory, and /var/lib/vmseal/images]
     #[arg(long = "transfer-directory", value_name = "DIR")]
     pub transfer_directories: Vec<PathBuf>,
     /// The first user id for the processes of VMs (as root only)
     #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
     pub uid_base: u32,
+    /// The process that started this one: it ends when that one does
+    #[arg(long, value_name = "PID", hide = true)]
+    pub parent: Option<i32>,
 }
 
 /// The choice of accelerator.

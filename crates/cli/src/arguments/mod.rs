@@ -9,6 +9,8 @@ mod doctor;
 mod events;
 mod global;
 mod host;
+mod image;
+mod init;
 mod kmip;
 mod lab;
 mod nic;
@@ -33,6 +35,8 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::host::Host;
+pub use self::image::{BuildImage, Image, System};
+pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::nic::{Link, Nic};
@@ -42,7 +46,7 @@ pub use self::provider::Provider;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
-pub use self::vm::{Import, Vm};
+pub use self::vm::{FirstBoot, Import, Launch, Ssh, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.
@@ -60,6 +64,12 @@ pub struct Arguments {
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Set this machine up to run encrypted VMs: server, agent, datastore, keys with a backup, policy
+    ///
+    /// Each step says what was done, or that it was there already: a second run repairs what is missing and changes
+    /// nothing else. Give the same options again. Where systemd runs, server and agent are its services; else they run
+    /// in this terminal until Ctrl-C.
+    Init(Init),
     /// Run the control plane on this machine; or change its log level
     Server(Server),
     /// Run this machine as a host; or join it to a server first
@@ -87,6 +97,9 @@ pub enum Command {
     /// Network cards
     #[command(subcommand, visible_alias = "nics")]
     Nic(Nic),
+    /// Images of systems on this machine, to fill disks from
+    #[command(subcommand, visible_alias = "images")]
+    Image(Image),
     /// Tasks: what the server does and has done
     #[command(subcommand, visible_alias = "tasks")]
     Task(Task),

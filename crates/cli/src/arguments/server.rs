@@ -47,6 +47,9 @@ pub struct RunServer {
     #[arg(long, value_name = "DAYS", default_value_t = vmseal_control::retention::DAYS,
         value_parser = clap::value_parser!(u32).range(1..=36_500))]
     pub keep_events: u32,
+    /// The process that started this one: it ends when that one does
+    #[arg(long, value_name = "PID", hide = true)]
+    pub parent: Option<i32>,
 }
 
 #[derive(Args)]

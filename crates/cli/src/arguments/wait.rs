@@ -6,7 +6,7 @@ use clap::Args;
 use jiff::{SignedDuration, Timestamp};
 
 /// Whether to wait for the task's end.
-#[derive(Args)]
+#[derive(Args, Default)]
 pub struct Wait {
     /// Wait for the end of the task (default)
     #[arg(long, overrides_with = "no_wait")]

@@ -40,7 +40,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
 }
 
 /// A line, and a second one if there is something to fix.
-fn report(finding: &Finding) -> String {
+pub(super) fn report(finding: &Finding) -> String {
     let Finding { check, result, found, remedy } = finding;
     let line = print::printable(&format!("{:<8} {check}: {found}", word(result)));
     match remedy {

@@ -7,8 +7,8 @@ use vmseal_api::request::{CreateDisk, CreateVm};
 
 use super::task;
 use crate::arguments::{Import, Output};
-use crate::disk_option::size_of_image;
 use crate::exit::{Ended, Exit};
+use crate::images::size_of_image;
 use crate::{disk_option, libvirt, nic_option, print};
 
 /// The default memory of a VM, in bytes.
@@ -34,6 +34,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             memory: memory.unwrap_or(MEMORY),
             disks: images(&options.disks)?,
             nics: Vec::new(),
+            cloud_init: None,
         },
     };
     request.nics.extend(nics);
@@ -79,5 +80,5 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
     };
     let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;
     let (name, vcpus, memory, nics) = (domain.name, domain.vcpus, domain.memory, domain.nics);
-    Ok(CreateVm { name, policy, vcpus, memory, disks, nics })
+    Ok(CreateVm { name, policy, vcpus, memory, disks, nics, cloud_init: None })
 }

@@ -9,9 +9,12 @@ mod events;
 mod expose;
 mod follow;
 mod host;
+mod image;
 mod import;
+mod init;
 mod kmip;
 mod lab;
+mod launch;
 mod list;
 mod log_level;
 mod nic;
@@ -22,6 +25,7 @@ mod provider;
 mod provider_secret;
 mod reconnect;
 mod replica;
+mod ssh;
 mod task;
 mod vm;
 
@@ -42,8 +46,10 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
+        Command::Init(options) => return init::run(global, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),
         Command::Man(options) => return man::write(&options.dir),
+        Command::Image(verb) => return image::run(global.output, verb),
         other => other,
     };
     let request = global.request_id.clone().unwrap_or_default();
@@ -75,8 +81,10 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         | Command::Agent(_)
         | Command::Login(_)
         | Command::Doctor(_)
+        | Command::Init(_)
         | Command::Completion(_)
         | Command::Man(_)
+        | Command::Image(_)
         | Command::Lab(_) => {
             unreachable!("carried out above")
         }

@@ -13,7 +13,7 @@ use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
 use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
-use crate::print;
+use crate::{images, print};
 
 /// The longest join token that is read, in bytes; a real one has 108.
 const TOKEN_MAX: u64 = 1024;
@@ -22,7 +22,8 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
-    let RunServer { data_dir, listen, names, keep_events } = options;
+    let RunServer { data_dir, listen, names, keep_events, parent } = options;
+    end_with(parent)?;
     vmseal_rest::serve(ServerOptions {
         data_dir,
         listen,
@@ -44,6 +45,7 @@ pub async fn agent(options: Agent, hardening: Hardening) -> anyhow::Result<()> {
 async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()> {
     vmseal_log::start();
     report(hardening);
+    end_with(options.parent)?;
     let filter = match options.filter {
         Some(filter) => filter,
         None => {
@@ -81,7 +83,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     Ok(())
 }
 
-/// The given directories, else the default one.
+/// The given directories, else the default one and that of images with a name.
 fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result<Vec<PathBuf>> {
     use std::os::unix::fs::DirBuilderExt;
     if !given.is_empty() {
@@ -90,13 +92,22 @@ fn transfer_directories(state_dir: &Path, given: Vec<PathBuf>) -> anyhow::Result
     let own = std::path::absolute(state_dir)?.join("transfer");
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&own);
     made.with_context(|| format!("the transfer directory {}", own.display()))?;
-    Ok(vec![own])
+    Ok(vec![own, PathBuf::from(images::SYSTEM)])
 }
 
 /// The path of a program that is installed beside this one.
 pub(super) fn beside_this_program(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program is not known")?;
     Ok(own.with_file_name(name))
+}
+
+/// Has this process told to end when the one that started it has ended, however that was.
+fn end_with(parent: Option<i32>) -> anyhow::Result<()> {
+    let Some(parent) = parent else { return Ok(()) };
+    nix::sys::prctl::set_pdeathsig(Some(nix::sys::signal::Signal::SIGTERM))?;
+    // It may have ended before this was set.
+    ensure!(nix::unistd::getppid().as_raw() == parent, "process {parent} did not start this one");
+    Ok(())
 }
 
 async fn join_host(options: JoinAgent) -> anyhow::Result<()> {

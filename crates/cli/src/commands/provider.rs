@@ -215,7 +215,7 @@ fn taken(file: &Path) -> Ended {
     Ended::new(Exit::Conflict, format!("the backup file {} exists already", file.display()))
 }
 
-fn read_backup(file: &Path) -> anyhow::Result<String> {
+pub(super) fn read_backup(file: &Path) -> anyhow::Result<String> {
     let mut bytes = Vec::new();
     std::fs::File::open(file)
         .and_then(|open| open.take(BACKUP_MAX + 1).read_to_end(&mut bytes))

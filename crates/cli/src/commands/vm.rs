@@ -6,11 +6,11 @@ use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{CreateVm, RecryptVm, StopVm};
 
-use super::{console, import, list, task};
+use super::{console, import, launch, list, ssh, task};
 use crate::arguments::{self, Output};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
-use crate::{disk_option, libvirt, nic_option};
+use crate::{disk_option, first_boot, libvirt, nic_option};
 
 pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     match verb {
@@ -21,10 +21,24 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
         arguments::Vm::Show(how) => {
             list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
         }
-        arguments::Vm::Create { name, policy, vcpus, memory, disks, nics, dry_run, wait } => {
-            let nics = nic_option::parse_all(&nics)?;
+        arguments::Vm::Create {
+            name,
+            policy,
+            vcpus,
+            memory,
+            disks,
+            nics,
+            first_boot,
+            dry_run,
+            wait,
+        } => {
             let disks = disk_option::parse_all(&disks)?;
-            let request = CreateVm { name, policy, vcpus, memory, disks, nics };
+            let nics = nic_option::parse_all(&nics)?;
+            let cloud_init = first_boot::asked(&first_boot)?;
+            if cloud_init.is_some() {
+                first_boot::warn_if_plain(server, &policy).await;
+            }
+            let request = CreateVm { name, policy, vcpus, memory, disks, nics, cloud_init };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,
@@ -43,6 +57,8 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
             let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider });
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
+        arguments::Vm::Launch(options) => launch::run(server, output, options).await,
+        arguments::Vm::Ssh(options) => ssh::run(server, options).await,
         arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {
             let path = format!("vms/{name}");

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use vmseal_api::host::{AcceleratorKind, HostDescription};
+use vmseal_api::host::{AcceleratorKind, DiskRole, HostDescription};
 use vmseal_api::model::{Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink};
 
@@ -42,13 +42,16 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line(format!("  <cpu mode='{cpu}'/>"));
     line("  <clock offset='utc'/>".to_owned());
     line("  <devices>".to_owned());
-    for index in 0..vm.disks.len() {
+    for (index, disk) in vm.disks.iter().enumerate() {
         let path = format!("{}/vms/{}/disk{index}.sock", host.run_dir, vm.id);
         line("    <disk type='vhostuser' device='disk'>".to_owned());
         line("      <driver name='qemu' type='raw'/>".to_owned());
         line(format!("      <source type='unix' path='{}'/>", escaped(&path)));
         line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
-        line(format!("      <boot order='{}'/>", index + 1));
+        match disk.role {
+            DiskRole::Data => line(format!("      <boot order='{}'/>", index + 1)),
+            DiskRole::CloudInit => line("      <readonly/>".to_owned()),
+        }
         line("    </disk>".to_owned());
     }
     vm.nics.iter().flat_map(interface).for_each(&mut line);

@@ -145,11 +145,12 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push((
             "DISK",
             format!(
-                "{} {size} {} on {}: {format}{} ({})",
+                "{} {size} {} on {}: {format}{}{} ({})",
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
                 limits(disk),
+                if disk.role.is_data() { "" } else { ", read-only to the guest" },
                 disk.id
             ),
         ));

@@ -14,6 +14,7 @@ use vmseal_api::model::{
 
 use super::column::{Cell, Column, Row, more, usual};
 use super::{disk_format, word};
+use crate::images::Image;
 
 fn described(host: &Host, cell: fn(&HostDescription) -> Cell) -> Cell {
     host.description.as_ref().map_or(Cell::Nothing, cell)
@@ -156,6 +157,7 @@ impl Row for VmDisk {
         usual("datastore", |it| (&it.disk.datastore).into()),
         usual("format", |it| disk_format(&it.disk).into()),
         more("id", |it| it.disk.id.to_string().into()),
+        more("role", |it| word(&it.disk.role).into()),
         more("encrypted", |it| Cell::YesNo(it.disk.encrypted)),
         more("allocation", |it| word(&it.disk.allocation).into()),
         more("iops", |it| it.disk.limits.iops.map_or(Cell::Nothing, Cell::Number)),
@@ -205,6 +207,21 @@ impl Row for VmNic {
     }
     fn order(&self, other: &Self) -> Ordering {
         self.vm.cmp(&other.vm)
+    }
+}
+
+impl Row for Image {
+    const PLURAL: &'static str = "images";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("format", |it| it.format.name().into()),
+        usual("size", |it| it.size.map_or(Cell::Nothing, Cell::Bytes)),
+        usual("allocated", |it| Cell::Bytes(it.allocated)),
+        usual("modified", |it| it.modified.map_or(Cell::Nothing, Cell::Time)),
+        usual("path", |it| it.path.display().to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.path.display().to_string()
     }
 }
 

@@ -110,17 +110,24 @@ pub async fn seal(
     key: &KeyReference,
     kek: SecretBytes,
 ) -> Result<SealedKey, Problem> {
-    let public: [u8; 32] =
-        STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok()).ok_or_else(|| {
-            let detail = format!("host '{}' announced something that is no key box", vm.host_name);
-            Problem::new(ErrorCode::Internal, detail)
-        })?;
+    let public = public_key(key_box, &vm.host_name)?;
     let sealed = sealed_box::seal(&public, &key_info(vm.id, key), &kek)
         .map_err(|error| crate::internal(&error))?;
     drop(kek);
     // Recorded before the key leaves: no use of a key without its event, whatever happens next.
     tell(store, "key.delivered", vm, &on_its_way(vm, key)).await?;
     Ok(SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) })
+}
+
+/// The public key of a key box, which the host of this name announced.
+///
+/// # Errors
+/// `internal`: it is not one.
+pub fn public_key(key_box: &str, host: &str) -> Result<[u8; 32], Problem> {
+    STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok()).ok_or_else(|| {
+        let detail = format!("host '{host}' announced something that is no key box");
+        Problem::new(ErrorCode::Internal, detail)
+    })
 }
 
 async fn tell(store: &Store, kind: &str, vm: &Vm, detail: &str) -> Result<(), Problem> {

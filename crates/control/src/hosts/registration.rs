@@ -20,6 +20,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         size: disk.size,
         encrypted: disk.encrypted,
         allocation: disk.allocation,
+        role: disk.role,
         limits: disk.limits,
         cache: disk.cache,
         replica: disk.replica.as_ref().map(|(place, _)| place.clone()),

@@ -2,8 +2,9 @@
 
 use std::collections::HashSet;
 
+use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
-use vmseal_api::host::{DatastoreSpec, ImageSource, NewDisk, NicSpec};
+use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk, NicSpec};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -16,7 +17,7 @@ use vmseal_api::request::{
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vms::{begin, plan};
-use super::{Outcome, Services};
+use super::{Outcome, Services, cloud_init};
 use crate::operation::Operation;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
@@ -43,15 +44,22 @@ pub async fn create(
         caller.require(Privilege::EncryptNew)?;
     }
     let provider = provider_of(services, &mut write, &policy).await?;
-    let (host, made) = place(&mut write, &request.disks, &policy).await?;
+    let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
     if !request.nics.is_empty() {
         super::nics::known_to(services, host.id, &host.name)?;
     }
     let cards = super::nics::place(&mut write, &request.nics).await?;
+    let (id, name) = (VmId::new(), request.name);
+    let documents =
+        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let documents = documents.transpose()?;
+    if documents.is_some() {
+        made.extend(cloud_init::disk(&made));
+    }
     let vm = vms::Vm {
-        id: VmId::new(),
-        name: request.name,
+        id,
+        name,
         host: host.id,
         host_name: host.name,
         policy: policy.id,
@@ -71,14 +79,24 @@ pub async fn create(
     for (position, nic) in cards.iter().enumerate() {
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
-    let operation = Operation::CreateVm { vm: vm.id };
     if dry_run {
+        let operation = Operation::CreateVm { vm: vm.id, cloud_init: None };
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made, &cards).await?;
+        if documents.is_some() {
+            cloud_init::key_box(services, &vm).await?;
+        }
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
+    let sealed = match (documents, made.last()) {
+        (Some(documents), Some(disk)) => {
+            Some(cloud_init::seal(services, &vm, disk.id, &documents).await?)
+        }
+        _ => None,
+    };
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
@@ -116,7 +134,16 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     }
     super::nics::check(&request.nics)?;
     let mut names = HashSet::new();
+    if request.cloud_init.is_some() && request.disks.len() == DISKS_MAX {
+        let detail = format!("a VM has at most {DISKS_MAX} disks, that of cloud-init included");
+        return Err(Problem::invalid("disks", detail));
+    }
     for (index, disk) in request.disks.iter().enumerate() {
+        if request.cloud_init.is_some() && disk.name == CLOUD_INIT_DISK {
+            let detail =
+                format!("'{CLOUD_INIT_DISK}' is the name of the disk with the cloud-init data");
+            return Err(Problem::invalid(format!("disks[{index}].name"), detail));
+        }
         check_disk(disk).map_err(|(field, detail)| {
             Problem::invalid(format!("disks[{index}].{field}"), detail)
         })?;
@@ -217,6 +244,7 @@ async fn place(
             datastore_name: found.name,
             size: disk.size,
             encrypted: policy.encryption,
+            role: DiskRole::Data,
             allocation: policy.allocation,
             limits: policy.limits,
             cache: policy.cache,

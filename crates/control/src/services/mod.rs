@@ -17,6 +17,7 @@
 
 pub mod bitmaps;
 pub mod caller;
+mod cloud_init;
 pub mod create_vm;
 pub mod datastores;
 pub mod disks;

@@ -37,6 +37,7 @@ fn shown(
         datastore: disk.datastore_name,
         size: disk.size,
         encrypted: disk.encrypted,
+        role: disk.role,
         allocation: disk.allocation,
         limits: disk.limits,
         cache: disk.cache,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{
-    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, ImageSource,
+    Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, DiskRole, ImageSource,
 };
 use vmseal_api::id::{DatastoreId, DiskId, HostId, VmId};
 use vmseal_api::replica::ReplicaPlace;
@@ -35,6 +35,8 @@ pub struct Disk {
     pub size: u64,
     /// Whether it is encrypted.
     pub encrypted: bool,
+    /// What it is for.
+    pub role: DiskRole,
     /// Its provisioning.
     pub allocation: Allocation,
     /// The limits of its guest.
@@ -61,6 +63,7 @@ struct Row {
     location: String,
     size: i64,
     encrypted: bool,
+    role: String,
     allocation: String,
     limits: String,
     cache: Option<i64>,
@@ -95,7 +98,7 @@ macro_rules! select {
     ($rest:literal) => {
         concat!(
             "SELECT d.vm_id, d.id, d.name, i.datastore_id, s.name AS datastore_name, s.location, d.size,
-                    d.encrypted, d.allocation, d.limits, d.cache, d.image, d.image_format, i.facts,
+                    d.encrypted, d.role, d.allocation, d.limits, d.cache, d.image, d.image_format, i.facts,
                     d.deleting, r.datastore_id AS replica_id, d.replica_rate,
                     t.name AS replica_name, t.location AS replica_location
              FROM disks d JOIN placements o ON o.vm_id = d.vm_id AND o.role = 'owner'
@@ -128,6 +131,7 @@ impl Row {
             datastore_name: row.datastore_name,
             size: unsigned(row.size, "a disk's size")?,
             encrypted: row.encrypted,
+            role: from_name(&row.role, "a disk's role")?,
             allocation: from_name(&row.allocation, "an allocation")?,
             limits: from_json(&row.limits, "a disk's limits")?,
             cache: row.cache.map(|bytes| unsigned(bytes, "a disk's cache")).transpose()?,
@@ -152,8 +156,8 @@ pub async fn insert(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO disks (id, vm_id, position, name, size, encrypted, image, image_format,
-                            allocation, limits, cache, replica_rate)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+                            allocation, limits, cache, replica_rate, role)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -170,6 +174,7 @@ pub async fn insert(
         // At most LIMIT_MAX.
         i64::try_from(place.bytes_per_second).unwrap_or(i64::MAX)
     }))
+    .bind(to_name(&disk.role))
     .execute(&mut *to)
     .await?;
     insert_volume(to, disk.id, IMAGE, disk.datastore.datastore).await?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{
-    CreateJob, DiskState, DiskToCreate, HostAgent, HostState, JobSpec, JobState,
+    CreateJob, DiskRole, DiskState, DiskToCreate, HostAgent, HostState, JobSpec, JobState,
 };
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -16,6 +16,7 @@ use async_trait::async_trait;
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
@@ -163,7 +164,14 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     if disks.iter().all(|disk| disk.facts.is_some()) {
         return Ok(());
     }
-    let wanted = |disk: &Disk| DiskToCreate { disk: disk.id, source: disk.image.clone() };
+    let Operation::CreateVm { cloud_init, .. } = &run.task.operation else {
+        return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it creates no VM")));
+    };
+    let wanted = |disk: &Disk| DiskToCreate {
+        disk: disk.id,
+        source: disk.image.clone(),
+        cloud_init: cloud_init.clone().filter(|_| disk.role == DiskRole::CloudInit),
+    };
     let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
     begin(run, &vm, &*agent, job).await?;
     let mut state: Option<Arc<HostState>> = None;

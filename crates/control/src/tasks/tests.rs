@@ -13,6 +13,7 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
 mod away;
+mod cloud_init;
 mod defects;
 mod forced;
 mod held;
@@ -76,6 +77,7 @@ fn exporting(vm: VmId, disk: DiskId) -> Operation {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Create,
+    FirstBoot,
     Start,
     Stop,
     Delete,
@@ -87,7 +89,7 @@ impl Kind {
     /// Sets up the state that the operation needs, with no faults.
     async fn before(self, fixture: &Fixture) -> Option<VmId> {
         match self {
-            Self::Create => None,
+            Self::Create | Self::FirstBoot => None,
             Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
                 Some(fixture.made("web", "encrypted").await)
             }
@@ -96,9 +98,14 @@ impl Kind {
     }
 
     async fn begin(self, fixture: &Fixture, vm: Option<VmId>) -> (VmId, vmseal_api::id::TaskId) {
-        let Some(vm) = vm else { return fixture.create("web", "encrypted").await };
+        let Some(vm) = vm else {
+            return match self {
+                Self::FirstBoot => cloud_init::create(fixture, "web").await,
+                _ => fixture.create("web", "encrypted").await,
+            };
+        };
         let operation = match self {
-            Self::Create => unreachable!("it has no VM yet"),
+            Self::Create | Self::FirstBoot => unreachable!("it has no VM yet"),
             Self::Start => Operation::StartVm { vm },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
@@ -111,7 +118,9 @@ impl Kind {
     fn steps(self) -> Vec<&'static str> {
         let vm = VmId::new();
         let steps = match self {
-            Self::Create => steps::of(&Operation::CreateVm { vm }),
+            Self::Create | Self::FirstBoot => {
+                steps::of(&Operation::CreateVm { vm, cloud_init: None })
+            }
             Self::Start => steps::of(&Operation::StartVm { vm }),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
@@ -136,7 +145,9 @@ impl Kind {
     /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::Stop => fixture.assert_whole(vm, Power::Off, what).await,
+            Self::Create | Self::FirstBoot | Self::Stop => {
+                fixture.assert_whole(vm, Power::Off, what).await
+            }
             Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {
@@ -150,7 +161,7 @@ impl Kind {
     /// Checks the state after the operation has failed.
     async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create => fixture.assert_nothing_left(vm, what).await,
+            Self::Create | Self::FirstBoot => fixture.assert_nothing_left(vm, what).await,
             Self::Start | Self::Delete => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;

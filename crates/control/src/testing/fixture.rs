@@ -191,6 +191,7 @@ impl Fixture {
                 datastore_name: "local".to_owned(),
                 size: 1 << 20,
                 encrypted: policy.encryption,
+                role: Default::default(),
                 allocation: policy.allocation,
                 limits: policy.limits,
                 cache: policy.cache,
@@ -202,7 +203,7 @@ impl Fixture {
             disks::insert(&mut write, vm.id, position, &disk).await.unwrap();
         }
         write.commit().await.unwrap();
-        (vm.id, self.begin(Operation::CreateVm { vm: vm.id }, name).await)
+        (vm.id, self.begin(Operation::CreateVm { vm: vm.id, cloud_init: None }, name).await)
     }
 
     pub async fn begin(&self, operation: Operation, target: &str) -> TaskId {

@@ -3,14 +3,16 @@
 use std::time::Instant;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{CreateJob, DiskFacts, DiskSpec, ExportJob, JobSpec, JobState};
+use vmseal_api::host::{
+    CreateJob, DiskFacts, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
+};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::storage::disk::NewDisk;
+use crate::storage::disk::{NewDisk, Source};
 use crate::storage::export::{self, Export, ExportRequest};
 use crate::storage::timed;
 use crate::vm::internal;
@@ -70,12 +72,17 @@ impl Owner {
 
     fn ready_to_create(&self, create: &CreateJob, job: &JobSpec) -> Result<Vec<NewDisk>, Problem> {
         self.may_work(Action::CreateDisk, job)?;
-        let new_disk = |(disk, source): (DiskId, _)| {
-            let disk = find_disk(&self.spec, disk)?.clone();
+        let new_disk = |wanted: &DiskToCreate| {
+            let disk = find_disk(&self.spec, wanted.disk)?.clone();
+            let key_box = &self.shared.key_box;
+            let open = |sealed| key_box.open_cloud_init(self.spec.vm, disk.disk, sealed);
+            let source = wanted.source.clone().map(Source::Image);
+            let source =
+                source.or_else(|| Some(Source::CloudInit(open(wanted.cloud_init.as_ref()?))));
             let kek = if disk.encrypted { self.clone_kek()? } else { None };
             Ok(NewDisk { spec: self.spec.clone(), disk, kek, source })
         };
-        create.disks.iter().map(|wanted| new_disk((wanted.disk, wanted.source.clone()))).collect()
+        create.disks.iter().map(new_disk).collect()
     }
 
     async fn ready_to_export(

@@ -1,0 +1,92 @@
+//! `vmseal image`: images of systems on this machine. No server is asked.
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::Context;
+
+use crate::arguments::{BuildImage, Image, Output, System};
+use crate::exit::{Ended, Exit};
+use crate::{images, print};
+
+/// The program that builds an image.
+const BUILDER: &str = "build-debian-image";
+
+pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
+    match verb {
+        Image::Build(options) => build(&options),
+        Image::List(options) => {
+            let directory = options.dir.map_or_else(images::directory, Ok)?;
+            let found = images::list(&directory)?;
+            print::list(output, &options.columns, found)
+        }
+    }
+}
+
+fn build(options: &BuildImage) -> anyhow::Result<()> {
+    let System::Debian = options.system;
+    let image = match &options.to {
+        Some(file) => std::path::absolute(file)?,
+        None => directory()?.join("debian.raw"),
+    };
+    if image.exists() && !options.force {
+        print::say("it is built already; --force builds it again");
+        return print::line(&image.display().to_string());
+    }
+    make(&image)?;
+    print::line(&image.display().to_string())?;
+    if options.to.is_none() {
+        print::say(
+            "create a VM from it: vmseal vm launch NAME --image debian --ssh-key ~/.ssh/id_ed25519.pub",
+        );
+    }
+    Ok(())
+}
+
+/// The image of Debian for this user's VMs; it is built if it is not there.
+pub(super) fn debian() -> anyhow::Result<PathBuf> {
+    let image = directory()?.join("debian.raw");
+    if !image.exists() {
+        print::say(
+            "building the image 'debian' from Debian's packages; this takes some minutes, once",
+        );
+        make(&image)?;
+    }
+    Ok(image)
+}
+
+/// The directory of this user's images, made if it is missing.
+fn directory() -> anyhow::Result<PathBuf> {
+    let directory = images::directory()?;
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(&directory);
+    made.with_context(|| format!("cannot make {}", directory.display()))?;
+    Ok(directory)
+}
+
+fn make(image: &Path) -> anyhow::Result<()> {
+    let program = builder()?;
+    // What it says is for people; its result is this program's.
+    let mut builder = Command::new(&program);
+    builder.args(["--cloud", "--to"]).arg(image).stdin(Stdio::null()).stdout(Stdio::null());
+    let ended = builder.status().with_context(|| format!("cannot run {}", program.display()))?;
+    if !ended.success() {
+        return Err(Ended::new(Exit::Failed, "the image was not built; the reason is above").into());
+    }
+    Ok(())
+}
+
+/// Where the program is: installed in `PREFIX/share/vmseal`, or among the sources that this was built from.
+fn builder() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("where is this program?")?;
+    let installed = own.parent().and_then(Path::parent).map(|prefix| prefix.join("share/vmseal"));
+    let sources =
+        cfg!(debug_assertions).then(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts"));
+    let places: Vec<_> = [installed, sources].into_iter().flatten().collect();
+    let found = places.iter().map(|place| place.join(BUILDER)).find(|program| program.is_file());
+    found.with_context(|| {
+        let place = places.first().map_or_else(String::new, |place| place.display().to_string());
+        format!("{BUILDER} is not in {place}: install vmseal with its files (make install)")
+    })
+}

@@ -1,0 +1,464 @@
+//! Server and agent: as systemd's services, or as children in the foreground.
+
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::signal::unix::{SignalKind, signal};
+use vmseal_api::atomic_file::{self, PUBLIC};
+
+use super::super::processes::beside_this_program;
+use super::{PROVIDER, keys};
+use crate::arguments;
+use crate::exit::{Ended, Exit};
+use crate::print;
+
+/// systemd runs where this is, as sd_booted(3) has it.
+const BOOTED: &str = "/run/systemd/system";
+
+/// Where units are that this machine's administrator, programs built here, and packages have.
+const UNIT_DIRECTORIES: [&str; 4] = [
+    "/etc/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+];
+
+const SERVER_UNIT: &str = "vmseal-server.service";
+const AGENT_UNIT: &str = "vmseal-agent.service";
+
+/// How long a child may take to end once it is told to.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How often children are looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// How much of a log's end is shown, in bytes.
+const TAIL: usize = 2000;
+
+/// Who runs server and agent.
+pub(super) enum Processes {
+    Units(Units),
+    Children(Children),
+}
+
+/// systemd's services.
+pub(super) struct Units {
+    /// Where settings of the machine's own are.
+    etc: PathBuf,
+    systemctl: PathBuf,
+    listen: String,
+    name: String,
+    kept: PathBuf,
+}
+
+/// Children of this process, which end when it does.
+pub(super) struct Children {
+    program: PathBuf,
+    server_arguments: Vec<String>,
+    agent_arguments: Vec<String>,
+    credentials: PathBuf,
+    log_dir: PathBuf,
+    server: Option<Child>,
+    agent: Option<Child>,
+}
+
+impl Processes {
+    /// Units where systemd runs, unless the foreground is wanted.
+    pub(super) fn of_this_machine(options: &arguments::Init) -> anyhow::Result<Self> {
+        if options.foreground || !Path::new(BOOTED).exists() {
+            return Ok(Self::Children(Children::new(options)?));
+        }
+        refuse_places(options)?;
+        for unit in [SERVER_UNIT, AGENT_UNIT] {
+            let there = UNIT_DIRECTORIES.iter().any(|it| Path::new(it).join(unit).exists());
+            if !there {
+                let message = format!(
+                    "there is no unit {unit}: install vmseal with its units (the package, or make install), or give --foreground"
+                );
+                return Err(Ended::new(Exit::Failed, message).into());
+            }
+        }
+        Ok(Self::Units(Units {
+            etc: PathBuf::from(UNIT_DIRECTORIES[0]),
+            systemctl: PathBuf::from("systemctl"),
+            listen: options.listen.to_string(),
+            name: options.listen.ip().to_string(),
+            kept: keys::kept_in(&options.places.config_dir),
+        }))
+    }
+
+    pub(super) fn are_children(&self) -> bool {
+        matches!(self, Self::Children(_))
+    }
+
+    /// How they are run, for people.
+    pub(super) fn how(&self) -> &'static str {
+        match self {
+            Self::Units(_) => "as a service",
+            Self::Children(_) => "in the foreground",
+        }
+    }
+
+    pub(super) fn where_logs_are(&self) -> String {
+        match self {
+            Self::Units(_) => format!("see journalctl -u {SERVER_UNIT} -u {AGENT_UNIT}"),
+            Self::Children(children) => format!("see the logs in {}", children.log_dir.display()),
+        }
+    }
+
+    /// What has to be done about the server, beside that it runs.
+    pub(super) fn server_to_do(&self) -> anyhow::Result<Option<String>> {
+        match self {
+            Self::Units(units) => units.to_do(SERVER_UNIT),
+            Self::Children(_) => Ok(None),
+        }
+    }
+
+    /// The same of the agent.
+    pub(super) fn agent_to_do(&self) -> anyhow::Result<Option<String>> {
+        match self {
+            Self::Units(units) => units.to_do(AGENT_UNIT),
+            Self::Children(_) => Ok(None),
+        }
+    }
+
+    pub(super) async fn start_server(&mut self, runs: bool) -> anyhow::Result<()> {
+        match self {
+            Self::Units(units) => {
+                units.settle()?;
+                units.start(SERVER_UNIT, runs).await
+            }
+            Self::Children(_) if runs => Ok(()),
+            Self::Children(children) => {
+                let arguments = children.server_arguments.clone();
+                children.server = Some(children.spawn("server", &arguments)?);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) async fn start_agent(&mut self, runs: bool) -> anyhow::Result<()> {
+        match self {
+            Self::Units(units) => units.start(AGENT_UNIT, runs).await,
+            Self::Children(_) if runs => Ok(()),
+            Self::Children(children) => {
+                let arguments = children.agent_arguments.clone();
+                children.agent = Some(children.spawn("agent", &arguments)?);
+                Ok(())
+            }
+        }
+    }
+
+    /// Makes the units' settings what they are to be.
+    pub(super) fn settle(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Units(units) => units.settle(),
+            Self::Children(_) => Ok(()),
+        }
+    }
+
+    /// Fails if the server was started here and has ended.
+    pub(super) fn check_server(&mut self) -> anyhow::Result<()> {
+        match self {
+            Self::Units(units) => units.check(SERVER_UNIT),
+            Self::Children(children) => {
+                check_child(&mut children.server, "server", &children.log_dir)
+            }
+        }
+    }
+
+    /// The same of the agent.
+    pub(super) fn check_agent(&mut self) -> anyhow::Result<()> {
+        match self {
+            Self::Units(units) => units.check(AGENT_UNIT),
+            Self::Children(children) => {
+                check_child(&mut children.agent, "agent", &children.log_dir)
+            }
+        }
+    }
+
+    /// Ends what was started here: the agent first, whose last words the server takes. Services go on.
+    pub(super) async fn stop(&mut self) {
+        let Self::Children(children) = self else { return };
+        for child in [&mut children.agent, &mut children.server] {
+            let Some(mut child) = child.take() else { continue };
+            let _ = kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM);
+            let begun = tokio::time::Instant::now();
+            while matches!(child.try_wait(), Ok(None)) {
+                if begun.elapsed() > END_TIMEOUT {
+                    let _ = child.kill();
+                }
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+        }
+    }
+
+    /// Stays with what runs in the foreground until somebody ends it.
+    pub(super) async fn stay(mut self) -> anyhow::Result<()> {
+        let Self::Children(children) = &mut self else { return Ok(()) };
+        if children.server.is_none() && children.agent.is_none() {
+            return Ok(());
+        }
+        let (mut terminate, mut interrupt) =
+            (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        print::words(&format!(
+            "Server and agent run here until Ctrl-C (their logs: {}): go on in another terminal. Guests go on running after that, and `vmseal init` takes them up again.",
+            children.log_dir.display()
+        ))?;
+        let ended = loop {
+            tokio::select! {
+                _ = terminate.recv() => break Ok(()),
+                _ = interrupt.recv() => break Ok(()),
+                () = tokio::time::sleep(LOOK_EVERY) => {}
+            }
+            let here = check_child(&mut children.server, "server", &children.log_dir);
+            let here =
+                here.and_then(|()| check_child(&mut children.agent, "agent", &children.log_dir));
+            if here.is_err() {
+                break here;
+            }
+        };
+        self.stop().await;
+        ended
+    }
+}
+
+/// Units have places of their own.
+fn refuse_places(options: &arguments::Init) -> anyhow::Result<()> {
+    use clap::Args;
+    let command = arguments::Places::augment_args(clap::Command::new("init"));
+    let usual = command.try_get_matches_from(["init"])?;
+    let usual: arguments::Places = clap::FromArgMatches::from_arg_matches(&usual)?;
+    let given = &options.places;
+    let same = usual.data_dir == given.data_dir
+        && usual.state_dir == given.state_dir
+        && usual.run_dir == given.run_dir
+        && usual.config_dir == given.config_dir
+        && usual.log_dir == given.log_dir
+        && usual.accelerator == given.accelerator
+        && usual.qemu == given.qemu
+        && usual.filter == given.filter;
+    if same {
+        return Ok(());
+    }
+    let message = "the options under 'Without systemd' need --foreground: units have places and programs of their own (systemctl edit vmseal-agent)";
+    Err(Ended::new(Exit::Usage, message).into())
+}
+
+impl Units {
+    fn drop_in(&self) -> PathBuf {
+        self.etc.join(format!("{SERVER_UNIT}.d")).join("init.conf")
+    }
+
+    /// What the server's unit is to have beyond its own settings.
+    fn settings(&self) -> String {
+        let mut text = "# Written by vmseal init; `systemctl edit vmseal-server` makes settings of your own.\n[Service]\n".to_owned();
+        text += &format!("Environment=VMSEAL_LISTEN={} VMSEAL_NAME={}\n", self.listen, self.name);
+        if self.kept.exists() {
+            text += &format!("LoadCredential=vmseal-provider-{PROVIDER}:{}\n", self.kept.display());
+        }
+        text
+    }
+
+    fn has_settings(&self) -> bool {
+        std::fs::read_to_string(self.drop_in()).is_ok_and(|text| text == self.settings())
+    }
+
+    fn settle(&self) -> anyhow::Result<()> {
+        if self.has_settings() {
+            return Ok(());
+        }
+        let file = self.drop_in();
+        let directory = file.parent().context("a drop-in is in a directory")?;
+        std::fs::create_dir_all(directory)
+            .and_then(|()| atomic_file::write(&file, self.settings().as_bytes(), PUBLIC))
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        self.call(&["daemon-reload"])
+    }
+
+    fn to_do(&self, unit: &str) -> anyhow::Result<Option<String>> {
+        if unit == SERVER_UNIT && !self.has_settings() {
+            return Ok(Some(format!(
+                "set it up in {}, enable it, and start it",
+                self.drop_in().display()
+            )));
+        }
+        let mut asked = Command::new(&self.systemctl);
+        asked.args(["is-enabled", "--quiet", unit]).stdin(Stdio::null()).stderr(Stdio::null());
+        let enabled = asked.status().context("systemctl cannot be run")?;
+        Ok((!enabled.success()).then(|| format!("enable {unit}, and start it")))
+    }
+
+    /// Has a unit start with the machine, and now.
+    async fn start(&self, unit: &str, runs: bool) -> anyhow::Result<()> {
+        self.call(&["enable", unit])?;
+        if runs {
+            return Ok(());
+        }
+        // One that failed too often would not be started again.
+        let _ = self.call(&["reset-failed", unit]);
+        self.call(&["restart", unit])
+    }
+
+    fn check(&self, unit: &str) -> anyhow::Result<()> {
+        let mut asked = Command::new(&self.systemctl);
+        asked.args(["is-failed", "--quiet", unit]).stdin(Stdio::null()).stderr(Stdio::null());
+        let failed = asked.status().context("systemctl cannot be run")?.success();
+        ensure!(!failed, "{unit} has failed: see journalctl -u {unit}");
+        Ok(())
+    }
+
+    fn call(&self, arguments: &[&str]) -> anyhow::Result<()> {
+        let called = Command::new(&self.systemctl).args(arguments).stdin(Stdio::null()).output();
+        let called = called.context("systemctl cannot be run")?;
+        ensure!(
+            called.status.success(),
+            "systemctl {} failed: {}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&called.stderr).trim()
+        );
+        Ok(())
+    }
+}
+
+impl Children {
+    fn new(options: &arguments::Init) -> anyhow::Result<Self> {
+        let places = &options.places;
+        let own = std::process::id().to_string();
+        let text = |path: &Path| -> anyhow::Result<String> {
+            Ok(path
+                .to_str()
+                .with_context(|| format!("{} is not UTF-8", path.display()))?
+                .to_owned())
+        };
+        let server_arguments = vec![
+            "server".to_owned(),
+            format!("--data-dir={}", text(&places.data_dir)?),
+            format!("--listen={}", options.listen),
+            format!("--name={}", options.listen.ip()),
+            format!("--parent={own}"),
+        ];
+        let filter = match &places.filter {
+            Some(filter) => filter.clone(),
+            None => beside_this_program("vmseal-filter")?,
+        };
+        let accelerator = clap::ValueEnum::to_possible_value(&places.accelerator);
+        let accelerator = accelerator.context("an accelerator has a name")?;
+        let agent_arguments = vec![
+            "agent".to_owned(),
+            format!("--state-dir={}", text(&places.state_dir)?),
+            format!("--run-dir={}", text(&places.run_dir)?),
+            format!("--accelerator={}", accelerator.get_name()),
+            format!("--qemu={}", text(&places.qemu)?),
+            format!("--filter={}", text(&filter)?),
+            format!("--parent={own}"),
+        ];
+        Ok(Self {
+            program: std::env::current_exe().context("where is this program?")?,
+            server_arguments,
+            agent_arguments,
+            credentials: keys::credentials_in(&places.config_dir),
+            log_dir: places.log_dir.clone(),
+            server: None,
+            agent: None,
+        })
+    }
+
+    fn spawn(&self, role: &str, arguments: &[String]) -> anyhow::Result<Child> {
+        let log = self.log_dir.join(format!("{role}.log"));
+        let output = std::fs::File::options().create(true).append(true).open(&log);
+        let output = output.with_context(|| format!("cannot write {}", log.display()))?;
+        Command::new(&self.program)
+            .args(arguments)
+            .env("CREDENTIALS_DIRECTORY", &self.credentials)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            // A Ctrl-C at the terminal is for this process, which ends them in order.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start the {role}"))
+    }
+}
+
+fn check_child(child: &mut Option<Child>, role: &str, log_dir: &Path) -> anyhow::Result<()> {
+    let Some(running) = child else { return Ok(()) };
+    let Some(status) = running.try_wait()? else { return Ok(()) };
+    *child = None;
+    let log = log_dir.join(format!("{role}.log"));
+    let text = std::fs::read(&log).unwrap_or_default();
+    let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(TAIL)..]).into_owned();
+    anyhow::bail!(
+        "the {role} has ended ({status}); its log, {}, ends:\n{}",
+        log.display(),
+        tail.trim_end()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// A systemd that writes down what it is told, and knows what is enabled.
+    fn systemd(directory: &Path) -> Units {
+        let systemctl = directory.join("systemctl");
+        let script = format!(
+            "#!/bin/sh\ncd {}\ncase $1 in is-enabled) test -e enabled-$3; exit;; enable) touch enabled-$2;; esac\necho \"$*\" >> calls\n",
+            directory.display()
+        );
+        std::fs::write(&systemctl, script).unwrap();
+        std::fs::set_permissions(&systemctl, PermissionsExt::from_mode(0o700)).unwrap();
+        Units {
+            etc: directory.join("etc"),
+            systemctl,
+            listen: "192.0.2.1:8443".to_owned(),
+            name: "192.0.2.1".to_owned(),
+            kept: directory.join("kept"),
+        }
+    }
+
+    #[tokio::test]
+    async fn units_are_set_up_once_and_again_when_the_passphrase_is_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let units = systemd(directory.path());
+        let mut processes = Processes::Units(units);
+        assert!(processes.server_to_do().unwrap().is_some());
+        processes.start_server(false).await.unwrap();
+        assert_eq!(processes.server_to_do().unwrap(), None);
+        assert!(processes.agent_to_do().unwrap().is_some());
+        processes.start_agent(false).await.unwrap();
+        assert_eq!(processes.agent_to_do().unwrap(), None);
+        let calls = || std::fs::read_to_string(directory.path().join("calls")).unwrap();
+        assert_eq!(
+            calls(),
+            "daemon-reload\nenable vmseal-server.service\nreset-failed vmseal-server.service\n\
+             restart vmseal-server.service\nenable vmseal-agent.service\n\
+             reset-failed vmseal-agent.service\nrestart vmseal-agent.service\n"
+        );
+        // A file that the unit names has to be there when it starts.
+        let file = directory.path().join("etc/vmseal-server.service.d/init.conf");
+        let settings = || std::fs::read_to_string(&file).unwrap();
+        assert!(settings().contains("VMSEAL_LISTEN=192.0.2.1:8443"), "{}", settings());
+        assert!(!settings().contains("LoadCredential"));
+        std::fs::write(directory.path().join("kept"), "").unwrap();
+        assert!(processes.server_to_do().unwrap().is_some());
+        processes.settle().unwrap();
+        let kept = directory.path().join("kept").display().to_string();
+        assert!(settings().contains(&format!("LoadCredential=vmseal-provider-keys:{kept}\n")));
+        // What runs is not restarted for it.
+        let told = calls().lines().count();
+        processes.settle().unwrap();
+        processes.start_server(true).await.unwrap();
+        assert_eq!(
+            calls().lines().skip(told).collect::<Vec<_>>(),
+            ["enable vmseal-server.service"]
+        );
+    }
+}

@@ -1,0 +1,180 @@
+//! `vmseal vm launch`: a VM from an image, created, started, and waited for until it is reached by SSH.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde_json::Value;
+use tokio::time::Instant;
+use vmseal_api::client::ServerClient;
+use vmseal_api::host::Power;
+use vmseal_api::model::{Datastore, Task, Vm};
+use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::transfer::ImageFormat;
+
+use super::ssh::{self, LogIn};
+use super::{image, task};
+use crate::arguments::{Launch, Output, Wait};
+use crate::exit::{Ended, Exit};
+use crate::print::{self, plan};
+use crate::{first_boot, images, nic_option};
+
+/// The name of the image that is built where it is missing.
+const DEBIAN: &str = "debian";
+
+/// The card where none is given: the guest reaches out, and its SSH server is reached at a free port of loopback.
+const NIC: &str = "user,forward=tcp:22";
+
+/// How often a guest that boots is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+pub async fn run(server: &ServerClient, output: Output, options: Launch) -> anyhow::Result<()> {
+    let cloud_init = first_boot::asked(&options.first_boot)?;
+    if cloud_init.is_none() {
+        let message = "nobody could log in: give --ssh-key FILE, --password or --cloud-init";
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    let nics = match options.nics.as_slice() {
+        [] => nic_option::parse_all(&[NIC.to_owned()])?,
+        given => nic_option::parse_all(given)?,
+    };
+    let datastore = datastore(server, options.datastore.as_deref()).await?;
+    let (image, format) = image_of(&options, options.dry_run.dry_run)?;
+    first_boot::warn_if_plain(server, &options.policy).await;
+    let request = CreateVm {
+        name: options.name.clone(),
+        policy: options.policy.clone(),
+        vcpus: options.vcpus,
+        memory: options.memory,
+        disks: vec![CreateDisk {
+            name: "disk0".to_owned(),
+            datastore,
+            size: options.disk_size,
+            image: Some(image),
+            format: Some(format),
+        }],
+        nics,
+        cloud_init,
+    };
+    if options.dry_run.dry_run {
+        let mut plan = server.try_post("vms", &request).await?;
+        plan.steps.push("start it, and wait until its SSH server answers".to_owned());
+        return plan::show(output, &plan);
+    }
+    // Only the VM is printed as a document: one result.
+    let quiet = Output::Table;
+    let created: Task = server.post("vms", &request).await?;
+    task::settle(server, quiet, created, &Wait::default()).await?;
+    let path = format!("vms/{}", options.name);
+    let vm: Vm = server.get(&path).await?;
+    let log_in = LogIn {
+        user: options.first_boot.user.clone(),
+        identity: options.first_boot.ssh_keys.iter().find_map(|file| ssh::private_of(file)),
+    };
+    ssh::remember(&vm, &log_in)?;
+    let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
+    task::settle(server, quiet, started, &Wait::default()).await?;
+    let vm = reached(server, &path, options.timeout).await?;
+    if output != Output::Table {
+        return print::one(output, &vm, &[]);
+    }
+    print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
+}
+
+/// The datastore that is meant where there is only one.
+async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result<String> {
+    if let Some(given) = given {
+        return Ok(given.to_owned());
+    }
+    let known: Vec<Datastore> = server.all("datastores").await?;
+    match known.as_slice() {
+        [one] => Ok(one.id.to_string()),
+        [] => {
+            let message = "there is no datastore: add one (vmseal datastore add), or set this machine up (vmseal init)";
+            Err(Ended::new(Exit::NotFound, message).into())
+        }
+        several => {
+            let mut names: Vec<_> =
+                several.iter().map(|it| format!("{}:{}", it.host, it.name)).collect();
+            names.sort();
+            let message = format!("give --datastore: there are {}", names.join(", "));
+            Err(Ended::new(Exit::Usage, message).into())
+        }
+    }
+}
+
+/// The file to fill the disk from. Debian's is built if it is missing, but not by a dry run.
+fn image_of(options: &Launch, dry_run: bool) -> anyhow::Result<(std::path::PathBuf, ImageFormat)> {
+    let image = &options.image;
+    if !images::is_name(image) {
+        let format = options.format.or_else(|| format_of(image)).with_context(|| {
+            format!("give the format of {}: --format raw or --format qcow2", image.display())
+        })?;
+        return Ok((std::path::absolute(image)?, format));
+    }
+    let name = image.to_string_lossy();
+    let directory = images::directory()?;
+    match images::find(&directory, &name) {
+        Ok(found) => Ok(found),
+        Err(_)
+            if name == DEBIAN
+                && !dry_run
+                && !images::list(&directory)?.iter().any(|it| it.name == DEBIAN) =>
+        {
+            Ok((image::debian()?, ImageFormat::Raw))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// What a file's name says of its format; its content could be a guest's.
+fn format_of(image: &Path) -> Option<ImageFormat> {
+    match image.extension()?.to_str()? {
+        "raw" | "img" => Some(ImageFormat::Raw),
+        "qcow2" => Some(ImageFormat::Qcow2),
+        _ => None,
+    }
+}
+
+/// Waits until the VM's SSH server answers.
+async fn reached(server: &ServerClient, path: &str, timeout: Duration) -> anyhow::Result<Vm> {
+    let begun = Instant::now();
+    print::say(
+        "waiting for the guest's SSH server; its console: vmseal vm console (from another terminal)",
+    );
+    loop {
+        let vm: Vm = server.get(path).await?;
+        let name = &vm.name;
+        if vm.power.is_some_and(|power| power != Power::Running) {
+            let message = format!(
+                "VM '{name}' has stopped while it booted; see vmseal vm console {name} after a start"
+            );
+            return Err(Ended::new(Exit::Failed, message).into());
+        }
+        let at = ssh::find(&vm);
+        if let Some(at) = at
+            && tokio::task::spawn_blocking(move || ssh::answers(at)).await?
+        {
+            return Ok(vm);
+        }
+        if begun.elapsed() > timeout {
+            let what = match at {
+                Some(at) => format!(
+                    "nothing answers as an SSH server at {at} (if its host is another machine, forward the port there to an address of its own)"
+                ),
+                None => "no address of it is known".to_owned(),
+            };
+            let message =
+                format!("VM '{name}' runs, but {what}; look at it: vmseal vm console {name}");
+            return Err(Ended::new(Exit::NoAnswer, message).into());
+        }
+        let interrupted = tokio::select! {
+            Ok(()) = tokio::signal::ctrl_c() => true,
+            () = tokio::time::sleep(LOOK_EVERY) => false,
+        };
+        if interrupted {
+            let message = format!("interrupted; VM '{name}' goes on booting: vmseal vm ssh {name}");
+            return Err(Ended::new(Exit::Interrupted, message).into());
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! `vmseal vm ssh`: the system's own ssh, told where a VM is reached, as whom, and with which key.
+//!
+//! The keys of guests are known by the VM's id, in a file for each VM beside what `vmseal login` saves: addresses and
+//! forwarded ports are used again by other VMs, and the user's own `known_hosts` is left alone.
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::client::ServerClient;
+use vmseal_api::host::Power;
+use vmseal_api::model::Vm;
+use vmseal_api::nic::Protocol;
+
+use crate::arguments::Ssh;
+use crate::connection;
+use crate::exit::{Ended, Exit};
+
+/// The port of SSH servers.
+pub const SSH_PORT: u16 = 22;
+
+/// The user of the image that `vmseal image build debian` builds.
+pub const USER: &str = "debian";
+
+/// How long a guest may take to answer one connection.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What SSH servers say first (RFC 4253).
+const BANNER: &[u8; 4] = b"SSH-";
+
+/// Who logs in to a VM, as `vm launch` was told.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogIn {
+    pub user: Option<String>,
+    /// The file with the private key.
+    pub identity: Option<PathBuf>,
+}
+
+pub async fn run(server: &ServerClient, options: Ssh) -> anyhow::Result<()> {
+    let vm: Vm = server.get(&format!("vms/{}", options.name)).await?;
+    let (address, port) = match &options.address {
+        Some(address) => (address.clone(), options.port),
+        None => {
+            let found = endpoint(&vm)?;
+            (found.ip().to_string(), found.port())
+        }
+    };
+    let directory = directory()?;
+    atomic_file::private_directory(&directory)
+        .with_context(|| format!("cannot make {}", directory.display()))?;
+    let known = known(&vm)?;
+    let log_in = LogIn {
+        user: options.user.or(known.user),
+        identity: options.identity.or(known.identity.filter(|file| file.exists())),
+    };
+    let arguments = arguments(&vm, &directory, &address, port, log_in, options.command);
+    // Replaces this process: the exit code, the terminal and signals are ssh's own.
+    let error = Command::new("ssh").args(arguments).exec();
+    Err(error).context("cannot run ssh: install openssh-client")
+}
+
+fn arguments(
+    vm: &Vm,
+    directory: &Path,
+    address: &str,
+    port: u16,
+    log_in: LogIn,
+    command: Vec<String>,
+) -> Vec<OsString> {
+    let mut known_hosts = OsString::from("UserKnownHostsFile=\"");
+    known_hosts.push(directory.join(format!("{}.known_hosts", vm.id)));
+    known_hosts.push("\"");
+    let mut all: Vec<OsString> = vec!["-o".into(), known_hosts];
+    for option in [
+        "GlobalKnownHostsFile=/dev/null".to_owned(),
+        "StrictHostKeyChecking=accept-new".to_owned(),
+        format!("HostKeyAlias={}", vm.id),
+        // Without it each new VM would be a warning.
+        "LogLevel=ERROR".to_owned(),
+    ] {
+        all.extend(["-o".into(), option.into()]);
+    }
+    if let Some(identity) = log_in.identity {
+        all.extend(["-i".into(), identity.into()]);
+    }
+    all.extend(["-p".into(), port.to_string().into()]);
+    all.extend(["-l".into(), log_in.user.unwrap_or_else(|| USER.to_owned()).into()]);
+    all.extend(["--".into(), address.into()]);
+    all.extend(command.into_iter().map(OsString::from));
+    all
+}
+
+/// Where the SSH server of a running VM is reached: at a forwarded port, else at an address of its own.
+pub fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
+    if vm.power != Some(Power::Running) {
+        let message = format!("VM '{0}' does not run: start it (vmseal vm start {0})", vm.name);
+        return Err(Ended::new(Exit::Conflict, message).into());
+    }
+    find(vm).ok_or_else(|| {
+        let message = if vm.nics.is_empty() {
+            format!("VM '{}' has no network card: use vmseal vm console {0}", vm.name)
+        } else {
+            format!("no address of VM '{}' is known yet: wait for it, or give --address", vm.name)
+        };
+        Ended::new(Exit::NoAnswer, message).into()
+    })
+}
+
+/// The same; none where nothing is known.
+pub fn find(vm: &Vm) -> Option<SocketAddr> {
+    let forwards = vm.nics.iter().flat_map(|nic| &nic.forwards);
+    let mut to_ssh =
+        forwards.filter(|it| it.protocol == Protocol::Tcp && it.guest_port == SSH_PORT);
+    if let Some(forward) = to_ssh.find(|it| it.host_port != 0) {
+        let address = match IpAddr::from(forward.host_address) {
+            IpAddr::V4(any) if any.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V6(any) if any.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+            one => one,
+        };
+        return Some(SocketAddr::new(address, forward.host_port));
+    }
+    let address = vm.nics.iter().flat_map(|nic| &nic.addresses).next()?;
+    Some(SocketAddr::new(*address, SSH_PORT))
+}
+
+/// Whether an SSH server answers there. A forwarded port takes connections before there is one.
+pub fn answers(at: SocketAddr) -> bool {
+    let begins = || -> std::io::Result<bool> {
+        let mut stream = TcpStream::connect_timeout(&at, ANSWER_TIMEOUT)?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        let mut first = [0; BANNER.len()];
+        stream.read_exact(&mut first)?;
+        Ok(first == *BANNER)
+    };
+    begins().unwrap_or(false)
+}
+
+/// Where the keys of guests are, and who logs in to them.
+fn directory() -> anyhow::Result<PathBuf> {
+    let login = connection::saved_path().context("there is no home directory: set HOME")?;
+    Ok(login.with_file_name("ssh"))
+}
+
+fn file_of(vm: &Vm) -> anyhow::Result<PathBuf> {
+    Ok(directory()?.join(format!("{}.toml", vm.id)))
+}
+
+/// Who logs in to a VM, as far as it was launched from here.
+fn known(vm: &Vm) -> anyhow::Result<LogIn> {
+    let file = file_of(vm)?;
+    match std::fs::read_to_string(&file) {
+        Ok(text) => toml::from_str(&text)
+            .with_context(|| format!("{} is damaged: remove it", file.display())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(LogIn::default()),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", file.display())),
+    }
+}
+
+/// Remembers who logs in to a VM.
+pub fn remember(vm: &Vm, log_in: &LogIn) -> anyhow::Result<()> {
+    let file = file_of(vm)?;
+    let text = toml::to_string(log_in)?;
+    atomic_file::private_directory(&directory()?)
+        .and_then(|()| atomic_file::write(&file, text.as_bytes(), PRIVATE))
+        .with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// The private key that belongs to a public one, where it lies beside it.
+pub fn private_of(public: &Path) -> Option<PathBuf> {
+    let private = public.with_extension("");
+    let is_public = public.extension().is_some_and(|extension| extension == "pub");
+    (is_public && private.is_file()).then(|| std::path::absolute(private).ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_server_is_there_when_it_says_so_and_not_when_it_takes_connections() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let said = std::thread::spawn(move || {
+            for text in ["", "HTTP/1.1 400", "SSH-2.0-OpenSSH_9.2\r\n"] {
+                listener.accept().unwrap().0.write_all(text.as_bytes()).unwrap();
+            }
+        });
+        assert_eq!([answers(at), answers(at), answers(at)], [false, false, true]);
+        said.join().unwrap();
+        assert!(!answers(at), "nobody listens any more");
+    }
+
+    #[test]
+    fn the_private_key_is_the_one_beside_the_public() {
+        let directory = tempfile::tempdir().unwrap();
+        let public = directory.path().join("id_ed25519.pub");
+        assert_eq!(private_of(&public), None);
+        std::fs::write(directory.path().join("id_ed25519"), "").unwrap();
+        assert_eq!(private_of(&public), Some(directory.path().join("id_ed25519")));
+        assert_eq!(private_of(&directory.path().join("id_ed25519")), None);
+    }
+}

@@ -1,0 +1,180 @@
+//! Images of systems on this machine, known by their names: files of one directory.
+//!
+//! `debian.raw` is the image `debian`, raw; `.qcow2` files are images, too. `vmseal image build` makes one, and others
+//! may be put there.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use jiff::Timestamp;
+use serde::Serialize;
+use vmseal_api::filter::CRYPT_SECTOR;
+use vmseal_api::transfer::ImageFormat;
+
+use crate::exit::{Ended, Exit};
+
+/// Where they are for root: hosts may import from it (`vmseal agent --transfer-directory`).
+pub const SYSTEM: &str = "/var/lib/vmseal/images";
+
+/// An image.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Image {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub format: ImageFormat,
+    /// The size of the disk in it, in bytes; none where it cannot be read.
+    pub size: Option<u64>,
+    /// The room that it takes, in bytes.
+    pub allocated: u64,
+    /// When it was last written to.
+    pub modified: Option<Timestamp>,
+    /// The file.
+    pub path: PathBuf,
+}
+
+/// The directory of this user's images.
+///
+/// # Errors
+/// The user has neither a cache directory nor a home.
+pub fn directory() -> anyhow::Result<PathBuf> {
+    if nix::unistd::geteuid().is_root() {
+        return Ok(PathBuf::from(SYSTEM));
+    }
+    let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|it| it.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+    let cache = cache.context("where are images kept? HOME is not set: give --dir or --to")?;
+    Ok(cache.join("vmseal/images"))
+}
+
+/// What a file in the directory is called, and its format; none for what is no image.
+fn named(path: &Path) -> Option<(String, ImageFormat)> {
+    let extension = path.extension()?.to_str()?;
+    let format = ImageFormat::ALL.into_iter().find(|format| format.name() == extension)?;
+    let name = path.file_stem()?.to_str()?;
+    (!name.starts_with('.')).then(|| (name.to_owned(), format))
+}
+
+/// The images in a directory, by name; none where it is not there.
+///
+/// # Errors
+/// The file system's.
+pub fn list(directory: &Path) -> anyhow::Result<Vec<Image>> {
+    let failed = || format!("cannot read {}", directory.display());
+    let entries = match std::fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(failed),
+    };
+    let mut images = Vec::new();
+    for entry in entries {
+        let path = entry.with_context(failed)?.path();
+        let Some((name, format)) = named(&path) else { continue };
+        // Removed meanwhile, or no file.
+        let Some(metadata) = path.metadata().ok().filter(std::fs::Metadata::is_file) else {
+            continue;
+        };
+        images.push(Image {
+            name,
+            format,
+            size: size_of_image(&path, format).ok(),
+            allocated: metadata.blocks().saturating_mul(512),
+            modified: metadata.modified().ok().and_then(|at| Timestamp::try_from(at).ok()),
+            path,
+        });
+    }
+    images.sort_by(|one, other| one.path.cmp(&other.path));
+    Ok(images)
+}
+
+/// The file and the format of the image of this name.
+///
+/// # Errors
+/// There is none, or more than one.
+pub fn find(directory: &Path, name: &str) -> anyhow::Result<(PathBuf, ImageFormat)> {
+    let images = list(directory)?;
+    let mut called = images.iter().filter(|image| image.name == name);
+    let directory = directory.display();
+    let message = match (called.next(), called.next()) {
+        (Some(image), None) => return Ok((image.path.clone(), image.format)),
+        (Some(_), Some(_)) => {
+            format!("there is more than one image '{name}' in {directory}: give the path of one")
+        }
+        (None, _) => {
+            let known: Vec<_> = images.iter().map(|image| image.name.as_str()).collect();
+            let known = match known.as_slice() {
+                [] => "none is there".to_owned(),
+                names => format!("known are {}", names.join(", ")),
+            };
+            format!(
+                "there is no image '{name}' in {directory} ({known}): give a path, or build it (vmseal image build debian)"
+            )
+        }
+    };
+    Err(Ended::new(Exit::Usage, message).into())
+}
+
+/// Whether this is the name of an image, and not the path of one.
+#[must_use]
+pub fn is_name(image: &Path) -> bool {
+    !image.as_os_str().is_empty() && !image.to_string_lossy().contains('/')
+}
+
+/// The size of the disk in an image, rounded up to whole sectors, as disks must have.
+pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
+    let unreadable =
+        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
+    let size = match format {
+        ImageFormat::Raw => std::fs::metadata(image).with_context(unreadable)?.len(),
+        ImageFormat::Qcow2 => {
+            let file = File::open(image).with_context(unreadable)?;
+            let header = vmseal_qcow2::examine(&file);
+            header.with_context(|| format!("{} cannot be imported", image.display()))?.size
+        }
+    };
+    Ok(size.next_multiple_of(u64::from(CRYPT_SECTOR)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_listed_and_found_by_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        for name in ["debian.raw", "other.qcow2", "two.raw", "two.qcow2", "notes.txt", ".half.raw"]
+        {
+            std::fs::write(at(name), [0; 8192]).unwrap();
+        }
+        std::fs::create_dir(at("directory.raw")).unwrap();
+        let listed = list(directory.path()).unwrap();
+        let names: Vec<_> =
+            listed.iter().map(|it| (it.name.as_str(), it.format.name(), it.size)).collect();
+        let expected = [
+            ("debian", "raw", Some(8192)),
+            ("other", "qcow2", None),
+            ("two", "qcow2", None),
+            ("two", "raw", Some(8192)),
+        ];
+        assert_eq!(names, expected);
+        let found = find(directory.path(), "debian").unwrap();
+        assert_eq!(found, (at("debian.raw"), ImageFormat::Raw));
+        for (name, told) in [("none", "known are debian, other"), ("two", "more than one")] {
+            let message = find(directory.path(), name).unwrap_err().to_string();
+            assert!(message.contains(told), "{message}");
+        }
+        assert!(list(&at("missing")).unwrap().is_empty());
+        let message = find(&at("missing"), "debian").unwrap_err().to_string();
+        assert!(message.contains("vmseal image build debian"), "{message}");
+    }
+
+    #[test]
+    fn a_name_is_what_has_no_slash() {
+        assert!(is_name(Path::new("debian")) && is_name(Path::new("debian-12")));
+        assert!(!is_name(Path::new("/a/debian.raw")) && !is_name(Path::new("./a")));
+    }
+}

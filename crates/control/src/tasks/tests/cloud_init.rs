@@ -1,0 +1,92 @@
+//! VMs that are told something at their first boot: what they are told is stored sealed alone, and it ends with the
+//! agent's process that it was sealed to.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::cloud_init::CloudInit;
+use vmseal_api::host::DiskRole;
+use vmseal_api::id::TaskId;
+use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::{Caller, Outcome, create_vm};
+
+/// What nobody but the guest may read.
+const MARKER: &str = "correct-horse-battery-staple";
+
+/// Begins to create a VM that is told [`MARKER`].
+pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
+    let disk = CreateDisk {
+        name: "disk0".to_owned(),
+        datastore: "local".to_owned(),
+        size: 1 << 20,
+        image: None,
+        format: None,
+    };
+    let user_data = Some(format!("#cloud-config\nwrite_files: [{{content: {MARKER}}}]\n").into());
+    let request = CreateVm {
+        name: name.to_owned(),
+        policy: "encrypted".to_owned(),
+        vcpus: 1,
+        memory: 32 << 20,
+        disks: vec![disk],
+        cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
+        nics: Vec::new(),
+    };
+    let services = fixture.services(Recipient::generate().unwrap());
+    let caller = Caller::administrator("me");
+    let begun = create_vm::create(&services, &caller, request, false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    (vm, task.id)
+}
+
+/// All that the server has stored.
+fn stored(fixture: &Fixture) -> Vec<u8> {
+    let files = std::fs::read_dir(fixture.directory.path()).unwrap();
+    let files = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_file());
+    files.flat_map(|path| std::fs::read(path).unwrap()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_first_boot_survives_every_fault_at_every_step() {
+    matrix(Kind::FirstBoot).await;
+}
+
+#[tokio::test]
+async fn the_inventory_never_has_it_in_the_clear() {
+    let fixture = Fixture::new().await;
+    let (vm, task) = create(&fixture, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let disks = fixture.disks(vm).await;
+    let roles: Vec<_> = disks.iter().map(|disk| (disk.name.as_str(), disk.role)).collect();
+    assert_eq!(roles, [("disk0", DiskRole::Data), ("cloud-init", DiskRole::CloudInit)]);
+    assert!(disks[1].encrypted && disks[1].replica.is_none() && disks[1].cache.is_none());
+    let stored = stored(&fixture);
+    let has = |text: &[u8]| stored.windows(text.len()).any(|at| at == text);
+    assert!(has(b"cloud_init"), "it is looked for at the wrong place");
+    // Base64 of a text that begins anywhere in it has one of three forms; its ends depend on the neighbours.
+    for at in 0..3 {
+        let encoded = STANDARD.encode(&MARKER.as_bytes()[at..]);
+        assert!(!has(&encoded.as_bytes()[..24]), "base64 from {at} on");
+    }
+    assert!(!has(MARKER.as_bytes()));
+    let shown = format!("{:?}", fixture.task(task).await);
+    assert!(!shown.contains(MARKER), "{shown}");
+}
+
+#[tokio::test]
+async fn an_agent_that_restarts_before_the_disk_is_made_ends_the_task_and_nothing_is_left() {
+    let fixture = Fixture::new().await;
+    fixture.agent.set_work(LONG);
+    let (vm, task) = create(&fixture, "web").await;
+    fixture.eventually("it works", async || (fixture.calls(Call::PutJob) > 0).then_some(())).await;
+    fixture.agent.set_work(std::time::Duration::from_millis(1));
+    fixture.agent.restart();
+    let ended = fixture.ended(task).await;
+    let problem = ended.problem.unwrap();
+    assert_eq!(ended.state, TaskState::Failed, "{problem}");
+    assert!(problem.detail.contains("Create the VM again"), "{problem}");
+    fixture.assert_nothing_left(vm, "the agent restarted").await;
+}
