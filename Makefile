@@ -1,5 +1,5 @@
 # The targets for building and testing; the work is in scripts/.
-.PHONY: help prerequisites build test soak demo bench install man fmt clippy images clean
+.PHONY: help prerequisites build test soak demo bench install deb man fmt clippy images clean
 
 PREFIX ?= /usr/local
 
@@ -27,6 +27,10 @@ bench: prerequisites ## measure vmseal beside QEMU's storage daemon and nbdkit
 install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=
 	cargo build --release --locked -p vmseal -p vmseal-iofilter
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
+
+deb: prerequisites ## a Debian package in target/
+	cargo build --release --locked -p vmseal -p vmseal-iofilter
+	scripts/deb
 
 man: build ## write the manual pages to target/man
 	target/debug/vmseal man --dir target/man
