@@ -4,6 +4,7 @@
 //! It panics where an agent breaks the contract.
 
 mod bitmaps;
+mod cloud_init;
 mod exclusion;
 mod jobs;
 mod nics;
@@ -235,6 +236,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     replicas::given(agent, &mut session).await;
     registration(agent, &session).await;
     keys(agent, &session).await;
+    cloud_init::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;

@@ -143,6 +143,22 @@ pub fn seal_for(key_box: &str, vm: VmId, reference: &KeyReference, kek: &SecretB
     SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) }
 }
 
+/// Seals documents as the server does. For tests.
+#[cfg(any(test, feature = "contract-suite"))]
+pub fn seal_documents_for(
+    key_box: &str,
+    vm: VmId,
+    disk: DiskId,
+    documents: &vmseal_api::cloud_init::Documents,
+) -> SealedKey {
+    let public = STANDARD.decode(key_box).ok().and_then(|bytes| bytes.try_into().ok());
+    let public: [u8; 32] = public.expect("a key box is 32 bytes in base64");
+    let packed = SecretBytes::from_wiped(&mut documents.packed()).expect("locked memory");
+    let info = cloud_init_info(vm, disk);
+    let sealed = vmseal_secret::sealed_box::seal(&public, &info, &packed).expect("sealing");
+    SealedKey { key_box: key_box.to_owned(), sealed: STANDARD.encode(sealed.as_bytes()) }
+}
+
 /// The reference of a KEK, with its real check value. For tests.
 #[cfg(any(test, feature = "contract-suite"))]
 pub fn reference_of(kek: &SecretBytes, vm: VmId, key_id: &str) -> KeyReference {
