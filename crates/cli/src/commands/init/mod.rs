@@ -337,9 +337,7 @@ impl Init {
                 data.join("admin.token").display()
             ))?;
         }
-        print::words(&format!(
-            "Next: vmseal vm launch web1 --image debian --ssh-key ~/.ssh/id_ed25519.pub"
-        ))
+        print::words("Next: vmseal vm launch web1 --image debian --ssh-key ~/.ssh/id_ed25519.pub")
     }
 }
 
