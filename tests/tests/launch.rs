@@ -9,6 +9,12 @@ use vmseal_tests::installation::{Installation, text};
 const KEY: &str =
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDu0bKR0wAYc5z1f3Yv0J1mZ2c9bS7mUqkq3v1Qh9w1c me\n";
 
+/// The command that launches `web1`, with `more` options.
+fn command<'a>(image: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let usual = ["vm", "launch", "web1", "--image", image, "--memory=256M", "--disk-size=16M"];
+    [&usual[..], more].concat()
+}
+
 #[test]
 fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let here = Installation::new().unwrap();
@@ -16,7 +22,6 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     std::fs::write(&public, KEY).unwrap();
     std::fs::write(here.path("key"), "").unwrap();
     let (public, image) = (text(&public).unwrap(), text(&image).unwrap());
-    let usual = ["vm", "launch", "web1", "--image", image, "--memory=256M", "--disk-size=16M"];
 
     // What is not right is refused, and nothing is left of it.
     for (more, why) in [
@@ -25,19 +30,19 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
         (&["--ssh-key", public, "--policy=none"], "none"),
         (&["--ssh-key", public, "--nic=wire=1"], "--nic"),
     ] {
-        let said = here.refused(&[&usual[..], more].concat()).unwrap();
+        let said = here.refused(&command(image, more)).unwrap();
         assert!(said.contains(why), "{more:?}: {said}");
     }
     let said =
         here.refused(&["vm", "launch", "web1", "--image=none", "--ssh-key", public]).unwrap();
     assert!(said.contains("no image 'none'"), "{said}");
-    let plan = here.vmseal(&[&usual[..], &["--ssh-key", public, "--dry-run"]].concat()).unwrap();
+    let plan = here.vmseal(&command(image, &["--ssh-key", public, "--dry-run"])).unwrap();
     assert!(plan.contains("wait until its SSH server answers"), "{plan}");
     assert_eq!(here.json(&["vm", "list"]).unwrap(), serde_json::json!([]));
 
     // This guest has no SSH server: it runs, and the wait for it ends.
     let more = ["--ssh-key", public, "--user=me", "--timeout=1s"];
-    let output = here.try_vmseal(&[&usual[..], &more].concat()).unwrap();
+    let output = here.try_vmseal(&command(image, &more)).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(6), "{said}");
     assert!(said.contains("nothing answers as an SSH server at 127.0.0.1:"), "{said}");

@@ -31,6 +31,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         vcpus: 1,
         memory: 32 << 20,
         disks: vec![disk],
+        nics: Vec::new(),
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
         nics: Vec::new(),
     };
