@@ -33,7 +33,6 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         disks: vec![disk],
         nics: Vec::new(),
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
-        nics: Vec::new(),
     };
     let services = fixture.services(Recipient::generate().unwrap());
     let caller = Caller::administrator("me");
