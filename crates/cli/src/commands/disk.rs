@@ -27,21 +27,7 @@ pub async fn run(
         arguments::Disk::Expose(_) => unreachable!("carried out above"),
         arguments::Disk::Bitmap(verb) => bitmap::run(server, output, verb).await,
         arguments::Disk::List { vm, how } => {
-            let mut found = false;
-            list::read_with(server, output, &how, "vm", async || {
-                let vms = match &vm {
-                    None => server.all::<Vm>("vms").await?,
-                    Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
-                        Ok(vm) => vec![vm],
-                        // Deleted meanwhile, with its disks.
-                        Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
-                        Err(problem) => return Err(problem),
-                    },
-                };
-                found = true;
-                Ok(vms.into_iter().flat_map(disks_of).collect())
-            })
-            .await
+            list::parts_of_vms(server, output, &how, vm.as_deref(), disks_of).await
         }
         arguments::Disk::Show { vm, disk, watch } => {
             let read = async || {

@@ -2,6 +2,7 @@
 
 use serde::de::DeserializeOwned;
 use vmseal_api::client::ServerClient;
+use vmseal_api::model::Vm;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::follow::Changes;
@@ -47,6 +48,31 @@ pub async fn read_with<T: Row>(
         before = Some(now);
         across(server, async || changes.next().await).await?;
     }
+}
+
+/// The same for what VMs have, such as disks: of one VM, or of all.
+pub async fn parts_of_vms<T: Row, I: Iterator<Item = T>>(
+    server: &ServerClient,
+    output: Output,
+    how: &List<T>,
+    vm: Option<&str>,
+    parts_of: fn(Vm) -> I,
+) -> anyhow::Result<()> {
+    let mut found = false;
+    read_with(server, output, how, "vm", async || {
+        let vms = match vm {
+            None => server.all::<Vm>("vms").await?,
+            Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
+                Ok(vm) => vec![vm],
+                // Deleted meanwhile, with all that it had.
+                Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
+                Err(problem) => return Err(problem),
+            },
+        };
+        found = true;
+        Ok(vms.into_iter().flat_map(parts_of).collect())
+    })
+    .await
 }
 
 /// Prints the resource `how` names among those at `path`; with `--watch` a line for it now, and for every change

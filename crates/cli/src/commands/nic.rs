@@ -3,7 +3,6 @@
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::Vm;
 use vmseal_api::nic::NicLink;
-use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::SetNic;
 
 use super::list;
@@ -18,21 +17,7 @@ pub async fn run(
 ) -> anyhow::Result<()> {
     match verb {
         arguments::Nic::List { vm, how } => {
-            let mut found = false;
-            list::read_with(server, output, &how, "vm", async || {
-                let vms = match &vm {
-                    None => server.all::<Vm>("vms").await?,
-                    Some(vm) => match server.get::<Vm>(&format!("vms/{vm}")).await {
-                        Ok(vm) => vec![vm],
-                        // Deleted meanwhile, with its cards.
-                        Err(problem) if found && problem.code == ErrorCode::NotFound => Vec::new(),
-                        Err(problem) => return Err(problem),
-                    },
-                };
-                found = true;
-                Ok(vms.into_iter().flat_map(nics_of).collect())
-            })
-            .await
+            list::parts_of_vms(server, output, &how, vm.as_deref(), nics_of).await
         }
         arguments::Nic::Set { vm, nic, link, dry_run } => {
             let link = match link {
