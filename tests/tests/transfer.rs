@@ -378,7 +378,9 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     File::create(&second).unwrap().set_len(4 << 20).unwrap();
     let domain = include_str!("../../crates/cli/tests/libvirt/web.xml")
         .replace("/var/lib/libvirt/images/web.qcow2", text(&image).unwrap())
-        .replace("/srv/data.img", text(&second).unwrap());
+        .replace("/srv/data.img", text(&second).unwrap())
+        // A host of these tests has no bridge.
+        .replace("<interface type='bridge'><source bridge='br0'/>", "<interface type='user'>");
     let xml = here.path("web.xml");
     std::fs::write(&xml, &domain).unwrap();
     let fixed =
@@ -386,7 +388,7 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let arguments = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
     let output = here.try_vmseal(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success() && said.contains("not imported: 2 network"), "{said}");
+    assert!(output.status.success() && said.contains("not imported: the network card"), "{said}");
     let shown = here.vm("web").unwrap();
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
