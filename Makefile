@@ -1,10 +1,10 @@
 # The targets for building and testing; the work is in scripts/.
-.PHONY: help prerequisites build test soak demo bench install deb man fmt clippy images clean
+.PHONY: help prerequisites build test soak demo bench bench-network install deb man fmt clippy images clean
 
 PREFIX ?= /usr/local
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
 
 prerequisites: ## check Rust and Debian packages, as root install what is missing
 	@scripts/prerequisites
@@ -23,6 +23,9 @@ demo: build ## an encrypted VM on this machine, from creation to proof; PROVIDER
 
 bench: prerequisites ## measure vmseal beside QEMU's storage daemon and nbdkit
 	scripts/bench
+
+bench-network: prerequisites ## measure a guest's network card beside QEMU started by hand, as root
+	scripts/bench-network
 
 install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=
 	cargo build --release --locked -p vmseal -p vmseal-iofilter

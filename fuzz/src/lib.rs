@@ -24,8 +24,10 @@ pub mod replica_map;
 pub mod rest_body;
 pub mod run_record;
 pub mod sealed;
+pub mod server_backup;
 pub mod vhost_user_messages;
 pub mod vhost_user_queue;
+pub mod vm_descriptor;
 
 use std::sync::Arc;
 
@@ -58,8 +60,10 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("rest_body", rest_body::run),
     ("run_record", run_record::run),
     ("sealed", sealed::run),
+    ("server_backup", server_backup::run),
     ("vhost_user_messages", vhost_user_messages::run),
     ("vhost_user_queue", vhost_user_queue::run),
+    ("vm_descriptor", vm_descriptor::run),
 ];
 
 /// The longest input that a target looks at, in bytes: it fits a socket's buffer, so that a target can

@@ -180,6 +180,8 @@ replayed! {
     rest_body
     run_record
     sealed
+    server_backup
     vhost_user_messages
     vhost_user_queue
+    vm_descriptor
 }

@@ -180,7 +180,12 @@ fn configuration(
                 direct: Direct::Auto,
                 keeps_room: false,
             },
-            front_end: Some(FrontEndSpec::VhostUserBlk { socket, peer_uid: None, queues: 2 }),
+            front_end: Some(FrontEndSpec::VhostUserBlk {
+                socket,
+                connected: None,
+                peer_uid: None,
+                queues: 2,
+            }),
             beside: None,
             import: None,
             export: None,

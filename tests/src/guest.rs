@@ -16,20 +16,55 @@ pub const COUNT: &str = "VMSEAL-COUNT ";
 
 /// Makes the raw disk of the counting guest (`tests/images/counter.S`), `size` bytes long.
 pub fn counter_disk(path: &Path, size: u64) -> anyhow::Result<()> {
-    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("images/counter.S");
+    let code = assembled("counter.S")?;
+    ensure!(code.len() == 512, "the boot sector has {} bytes, not 512", code.len());
+    std::fs::write(path, code)?;
+    std::fs::File::options().write(true).open(path)?.set_len(size)?;
+    Ok(())
+}
+
+/// The machine code of a guest (`tests/images`) that its firmware loads to where boot sectors are.
+fn assembled(source: &str) -> anyhow::Result<Vec<u8>> {
+    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("images").join(source);
     let built = tempfile::tempdir()?;
-    let (object, sector) = (built.path().join("counter.o"), built.path().join("counter.bin"));
+    let (object, binary) = (built.path().join("guest.o"), built.path().join("guest.bin"));
     run(Command::new("as").arg("--32").arg(source).arg("-o").arg(&object))?;
     run(Command::new("ld")
         .args(["-m", "elf_i386", "-Ttext", "0x7c00", "--oformat", "binary"])
         .arg(&object)
         .arg("-o")
-        .arg(&sector))?;
-    let code = std::fs::read(&sector)?;
-    ensure!(code.len() == 512, "the boot sector has {} bytes, not 512", code.len());
-    std::fs::write(path, code)?;
-    std::fs::File::options().write(true).open(path)?.set_len(size)?;
-    Ok(())
+        .arg(&binary))?;
+    Ok(std::fs::read(&binary)?)
+}
+
+/// The size of a medium's sector, in bytes.
+const MEDIUM_SECTOR: usize = 2048;
+
+/// Makes a medium that firmware starts the guest of `tests/images/medium.S` from, with a text that the guest reads. It
+/// has what El Torito asks for, and no files.
+pub fn medium(path: &Path, text: &str) -> anyhow::Result<()> {
+    let code = assembled("medium.S")?;
+    ensure!(code.len() <= MEDIUM_SECTOR, "the guest has {} bytes", code.len());
+    let mut medium = vec![0; 32 * MEDIUM_SECTOR];
+    let mut put = |sector: usize, at: usize, bytes: &[u8]| {
+        let at = sector * MEDIUM_SECTOR + at;
+        medium[at..at + bytes.len()].copy_from_slice(bytes);
+    };
+    put(16, 0, b"\x01CD001\x01");
+    put(17, 0, b"\x00CD001\x01EL TORITO SPECIFICATION");
+    put(17, 0x47, &19u32.to_le_bytes());
+    put(18, 0, b"\xffCD001\x01");
+    // The entry that makes the catalogue valid: its words add up to nothing.
+    let mut valid = [0; 32];
+    valid[0] = 1;
+    valid[30..].copy_from_slice(&[0x55, 0xaa]);
+    valid[28..30].copy_from_slice(&0u16.wrapping_sub(1).wrapping_sub(0xaa55).to_le_bytes());
+    put(19, 0, &valid);
+    // Of a PC, without emulation: four sectors of 512 bytes, from sector 21.
+    put(19, 32, &[0x88, 0, 0, 0, 0, 0, 4, 0, 21]);
+    put(20, 0, format!("VMSEAL-READ {text}\r\n").as_bytes());
+    put(21, 0, &code);
+    Ok(std::fs::write(path, medium)?)
 }
 
 fn run(command: &mut Command) -> anyhow::Result<()> {
@@ -108,6 +143,11 @@ impl Console {
                 .wait_timeout(heard, Duration::from_millis(200))
                 .map_err(|_| anyhow::anyhow!("the listener panicked"))?;
         }
+    }
+
+    /// Whether the guest has said something that nobody has expected yet.
+    pub fn has_said(&self, pattern: &str) -> bool {
+        self.heard.0.lock().is_ok_and(|heard| heard.text.contains(pattern))
     }
 
     /// The next number of the counting guest.

@@ -24,7 +24,7 @@ const AGENT_PORT: u16 = 8444;
 const OTHER_UIDS: u32 = 2_100_000;
 
 /// How many user ids a host may use.
-const UIDS_EACH: u32 = 10_000;
+const UIDS_EACH: u32 = 12_288;
 
 /// The most detailed log levels, for libraries too as far as they are allowed.
 pub const LOUDEST: &str =
@@ -89,22 +89,29 @@ impl Installation {
     }
 
     fn join(&self, host: &str, port: u16, state: &str) -> anyhow::Result<()> {
+        self.join_as(host, port, state, &[])
+    }
+
+    fn join_as(&self, host: &str, port: u16, state: &str, more: &[&str]) -> anyhow::Result<()> {
         let token = self.path("join.token");
         std::fs::write(&token, self.vmseal(&["host", "token"])?)?;
-        self.vmseal(&[
+        let state = self.path(state);
+        let (url, address) = (self.url(), format!("{}:{port}", self.address));
+        let join = [
             "agent",
             "join",
             "--to",
-            &self.url(),
+            &url,
             "--name",
             host,
             "--join-token-file",
             text(&token)?,
             "--address",
-            &format!("{}:{port}", self.address),
+            &address,
             "--state-dir",
-            text(&self.path(state))?,
-        ])?;
+            text(&state)?,
+        ];
+        self.vmseal(&[&join[..], more].concat())?;
         Ok(())
     }
 
@@ -274,7 +281,13 @@ impl Installation {
 
     /// Starts the agent, and waits until the server has it connected.
     pub fn start_agent(&mut self) -> anyhow::Result<()> {
+        self.start_agent_with(&[])
+    }
+
+    /// The same, with more options.
+    pub fn start_agent_with(&mut self, more: &[&str]) -> anyhow::Result<()> {
         let mut command = self.agent_command("agent", "run")?;
+        command.args(more);
         let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
         self.wait_connected(&mut agent)?;
         self.agent = Some(agent);
@@ -294,6 +307,19 @@ impl Installation {
     /// Kills the server as a power cut would.
     pub fn kill_server(&mut self) {
         self.server.take().into_iter().for_each(Process::kill);
+    }
+
+    /// Loses the server for good: its process and its directory.
+    pub fn lose_server(&mut self) -> anyhow::Result<()> {
+        self.kill_server();
+        Ok(std::fs::remove_dir_all(self.path("server"))?)
+    }
+
+    /// Has the host join this server in place of the one that it had joined. Its guests run on.
+    pub fn join_again(&mut self) -> anyhow::Result<()> {
+        self.kill_agent();
+        self.join_as("here", AGENT_PORT, "agent", &["--replace"])?;
+        self.start_agent()
     }
 
     /// Kills the agent as a power cut would; guests and filters go on.

@@ -475,7 +475,7 @@ fn consoles_put_the_terminal_back(here: &Installation, vm: &str) {
     assert!(said.contains("in use") && said.contains("--force"), "{said}");
     let mut second = OnTerminal::attach(here, vm, &["--force"]);
     let (screen, code) = first.rest();
-    assert_eq!(code, Some(4), "it was not told that it was taken over");
+    assert_eq!(code, Some(4), "it was not told that it was taken over: {screen}");
     assert!(screen.contains("taken over the console"), "{screen}");
     second.keyboard.write_all(b"\x1d").unwrap();
     assert_eq!(second.code(), Some(0));

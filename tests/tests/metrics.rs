@@ -24,7 +24,7 @@ fn a_guests_requests_are_counted_and_timed_in_the_filter_and_reported_by_the_ser
             here.refused(&["policy", "create", "limited", "--encrypt", option, value]).unwrap();
         assert!(said.contains("must be from"), "{option} {value}: {said}");
     }
-    for (size, why) in [("512KiB", "give a multiple"), ("257MiB", "at most 268435456")] {
+    for (size, why) in [("512KiB", "give a multiple"), ("257MiB", "at most 256 MiB")] {
         let said =
             here.refused(&["policy", "create", "limited", "--encrypt", "--cache", size]).unwrap();
         assert!(said.contains(why), "{size}: {said}");

@@ -42,6 +42,14 @@ fn guest_image() -> String {
     String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
 }
 
+/// Runs a client of redis; gives what it says.
+fn redis(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new("timeout").arg("60").arg(program).args(arguments).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && !said.to_lowercase().contains("error"), "{program}: {said}");
+    said.trim().to_owned()
+}
+
 fn connect(to: &str) -> TcpStream {
     let address: SocketAddr = to.parse().unwrap();
     eventually(&format!("{to} takes connections"), || {
@@ -75,7 +83,7 @@ fn page(at: &str) -> String {
 fn create(here: &Installation, vm: &str, nics: &[&str]) {
     let disk = format!("datastore=local,format=raw,image={}", guest_image());
     let mut arguments = vec!["vm", "create", vm, "--policy", "encrypted", "--disk", &disk];
-    arguments.extend(["--memory", "128MiB", "--vcpus", "2"]);
+    arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
     here.vmseal(&arguments).unwrap();
 }
@@ -110,6 +118,12 @@ fn guests_are_on_the_network() {
     let forwarded = format!("127.0.0.1:{port}");
     assert!(page(&forwarded).contains("10.0.2.15"));
     assert!(page(&format!("{SECOND}:80")).contains(SECOND));
+    // Redis in the guest, its load from outside.
+    redis(
+        "redis-benchmark",
+        &["-h", FIRST, "-q", "-t", "set,get", "-n", "1000", "-c", "20", "-r", "500"],
+    );
+    assert!(redis("redis-cli", &["-h", FIRST, "dbsize"]).parse::<u32>().unwrap() > 100);
     // Guest to guest.
     first.type_text(&format!("wget -q -O - http://{SECOND}/\n")).unwrap();
     first.expect("\n10.0.2.15", 0).unwrap();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use serde_json::{Value, json};
+use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::passphrase::{Cost, open_with_passphrase, seal_with_passphrase};
 use vmseal_tests::eventually;
@@ -237,7 +238,7 @@ fn a_truncated_image_is_refused() {
     let file = File::options().write(true).open(&image).unwrap();
     let whole = file.metadata().unwrap().len();
     file.set_len(whole - 4096).unwrap();
-    refuses_to_start(&here, &image, &["truncated", &whole.to_string()]);
+    refuses_to_start(&here, &image, &["truncated", &Size(whole).to_string()]);
     file.set_len(whole).unwrap();
     assert_eq!(here.boot_counter("sealed").unwrap(), 2);
 }

@@ -150,7 +150,7 @@ fn a_vm_has_disks_on_two_datastores_and_a_scan_tells_what_belongs_to_whom() {
         "--disk",
         "datastore=second,size=60TiB",
     ]);
-    assert!(said.unwrap().contains("bytes are needed"));
+    assert!(said.unwrap().contains("are needed in"));
     assert!(here.refused(&["vm", "show", "huge"]).unwrap().contains("no VM"));
 
     // A copy of the disk, and the directory of a VM that no longer exists.

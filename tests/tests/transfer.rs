@@ -385,7 +385,9 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     std::fs::write(&xml, &domain).unwrap();
     let fixed =
         ["vm", "import", "--policy", "encrypted", "--datastore", "local", "--memory", "32MiB"];
-    let arguments = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
+    // The domain has UEFI, and the guest of its disks a boot loader for BIOS.
+    let arguments =
+        [&fixed[..], &["--firmware", "bios", "--libvirt", text(&xml).unwrap()]].concat();
     let output = here.try_vmseal(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && said.contains("not imported: the network card"), "{said}");

@@ -4,11 +4,15 @@
 //! It panics where an agent breaks the contract.
 
 mod bitmaps;
+mod cdrom;
 mod cloud_init;
 mod exclusion;
 mod jobs;
 mod nics;
 mod replicas;
+mod running;
+mod survey;
+mod tpm;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -152,7 +156,9 @@ impl Session {
             name: "contract".to_owned(),
             vcpus: 1,
             memory: 64 << 20,
+            policy: None,
             key: Some(reference_of(&kek, vm, "contract-key")),
+            hardware: Default::default(),
             devices: vec![
                 Device::Disk(disk("system", true)),
                 Device::Disk(disk("data", false)),
@@ -237,6 +243,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     registration(agent, &session).await;
     keys(agent, &session).await;
     cloud_init::disks(agent, &session).await;
+    tpm::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
@@ -328,7 +335,11 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
 
     let new = |datastore: &DatastoreSpec, image: Option<&Path>| NewDisk {
         disk: DiskSpec { datastore: datastore.clone(), ..session.disk(1).clone() },
-        source: image.map(|path| ImageSource { path: path.to_owned(), format: ImageFormat::Raw }),
+        source: image.map(|path| ImageSource {
+            path: path.to_owned(),
+            format: ImageFormat::Raw,
+            force: false,
+        }),
     };
     let disk = new(&session.place, Some(&session.fixture.image));
     done(agent.examine_disk(disk).await, "examining a disk that can be created");
@@ -451,6 +462,16 @@ async fn console(agent: &dyn HostAgent, session: &Session) {
     assert!(outcome.is_ok(), "the console shows no guest");
 }
 
+/// The screen speaks VNC, and ends with its client alone.
+async fn screen(agent: &dyn HostAgent, session: &Session) {
+    for _ in 0..2 {
+        let mut screen = done(agent.screen(session.vm()).await, "the screen");
+        let mut version = [0; 12];
+        screen.read_exact(&mut version).await.expect("the screen says nothing");
+        assert_eq!(&version, b"RFB 003.008\n");
+    }
+}
+
 /// A console in use is refused. Its client is told when another one takes it over. Once released, it is free.
 async fn one_console_at_a_time(agent: &dyn HostAgent, session: &Session) {
     let (vm, limit) = (session.vm(), session.fixture.timeout);
@@ -486,10 +507,12 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     console(agent, session).await;
     console(agent, session).await;
     one_console_at_a_time(agent, session).await;
+    screen(agent, session).await;
 
     done(agent.register_vm(spec.clone()).await, "registering the same while it runs");
-    let changed = VmSpec { vcpus: 2, ..spec.clone() };
-    refused(agent.register_vm(changed).await, ErrorCode::WrongState, "a change while it runs");
+    running::registered_anew(agent, session).await;
+    running::controlled(agent, session).await;
+    survey::of_running(agent, session).await;
     refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "unregistering while it runs");
     for disk in spec.disks() {
         refused(agent.delete_disk(vm, disk.disk).await, ErrorCode::InUse, "a disk in use");
@@ -510,6 +533,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     let vm_state = session.now(agent).await;
     assert_eq!(vm_state.power, Power::Off);
+    survey::of_one_that_is_off(agent, session).await;
     refused(agent.bitmaps(vm, disk).await, ErrorCode::WrongState, "bitmaps of a VM that is off");
     replicas::at_rest(agent, session).await;
     assert_eq!(vm_state.stopped.expect("why").reason, StopReason::PoweredOff);
@@ -517,6 +541,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     assert!(end.is_ok(), "the console does not end with the VM");
     let end = timeout(session.fixture.timeout, beside.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "a disk stays exposed beside a guest that is gone");
+    cdrom::drive(agent, session).await;
     done(agent.power_on(vm).await, "starting after forcing it off");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, session).await;
@@ -625,8 +650,12 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");
     console(agent, &session).await;
+    running::grown(agent, &mut session).await;
+    let plugged = running::plugged(agent, &session).await;
+    console(agent, &session).await;
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     assert_eq!(session.now(agent).await.died, None, "a requested stop is reported as a death");
+    running::deleted(agent, &session, plugged).await;
     other_keys(agent, &mut session).await;
     let spec = session.spec.clone();
 

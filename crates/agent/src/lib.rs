@@ -38,6 +38,7 @@ use std::sync::Arc;
 pub use host::join::{JoinError, JoinOptions, JoinedAs, join};
 pub use host::{AgentOptions, RealHost};
 pub use hypervisor::accelerator::Choice as AcceleratorChoice;
+pub use hypervisor::firmware::DIRECTORY as FIRMWARE_DIRECTORY;
 pub use vm::FILTER_RESTART_TIMEOUT;
 
 /// Why an agent ended.

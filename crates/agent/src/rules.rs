@@ -1,12 +1,16 @@
 //! What may be done with a VM when. The real host and the simulated one share these rules. The table of what
 //! excludes what is [`exclusion`].
 
+pub mod boot;
 pub mod exclusion;
+pub mod set_running;
 
 use std::time::Duration;
 
 use vmseal_api::bitmap;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
+use vmseal_api::guest::GuestCommand;
+use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::{
     DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, KeyReference,
     KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
@@ -16,6 +20,7 @@ use vmseal_api::nic::{NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use vmseal_api::size::Size;
 use vmseal_api::transfer::ExportFormat;
 
 /// The unit of a VM's memory, in bytes.
@@ -36,10 +41,19 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     {
         return Err(Problem::invalid(
             "memory",
-            format!("must be a multiple of 1 MiB from {MEMORY_MIN} to {MEMORY_MAX} bytes"),
+            format!(
+                "must be a multiple of 1 MiB from {} to {}",
+                Size(MEMORY_MIN),
+                Size(MEMORY_MAX)
+            ),
         ));
     }
+    spec.hardware
+        .check(spec.memory)
+        .map_err(|(name, what)| Problem::invalid(format!("hardware.{name}"), what))?;
     let disks: Vec<_> = spec.disks().collect();
+    check_variables(spec.hardware.firmware, &disks)?;
+    check_tpm(spec.hardware.tpm, &disks)?;
     if disks.len() > DISKS_MAX {
         return Err(Problem::invalid("devices", format!("at most {DISKS_MAX} disks are possible")));
     }
@@ -57,7 +71,11 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
         {
             return Err(Problem::invalid(
                 field("size"),
-                format!("must be a multiple of {CRYPT_SECTOR} up to {DISK_SIZE_MAX} bytes"),
+                format!(
+                    "must be a multiple of {} up to {}",
+                    Size(CRYPT_SECTOR.into()),
+                    Size(DISK_SIZE_MAX)
+                ),
             ));
         }
         disk.limits.check().map_err(|(name, what)| Problem::invalid(field(name), what))?;
@@ -76,16 +94,34 @@ pub fn check_spec(spec: &VmSpec) -> Result<(), Problem> {
     })
 }
 
-/// Whether what is to be known of a VM differs from what is known in nothing but whether cards are plugged in.
-#[must_use]
-pub fn differs_in_links(known: &VmSpec, new: &VmSpec) -> bool {
-    let mut same = known.clone();
-    for nic in new.nics() {
-        if let Some(known) = same.nic_mut(nic.nic) {
-            known.link = nic.link;
-        }
+/// A firmware that keeps variables has one disk for them, and another one has none.
+fn check_variables(firmware: Firmware, disks: &[&DiskSpec]) -> Result<(), Problem> {
+    let of_variables = disks.iter().filter(|disk| disk.role == DiskRole::UefiVariables);
+    let sizes: Vec<u64> = of_variables.map(|disk| disk.size).collect();
+    let expected: &[u64] = if firmware.has_variables() { &[VARIABLES_SIZE] } else { &[] };
+    if sizes == expected {
+        return Ok(());
     }
-    same == *new && known != new
+    let what = format!(
+        "UEFI has one disk for its variables, of {VARIABLES_SIZE} bytes, and a BIOS has none; the VM has {}",
+        sizes.len()
+    );
+    Err(Problem::invalid("hardware.firmware", what))
+}
+
+/// A TPM has one disk, whose key is that of what it keeps.
+fn check_tpm(tpm: bool, disks: &[&DiskSpec]) -> Result<(), Problem> {
+    let of_tpm: Vec<_> = disks.iter().filter(|disk| disk.role == DiskRole::Tpm).collect();
+    let fits = |disk: &DiskSpec| disk.encrypted && disk.size == TPM_DISK_SIZE;
+    if of_tpm.len() == usize::from(tpm) && of_tpm.iter().all(|disk| fits(disk)) {
+        return Ok(());
+    }
+    let what = format!(
+        "a VM with a TPM has one encrypted disk of {} for its key, and a VM without a TPM has none; this VM has {}",
+        Size(TPM_DISK_SIZE),
+        of_tpm.len()
+    );
+    Err(Problem::invalid("hardware.tpm", what))
 }
 
 /// The VM's key state, given whether its KEK is here.
@@ -141,6 +177,7 @@ pub fn check_job(
         }
         JobSpec::Export(export) => {
             let disk = find_disk(spec, export.disk)?;
+            holds_data(spec, disk)?;
             check_export(export)?;
             needs_to_be_made(spec, disk, made(disk))?;
             let sealed = export.format == ExportFormat::Sealed;
@@ -156,10 +193,17 @@ pub fn check_job(
 /// A disk for cloud-init is made of its documents, and no other one is.
 fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static str> {
     match (disk.role, &wanted.cloud_init, &wanted.source) {
-        (DiskRole::CloudInit, Some(_), None) | (DiskRole::Data, None, _) => Ok(()),
+        (DiskRole::CloudInit, Some(_), None)
+        | (DiskRole::Data, None, _)
+        | (DiskRole::UefiVariables | DiskRole::Tpm, None, None) => Ok(()),
         (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
         (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
-        (DiskRole::Data, Some(_), _) => Err("is for a disk of another role"),
+        (DiskRole::UefiVariables | DiskRole::Tpm, None, Some(_)) => {
+            Err("is not needed, nor is an image: the host has what it begins with")
+        }
+        (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {
+            Err("is for a disk of another role")
+        }
     }
 }
 
@@ -172,6 +216,21 @@ fn needs_to_be_made(spec: &VmSpec, disk: &DiskSpec, made: bool) -> Result<(), Pr
         return Ok(());
     }
     Err(wrong_state(spec, &format!("has not made its disk '{}' yet", disk.name)))
+}
+
+/// Whether a disk holds anything that could be exported or exposed.
+///
+/// # Errors
+/// `wrong-state` for that of a TPM.
+pub fn holds_data(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+    if disk.role != DiskRole::Tpm {
+        return Ok(());
+    }
+    let what = format!(
+        "has nothing on its disk '{}': its key is that of what the VM's TPM keeps, in the directory {}.tpm beside it",
+        disk.name, disk.disk
+    );
+    Err(wrong_state(spec, &what))
 }
 
 /// The preconditions of exposing a disk of a VM that is off, besides [`exclusion`].
@@ -188,6 +247,43 @@ pub fn check_exposure(
     needs_key(spec, disk, key)
 }
 
+/// The preconditions of making a disk longer, besides [`exclusion`].
+///
+/// # Errors
+/// `invalid-request` for a size that it cannot get; `wrong-state` before it is made, and with a replica.
+pub fn check_growth(spec: &VmSpec, disk: &DiskSpec, made: bool, size: u64) -> Result<(), Problem> {
+    needs_to_be_made(spec, disk, made)?;
+    if !disk.role.is_data() && size != disk.size {
+        return Err(wrong_state(spec, &format!("has a disk '{}' of a fixed size", disk.name)));
+    }
+    if size < disk.size {
+        let what = format!("disk '{}' has {}, and does not shrink", disk.name, Size(disk.size));
+        return Err(Problem::invalid("size", what));
+    }
+    if size > DISK_SIZE_MAX || !size.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+        let what = format!(
+            "must be a multiple of {} up to {}",
+            Size(CRYPT_SECTOR.into()),
+            Size(DISK_SIZE_MAX)
+        );
+        return Err(Problem::invalid("size", what));
+    }
+    if disk.replica.is_some() && size != disk.size {
+        let what = format!("has a replica of its disk '{}', which cannot grow", disk.name);
+        return Err(wrong_state(spec, &what));
+    }
+    Ok(())
+}
+
+/// The guest runs, and gets this disk when it is started next.
+pub fn not_in_guest(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    let what = format!(
+        "runs without its disk '{}', which it gets at its next start. Stop it to expose the disk",
+        disk.name
+    );
+    wrong_state(spec, &what)
+}
+
 /// The disk is not exposed.
 #[must_use]
 pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
@@ -200,6 +296,14 @@ pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
 /// `invalid-request`.
 pub fn check_bitmap(name: &str) -> Result<(), Problem> {
     bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))
+}
+
+/// Checks a command for a guest's agent.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_guest_command(command: &GuestCommand) -> Result<(), Problem> {
+    command.check().map_err(|(field, what)| Problem::invalid(field, what))
 }
 
 /// The filter that kept the bitmaps has died, and no other one serves yet.
@@ -340,7 +444,9 @@ pub fn wrong_state(spec: &VmSpec, what: &str) -> Problem {
     Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", spec.name))
 }
 
-fn locked(spec: &VmSpec) -> Problem {
+/// The VM's key is not here.
+#[must_use]
+pub fn locked(spec: &VmSpec) -> Problem {
     Problem::new(
         ErrorCode::Locked,
         format!(

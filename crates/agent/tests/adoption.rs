@@ -6,6 +6,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -17,6 +18,8 @@ use vmseal_api::problem::ErrorCode;
 
 const RECORD_1: &str = include_str!("golden/run-record-1.json");
 const RECORD_2: &str = include_str!("golden/run-record-2.json");
+const RECORD_4: &str = include_str!("golden/run-record-4.json");
+const RECORD_5: &str = include_str!("golden/run-record-5.json");
 
 /// The VM and the boot in the records above.
 const GOLDEN_VM: &str = "0198a000-0000-7000-8000-000000000001";
@@ -85,6 +88,8 @@ impl Host {
             filter: "/bin/true".into(),
             qemu: self.path("qemu"),
             transfer_directories: Vec::new(),
+            firmware_directory: vmseal_agent::FIRMWARE_DIRECTORY.into(),
+            swtpm: "swtpm".into(),
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
@@ -93,8 +98,10 @@ impl Host {
         RealHost::start(options).await.unwrap()
     }
 
-    /// Answers as QEMU's monitor and console do while the guest runs.
-    fn answer_as_qemu(&self, vm: VmId) {
+    /// Answers as QEMU's monitor and console do while the guest runs. What the monitor was asked is in the list.
+    fn answer_as_qemu(&self, vm: VmId) -> Arc<Mutex<Vec<String>>> {
+        let asked = Arc::<Mutex<Vec<String>>>::default();
+        let list = Arc::clone(&asked);
         let console = UnixListener::bind(self.of(vm).join("console.sock")).unwrap();
         let monitor = UnixListener::bind(self.of(vm).join("qmp.sock")).unwrap();
         tokio::spawn(async move {
@@ -111,9 +118,14 @@ impl Host {
                 let mut lines = BufReader::new(reader).lines();
                 while let Ok(Some(line)) = lines.next_line().await {
                     let request: serde_json::Value = serde_json::from_str(&line).unwrap();
-                    let answer = match request["execute"].as_str() {
-                        Some("query-status") => r#"{"running": true, "status": "running"}"#,
-                        _ => "{}",
+                    let command = request["execute"].as_str();
+                    list.lock().unwrap().extend(command.map(str::to_owned));
+                    let answer = match command {
+                        Some("query-status") => {
+                            r#"{"running": true, "status": "running"}"#.to_owned()
+                        }
+                        Some("qom-list") => devices(),
+                        _ => "{}".to_owned(),
                     };
                     let answer = format!("{{\"return\": {answer}, \"id\": {}}}\r\n", request["id"]);
                     if writer.write_all(answer.as_bytes()).await.is_err() {
@@ -122,6 +134,7 @@ impl Host {
                 }
             }
         });
+        asked
     }
 }
 
@@ -151,6 +164,15 @@ async fn wait(agent: &RealHost, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> 
     }
 }
 
+/// The devices of the VMs of the records, as QEMU lists them.
+fn devices() -> String {
+    let record: serde_json::Value = serde_json::from_str(RECORD_5).unwrap();
+    let names = record["nics"].as_array().unwrap().iter();
+    let names = names.map(|nic| format!("nic-{}", nic["nic"].as_str().unwrap()));
+    let listed = names.map(|name| serde_json::json!({"name": name, "type": "child<x>"}));
+    serde_json::Value::from_iter(listed).to_string()
+}
+
 /// The alarm text of a VM that is left running.
 async fn left_running(agent: &RealHost, vm: VmId) -> String {
     let state = state(agent, vm).await.expect("the VM is not reported");
@@ -161,7 +183,16 @@ async fn left_running(agent: &RealHost, vm: VmId) -> String {
 }
 
 fn spec(vm: VmId) -> VmSpec {
-    VmSpec { vm, name: "web".to_owned(), vcpus: 1, memory: 1 << 28, key: None, devices: vec![] }
+    VmSpec {
+        vm,
+        name: "web".to_owned(),
+        vcpus: 1,
+        memory: 1 << 28,
+        policy: None,
+        key: None,
+        hardware: Default::default(),
+        devices: vec![],
+    }
 }
 
 /// It has no filter here, and that is reported about an adopted VM.
@@ -189,8 +220,36 @@ async fn the_record_of_an_older_agent_is_adopted() {
 }
 
 #[tokio::test]
+async fn the_record_of_an_agent_before_devices_came_and_went_is_adopted() {
+    let mut host = Host::new();
+    let vm = host.vm(|vm| record(RECORD_4, vm));
+    host.answer_as_qemu(vm);
+    let agent = host.agent().await;
+    let found = state(&agent, vm).await.unwrap();
+    assert_eq!((found.power, found.nics.len()), (Power::Running, 3));
+    let with = found.started_with.unwrap();
+    assert_eq!((with.vcpus, with.disks.len()), (2, 3));
+    assert!(host.lives(0));
+}
+
+/// A guest that an operator has paused stays so; a disk that was on record and never came to be is forgotten.
+#[tokio::test]
 async fn a_record_of_this_version_is_adopted() {
     is_adopted(RECORD_2).await;
+    let mut host = Host::new();
+    let vm = host.vm(|vm| record(RECORD_5, vm));
+    let asked = host.answer_as_qemu(vm);
+    let agent = host.agent().await;
+    let found = state(&agent, vm).await.unwrap();
+    assert_eq!((found.power, found.nics.len()), (Power::Paused, 3));
+    // QEMU says that its guest runs.
+    let asked = asked.lock().unwrap().clone();
+    assert!(asked.iter().any(|command| command == "stop"), "{asked:?}");
+    // Two disks, the firmware's variables and the TPM's; the third was plugged in.
+    assert_eq!(found.started_with.unwrap().disks.len(), 4);
+    // Nothing is on record as its TPM.
+    let told = found.notices.iter().find(|notice| notice.code == NoticeCode::TpmDied).unwrap();
+    assert!(told.detail.contains("ended while no agent was there"), "{}", told.detail);
 }
 
 #[tokio::test]

@@ -63,6 +63,8 @@ impl Bench {
             filter: filter(),
             qemu: "qemu-system-x86_64".into(),
             transfer_directories: vec![self.directory.path().to_owned()],
+            firmware_directory: vmseal_agent::FIRMWARE_DIRECTORY.into(),
+            swtpm: "swtpm".into(),
             uid_base: 1_900_000_000,
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
@@ -241,13 +243,16 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         name: "victim".to_owned(),
         vcpus: 1,
         memory: 64 << 20,
+        policy: None,
         key: None,
+        hardware: Default::default(),
         devices: vec![Device::Disk(disk)],
     };
     let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     agent.probe_datastore(place).await.unwrap();
     agent.register_vm(spec.clone()).await.unwrap();
-    let source = Some(ImageSource { path: bench.path("guest"), format: ImageFormat::Raw });
+    let source =
+        Some(ImageSource { path: bench.path("guest"), format: ImageFormat::Raw, force: false });
     create(agent, vm, disk, source).await;
     wait(agent, vm, |state| {
         let job = state.jobs.first().map(|job| job.state.clone());
@@ -588,6 +593,8 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
         filter: filter(),
         qemu: "qemu-system-x86_64".into(),
         transfer_directories: Vec::new(),
+        firmware_directory: vmseal_agent::FIRMWARE_DIRECTORY.into(),
+        swtpm: "swtpm".into(),
         uid_base: 1_900_000_000,
         accelerator: AcceleratorChoice::Tcg,
         hardening: None,
@@ -688,7 +695,7 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_reported_and_left_cle
         if length < 4 << 20 {
             std::fs::write(small.0.join("other"), vec![0; 4096]).unwrap();
         }
-        let source = Some(ImageSource { path, format: ImageFormat::Raw });
+        let source = Some(ImageSource { path, format: ImageFormat::Raw, force: false });
         create(&*agent, vm, disk, source).await;
         wait(&*agent, vm, |state| {
             match state.jobs.iter().find(|job| job.disks == [disk]).map(|job| &job.state) {

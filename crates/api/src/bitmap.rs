@@ -46,6 +46,9 @@ impl BitmapError {
     }
 }
 
+/// What [`check_name`] accepts, as a regular expression of ECMA 262.
+pub const NAME_PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]*$";
+
 /// Whether this is a valid name of a bitmap.
 ///
 /// # Errors

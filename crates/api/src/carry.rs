@@ -153,7 +153,10 @@ async fn receive<M: WireMessage, E>(
             Some(Ok(Meaning::End) | Err(_)) | None => break CarryEnd::Closed,
         }
     };
-    let _ = to.shutdown().await;
+    // Whose console was taken over reads of that first, and of the end then: the caller tells it, and drops the stream.
+    if end == CarryEnd::Closed {
+        let _ = to.shutdown().await;
+    }
     end
 }
 
@@ -202,6 +205,24 @@ mod tests {
         for side in carrying {
             assert_eq!(side.await.unwrap(), CarryEnd::Closed);
         }
+    }
+
+    #[tokio::test]
+    async fn the_stream_of_a_console_that_is_taken_over_does_not_end_before_its_reader_is_told() {
+        let (mut guest, ending, client_side) = console::pair(64);
+        let (one, other) = duplex(4096);
+        let (mut user, mut near) = duplex(64);
+        let agent = tokio::spawn(carried(one, Role::Server, client_side));
+        guest.shutdown().await.unwrap();
+        ending.taken_over();
+        drop(guest);
+        assert_eq!(carried(other, Role::Client, &mut near).await, CarryEnd::TakenOver);
+        agent.await.unwrap();
+        let mut end = [0; 1];
+        let read = timeout(Duration::from_millis(50), user.read(&mut end)).await;
+        assert!(read.is_err(), "it has ended");
+        drop(near);
+        assert_eq!(user.read(&mut end).await.unwrap(), 0);
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
 use crate::problem::ErrorCode;
+use crate::size::Size;
 use crate::transfer::ImageFormat;
 
 /// The version of this contract. A filter refuses a configuration of another version.
@@ -208,13 +209,16 @@ pub fn check_caches(caches: impl IntoIterator<Item = Option<u64>>) -> Result<(),
     for (index, bytes) in caches.into_iter().enumerate() {
         let Some(bytes) = bytes else { continue };
         if bytes < CACHE_BYTES_MIN || !bytes.is_multiple_of(CACHE_BYTES_MIN) {
-            let what = format!("a cache of {bytes} bytes: give a multiple of {CACHE_BYTES_MIN}");
+            let what =
+                format!("a cache of {}: give a multiple of {}", Size(bytes), Size(CACHE_BYTES_MIN));
             return Err((index, what));
         }
         all = all.saturating_add(bytes);
         if all > CACHE_BYTES_MAX {
             let what = format!(
-                "caches of {all} bytes in all; at most {CACHE_BYTES_MAX} are possible for a VM, as it is locked memory"
+                "caches of {} in all; at most {} are possible for a VM, as it is locked memory",
+                Size(all),
+                Size(CACHE_BYTES_MAX)
             );
             return Err((index, what));
         }
@@ -420,6 +424,10 @@ pub enum FrontEndSpec {
         /// A unix stream socket: a listening one, or the path to make one at (mode 0600), for one VMM after
         /// the other; or one that is connected to the VMM, which is served as long as the connection lasts.
         socket: Handle,
+        /// Where another process connects `socket` later: the reading end of a pipe, whose writing end that process
+        /// closes when it has. If `socket` is not connected then, that process has died, and the disk fails.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        connected: Option<Handle>,
         /// The only user that may connect to a listening socket, by SO_PEERCRED; none means the filter's own.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         peer_uid: Option<u32>,
@@ -513,6 +521,12 @@ pub enum ControlRequest {
         name: String,
         /// The change.
         change: BitmapChange,
+    },
+    /// Tell the front end that a disk has another size than before; answered by [`ControlReply::Done`]. Refused while
+    /// no driver uses it, as QEMU does not look then.
+    AnnounceSize {
+        /// The disk.
+        disk: DiskId,
     },
     /// Finish the requests in flight, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
@@ -619,6 +633,9 @@ pub struct DiskStatus {
     pub disk: DiskId,
     /// Its activity.
     pub state: DiskActivity,
+    /// Whether a guest's driver uses it. A filter of an earlier vmseal does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver: Option<bool>,
     /// Its counters since the process started.
     pub counters: DiskCounters,
     /// The last error of the datastore that the guest got, and what to do about it; the disk continues.

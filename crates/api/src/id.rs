@@ -7,9 +7,12 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// The longest name a person may give a resource, in bytes; a DNS label, as names end up in
+/// The longest name a person may give a resource, in bytes: as long as a label of DNS, as names end up in
 /// file names, certificates and URLs.
 pub const NAME_MAX: usize = 63;
+
+/// What [`check_name`] accepts within [`NAME_MAX`], as a regular expression of ECMA 262; but no id.
+pub const NAME_PATTERN: &str = "^[A-Za-z0-9](([.]?[A-Za-z0-9_-])*[.]?[A-Za-z0-9])?$";
 
 macro_rules! identity {
     ($(#[$doc:meta] $name:ident),* $(,)?) => {$(
@@ -84,9 +87,9 @@ pub enum NameError {
     /// Longer than [`NAME_MAX`].
     #[error("the name is {0} bytes long; at most {NAME_MAX} are allowed")]
     TooLong(usize),
-    /// Something other than letters, digits and inner hyphens.
+    /// Something other than letters, digits, and inner hyphens, dots and underscores.
     #[error(
-        "the name may hold only letters a-z and A-Z, digits and hyphens, and must begin and end with a letter or digit"
+        "the name may hold only letters a-z and A-Z, digits, hyphens, dots and underscores, and must begin and end with a letter or digit"
     )]
     Characters,
     /// A name that reads as an id would make `vm show <id>` ambiguous.
@@ -105,8 +108,13 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
     if name.len() > NAME_MAX {
         return Err(NameError::TooLong(name.len()));
     }
-    let inner = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    if !name.chars().all(inner) || name.starts_with('-') || name.ends_with('-') {
+    let end = |c: char| c.is_ascii_alphanumeric();
+    // A name may become a part of a path: two dots beside each other are never needed, and look like one.
+    if !name.chars().all(|c| end(c) || matches!(c, '-' | '.' | '_'))
+        || !name.starts_with(end)
+        || !name.ends_with(end)
+        || name.contains("..")
+    {
         return Err(NameError::Characters);
     }
     if Uuid::parse_str(name).is_ok() {
@@ -121,12 +129,14 @@ mod tests {
 
     #[test]
     fn names_that_people_give_are_accepted_and_dangerous_ones_refused() {
-        for good in ["web1", "a", "DB-01", "x--y"] {
+        for good in ["web1", "a", "DB-01", "x--y", "web.example.org", "db_1", "a._-b"] {
             assert_eq!(check_name(good), Ok(()), "{good}");
         }
         assert_eq!(check_name(""), Err(NameError::Empty));
         assert_eq!(check_name(&"a".repeat(64)), Err(NameError::TooLong(64)));
-        for bad in ["../x", "a b", "-a", "a-", "a/b", "ä", "a.b", "a\0"] {
+        for bad in [
+            "../x", "a b", "-a", "a-", "a/b", "ä", "a\0", ".a", "a.", "_a", "a_", "a..b", ".", "..",
+        ] {
             assert_eq!(check_name(bad), Err(NameError::Characters), "{bad:?}");
         }
         let id = VmId::new().to_string();

@@ -9,8 +9,10 @@
 //! No type here can hold a raw key: a key travels as [`host::SealedKey`] or as an inherited descriptor.
 
 mod accelerator;
+pub mod adopt;
 pub mod atomic_file;
 pub mod bitmap;
+pub mod boot;
 #[cfg(feature = "client")]
 pub mod carry;
 #[cfg(feature = "client")]
@@ -22,11 +24,14 @@ pub mod datastore;
 #[cfg(feature = "client")]
 pub mod expose;
 pub mod filter;
+pub mod guest;
+pub mod hardware;
 pub mod host;
 pub mod id;
 pub mod join_token;
 pub mod key_fault;
 pub mod kmip;
+mod limits;
 pub mod log_level;
 pub mod model;
 pub mod nic;
@@ -36,4 +41,7 @@ pub mod provider_backup;
 pub mod replica;
 pub mod request;
 pub mod request_id;
+pub mod server_backup;
+pub mod size;
 pub mod transfer;
+pub mod usage;

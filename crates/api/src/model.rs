@@ -1,10 +1,12 @@
 //! The resources of the REST API, as the server shows them.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::hardware::Hardware;
 use crate::host::{
     Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
     HostDescription, KeyReference, KeyState, Power, Stopped,
@@ -16,6 +18,7 @@ use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
 use crate::transfer::Progress;
+use crate::usage::HostRoom;
 
 /// A list, oldest first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +57,9 @@ pub struct Host {
     /// What it was when it last answered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<HostDescription>,
+    /// What its VMs have of it, and what is left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub room: Option<HostRoom>,
 }
 
 /// Whether a host answers.
@@ -175,6 +181,9 @@ pub struct Policy {
     /// Where a second copy of each of its disks is kept; none is nowhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica: Option<Replication>,
+    /// The processor model of VMs that have it: `host`, or a name that QEMU knows; none leaves it to each VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
 }
 
 /// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.
@@ -201,6 +210,15 @@ pub struct Vm {
     pub id: VmId,
     /// Its name.
     pub name: String,
+    /// What it is for, in its users' words.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+    /// Its labels, by key.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// Whether it is started after its host has rebooted.
+    #[serde(default)]
+    pub autostart: bool,
     /// The host that it is on.
     pub host: String,
     /// Its policy.
@@ -209,6 +227,9 @@ pub struct Vm {
     pub vcpus: u32,
     /// Memory in bytes.
     pub memory: u64,
+    /// What its machine is.
+    #[serde(default)]
+    pub hardware: Hardware,
     /// Its KEK; none when nothing of it is encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<KeyReference>,
@@ -225,6 +246,9 @@ pub struct Vm {
     /// Whether it runs; none while its host does not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power: Option<Power>,
+    /// What was changed and takes effect at its next start, by name of field (`vcpus`, `memory`, `limits`, `cache`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub at_next_start: Vec<String>,
     /// Whether its key is on its host; none while its host does not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key_state: Option<KeyState>,
@@ -244,6 +268,28 @@ pub enum Lifecycle {
     Ready,
     /// A task removes it.
     Deleting,
+}
+
+/// Whether a disk is in its VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum DiskAttachment {
+    /// It is.
+    #[default]
+    Attached,
+    /// The VM runs without it, and gets it when it is started next.
+    AtNextStart,
+    /// It is not: it is being added or removed, or a task that did so has failed.
+    Detached,
+}
+
+impl DiskAttachment {
+    /// Whether it is in its VM.
+    #[must_use]
+    pub fn is_attached(&self) -> bool {
+        *self == Self::Attached
+    }
 }
 
 /// A virtual disk.
@@ -278,6 +324,9 @@ pub struct Disk {
     /// What the inventory pins of it; none until it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,
+    /// Whether it is in its VM.
+    #[serde(default, skip_serializing_if = "DiskAttachment::is_attached")]
+    pub attachment: DiskAttachment,
 }
 
 /// A network card.

@@ -351,6 +351,9 @@ impl fmt::Display for NicBackend {
     }
 }
 
+/// What [`check_interface_name`] accepts, but for `.` and `..`, as a regular expression of ECMA 262.
+pub const INTERFACE_NAME_PATTERN: &str = r"^[!#-$&-.0-9;-\[\]-~]+$";
+
 /// Whether Linux lets a network interface be called so.
 ///
 /// # Errors

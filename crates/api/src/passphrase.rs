@@ -14,6 +14,9 @@ pub struct SealedPassphrase {
     pub sealed: String,
 }
 
+/// What the passphrase of a server's backup is sealed for, in place of a provider: no provider has this name.
+pub const SERVER_BACKUP: &str = "backup of the server";
+
 /// The context that a passphrase is sealed with: one provider, by name.
 #[must_use]
 pub fn passphrase_info(provider: &str) -> Vec<u8> {

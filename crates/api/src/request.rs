@@ -1,12 +1,16 @@
 //! The request bodies of the REST API. Unknown fields are refused, so that a misspelt option is an error and
 //! not a silent default.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
+use crate::hardware::Hardware;
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
+pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::model::Replication;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use crate::passphrase::SealedPassphrase;
@@ -21,17 +25,14 @@ pub const DISKS_MAX: usize = crate::filter::DISKS_MAX;
 /// The smallest disk, in bytes.
 pub const DISK_SIZE_MIN: u64 = 1 << 20;
 
-/// The largest disk, in bytes: 62 TiB, vSphere's limit.
-pub const DISK_SIZE_MAX: u64 = 62 << 40;
+/// The longest description of a VM, in bytes: some paragraphs.
+pub const DESCRIPTION_MAX: usize = 4096;
 
-/// The most virtual processors of a VM.
-pub const VCPUS_MAX: u32 = 255;
+/// The most labels of a VM.
+pub const LABELS_MAX: usize = 64;
 
-/// The least memory of a VM in bytes.
-pub const MEMORY_MIN: u64 = 16 << 20;
-
-/// The most memory of a VM in bytes.
-pub const MEMORY_MAX: u64 = 6 << 40;
+/// The longest key or value of a label, in bytes.
+pub const LABEL_MAX: usize = 63;
 
 /// Changes what a process logs, until it ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,6 +102,10 @@ pub struct AddDatastore {
     pub host: String,
     /// Where it is.
     pub location: DatastoreLocation,
+    /// The directory is a datastore of an inventory that is lost, with VMs in it: keep its id, so that its VMs can be
+    /// adopted. Not needed where it holds no VM.
+    #[serde(default)]
+    pub existing: bool,
 }
 
 /// Adds a key provider: a native one, or one over KMIP.
@@ -190,6 +195,9 @@ pub struct AddPolicy {
     /// Where a second copy of each of its disks is kept. None is nowhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica: Option<Replication>,
+    /// The processor model of VMs that have it: `host`, or a name that QEMU knows. None leaves it to each VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
 }
 
 /// Makes a VM.
@@ -208,13 +216,117 @@ pub struct CreateVm {
     pub memory: u64,
     /// The disks, in boot order; all on datastores of one host.
     pub disks: Vec<CreateDisk>,
+    /// What it is for.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+    /// Labels.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// Whether it is started after its host has rebooted, once its key is there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub autostart: bool,
     /// The network cards, in the order in which the guest finds them; none where nothing is said.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<CreateNic>,
+    /// What its machine is; where nothing is said, what every VM has.
+    #[serde(default, skip_serializing_if = "Hardware::is_usual")]
+    pub hardware: Hardware,
     /// What cloud-init in the guest is told at its first boot. It becomes a disk of its own, named `cloud-init`,
     /// on the datastore of the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+}
+
+/// Changes a VM. What is not given stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetVm {
+    /// Its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Virtual processors; of a VM that runs, at its next start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpus: Option<u32>,
+    /// Memory in bytes, a multiple of 1 MiB; of a VM that runs, at its next start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+    /// What it is for, at most [`DESCRIPTION_MAX`] bytes; an empty text removes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub description: Option<String>,
+    /// Labels to set, by key; a label without a value is removed.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, Option<String>>,
+    /// Its CD-ROM drive. A VM gets one while it is off; what is in it may change at any time, and takes effect at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cdrom: Option<Cdrom>,
+    /// What its firmware starts from, in this order; of a VM that runs, at its next start. An empty list is the usual
+    /// order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot: Option<Vec<BootDevice>>,
+    /// Whether it is started after its host has rebooted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub autostart: Option<bool>,
+    /// Another policy, by name or id, that asks nothing else of disks and keys: their encryption, provider, allocation
+    /// and replicas are the same. Its limits and caches become those of the VM's disks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+}
+
+/// Reboots a VM: its guest shuts down, and is started again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RebootVm {
+    /// How long the guest may take to shut down, in seconds, before the task fails and the guest runs on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u32>,
+}
+
+/// Changes a policy. What is not given stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetPolicy {
+    /// Its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Whether what it is applied to is encrypted; not while VMs have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<bool>,
+    /// The provider of the keys, by name or id; an empty text is the default one. VMs keep the keys that they have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
+    /// When disks that are made from now on take room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocation: Option<Allocation>,
+    /// Requests a second that guests may have of each disk; 0 is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Bytes a second that guests may have of each disk; 0 is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<u64>,
+    /// What filters keep in memory of each disk, in bytes; 0 is nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
+    /// The datastore where a second copy of each disk that is made from now on is kept; an empty text is nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicate_to: Option<String>,
+    /// Bytes a second that may be copied there of each disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicate_rate: Option<u64>,
+    /// The processor model of VMs that have it; an empty text leaves it to each VM. Not while VMs have another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
+}
+
+/// Makes a disk longer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ResizeDisk {
+    /// Its size in bytes, a multiple of 4096; not less than it has.
+    pub size: u64,
 }
 
 /// Changes a network card, of a VM that runs or not.
@@ -269,6 +381,9 @@ pub struct CreateDisk {
     /// What the image is: given with one, and never guessed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<ImageFormat>,
+    /// Take a raw image byte by byte even if it begins as an image of another format does; without this it is refused.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// Writes a disk of a VM that is off to a file of its host.
@@ -308,6 +423,16 @@ pub struct RecryptVm {
     /// The provider of the new key, by name or id; none means the one that the VM's key is of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
+}
+
+/// Starts a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct StartVm {
+    /// What its firmware tries first this time, and not when the guest is reset or reboots.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot_once: Option<BootDevice>,
 }
 
 /// Stops a VM.

@@ -79,6 +79,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" => named(arg, "vms"),
+        "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
         "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
         "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),

@@ -22,6 +22,16 @@ pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
     options.iter().enumerate().map(|(index, it)| parse(it, index, terminal)).collect()
 }
 
+/// Parses a `--disk` that is added to a VM: it has a name of its own, as no place gives it one.
+pub fn parse_named(option: &str) -> anyhow::Result<CreateDisk> {
+    let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
+    if parts.name.is_none() {
+        let message = format!("--disk {option}: give it a name: name=NAME");
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    parse(option, 0, std::io::stdin().is_terminal())
+}
+
 /// Parses the `index`th `--disk`; a disk without a name is named after its place (`disk0`). If the format of an
 /// image is missing and there is a terminal, asks for it.
 fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
@@ -53,6 +63,7 @@ fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDis
         size,
         image,
         format,
+        force: false,
     })
 }
 

@@ -37,6 +37,32 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Save the server once:",
         "vmseal login --server https://192.0.2.10:8443 --ca ca.pem --token-file admin.token",
     ),
+    (
+        "vmseal-server-backup",
+        "From a timer, to a file of its own for each day:",
+        "vmseal server backup --to monday.backup --passphrase-file passphrase",
+    ),
+    (
+        "vmseal-server-restore",
+        "Check a backup and its passphrase, and restore nothing:",
+        "vmseal server restore /backup/server-2026-11-23 --dry-run",
+    ),
+    (
+        "vmseal-datastore-adopt",
+        "See first what would become of each VM:",
+        "vmseal datastore adopt local --dry-run",
+    ),
+    (
+        "vmseal-vm-start",
+        "Install a system from the medium in its CD-ROM drive, and boot it from its disk after that:",
+        "vmseal vm start web1 --boot-once cdrom",
+    ),
+    (
+        "vmseal-vm-cdrom-insert",
+        "A file in a directory that the host imports from:",
+        "vmseal vm cdrom insert web1 /srv/iso/debian-13-netinst.iso",
+    ),
+    ("vmseal-vm-top", "For a program, one look:", "vmseal vm top --iterations 1 -o json"),
     ("vmseal-host-token", "Save it to a file for the new host:", "vmseal host token > token"),
     ("vmseal-host-list", "For a program:", "vmseal host list -o json"),
     (

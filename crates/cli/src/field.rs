@@ -38,6 +38,8 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     {
         return Some(typed(found));
     }
+    // What the machine is has options of its own.
+    let field = field.strip_prefix("hardware.").unwrap_or(field);
     // What is told at the first boot has options of its own.
     let field = match field.strip_prefix("cloud_init.") {
         Some("user") => "user",
@@ -47,7 +49,7 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     };
     let (head, rest) = field.split_once('.').unwrap_or((field, ""));
     let Some((list, index)) = head.split_once('[') else {
-        return argument(head).map(typed);
+        return argument(head).map(typed).or_else(|| option_of_device(command, field));
     };
     // The API counts from 0, people from 1.
     let place = index.strip_suffix(']')?.parse::<usize>().ok()? + 1;
@@ -55,6 +57,15 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     let rest = rest.strip_prefix("backend.").unwrap_or(rest);
     let part = if rest.is_empty() { String::new() } else { format!(", {rest}") };
     argument(list).map(|found| format!("{} ({}{part})", typed(found), ordinal(place)))
+}
+
+/// The option with a device that is added, of which a field is a part.
+fn option_of_device(command: &Command, field: &str) -> Option<String> {
+    let option =
+        |it: &&Arg| matches!(it.get_id().as_str(), "disk" | "nic") && it.get_long().is_some();
+    let found = command.get_arguments().find(option)?;
+    let part = field.strip_prefix("backend.").unwrap_or(field);
+    Some(format!("{} ({part})", typed(found)))
 }
 
 fn typed(argument: &Arg) -> String {
@@ -113,6 +124,12 @@ mod tests {
         ] {
             assert_eq!(told(create, field), format!("{option}: is wrong"));
         }
+        let add = "vmseal disk add web --disk datastore=a,size=1G,name=b";
+        assert_eq!(told(add, "size"), "--disk (size): is wrong");
+        let add = "vmseal nic add web --nic user";
+        assert_eq!(told(add, "backend.forwards[0]"), "--nic (forwards[0]): is wrong");
+        let set = "vmseal vm set web --vcpus 2";
+        assert_eq!(told(set, "labels"), "--label: is wrong");
         let policy = "vmseal policy create p --plain";
         for (field, option) in [
             ("limits.iops", "--iops"),

@@ -11,7 +11,8 @@ pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateNic>> {
     options.iter().map(|option| parse(option)).collect()
 }
 
-fn parse(option: &str) -> anyhow::Result<CreateNic> {
+/// Parses one `--nic`.
+pub fn parse(option: &str) -> anyhow::Result<CreateNic> {
     let refused = |why: anyhow::Error| Ended::new(Exit::Usage, format!("--nic {option}: {why:#}"));
     Ok(split(option).map_err(refused)?)
 }

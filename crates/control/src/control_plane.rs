@@ -9,6 +9,7 @@ use tokio::task::JoinHandle;
 use vmseal_api::client::ClientIdentity;
 use vmseal_secret::sealed_box::{BoxError, Recipient};
 
+use crate::backup::make;
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
@@ -20,7 +21,7 @@ use crate::setup::identity::Identity;
 use crate::setup::initialise::Initialised;
 use crate::store::alarms::{self, RaisedAlarm};
 use crate::store::{Store, StoreError};
-use crate::tasks::{Engine, Retry};
+use crate::tasks::{Engine, Retry, autostart};
 
 /// The source of the alarms about the server's own certificates.
 const CERTIFICATE_ALARMS: &str = "certificates of the server";
@@ -45,6 +46,7 @@ pub struct ControlPlane {
     identity: Arc<Identity>,
     renewing: JoinHandle<()>,
     deleting_events: JoinHandle<()>,
+    starting: JoinHandle<()>,
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
 
@@ -60,6 +62,8 @@ impl ControlPlane {
         credentials_dir: Option<PathBuf>,
         keep_events_days: u32,
     ) -> Result<Self, StartError> {
+        // What a backup left whose server was killed.
+        make::sweep(data_dir);
         let (store, authority, identity) =
             (Arc::new(store), Arc::new(authority), Arc::new(identity));
         let connector = Arc::new(HttpsConnector(ClientIdentity {
@@ -82,8 +86,11 @@ impl ControlPlane {
         let recipient = Recipient::generate()?;
         let deleting_events =
             tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
-        let services = Services { store, providers, hosts, engine, authority, recipient };
-        Ok(Self { services: Arc::new(services), identity, renewing, deleting_events, _lock: lock })
+        let starting = tokio::spawn(autostart::run(Arc::clone(&engine)));
+        let data_dir = data_dir.to_owned();
+        let services = Services { store, providers, hosts, engine, authority, recipient, data_dir };
+        let services = Arc::new(services);
+        Ok(Self { services, identity, renewing, deleting_events, starting, _lock: lock })
     }
 
     /// Its services.
@@ -102,6 +109,7 @@ impl ControlPlane {
     pub fn stop_work(&self) {
         self.renewing.abort();
         self.deleting_events.abort();
+        self.starting.abort();
         self.services.engine.stop();
     }
 

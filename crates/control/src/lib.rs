@@ -8,6 +8,7 @@
 //! | [`providers`] | key providers |
 //! | [`hosts`] | joining, one monitor per host, key delivery, alarms |
 //! | [`operation`], [`tasks`] | durable tasks |
+//! | [`backup`] | backups of the server itself |
 //! | [`retention`] | the deletion of old events |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
 //! | [`control_plane`] | starts and stops all of it |
@@ -15,6 +16,7 @@
 //! | [`metrics`] | the server's metrics |
 
 mod backoff;
+pub mod backup;
 pub mod control_plane;
 pub mod hosts;
 mod locks;

@@ -3,10 +3,29 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{KeyReference, SealedKey};
-use vmseal_api::id::{DiskId, ProviderId, VmId};
+use vmseal_api::boot::BootDevice;
+use vmseal_api::host::{KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::id::{DiskId, HostId, PolicyId, ProviderId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
+
+/// A VM that is to be adopted, as the inventory will have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Definition {
+    /// As its host is told of it.
+    pub spec: VmSpec,
+    /// Its host.
+    pub host: HostId,
+    /// That host's name.
+    pub host_name: String,
+    /// Its policy.
+    pub policy: PolicyId,
+    /// That policy's name.
+    pub policy_name: String,
+    /// The key that the inventory has of it: the VM is known, and gets the key of the definition in place of this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replaces: Option<KeyReference>,
+}
 
 /// What a task does; stored with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,6 +44,62 @@ pub enum Operation {
     StartVm {
         /// The VM.
         vm: VmId,
+        /// What its firmware tries first this time.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        boot_once: Option<BootDevice>,
+    },
+    /// Starts a VM because its host has rebooted.
+    AutostartVm {
+        /// The VM.
+        vm: VmId,
+    },
+    /// Shuts a VM's guest down and starts it again.
+    RebootVm {
+        /// The VM.
+        vm: VmId,
+        /// How long the guest may take to shut down, in seconds.
+        timeout_seconds: u32,
+    },
+    /// Adds a disk, whose row is there, to a VM.
+    AddDisk {
+        /// The VM.
+        vm: VmId,
+        /// The disk.
+        disk: DiskId,
+    },
+    /// Removes a disk of a VM.
+    RemoveDisk {
+        /// The VM.
+        vm: VmId,
+        /// The disk.
+        disk: DiskId,
+    },
+    /// Makes a disk of a VM longer.
+    GrowDisk {
+        /// The VM.
+        vm: VmId,
+        /// The disk.
+        disk: DiskId,
+        /// Its size after that, in bytes.
+        size: u64,
+    },
+    /// Adds a network card to a VM.
+    AddNic {
+        /// The VM.
+        vm: VmId,
+        /// The card.
+        nic: NicSpec,
+        /// Its place among the cards of the VM.
+        position: usize,
+    },
+    /// Removes a network card of a VM.
+    RemoveNic {
+        /// The VM.
+        vm: VmId,
+        /// The card, to be put back if the VM does not let it go.
+        nic: NicSpec,
+        /// Its place among the cards of the VM.
+        position: usize,
     },
     /// Stops a VM.
     StopVm {
@@ -65,6 +140,13 @@ pub enum Operation {
         /// Its lifecycle before.
         was: Lifecycle,
     },
+    /// Adopts a VM that is on a datastore.
+    AdoptVm {
+        /// The VM.
+        vm: VmId,
+        /// What it will be here.
+        definition: Box<Definition>,
+    },
     /// Written by another version of vmseal and unreadable for this one: left unchanged.
     #[serde(skip)]
     Unreadable {
@@ -84,10 +166,18 @@ impl Operation {
         match self {
             Self::CreateVm { .. } => "vm.create",
             Self::StartVm { .. } => "vm.start",
+            Self::AutostartVm { .. } => "vm.autostart",
+            Self::RebootVm { .. } => "vm.reboot",
+            Self::AddDisk { .. } => "disk.add",
+            Self::RemoveDisk { .. } => "disk.remove",
+            Self::GrowDisk { .. } => "disk.resize",
+            Self::AddNic { .. } => "nic.add",
+            Self::RemoveNic { .. } => "nic.remove",
             Self::StopVm { .. } => "vm.stop",
             Self::ExportDisk { .. } => "disk.export",
             Self::RecryptVm { .. } => "vm.recrypt",
             Self::DeleteVm { .. } => "vm.delete",
+            Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
         }
     }
@@ -97,12 +187,31 @@ impl Operation {
     pub fn vm(&self) -> Option<VmId> {
         match self {
             Self::CreateVm { vm, .. }
-            | Self::StartVm { vm }
+            | Self::StartVm { vm, .. }
+            | Self::AutostartVm { vm }
+            | Self::RebootVm { vm, .. }
+            | Self::AddDisk { vm, .. }
+            | Self::RemoveDisk { vm, .. }
+            | Self::GrowDisk { vm, .. }
+            | Self::AddNic { vm, .. }
+            | Self::RemoveNic { vm, .. }
             | Self::StopVm { vm, .. }
             | Self::ExportDisk { vm, .. }
             | Self::RecryptVm { vm, .. }
-            | Self::DeleteVm { vm, .. } => Some(*vm),
+            | Self::DeleteVm { vm, .. }
+            | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,
+        }
+    }
+
+    /// The disk that it is about, where it is about one.
+    #[must_use]
+    pub fn disk(&self) -> Option<DiskId> {
+        match self {
+            Self::ExportDisk { disk, .. }
+            | Self::RemoveDisk { disk, .. }
+            | Self::GrowDisk { disk, .. } => Some(*disk),
+            _ => None,
         }
     }
 

@@ -245,11 +245,11 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// The beginnings of the statements that read a whole table, or a whole index.
-const WHOLE: [&str; 10] = [
+const WHOLE: [&str; 12] = [
     // They need all rows.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
-    "SELECT name, token_sha256 FROM users",
+    "SELECT name, token_sha256, role FROM users",
     "SELECT id, name FROM providers",
     // Their index has only the rows that they need.
     "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default",
@@ -257,6 +257,9 @@ const WHOLE: [&str; 10] = [
     "SELECT id, kind, target, vm_id, actor, operation, state, step, failed_step, outputs, waiting, parent, \
      not_before, cancelled, created, ended, request_id, problem FROM tasks WHERE ended IS NULL",
     "DELETE FROM tasks WHERE ended IS NOT NULL AND id <=",
+    // Once, after a restore.
+    "UPDATE hosts SET description = NULL",
+    "UPDATE vms SET start_due = FALSE",
     // A few rows.
     "DELETE FROM alarms WHERE source LIKE 'task %'",
     "DELETE FROM join_tokens WHERE expires < $1",

@@ -73,6 +73,8 @@ pub enum Socket {
     Listening(UnixListener),
     /// Connected: its one peer is served.
     Connected(UnixStream),
+    /// Connected by another process before that closes its end of a pipe.
+    Connecting(UnixStream, OwnedFd),
 }
 
 /// Opens handles, each descriptor once.
@@ -128,6 +130,15 @@ impl Handles {
             Ok(false) => Ok(Socket::Connected(UnixStream::from(fd))),
             Err(error) => Err(HandleError::Descriptor { fd: *number, error: error.into() }),
         }
+    }
+
+    /// A unix socket that another process connects; see [`Socket::Connecting`].
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn connecting(&mut self, socket: &Handle, pipe: &Handle) -> Result<Socket, HandleError> {
+        let socket = UnixStream::from(self.file(socket, true)?);
+        Ok(Socket::Connecting(socket, self.file(pipe, false)?))
     }
 
     /// A listening unix socket. One at a path is created with mode 0600; a left-over socket that nobody

@@ -5,12 +5,14 @@
 //! | [`routes`] | one handler for each operation, which calls [`vmseal_control::services`] |
 //! | `request` | the parts of a request: user, body, query, names |
 //! | `answer`, `problem` | answers |
+//! | `document` | limits and errors in the API document |
 //! | `trace` | ids, log lines and metrics of requests |
 //! | `connections` | limits of connections |
 //! | [`server`] | the process |
 
 mod answer;
 mod connections;
+mod document;
 mod problem;
 mod request;
 pub mod routes;

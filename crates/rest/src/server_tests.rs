@@ -89,6 +89,7 @@ impl Installation {
         };
         let state_dir = self.directory.path().join("agent");
         let options = JoinOptions {
+            replace: false,
             server: format!("https://{}", self.server.as_ref().unwrap().address()),
             token: token.token.into(),
             name: "here".to_owned(),
@@ -107,6 +108,7 @@ impl Installation {
             name: "local".to_owned(),
             host: "here".to_owned(),
             location: DatastoreLocation::Dir { path: "/store".into() },
+            existing: false,
         };
         let _: Datastore = client.post("datastores", &datastore).await.unwrap();
         // The passphrase comes as a credential.
@@ -134,6 +136,7 @@ impl Installation {
             limits: Default::default(),
             cache: None,
             replica: None,
+            cpu_model: None,
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }
@@ -167,6 +170,10 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         policy: "encrypted".to_owned(),
         vcpus: 1,
         memory: 32 << 20,
+        hardware: Default::default(),
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
         cloud_init: None,
         disks: vec![CreateDisk {
             name: "root".to_owned(),
@@ -174,6 +181,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
             size: 1 << 20,
             image: None,
             format: None,
+            force: false,
         }],
         nics: Vec::new(),
     };

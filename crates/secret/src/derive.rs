@@ -6,11 +6,14 @@ use std::str::FromStr;
 
 use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
 
-use crate::bytes::{KEK_LEN, SecretBytes};
+use crate::bytes::{DEK_LEN, KEK_LEN, SecretBytes};
 use crate::memory::MemoryError;
 
 /// Says what is derived and how, so that a later version cannot derive the same key for another use.
 const LABEL: &[u8] = b"vmseal key derivation v1";
+
+/// The same for a key that comes from the DEK of a disk.
+const DISK_LABEL: &[u8] = b"vmseal key derivation from a disk v1";
 
 /// The longest key id, in bytes: KMIP sets no limit; what servers hand out is far shorter.
 pub const KEY_ID_MAX: usize = 255;
@@ -30,6 +33,8 @@ pub enum Purpose {
     Header,
     /// The check value, which is public.
     Check,
+    /// The MAC of a VM's descriptor.
+    Descriptor,
 }
 
 impl Purpose {
@@ -38,12 +43,13 @@ impl Purpose {
             Self::Wrap => b"wrap",
             Self::Header => b"header",
             Self::Check => b"check",
+            Self::Descriptor => b"descriptor",
         }
     }
 
     fn len(self) -> usize {
         match self {
-            Self::Wrap | Self::Header => DERIVED_LEN,
+            Self::Wrap | Self::Header | Self::Descriptor => DERIVED_LEN,
             Self::Check => CHECK_LEN,
         }
     }
@@ -66,6 +72,9 @@ pub enum DeriveError {
     /// Not an AES-256 key.
     #[error("a key-encryption key is {KEK_LEN} bytes long; this one has {0}")]
     KekLength(usize),
+    /// Not the key of a disk.
+    #[error("the key of a disk is {DEK_LEN} bytes long; this one has {0}")]
+    DekLength(usize),
     /// The key id is empty or too long.
     #[error("a key id is 1 to {KEY_ID_MAX} bytes long; this one has {0}")]
     KeyId(usize),
@@ -129,6 +138,25 @@ pub fn derive(
         return Err(DeriveError::KekLength(kek.len()));
     }
     hkdf_sha256(&[], kek.expose(), &info(context, purpose)?, purpose.len())
+}
+
+/// The key under which what a VM's TPM keeps is encrypted: [`DERIVED_LEN`] bytes that follow from the DEK of the disk
+/// with this id (the 16 bytes of its UUID).
+///
+/// # Errors
+/// [`DeriveError`]: the DEK has a wrong length, or there is no memory.
+pub fn tpm_key(dek: &SecretBytes, disk: [u8; 16]) -> Result<SecretBytes, DeriveError> {
+    if dek.len() != DEK_LEN {
+        return Err(DeriveError::DekLength(dek.len()));
+    }
+    let fields: [&[u8]; 3] = [DISK_LABEL, b"tpm", &disk];
+    let mut info = Vec::with_capacity(64);
+    for field in fields {
+        // Every field is at most 255 bytes long.
+        info.extend_from_slice(&(field.len() as u16).to_be_bytes());
+        info.extend_from_slice(field);
+    }
+    hkdf_sha256(&[], dek.expose(), &info, DERIVED_LEN)
 }
 
 /// Distinguishes a key from another one with the same id. Public: it is stored and shown as hex.
@@ -234,6 +262,10 @@ mod tests {
         for (purpose, expected) in [
             (Purpose::Wrap, "afef018718586a89a5d52c42dfd84099d64b0d03f97a903a0a496e7637f02444"),
             (Purpose::Header, "4739a3f46cd8013049667871544fbc822c378852a7834bf085ef33d0899a5db5"),
+            (
+                Purpose::Descriptor,
+                "a749bb14b4d02d9b7d89bb205feb9abbf73ad7633acae132532799e36a63e4a0",
+            ),
             (Purpose::Check, "3809a5ca04b9798c5d4bc062a91e188c"),
         ] {
             let derived = derive(&kek(), &CONTEXT, purpose).unwrap();
@@ -241,6 +273,20 @@ mod tests {
         }
         let check = check_value(&kek(), &CONTEXT).unwrap();
         assert_eq!(check.to_string(), "3809a5ca04b9798c5d4bc062a91e188c");
+    }
+
+    /// The value comes from another implementation (Python's hmac) and the written format.
+    #[test]
+    fn the_key_of_a_tpm_is_that_of_the_written_format() {
+        let mut bytes: Vec<u8> = (0..64).collect();
+        let dek = SecretBytes::from_wiped(&mut bytes).unwrap();
+        let key = tpm_key(&dek, [0x33; 16]).unwrap();
+        assert_eq!(
+            key.expose(),
+            hex("4ce489f7c241449ba6108059ca386b02b4f766b0cdfefa1f06c60913ea5a5b07")
+        );
+        assert_ne!(tpm_key(&dek, [0x34; 16]).unwrap().expose(), key.expose());
+        assert!(matches!(tpm_key(&kek(), [0x33; 16]), Err(DeriveError::DekLength(32))));
     }
 
     #[test]

@@ -4,12 +4,13 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmseal_api::expose::LET_GO;
+use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, ExportJob, Exposing, HostAgent, JobSpec, JobState, KeyState,
-    Power, PowerOff, VmSpec,
+    Allocation, ConsoleClaim, ConsoleStream, ExportJob, Exposing, GuestControl, HostAgent, JobSpec,
+    JobState, KeyState, Power, PowerOff,
 };
 use vmseal_api::id::TaskId;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
 use super::jobs::{creation, image};
@@ -101,6 +102,7 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
     let power = match activity {
         Activity::Running => Some(Power::Running),
         Activity::Stopping => Some(Power::Stopping),
+        Activity::Paused => Some(Power::Paused),
         _ => None,
     };
     if power.is_some() && session.seen(agent).await.map(|seen| seen.power) == power {
@@ -111,12 +113,15 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
     match activity {
         Activity::Off | Activity::KeyChange => {}
         Activity::Starting => done(agent.power_on(vm).await, "starting"),
-        Activity::Running | Activity::Stopping => {
+        Activity::Running | Activity::Stopping | Activity::Paused => {
             done(agent.power_on(vm).await, "starting");
             session.power(agent, Power::Running).await;
             if activity == Activity::Stopping {
                 let how = PowerOff::Shutdown { seconds: STOPPING_SECONDS };
                 done(agent.power_off(vm, how).await, "pressing the power button");
+            }
+            if activity == Activity::Paused {
+                done(agent.control_guest(vm, GuestControl::Pause).await, "pausing");
             }
         }
         Activity::Creating => {
@@ -147,7 +152,10 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     match action {
         Action::Register => {
-            let changed = VmSpec { memory: 128 << 20, ..session.spec.clone() };
+            let mut changed = session.spec.clone();
+            for disk in changed.disks_mut() {
+                disk.allocation = Allocation::Preallocated;
+            }
             agent.register_vm(changed).await?;
             agent.register_vm(session.spec.clone()).await
         }
@@ -174,7 +182,20 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         Action::ShutDown => {
             agent.power_off(vm, PowerOff::Shutdown { seconds: STOPPING_SECONDS }).await
         }
+        Action::GrowDisk => {
+            // Where it is allowed, the disk has the size already.
+            agent.grow_disk(vm, disk, session.disk(0).size).await
+        }
+        Action::Pause => agent.control_guest(vm, GuestControl::Pause).await,
+        Action::Unpause => agent.control_guest(vm, GuestControl::Unpause).await,
+        Action::Reset => agent.control_guest(vm, GuestControl::Reset).await,
         Action::Console => agent.console(vm, ConsoleClaim::TakeOver).await.map(drop),
+        Action::Screen => agent.screen(vm).await.map(drop),
+        // The suite's guest has no agent.
+        Action::Guest => match agent.guest(vm, GuestCommand::Ping).await {
+            Err(problem) if problem.code == ErrorCode::Unreachable => Ok(()),
+            answered => answered.map(drop),
+        },
         Action::Bitmaps => agent.bitmaps(vm, disk).await.map(drop),
         Action::Replica => agent.replica(vm, session.disk(1).disk).await.map(drop),
     }
@@ -197,6 +218,7 @@ async fn goes_on(
         (Ongoing::ByItself, Activity::Starting) => seen.power == Power::Starting,
         (Ongoing::ByItself, Activity::Running) => seen.power == Power::Running,
         (Ongoing::ByItself, Activity::Stopping) => seen.power == Power::Stopping,
+        (Ongoing::ByItself, Activity::Paused) => seen.power == Power::Paused,
         (Ongoing::ByItself, _) => false,
     }
 }

@@ -14,7 +14,7 @@ use super::{Session, done, refused};
 
 /// A raw image to fill a disk from.
 pub fn image(path: &Path) -> Option<ImageSource> {
-    Some(ImageSource { path: path.to_owned(), format: ImageFormat::Raw })
+    Some(ImageSource { path: path.to_owned(), format: ImageFormat::Raw, force: false })
 }
 
 /// The job that makes one disk.

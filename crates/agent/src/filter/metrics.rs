@@ -84,7 +84,11 @@ pub fn vm_ended(reason: StopReason) {
 /// `internal`: the encoder failed, which does not happen with these metrics.
 pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Problem> {
     let mut asked = JoinSet::new();
-    for vm in state.vms.iter().filter(|vm| matches!(vm.power, Power::Running | Power::Stopping)) {
+    for vm in state
+        .vms
+        .iter()
+        .filter(|vm| matches!(vm.power, Power::Running | Power::Stopping | Power::Paused))
+    {
         let (vm, control) = (vm.vm, Control::of(&run_dir.vm(vm.vm)));
         asked.spawn(async move { (vm, timeout(FIGURES_TIMEOUT, control.figures()).await) });
     }
@@ -164,6 +168,7 @@ impl Snapshot {
             (Power::Starting, "starting"),
             (Power::Running, "running"),
             (Power::Stopping, "stopping"),
+            (Power::Paused, "paused"),
         ];
         gauges(
             to,

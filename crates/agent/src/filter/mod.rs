@@ -6,12 +6,14 @@ pub(crate) mod metrics;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::io::{PipeReader, PipeWriter};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -47,7 +49,7 @@ pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 const READY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// How long after its socket the end of a process may be noticed: the kernel closes files first.
-const END_SEEN_WITHIN: Duration = Duration::from_secs(1);
+pub const END_SEEN_WITHIN: Duration = Duration::from_secs(1);
 
 /// Why a request to a filter failed.
 #[derive(Debug, thiserror::Error)]
@@ -112,12 +114,48 @@ pub struct Disk {
     pub replica: Option<Replica>,
 }
 
+/// A socket that the filter has, too, and that this process connects to QEMU when the filter is ready. The filter keeps the
+/// connection when this process dies: QEMU before 9.0 takes no other connection after one that ends before it is answered
+/// (docs/decisions/020).
+pub struct Connection {
+    socket: OwnedFd,
+    address: PathBuf,
+    /// Closed when the socket is connected.
+    _pipe: PipeWriter,
+}
+
+impl Connection {
+    /// A connection to this socket of QEMU, and what the filter gets: the same socket, and the pipe that says when it is
+    /// connected.
+    ///
+    /// # Errors
+    /// The process has too many files open.
+    pub fn new(address: PathBuf) -> io::Result<(Self, OwnedFd, PipeReader)> {
+        let (reader, pipe) = std::io::pipe()?;
+        let (family, kind) = (AddressFamily::Unix, SockType::Stream);
+        let socket = socket::socket(family, kind, SockFlag::SOCK_CLOEXEC, None)?;
+        let of_filter = socket.try_clone()?;
+        Ok((Self { socket, address, _pipe: pipe }, of_filter, reader))
+    }
+
+    /// Connects.
+    ///
+    /// # Errors
+    /// Those of connect(2).
+    pub fn connect(self) -> io::Result<()> {
+        let address = UnixAddr::new(&self.address)?;
+        Ok(socket::connect(self.socket.as_raw_fd(), &address)?)
+    }
+}
+
 /// What a filter does with a disk.
 pub enum Work {
     /// Serves a guest.
     Serve {
-        /// Connected to a socket that QEMU listens on.
-        socket: std::os::unix::net::UnixStream,
+        /// The socket that [`Connection`] connects to QEMU.
+        socket: OwnedFd,
+        /// Closed at its other end when that is done.
+        connected: PipeReader,
         /// How many queues it has.
         queues: u16,
         /// Whether the guest can only read it.
@@ -126,6 +164,13 @@ pub enum Work {
         limits: DiskLimits,
         /// The size of the read cache, in bytes.
         cache: Option<u64>,
+    },
+    /// Serves a guest's firmware over NBD.
+    ServeFirmware {
+        /// The socket that QEMU connects to.
+        socket: UnixListener,
+        /// QEMU's user; none is the agent's.
+        user: Option<u32>,
     },
     /// Serves tools over NBD.
     Expose {
@@ -199,8 +244,10 @@ impl Work {
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
-            Self::Serve { socket, .. } => (socket.as_fd(), None),
-            Self::Expose { socket, .. } => (socket.as_fd(), None),
+            Self::Serve { socket, connected, .. } => (socket.as_fd(), Some(connected.as_fd())),
+            Self::Expose { socket, .. } | Self::ServeFirmware { socket, .. } => {
+                (socket.as_fd(), None)
+            }
             Self::Import { source, .. } => (source.as_fd(), None),
             Self::Export { target, format: Volume::Luks2 { key, .. } } => {
                 (target.as_fd(), Some(key.as_fd()))
@@ -251,13 +298,18 @@ impl Disk {
                 keeps_room: self.keeps_room,
             },
             front_end: match &self.work {
-                Work::Serve { socket, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
+                Work::Serve { socket, connected, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
                     socket: fd(socket.as_fd()),
+                    connected: Some(fd(connected.as_fd())),
                     peer_uid: None,
                     queues: *queues,
                 }),
                 Work::Expose { socket, .. } => {
                     Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
+                }
+                Work::ServeFirmware { socket, user } => {
+                    let peer_uid = Some(user.unwrap_or(peer));
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid })
                 }
                 Work::Import { .. } | Work::Export { .. } => None,
             },
@@ -269,13 +321,19 @@ impl Disk {
                 Work::Import { source, format, from } => {
                     Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
                 }
-                Work::Serve { .. } | Work::Expose { .. } | Work::Export { .. } => None,
+                Work::Serve { .. }
+                | Work::ServeFirmware { .. }
+                | Work::Expose { .. }
+                | Work::Export { .. } => None,
             },
             export: match &self.work {
                 Work::Export { target, format } => {
                     Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
                 }
-                Work::Serve { .. } | Work::Expose { .. } | Work::Import { .. } => None,
+                Work::Serve { .. }
+                | Work::ServeFirmware { .. }
+                | Work::Expose { .. }
+                | Work::Import { .. } => None,
             },
         }
     }
@@ -439,6 +497,17 @@ impl Control {
         }
     }
 
+    /// Has it tell QEMU that a disk has another size than before.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`] while the guest's driver does not use the disk: QEMU would not look.
+    pub async fn announce_size(&self, disk: DiskId) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::AnnounceSize { disk }, STATUS_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
     /// Waits until it serves.
     ///
     /// # Errors
@@ -564,7 +633,7 @@ mod tests {
 
     #[test]
     fn limits_are_above_encryption_and_the_cache_is_below() {
-        let (socket, _guest) = std::os::unix::net::UnixStream::pair().unwrap();
+        let (_to_qemu, socket, connected) = Connection::new(PathBuf::new()).unwrap();
         let limits = DiskLimits { iops: Some(100), bandwidth: None };
         let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
         let mut disk = Disk {
@@ -574,7 +643,14 @@ mod tests {
             offset: 0,
             key: Some((key.to_memfd().unwrap(), Holes::Zero)),
             keeps_room: false,
-            work: Work::Serve { socket, queues: 1, read_only: false, limits, cache: Some(1 << 20) },
+            work: Work::Serve {
+                socket,
+                connected,
+                queues: 1,
+                read_only: false,
+                limits,
+                cache: Some(1 << 20),
+            },
             beside: None,
             replica: Some(Replica {
                 file: tempfile::tempfile().unwrap(),
@@ -584,7 +660,7 @@ mod tests {
         };
         assert_eq!(
             disk.descriptors().count(),
-            5,
+            6,
             "the filter lacks a descriptor of its configuration"
         );
         let chain = disk.config(0).chain;

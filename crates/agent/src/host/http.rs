@@ -105,8 +105,11 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/examine-disk", post(examine_disk))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
+        .route("/v1/datastores/survey", post(survey_datastore))
         .route("/v1/metrics", get(metrics))
+        .route("/v1/usage", get(usage))
         .route("/v1/log-level", get(log_level).put(set_log_level))
+        .route("/v1/hardware/examine", post(examine_hardware))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/key/check", post(check_key))
@@ -118,12 +121,17 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/jobs/{task}/commit", post(commit_job))
         .route("/v1/vms/{vm}/jobs/{task}/cancel", post(cancel_job))
         .route("/v1/vms/{vm}/disks/{disk}", delete(delete_disk))
+        .route("/v1/vms/{vm}/disks/{disk}/grow", post(grow_disk))
         .route("/v1/vms/{vm}/disks/{disk}/expose", get(expose_disk))
         .route("/v1/vms/{vm}/disks/{disk}/bitmaps", get(bitmaps).post(change_bitmap))
         .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
         .route("/v1/vms/{vm}/power-on", post(power_on))
+        .route("/v1/vms/{vm}/power-on-from", post(power_on_from))
         .route("/v1/vms/{vm}/power-off", post(power_off))
+        .route("/v1/vms/{vm}/control", post(control_guest))
         .route("/v1/vms/{vm}/console", get(console))
+        .route("/v1/vms/{vm}/screen", get(screen))
+        .route("/v1/vms/{vm}/guest", post(guest))
         .fallback(async || Failure(Problem::new(ErrorCode::NotFound, "there is no such path")))
         .method_not_allowed_fallback(async || {
             Failure(Problem::new(ErrorCode::InvalidRequest, "this path has no such method"))
@@ -223,8 +231,21 @@ async fn scan_datastore(State(agent): State<Agent>, request: Body) -> Answer<Res
     json(&agent.scan_datastore(body(request).await?).await?)
 }
 
+async fn survey_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.survey_datastore(body(request).await?).await?)
+}
+
+async fn examine_hardware(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.examine_hardware(body(request).await?).await?;
+    done()
+}
+
 async fn metrics(State(agent): State<Agent>) -> Answer<Response> {
     Ok(agent.metrics().await?.into_response())
+}
+
+async fn usage(State(agent): State<Agent>) -> Answer<Response> {
+    json(&agent.usage().await?)
 }
 
 async fn log_level(State(agent): State<Agent>) -> Answer<Response> {
@@ -410,6 +431,34 @@ async fn power_on(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<
     done()
 }
 
+async fn control_guest(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.control_guest(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn grow_disk(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, disk) = disk_of(&path)?;
+    agent.grow_disk(vm, disk, body(request).await?).await?;
+    done()
+}
+
+async fn power_on_from(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.power_on_from(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
 async fn power_off(
     State(agent): State<Agent>,
     Path(vm): Path<String>,
@@ -442,6 +491,28 @@ async fn console(
     Ok(upgrade.on_upgrade(async move |socket| {
         carry(socket, stream).await;
     }))
+}
+
+async fn screen(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
+) -> Answer<Response> {
+    let upgrade =
+        upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    let stream = agent.screen(id("vm", &vm)?).await?;
+    let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
+    Ok(upgrade.on_upgrade(async move |socket| {
+        carry(socket, stream).await;
+    }))
+}
+
+async fn guest(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    json(&agent.guest(id("vm", &vm)?, body(request).await?).await?)
 }
 
 /// What is opened of a disk's exposure.

@@ -46,6 +46,8 @@ pub struct JoinOptions {
     pub address: Option<String>,
     /// Where the identity is kept.
     pub state_dir: PathBuf,
+    /// Whether to replace the identity of a server that was joined before.
+    pub replace: bool,
 }
 
 /// Why joining failed.
@@ -64,7 +66,9 @@ pub enum JoinError {
     #[error("'{0}' is not a server's address: it must begin with https://")]
     Server(String),
     /// This machine has joined already.
-    #[error("this machine has joined {0} already; remove it there and remove {1} to join again")]
+    #[error(
+        "this machine has joined {0} already, as {1} says: if that server is lost, or this host was removed there, join with --replace"
+    )]
     Already(String, String),
     /// The key pair or request.
     #[error("the host's key cannot be made: {0}")]
@@ -105,7 +109,9 @@ pub async fn join(options: JoinOptions) -> Result<JoinedAs, JoinError> {
     let token: JoinToken = options.token.trim().parse()?;
     check_name(&options.name)?;
     options.address.as_deref().map_or(Ok(()), check_address)?;
-    refuse_a_second_time(&options.state_dir)?;
+    if !options.replace {
+        refuse_a_second_time(&options.state_dir)?;
+    }
     let key = KeyPair::generate()?;
     let mut request = CertificateParams::default();
     request.distinguished_name.push(DnType::CommonName, options.name.clone());
@@ -311,6 +317,7 @@ mod tests {
     fn options(server: &str, authority: [u8; 32], state_dir: &Path) -> JoinOptions {
         let token = JoinToken { secret: [7; 32], authority };
         JoinOptions {
+            replace: false,
             server: server.to_owned(),
             token: Zeroizing::new(format!("{token}\n")),
             name: "here".to_owned(),

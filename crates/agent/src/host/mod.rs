@@ -16,24 +16,32 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use vmseal_api::guest::{GuestAnswer, GuestCommand};
+use vmseal_api::hardware::Hardware;
+use vmseal_api::host::descriptor::DatastoreSurvey;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
-    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec, OtherKey, PowerOff,
-    SealedKey, ShowsCertificate, StateChange, VmSpec,
+    ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
+    OtherKey, PowerOff, SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::usage::HostUsage;
 use vmseal_secret::process::Hardening;
 
 use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::hypervisor::accelerator::{self, Choice};
+use crate::hypervisor::firmware::FirmwareFiles;
+use crate::hypervisor::hardware;
 use crate::hypervisor::network;
 use crate::hypervisor::qemu::Qemu;
+use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
 use crate::process;
 use crate::process::died::DiedVms;
@@ -46,6 +54,8 @@ use crate::storage::datastore;
 use crate::storage::disk;
 use crate::storage::exported;
 use crate::storage::measure::{Measuring, Sweeping};
+use crate::storage::medium;
+use crate::storage::survey;
 use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
@@ -61,6 +71,10 @@ pub struct AgentOptions {
     pub filter: PathBuf,
     /// The QEMU program, by path or name.
     pub qemu: PathBuf,
+    /// The directory of the UEFI firmware (OVMF).
+    pub firmware_directory: PathBuf,
+    /// The swtpm program, by path or name.
+    pub swtpm: PathBuf,
     /// The first of the user ids that processes run under; used as root only.
     pub uid_base: u32,
     /// Where images may be imported from and exported to.
@@ -151,6 +165,8 @@ impl RealHost {
             users: Users::new(root.then_some(options.uid_base)),
             filter: Arc::new(filter),
             qemu,
+            firmware: FirmwareFiles::of(options.firmware_directory),
+            swtpm: Swtpm::of(options.swtpm),
             accelerator,
             filter_restart_timeout: options.filter_restart_timeout,
         });
@@ -224,6 +240,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
         contract: CONTRACT,
         features: FEATURES.map(str::to_owned).to_vec(),
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+        boot: Some(machine::boot_id()),
         incarnation: shared.states.incarnation(),
         hostname: machine.hostname,
         key_box: shared.key_box.public(),
@@ -278,13 +295,31 @@ impl HostAgent for RealHost {
         Ok(condition)
     }
 
+    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
+        let Shared { qemu, firmware, swtpm, accelerator, .. } = &*self.shared;
+        hardware::examine(&hardware, qemu, firmware, swtpm, accelerator.kind)?;
+        medium::open(&hardware, &self.shared.transfer).await.map(drop)
+    }
+
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
         self.scanning.scan(spec).await
+    }
+
+    async fn survey_datastore(
+        &self,
+        location: DatastoreLocation,
+    ) -> Result<DatastoreSurvey, Problem> {
+        let DatastoreLocation::Dir { path } = location.clone();
+        timed::call(&path, move || survey::survey(&location)).await
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
         let state = self.shared.states.now();
         metrics::exposition(&self.shared.run_dir, state).await
+    }
+
+    async fn usage(&self) -> Result<HostUsage, Problem> {
+        Ok(vm::usage::of_host(&self.shared.run_dir, self.shared.states.now()).await)
     }
 
     async fn log_level(&self) -> Result<LogLevel, Problem> {
@@ -384,11 +419,33 @@ impl HostAgent for RealHost {
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, Call::PowerOn).await
+        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(None, to)).await
+    }
+
+    async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(Some(first), to)).await
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::PowerOff(how, reply)).await
+    }
+
+    async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::ControlGuest(what, reply)).await
+    }
+
+    async fn grow_disk(&self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::GrowDisk(disk, size, reply)).await
+    }
+
+    async fn screen(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        self.vm(vm).await?.ask(vm, Call::Screen).await
+    }
+
+    async fn guest(&self, vm: VmId, command: GuestCommand) -> Result<GuestAnswer, Problem> {
+        rules::check_guest_command(&command)?;
+        // The guest may take its time: the VM's owner does not wait for it.
+        self.vm(vm).await?.ask(vm, Call::Guest).await?.ask(command).await
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -1,7 +1,15 @@
 //! QEMU: its command line, QMP, the serial console, and what accelerates it here.
 
 pub mod accelerator;
+pub(crate) mod boot;
+pub(crate) mod cdrom;
 pub(crate) mod console;
+pub mod firmware;
+pub(crate) mod guest_agent;
+pub(crate) mod hardware;
 pub(crate) mod network;
+pub(crate) mod plug;
 pub(crate) mod qemu;
 pub mod qmp;
+pub mod tpm;
+pub(crate) mod usual_order;

@@ -8,15 +8,24 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use vmseal_api::host::{AcceleratorKind, DiskRole, NicSpec, VmSpec};
+use vmseal_api::boot::BootDevice;
+use vmseal_api::hardware::MemoryBacking;
+use vmseal_api::host::{AcceleratorKind, Attachment, NicSpec, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::{NicModel, PortForward};
+use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::boot::{self, Order};
+use super::cdrom;
+use super::firmware::OpenFirmware;
+use super::guest_agent;
 use super::network::{Card, OpenTap};
+use super::tpm;
+use crate::process::live::queues;
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 
@@ -29,17 +38,39 @@ pub const MONITOR: &str = "qmp";
 /// The name of the console's socket and log.
 pub const CONSOLE: &str = "console";
 
-/// The most request queues of a disk: more gain nothing measurable for one guest.
-const QUEUES_MAX: u16 = 4;
+/// The PCI slot of the ports that network cards, and devices that are added while the guest runs, are plugged into: the
+/// last one that disks do not reach.
+const PORTS_SLOT: &str = "1e";
 
-/// The most queues of all disks of a VM: what one filter process serves.
-const ALL_QUEUES_MAX: usize = 64;
+/// The ports: the functions of that slot.
+pub const PORTS: u32 = 8;
 
-/// The PCI slot of the ports that network cards are plugged into: the last one that disks do not reach.
-const CARDS_SLOT: &str = "1e";
+/// The PCI slot of what every guest has; the first one that QEMU gives by itself.
+const OWN_SLOT: &str = "01";
+
+/// The ROMs by which network cards are started from.
+const ROMS: [&str; 2] = ["efi-virtio.rom", "efi-e1000e.rom"];
 
 /// What QEMU's system-call filter refuses.
 const SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+
+/// What is opened for a QEMU before it starts.
+#[derive(Clone, Copy)]
+pub struct Given<'a> {
+    /// The listening sockets for the filter, one for each disk that the guest sees, in order. QEMU listens and the
+    /// filter connects, because only then does QEMU continue with another filter after one has died.
+    pub disks: &'a [UnixListener],
+    /// The network cards.
+    pub cards: &'a [Card],
+    /// The firmware, where it is not QEMU's own.
+    pub firmware: Option<&'a OpenFirmware>,
+    /// The socket by which its TPM is controlled, where it has one.
+    pub tpm: Option<&'a UnixStream>,
+    /// What is in its CD-ROM drive, where there is something.
+    pub medium: Option<&'a File>,
+    /// What the firmware tries first this time.
+    pub boot_once: Option<BootDevice>,
+}
 
 /// The QEMU of this host.
 #[derive(Debug)]
@@ -47,6 +78,9 @@ pub struct Qemu {
     path: PathBuf,
     program: File,
     version: String,
+    cpu_models: Vec<String>,
+    /// Where it looks for ROMs of devices.
+    data: Vec<PathBuf>,
 }
 
 impl Qemu {
@@ -72,7 +106,19 @@ impl Qemu {
         let text = String::from_utf8_lossy(&output.stdout);
         let line = text.lines().next().unwrap_or_default();
         let version = line.strip_prefix("QEMU emulator version ").unwrap_or(line).to_owned();
-        Ok(Self { path, program, version })
+        let models = std::process::Command::new(&path)
+            .args(["-cpu", "help"])
+            .stdin(Stdio::null())
+            .output()
+            .map_err(told)?;
+        let cpu_models = cpu_models(&String::from_utf8_lossy(&models.stdout));
+        let data = std::process::Command::new(&path)
+            .args(["-L", "help"])
+            .stdin(Stdio::null())
+            .output()
+            .map_err(told)?;
+        let data = String::from_utf8_lossy(&data.stdout).lines().map(PathBuf::from).collect();
+        Ok(Self { path, program, version, cpu_models, data })
     }
 
     /// Where it is.
@@ -87,9 +133,37 @@ impl Qemu {
         &self.version
     }
 
-    /// Starts it for a VM, with the guest paused. `cards` are its network cards, opened; `disks` are the listening
-    /// sockets for the filters, in order. QEMU listens and the filter connects, because only then does QEMU continue with another filter
-    /// after one has died.
+    /// The models of processors that it knows.
+    #[must_use]
+    pub fn cpu_models(&self) -> &[String] {
+        &self.cpu_models
+    }
+
+    /// Checks that network cards can be started from.
+    ///
+    /// # Errors
+    /// `unsupported`, with the package that has their ROMs.
+    pub fn check_network_boot(&self) -> Result<(), Problem> {
+        let missing = ROMS.iter().find(|rom| !self.data.iter().any(|at| at.join(rom).exists()));
+        let Some(rom) = missing else { return Ok(()) };
+        let what = format!(
+            "guests start from the network by {rom}, which QEMU does not find on this host: install Debian's package ipxe-qemu there"
+        );
+        Err(Problem::new(ErrorCode::Unsupported, what))
+    }
+
+    /// Checks that a VM can be started, from another device first or not.
+    ///
+    /// # Errors
+    /// Those of [`Qemu::check_network_boot`].
+    pub fn check_start(&self, spec: &VmSpec, once: Option<BootDevice>) -> Result<(), Problem> {
+        match Order::of(spec, once).has(BootDevice::Network) {
+            true => self.check_network_boot(),
+            false => Ok(()),
+        }
+    }
+
+    /// Starts it for a VM, with the guest paused.
     ///
     /// # Errors
     /// As making the sockets and starting the process.
@@ -98,27 +172,33 @@ impl Qemu {
         spec: &VmSpec,
         accelerator: AcceleratorKind,
         directory: &ProcessDir,
-        disks: &[UnixListener],
-        cards: &[Card],
+        given: Given<'_>,
         user: Option<u32>,
     ) -> io::Result<Process> {
+        let Given { disks, cards, firmware, tpm, medium, .. } = given;
         let (monitor, console) = (directory.listen(MONITOR)?, directory.listen(CONSOLE)?);
+        let guest = directory.listen(guest_agent::SOCKET)?;
         let console_log = directory.log(CONSOLE)?;
         let descriptors = Descriptors {
             monitor: monitor.as_raw_fd(),
             console: console.as_raw_fd(),
+            guest: guest.as_raw_fd(),
             console_log: console_log.as_raw_fd(),
+            tpm: tpm.map(AsRawFd::as_raw_fd),
             disks: disks.iter().map(AsRawFd::as_raw_fd).collect(),
             cards: cards.iter().map(CardDescriptors::of).collect(),
         };
-        let own = [monitor.as_fd(), console.as_fd(), console_log.as_fd()];
+        let own = [monitor.as_fd(), console.as_fd(), console_log.as_fd(), guest.as_fd()];
         process::launch(Launch {
             program: &self.program,
             name: "qemu-system-x86_64",
-            arguments: arguments(spec, accelerator, &descriptors),
+            arguments: arguments(spec, accelerator, &descriptors, &given),
             keep: own
                 .into_iter()
                 .chain(disks.iter().map(AsFd::as_fd))
+                .chain(tpm.map(AsFd::as_fd))
+                .chain(medium.map(AsFd::as_fd))
+                .chain(firmware.into_iter().flat_map(OpenFirmware::descriptors))
                 .chain(cards.iter().flat_map(|card| &card.tap).flat_map(descriptors_of))
                 .collect(),
             input: Stdio::null(),
@@ -130,6 +210,12 @@ impl Qemu {
     }
 }
 
+/// The names in QEMU's list of processor models: `x86 NAME  DESCRIPTION` in each line.
+fn cpu_models(list: &str) -> Vec<String> {
+    let name = |line: &str| Some(line.strip_prefix("x86 ")?.split_whitespace().next()?.to_owned());
+    list.lines().filter_map(name).collect()
+}
+
 /// The group that may open /dev/kvm, where it is needed.
 fn kvm_group(accelerator: AcceleratorKind) -> Option<u32> {
     match accelerator {
@@ -138,19 +224,13 @@ fn kvm_group(accelerator: AcceleratorKind) -> Option<u32> {
     }
 }
 
-/// How many queues each disk of a VM has.
-#[must_use]
-pub fn queues(spec: &VmSpec) -> u16 {
-    let share = ALL_QUEUES_MAX / spec.disks().count().max(1);
-    let cpus = u16::try_from(spec.vcpus).unwrap_or(u16::MAX);
-    cpus.min(QUEUES_MAX).min(u16::try_from(share).unwrap_or(QUEUES_MAX)).max(1)
-}
-
 /// The numbers that descriptors have in QEMU.
 struct Descriptors {
     monitor: RawFd,
     console: RawFd,
+    guest: RawFd,
     console_log: RawFd,
+    tpm: Option<RawFd>,
     disks: Vec<RawFd>,
     cards: Vec<CardDescriptors>,
 }
@@ -191,10 +271,53 @@ pub fn card_id(nic: NicId) -> String {
     format!("nic-{nic}")
 }
 
-/// The arguments of a network card, the VM's `index`th: what it is connected to, the port that it is plugged into,
-/// and the card. A port of its own lets the guest name it as on a machine, and keeps its name when disks are added.
-/// The ports are functions of one slot that nothing else has.
-fn card(index: usize, nic: &NicSpec, card: &CardDescriptors) -> [String; 3] {
+/// The arguments of a port. The ports are functions of one slot that nothing else has. All of them are there from the
+/// start, as QEMU plugs a device into a running guest only where a port is free.
+fn port(number: u32) -> String {
+    format!(
+        "pcie-root-port,id={},bus=pcie.0,addr={PORTS_SLOT}.{number},multifunction=on,chassis={}",
+        port_id(number),
+        number + 1
+    )
+}
+
+/// How QEMU's monitor knows a port.
+#[must_use]
+pub fn port_id(number: u32) -> String {
+    format!("port{number}")
+}
+
+/// How QEMU's monitor knows what a network card is connected to.
+#[must_use]
+pub fn network_id(nic: NicId) -> String {
+    format!("net-{nic}")
+}
+
+/// How QEMU's monitor knows the connection of a disk's socket of this number to its filter.
+#[must_use]
+pub fn chardev_id(socket: u32) -> String {
+    format!("disk{socket}")
+}
+
+/// A forwarded port, as QEMU reads it.
+#[must_use]
+pub fn forward(of: &PortForward) -> String {
+    let PortForward { protocol, host_address, host_port, guest_port } = of;
+    format!("{}:{host_address}:{host_port}-:{guest_port}", protocol.name())
+}
+
+/// The driver of a network card.
+#[must_use]
+pub fn driver(model: NicModel) -> &'static str {
+    match model {
+        NicModel::Virtio => "virtio-net-pci",
+        NicModel::E1000e => "e1000e",
+    }
+}
+
+/// The arguments of a network card, the VM's `index`th: what it is connected to, and the card. A port of its own lets
+/// the guest name it as on a machine, and keeps its name when disks are added.
+fn card(index: usize, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [String; 2] {
     let (id, mac) = (card_id(nic.nic), nic.mac);
     let list =
         |numbers: &[RawFd]| numbers.iter().map(RawFd::to_string).collect::<Vec<_>>().join(":");
@@ -202,24 +325,22 @@ fn card(index: usize, nic: &NicSpec, card: &CardDescriptors) -> [String; 3] {
         [] => format!("user,id=net-{}", nic.nic),
         queues => format!("tap,id=net-{},fds={}", nic.nic, list(queues)),
     };
-    for PortForward { protocol, host_address, host_port, guest_port } in &card.forwards {
-        let protocol = protocol.name();
-        network += &format!(",hostfwd={protocol}:{host_address}:{host_port}-:{guest_port}");
+    for wanted in &card.forwards {
+        network += &format!(",hostfwd={}", forward(wanted));
     }
     if !card.vhost.is_empty() {
         network += &format!(",vhost=on,vhostfds={}", list(&card.vhost));
     }
-    let port = format!(
-        "pcie-root-port,id=port{index},bus=pcie.0,addr={CARDS_SLOT}.{index},multifunction=on,chassis={}",
-        index + 1
-    );
-    let model = match nic.model {
-        NicModel::Virtio => "virtio-net-pci,disable-legacy=on",
-        NicModel::E1000e => "e1000e",
+    let mut model = driver(nic.model).to_owned();
+    if nic.model == NicModel::Virtio {
+        model += ",disable-legacy=on";
+    }
+    let mut device = format!("{model},id={id},netdev=net-{},bus=port{index},mac={mac}", nic.nic);
+    // Without a ROM where guests start from disks: the ROM is in a package of its own.
+    device += &match order.has(BootDevice::Network) {
+        true => order.option(BootDevice::Network, index),
+        false => ",romfile=".to_owned(),
     };
-    // Without a ROM: guests start from disks, and the ROM is in a package of its own.
-    let mut device =
-        format!("{model},id={id},netdev=net-{},bus=port{index},mac={mac},romfile=", nic.nic);
     if nic.model == NicModel::Virtio {
         if let several @ 2.. = card.queues.len() {
             // One for each queue of each direction, one for control, one for configuration.
@@ -229,19 +350,22 @@ fn card(index: usize, nic: &NicSpec, card: &CardDescriptors) -> [String; 3] {
             device += &format!(",host_mtu={mtu}");
         }
     }
-    [network, port, device]
+    [network, device]
 }
 
 fn arguments(
     spec: &VmSpec,
     accelerator: AcceleratorKind,
     descriptors: &Descriptors,
+    given: &Given<'_>,
 ) -> Vec<OsString> {
+    let (firmware, order) = (given.firmware, Order::of(spec, given.boot_once));
     let (accel, cpu) = match accelerator {
         AcceleratorKind::Kvm => ("kvm", "host"),
         // No agent chooses what it does not know.
         AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("tcg", "max"),
     };
+    let cpu = spec.hardware.cpu_model.as_deref().unwrap_or(cpu);
     let megabytes = spec.memory >> 20;
     let mut arguments: Vec<String> = Vec::new();
     let mut option = |name: &str, value: String| {
@@ -260,11 +384,17 @@ fn arguments(
     option("-msg", "timestamp=on".to_owned());
     // dump-guest-core also marks the memory MADV_DONTDUMP; graphics=off shows firmware on the console.
     let machine = "memory-backend=ram,dump-guest-core=off,graphics=off,vmport=off";
-    option("-machine", format!("q35,accel={accel},{machine}"));
+    let flash = firmware.map_or("", OpenFirmware::machine);
+    option("-machine", format!("q35,accel={accel},{machine}{flash}"));
     option("-cpu", cpu.to_owned());
     option("-smp", format!("{}", spec.vcpus));
     option("-m", format!("{megabytes}M"));
-    option("-object", format!("memory-backend-memfd,id=ram,size={megabytes}M,share=on"));
+    let huge = match spec.hardware.memory_backing {
+        MemoryBacking::Pages => "",
+        // All at once: a guest that touches a page which the host no longer has is killed.
+        MemoryBacking::Hugepages => ",hugetlb=on,hugetlbsize=2M,prealloc=on",
+    };
+    option("-object", format!("memory-backend-memfd,id=ram,size={megabytes}M,share=on{huge}"));
     option("-display", "none".to_owned());
     option("-rtc", "base=utc".to_owned());
     option("-boot", "strict=on".to_owned());
@@ -281,26 +411,49 @@ fn arguments(
     option("-device", "isa-serial,chardev=console".to_owned());
     option("-device", "pvpanic".to_owned());
     option("-object", "rng-builtin,id=random".to_owned());
-    option("-device", "virtio-rng-pci,rng=random,disable-legacy=on".to_owned());
+    // What every guest has is in one slot, so that disks have those that they always had.
+    let slot = format!("bus=pcie.0,addr={OWN_SLOT}");
+    let random = format!("virtio-rng-pci,rng=random,{slot}.0,multifunction=on,disable-legacy=on");
+    option("-device", random);
+    option("-device", format!("virtio-serial-pci,id=ports,{slot}.1,disable-legacy=on"));
+    option("-chardev", format!("socket,id=guest,fd={},server=on,wait=off", descriptors.guest));
+    option(
+        "-device",
+        format!("virtserialport,bus=ports.0,chardev=guest,name={}", guest_agent::PORT),
+    );
+    option("-device", format!("VGA,{slot}.2"));
+    // It listens nowhere: clients are passed to it as descriptors.
+    option("-vnc", "none".to_owned());
     let queues = queues(spec);
-    for (index, (fd, disk)) in descriptors.disks.iter().zip(spec.disks()).enumerate() {
+    for [name, value] in firmware.into_iter().flat_map(|it| it.options(spec)) {
+        option(&name, value);
+    }
+    for [name, value] in descriptors.tpm.into_iter().flat_map(tpm::options) {
+        option(&name, value);
+    }
+    let seen = spec.disks().filter(|disk| disk.role.attachment() == Attachment::Disk);
+    for (index, (fd, disk)) in descriptors.disks.iter().zip(seen).enumerate() {
         option("-chardev", format!("socket,id=disk{index},fd={fd},server=on,wait=off"));
-        // The firmware tries no disk that has no place in the order.
-        let boot = match disk.role {
-            DiskRole::Data => format!(",bootindex={}", index + 1),
-            DiskRole::CloudInit => String::new(),
-        };
+        let (id, boot) = (boot::disk_id(index), order.option_of_disk(index, disk));
         option(
             "-device",
             format!(
-                "vhost-user-blk-pci,chardev=disk{index},num-queues={queues}{boot},disable-legacy=on"
+                "vhost-user-blk-pci,id={id},chardev=disk{index},num-queues={queues}{boot},disable-legacy=on"
             ),
         );
     }
+    if spec.hardware.cdrom.is_some() {
+        let boot = order.option(BootDevice::Cdrom, 0);
+        for [name, value] in cdrom::options(given.medium, &boot) {
+            option(&name, value);
+        }
+    }
+    for number in 0..PORTS {
+        option("-device", port(number));
+    }
     for (index, (nic, descriptors)) in spec.nics().zip(&descriptors.cards).enumerate() {
-        let [network, port, device] = card(index, nic, descriptors);
+        let [network, device] = card(index, nic, descriptors, &order);
         option("-netdev", network);
-        option("-device", port);
         option("-device", device);
     }
     arguments.into_iter().map(OsString::from).collect()
@@ -337,7 +490,9 @@ mod tests {
             name: "web1".to_owned(),
             vcpus,
             memory: 512 << 20,
+            policy: None,
             key: None,
+            hardware: Default::default(),
             devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
         }
     }
@@ -384,11 +539,21 @@ mod tests {
             monitor: 10,
             console: 11,
             console_log: 12,
+            tpm: Some(21),
+            guest: 20,
             disks: vec![13, 14],
             cards: cards(),
         };
         let line = |accelerator| {
-            let arguments = arguments(&with_cards(spec(2, 2)), accelerator, &descriptors);
+            let given = Given {
+                disks: &[],
+                cards: &[],
+                firmware: None,
+                tpm: None,
+                medium: None,
+                boot_once: None,
+            };
+            let arguments = arguments(&with_cards(spec(2, 2)), accelerator, &descriptors, &given);
             arguments
                 .iter()
                 .map(|argument| argument.to_str().unwrap())

@@ -6,10 +6,12 @@
 //! alone may have been reused.
 
 pub(crate) mod died;
+pub mod live;
 pub(crate) mod machine;
 pub(crate) mod restarts;
 pub(crate) mod run_dir;
 pub mod run_record;
+pub(crate) mod usage;
 pub(crate) mod users;
 
 use std::ffi::OsString;

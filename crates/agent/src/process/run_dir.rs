@@ -17,10 +17,11 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use vmseal_api::host::{NicState, VmSpec};
+use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, VmId};
 
 use crate::process::Process;
+use crate::process::live::Live;
 use crate::process::machine;
 use crate::process::run_record::{self, Phase, Record, Unreadable};
 use vmseal_api::atomic_file::{self, PRIVATE};
@@ -30,6 +31,9 @@ const SOCKET_PATH_MAX: usize = 108;
 
 /// The longest path below the run directory: that of a disk's socket.
 const LONGEST_INSIDE: usize = "/imports/00000000-0000-0000-0000-000000000000/console.sock".len();
+
+/// The directory, in that of a VM, of the sockets that its QEMU connects to.
+const FOR_QEMU: &str = "q";
 
 /// A longer log is truncated, in bytes.
 pub const LOG_MAX: u64 = 4 << 20;
@@ -221,6 +225,33 @@ impl ProcessDir {
         Ok(listener)
     }
 
+    /// The directory of the sockets that QEMU connects to, made where it is missing. QEMU finds it by this descriptor
+    /// alone: it may not look into any directory above it.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn sockets_for_qemu(&self) -> io::Result<File> {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.path.join(FOR_QEMU);
+        DirBuilder::new().recursive(true).create(&path)?;
+        // It may be searched and no more; the sockets in it are for one user each.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o711))?;
+        OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY).open(path)
+    }
+
+    /// Creates a socket there, in place of one that an ended process has left, for this user alone; none is the
+    /// agent's.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn listen_for_qemu(&self, name: &str, user: Option<u32>) -> io::Result<UnixListener> {
+        let inside = format!("{FOR_QEMU}/{name}");
+        self.forget_socket(&inside)?;
+        let listener = self.listen(&inside)?;
+        std::os::unix::fs::chown(self.socket(&inside), user, None)?;
+        Ok(listener)
+    }
+
     /// Opens the log of this name for appending.
     ///
     /// # Errors
@@ -268,7 +299,7 @@ impl ProcessDir {
 
     /// Truncates logs that are too long. Their writers append, so they continue at the beginning.
     pub fn bound_logs(&self) {
-        for name in ["filter", "qemu", "console"] {
+        for name in ["filter", "qemu", "console", "tpm"] {
             let cut = || {
                 let file = OpenOptions::new().write(true).open(self.log_path(name))?;
                 if file.metadata()?.len() > LOG_MAX { file.set_len(0) } else { Ok(()) }
@@ -292,15 +323,9 @@ impl ProcessDir {
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn write(
-        &self,
-        spec: &VmSpec,
-        slot: u32,
-        phase: Phase,
-        nics: &[NicState],
-    ) -> io::Result<()> {
-        let (spec, nics) = (spec.clone(), nics.to_vec());
-        let record = Record { boot: machine::boot_id(), spec, slot, phase, nics };
+    pub fn write(&self, spec: &VmSpec, slot: u32, phase: Phase, live: &Live) -> io::Result<()> {
+        let (spec, live) = (spec.clone(), live.clone());
+        let record = Record { boot: machine::boot_id(), spec, slot, phase, live };
         atomic_file::write(&self.record(), &record.to_text()?, PRIVATE)
     }
 
@@ -346,7 +371,9 @@ pub(crate) mod tests {
             name: "guest".to_owned(),
             vcpus: 2,
             memory: 64 << 20,
+            policy: None,
             key: None,
+            hardware: Default::default(),
             devices: vec![],
         }
     }
@@ -373,7 +400,7 @@ pub(crate) mod tests {
         let spec = spec();
         let directory = run.vm(spec.vm);
         directory.renew().await.unwrap();
-        directory.write(&spec, 3, Phase::Starting, &[]).unwrap();
+        directory.write(&spec, 3, Phase::Starting, &Live::default()).unwrap();
         let process = sleeper(&directory);
         assert_eq!(run.vms().unwrap().len(), 1);
         let record = directory.read().unwrap();
@@ -392,7 +419,7 @@ pub(crate) mod tests {
         let spec = spec();
         let directory = run.vm(spec.vm);
         directory.renew().await.unwrap();
-        directory.write(&spec, 0, Phase::Running, &[]).unwrap();
+        directory.write(&spec, 0, Phase::Running, &Live::default()).unwrap();
         let process = sleeper(&directory);
         let path = directory.path.join("run.json");
         let text = std::fs::read_to_string(&path).unwrap();

@@ -5,10 +5,14 @@
 //! Older versions are read; the newest is written. [`Unreadable`] says why a record cannot be read; the
 //! caller then leaves the VM alone.
 
+mod hardware;
+
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole,
     DiskSpec, KeyReference, NicSpec, NicState, VmSpec,
@@ -17,8 +21,11 @@ use vmseal_api::id::{DatastoreId, DiskId, NicId, ProviderId, VmId};
 use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward, Protocol};
 use vmseal_api::replica::ReplicaPlace;
 
+use self::hardware::StoredHardware;
+use super::live::{DiskInUse, Live};
+
 /// The version that is written.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// The oldest version that is read.
 const OLDEST: u32 = 1;
@@ -40,8 +47,8 @@ pub struct Record {
     pub slot: u32,
     /// How far it got.
     pub phase: Phase,
-    /// Its network cards, once the guest runs: what they are connected to.
-    pub nics: Vec<NicState>,
+    /// How QEMU has its devices, and whether its guest is paused.
+    pub live: Live,
 }
 
 /// How far a VM's start got.
@@ -136,17 +143,45 @@ struct Version3 {
 }
 
 /// Version 4: disks have roles; devices are network cards, too, and what was chosen for them is on record.
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Version4 {
+    #[serde(rename = "version")]
+    _version: u32,
+    #[serde(rename = "written_by")]
+    _written_by: String,
+    boot: String,
+    slot: u32,
+    phase: Phase,
+    vm: Vm,
+    #[serde(default)]
+    nics: Vec<NicInUse>,
+}
+
+/// Version 5: the guest may be paused; devices are plugged in and out while it runs; the VM's policy is on record, and
+/// what its machine is, where it is not what every VM has; a disk may have the firmware's variables.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Version5 {
     version: u32,
     written_by: String,
     boot: String,
     slot: u32,
     phase: Phase,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    paused: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    spare_ports: bool,
     vm: Vm,
+    #[serde(default, skip_serializing_if = "StoredHardware::is_usual")]
+    hardware: StoredHardware,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     nics: Vec<NicInUse>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    disks: Vec<StoredDiskInUse>,
+    /// The port that each network card is plugged into.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    ports: BTreeMap<NicId, u32>,
 }
 
 /// A VM, in records of VMs that run.
@@ -157,6 +192,9 @@ struct Vm {
     name: String,
     vcpus: u32,
     memory: u64,
+    /// Since version 5.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    policy: Option<String>,
     key: Option<Key>,
     devices: Vec<StoredDevice>,
 }
@@ -230,6 +268,8 @@ enum Role {
     #[default]
     Data,
     CloudInit,
+    UefiVariables,
+    Tpm,
 }
 
 impl Role {
@@ -329,6 +369,19 @@ struct NicInUse {
     interface: Option<String>,
 }
 
+/// How QEMU has a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StoredDiskInUse {
+    disk: DiskId,
+    socket: u32,
+    queues: u16,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    port: Option<u32>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    grown: bool,
+}
+
 impl Record {
     /// Reads a record of any known version.
     ///
@@ -341,23 +394,37 @@ impl Record {
             1 => {
                 let record: Version1 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.spec.into(), slot, phase, nics: Vec::new() })
+                Ok(Self::of_earlier(boot, slot, phase, record.spec.into(), Vec::new()))
             }
             2 => {
                 let record: Version2 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics: Vec::new() })
+                Ok(Self::of_earlier(boot, slot, phase, record.vm.into(), Vec::new()))
             }
             3 => {
                 let record: Version3 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
-                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics: Vec::new() })
+                Ok(Self::of_earlier(boot, slot, phase, record.vm.into(), Vec::new()))
             }
             4 => {
                 let record: Version4 = serde_json::from_slice(text).map_err(damaged)?;
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
                 let nics = record.nics.into_iter().map(NicState::from).collect();
-                Ok(Self { boot, spec: record.vm.into(), slot, phase, nics })
+                Ok(Self::of_earlier(boot, slot, phase, record.vm.into(), nics))
+            }
+            5 => {
+                let record: Version5 = serde_json::from_slice(text).map_err(damaged)?;
+                let (boot, slot, phase) = (record.boot, record.slot, record.phase);
+                let live = Live {
+                    paused: record.paused,
+                    spare_ports: record.spare_ports,
+                    nic_ports: record.ports,
+                    disks: record.disks.into_iter().map(DiskInUse::from).collect(),
+                    nics: record.nics.into_iter().map(NicState::from).collect(),
+                };
+                let hardware = record.hardware.into();
+                let spec = VmSpec { hardware, ..record.vm.into() };
+                Ok(Self { boot, spec, slot, phase, live })
             }
             version => {
                 let writer = head.written_by.as_ref().and_then(serde_json::Value::as_str);
@@ -371,21 +438,39 @@ impl Record {
     /// # Errors
     /// A path that is not UTF-8.
     pub fn to_text(&self) -> serde_json::Result<Vec<u8>> {
-        serde_json::to_vec_pretty(&Version4 {
+        let live = &self.live;
+        serde_json::to_vec_pretty(&Version5 {
             version: VERSION,
             written_by: env!("CARGO_PKG_VERSION").to_owned(),
             boot: self.boot.clone(),
             slot: self.slot,
             phase: self.phase,
+            paused: live.paused,
+            spare_ports: live.spare_ports,
             vm: (&self.spec).into(),
-            nics: self.nics.iter().map(NicInUse::from).collect(),
+            hardware: (&self.spec.hardware).into(),
+            nics: live.nics.iter().map(NicInUse::from).collect(),
+            disks: live.disks.iter().map(StoredDiskInUse::from).collect(),
+            ports: live.nic_ports.clone(),
         })
+    }
+
+    fn of_earlier(
+        boot: String,
+        slot: u32,
+        phase: Phase,
+        spec: VmSpec,
+        nics: Vec<NicState>,
+    ) -> Self {
+        let live = Live::of_earlier_record(&spec, nics);
+        Self { boot, spec, slot, phase, live }
     }
 }
 
 impl From<&VmSpec> for Vm {
     fn from(spec: &VmSpec) -> Self {
-        let VmSpec { vm, name, vcpus, memory, key, devices } = spec;
+        // What the machine is has a place of its own.
+        let VmSpec { vm, name, vcpus, memory, policy, key, hardware: _, devices } = spec;
         let devices = devices.iter().map(|device| match device {
             Device::Disk(disk) => StoredDevice::Disk(disk.into()),
             Device::Nic(nic) => StoredDevice::Nic(nic.into()),
@@ -395,6 +480,7 @@ impl From<&VmSpec> for Vm {
             name: name.clone(),
             vcpus: *vcpus,
             memory: *memory,
+            policy: policy.clone(),
             key: key.as_ref().map(Key::from),
             devices: devices.collect(),
         }
@@ -402,12 +488,13 @@ impl From<&VmSpec> for Vm {
 }
 
 impl From<Vm> for VmSpec {
-    fn from(Vm { vm, name, vcpus, memory, key, devices }: Vm) -> Self {
+    fn from(Vm { vm, name, vcpus, memory, policy, key, devices }: Vm) -> Self {
         let devices = devices.into_iter().map(|device| match device {
             StoredDevice::Disk(disk) => Device::Disk(disk.into()),
             StoredDevice::Nic(nic) => Device::Nic(nic.into()),
         });
-        Self { vm, name, vcpus, memory, key: key.map(Key::into), devices: devices.collect() }
+        let (key, hardware, devices) = (key.map(Key::into), Hardware::default(), devices.collect());
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices }
     }
 }
 
@@ -427,7 +514,8 @@ impl From<&VmSpec> for VmOfDisks {
 impl From<VmOfDisks> for VmSpec {
     fn from(VmOfDisks { vm, name, vcpus, memory, key, disks }: VmOfDisks) -> Self {
         let devices = disks.into_iter().map(|disk| Device::Disk(disk.into())).collect();
-        Self { vm, name, vcpus, memory, key: key.map(Key::into), devices }
+        let (key, hardware) = (key.map(Key::into), Hardware::default());
+        Self { vm, name, vcpus, memory, policy: None, key, hardware, devices }
     }
 }
 
@@ -467,6 +555,8 @@ impl From<&DiskSpec> for Disk {
             role: match role {
                 DiskRole::Data => Role::Data,
                 DiskRole::CloudInit => Role::CloudInit,
+                DiskRole::UefiVariables => Role::UefiVariables,
+                DiskRole::Tpm => Role::Tpm,
             },
             allocation: match allocation {
                 Allocation::Thin => Room::Thin,
@@ -495,6 +585,8 @@ impl From<Disk> for DiskSpec {
             role: match disk.role {
                 Role::Data => DiskRole::Data,
                 Role::CloudInit => DiskRole::CloudInit,
+                Role::UefiVariables => DiskRole::UefiVariables,
+                Role::Tpm => DiskRole::Tpm,
             },
             allocation: match disk.allocation {
                 Room::Thin => Allocation::Thin,
@@ -597,6 +689,18 @@ impl From<NicInUse> for NicState {
     }
 }
 
+impl From<&DiskInUse> for StoredDiskInUse {
+    fn from(&DiskInUse { disk, socket, queues, port, grown }: &DiskInUse) -> Self {
+        Self { disk, socket, queues, port, grown }
+    }
+}
+
+impl From<StoredDiskInUse> for DiskInUse {
+    fn from(StoredDiskInUse { disk, socket, queues, port, grown }: StoredDiskInUse) -> Self {
+        Self { disk, socket, queues, port, grown }
+    }
+}
+
 impl From<&DatastoreSpec> for Datastore {
     fn from(DatastoreSpec { datastore, location }: &DatastoreSpec) -> Self {
         let location = match location {
@@ -638,70 +742,4 @@ impl From<Facts> for DiskFacts {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GOLDEN_1: &str = include_str!("../../tests/golden/run-record-1.json");
-    const GOLDEN_2: &str = include_str!("../../tests/golden/run-record-2.json");
-    const GOLDEN_3: &str = include_str!("../../tests/golden/run-record-3.json");
-    const GOLDEN_4: &str = include_str!("../../tests/golden/run-record-4.json");
-
-    #[test]
-    fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
-        let first = Record::parse(GOLDEN_1.as_bytes()).unwrap();
-        let second = Record::parse(GOLDEN_2.as_bytes()).unwrap();
-        assert_eq!(first, second);
-        assert_eq!(first, Record::parse(GOLDEN_3.as_bytes()).unwrap());
-        assert_eq!((first.slot, first.phase), (3, Phase::Running));
-        let disks: Vec<_> = first.spec.disks().collect();
-        assert_eq!(
-            (disks.len(), disks[1].limits.iops, disks[1].cache),
-            (2, Some(500), Some(1 << 20))
-        );
-        assert_eq!(disks[1].replica.as_ref().unwrap().bytes_per_second, 104_857_600);
-        assert!(matches!(disks[0].facts, Some(DiskFacts::Luks2 { key_bits: 512, .. })));
-        assert!(first.nics.is_empty());
-        let fourth = Record::parse(GOLDEN_4.as_bytes()).unwrap();
-        let roles: Vec<_> = fourth.spec.disks().map(|disk| disk.role).collect();
-        assert_eq!(roles, [DiskRole::Data, DiskRole::Data, DiskRole::CloudInit]);
-        assert!(fourth.spec.disks().take(2).eq(first.spec.disks()));
-        let nics: Vec<_> = fourth.spec.nics().collect();
-        assert_eq!((nics.len(), nics[1].model, nics[1].link), (3, NicModel::E1000e, NicLink::Down));
-        assert_eq!(fourth.nics[0].forwards[0].host_port, 61_022);
-        assert_eq!(fourth.nics[1].interface.as_deref(), Some("vmseal0"));
-        let written = String::from_utf8(fourth.to_text().unwrap()).unwrap();
-        let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
-        assert_eq!(written, GOLDEN_4.trim_end().replace("\"written_by\": \"0.1.0\"", &this));
-    }
-
-    #[test]
-    fn a_record_from_before_disks_had_limits_is_read() {
-        let mut old: serde_json::Value = serde_json::from_str(GOLDEN_1).unwrap();
-        for field in ["limits", "cache", "replica", "allocation"] {
-            old["spec"]["disks"][1].as_object_mut().unwrap().remove(field);
-        }
-        let record = Record::parse(old.to_string().as_bytes()).unwrap();
-        let disk = record.spec.disk_at(1).unwrap();
-        assert_eq!((disk.limits, disk.cache), (DiskLimits::default(), None));
-    }
-
-    #[test]
-    fn what_cannot_be_read_says_why() {
-        let why = |text: &str| Record::parse(text.as_bytes()).unwrap_err().to_string();
-        let newer = GOLDEN_4.replacen("\"version\": 4", "\"version\": 5", 1);
-        let newer = newer.replace("\"written_by\": \"0.1.0\"", "\"written_by\": \"9.0\"");
-        let told = why(&newer);
-        assert!(told.starts_with("has version 5 (written by vmseal 9.0)"), "{told}");
-        assert!(told.contains("reads versions 1 to 4"), "{told}");
-        // The version is reported, whatever else a newer record holds.
-        assert!(why(r#"{"version": 9, "written_by": 7, "vm": []}"#).starts_with("has version 9,"));
-        assert!(why(r#"{"version": 0}"#).starts_with("has version 0,"));
-        for damaged in ["", "{", "[]", "null", r#"{"version": "4"}"#, r#"{"version": 4}"#] {
-            assert!(why(damaged).starts_with("is damaged: "), "{damaged}");
-        }
-        let more = GOLDEN_4.replacen("\"slot\"", "\"more\": 1, \"slot\"", 1);
-        assert!(why(&more).contains("more"), "an unknown field is accepted");
-        let device = GOLDEN_4.replacen("\"device\": \"disk\"", "\"device\": \"tpm\"", 1);
-        assert!(why(&device).contains("unknown variant `tpm`"), "{}", why(&device));
-    }
-}
+mod tests;

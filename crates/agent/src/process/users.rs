@@ -1,4 +1,4 @@
-//! The users that guests' processes run as: two for each VM, from a range that nothing else on the host uses,
+//! The users that guests' processes run as: three for each VM, from a range that nothing else on the host uses,
 //! so that a process that breaks out has access to nothing.
 
 use std::collections::BTreeSet;
@@ -14,7 +14,7 @@ pub struct Users {
     taken: Arc<Mutex<BTreeSet<u32>>>,
 }
 
-/// A pair of users, free again when dropped.
+/// The users of a VM, free again when dropped.
 #[derive(Debug)]
 pub struct Slot {
     users: Users,
@@ -75,6 +75,14 @@ impl Slot {
     }
 }
 
+impl Slot {
+    /// The TPM's user. These come after the pairs of filters and QEMUs, whose numbers are as they were before VMs had TPMs.
+    #[must_use]
+    pub fn tpm(&self) -> Option<u32> {
+        self.users.base.map(|base| base + 2 * SLOTS + self.number)
+    }
+}
+
 impl Drop for Slot {
     fn drop(&mut self) {
         self.users.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
@@ -95,6 +103,8 @@ mod tests {
             [of(&first), of(&again), of(&second)],
             [[1000, 1001], [1002, 1003], [1004, 1005]]
         );
+        assert_eq!(first.tpm(), Some(1000 + 2 * SLOTS));
+        assert_eq!(second.tpm(), Some(1000 + 2 * SLOTS + 2));
         drop(first);
         let of_qemu = users.take_of_qemu(1007).unwrap();
         assert_eq!((of_qemu.number(), of_qemu.qemu()), (3, Some(1007)));

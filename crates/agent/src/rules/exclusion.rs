@@ -9,7 +9,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 /// The actions on a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// To replace the VM's registered specification.
+    /// To replace the VM's registered specification where that cannot change while it runs ([`super::set_running`]).
     Register,
     /// To unregister the VM.
     Unregister,
@@ -19,6 +19,8 @@ pub enum Action {
     CreateDisk,
     /// To remove a disk.
     DeleteDisk,
+    /// To make a disk longer.
+    GrowDisk,
     /// To export a disk. The same job again is not an action.
     ExportDisk,
     /// To expose a disk for reading.
@@ -29,15 +31,25 @@ pub enum Action {
     PowerOn,
     /// To ask the guest to shut down.
     ShutDown,
+    /// To pause the guest.
+    Pause,
+    /// To let a paused guest go on.
+    Unpause,
+    /// To press the guest's reset button.
+    Reset,
     /// To open the console.
     Console,
+    /// To connect to the screen.
+    Screen,
+    /// To ask the agent in the guest.
+    Guest,
     /// To see or change the dirty bitmaps of a disk.
     Bitmaps,
     /// To get the status of a replica.
     Replica,
 }
 
-/// A state of a VM, or work in progress on it. A VM is in exactly one of the first four; any number of the others
+/// A state of a VM, or work in progress on it. A VM is in exactly one of the first five; any number of the others
 /// may be in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
@@ -49,6 +61,8 @@ pub enum Activity {
     Running,
     /// Its guest was asked to shut down.
     Stopping,
+    /// Its guest is paused.
+    Paused,
     /// The keys of its disks are being checked or changed.
     KeyChange,
     /// A disk is being made.
@@ -72,7 +86,7 @@ pub enum Rule {
     Refused(ErrorCode),
 }
 
-use Activity::{Creating, Exporting, Exposed, KeyChange, Off, Running, Starting, Stopping};
+use Activity::{Creating, Exporting, Exposed, KeyChange, Off, Paused, Running, Starting, Stopping};
 use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
 
 const STATE: Rule = Rule::Refused(ErrorCode::WrongState);
@@ -81,27 +95,33 @@ const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
 const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 
 /// The columns of [`TABLE`].
-pub const ACTIVITIES: [Activity; 8] =
-    [Off, Starting, Running, Stopping, KeyChange, Creating, Exporting, Exposed];
+pub const ACTIVITIES: [Activity; 9] =
+    [Off, Starting, Running, Stopping, Paused, KeyChange, Creating, Exporting, Exposed];
 
 /// What may be done during what. For an action on a disk the last three columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 13] = [
-    //                       off    starting running stopping key change creating exporting exposed
-    (Action::Register,      [YES,   STATE,   STATE,  STATE,   IN_USE,    YES,     YES,      YES]),
-    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   IN_USE,    ENDS,    ENDS,     IN_USE]),
-    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   AGAIN,     IN_USE,  IN_USE,   IN_USE]),
-    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    ENDS,    IN_USE,   IN_USE]),
-    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   IN_USE,    STATE,   STATE,    IN_USE]),
-    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
-    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
-    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
-    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,       YES,     YES,      YES]),
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 19] = [
+    //                       off    starting running stopping paused  key change creating exporting exposed
+    (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    YES,     YES,      YES]),
+    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    ENDS,    ENDS,     IN_USE]),
+    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  AGAIN,     IN_USE,  IN_USE,   IN_USE]),
+    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    ENDS,    IN_USE,   IN_USE]),
+    (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
+    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  IN_USE,    STATE,   STATE,    IN_USE]),
+    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  YES,       YES,     YES,      YES]),
+    (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     YES,       YES,     YES,      YES]),
+    (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    YES,       YES,     YES,      YES]),
+    (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+    (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+    (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
 ];
 
 /// The result of an action during an activity.
@@ -131,6 +151,8 @@ pub struct Situation<'a> {
     pub changing_keys: bool,
     /// The disks that are being made or exported, or are exposed.
     pub disks: Vec<(DiskId, Activity)>,
+    /// The disks that a VM that runs does not have: for them it is as one that is off.
+    pub unused: Vec<DiskId>,
 }
 
 impl Situation<'_> {
@@ -140,9 +162,11 @@ impl Situation<'_> {
     /// The table's refusal, as text.
     pub fn may(&self, action: Action, disk: Option<&DiskSpec>) -> Result<Permission, Problem> {
         let power = match self.power {
+            _ if disk.is_some_and(|disk| self.unused.contains(&disk.disk)) => Off,
             Power::Off => Off,
             Power::Starting => Starting,
             Power::Stopping => Stopping,
+            Power::Paused => Paused,
             // The VM is not off.
             Power::Running | Power::Unknown => Running,
         };
@@ -174,14 +198,27 @@ impl Situation<'_> {
         let vm = &self.spec.name;
         let disk = disk.map_or_else(|| "a disk".to_owned(), |disk| format!("disk '{}'", disk.name));
         let what = match (action, during) {
-            (Action::Register, Starting | Running | Stopping) => {
-                "is not off: its specification cannot be replaced. Stop it first"
+            (Action::Register, Starting | Running | Stopping | Paused) => {
+                "is not off, and this cannot change while it runs. Stop it first"
             }
-            (Action::Unregister, Starting | Running | Stopping) => "is not off. Stop it first",
-            (Action::ChangeKeys, Starting | Running | Stopping) => {
+            (Action::Unregister, Starting | Running | Stopping | Paused) => {
+                "is not off. Stop it first"
+            }
+            (Action::ChangeKeys, Starting | Running | Stopping | Paused) => {
                 "is not off: the keys of its disks cannot be changed. Stop it first"
             }
+            (Action::GrowDisk, Starting | Stopping | Paused) => {
+                "is starting, stopping or paused: its disks cannot grow meanwhile. Wait until it runs or is off"
+            }
             (Action::PowerOn, Stopping) => "is stopping. Wait until it is off",
+            (Action::PowerOn, Paused) => "is paused: unpause it",
+            (Action::ShutDown, Paused) => {
+                "is paused: its guest cannot shut down. Unpause it first, or force it off"
+            }
+            (Action::Pause, Stopping) => {
+                "is stopping, and its guest would not come to that. Wait, or force it off"
+            }
+            (Action::Pause | Action::Unpause | Action::Reset, _) => "does not run. Start it first",
             (Action::PowerOn, Creating | Exporting) => {
                 "cannot start while a disk is being made or exported. Try again in a moment, or cancel the task"
             }
@@ -189,6 +226,8 @@ impl Situation<'_> {
                 "is still being started: its guest cannot be asked to shut down yet. Wait, or force it off"
             }
             (Action::Console, _) => "does not run: it has no console. Start it first",
+            (Action::Screen, _) => "does not run: it has no screen. Start it first",
+            (Action::Guest, _) => "does not run: no guest could answer. Start it first",
             (Action::Bitmaps, _) => {
                 "does not run: its disks have no dirty bitmaps, which end with the filter that serves its guest. Start it, make a full backup, and start bitmaps"
             }
@@ -213,7 +252,7 @@ impl Situation<'_> {
                 );
                 return Problem::new(code, what);
             }
-            (_, Off | Starting | Running | Stopping) => {
+            (_, Off | Starting | Running | Stopping | Paused) => {
                 let what = format!("{disk} is in use: VM '{vm}' is not off. Stop it first");
                 return Problem::new(code, what);
             }
@@ -246,6 +285,7 @@ mod tests {
             power: Power::Off,
             changing_keys: false,
             disks: Vec::new(),
+            unused: Vec::new(),
         };
         for (action, row) in &TABLE {
             for (activity, cell) in ACTIVITIES.iter().zip(row) {
@@ -255,6 +295,7 @@ mod tests {
                     Starting => Situation { power: Power::Starting, ..at_rest() },
                     Running => Situation { power: Power::Running, ..at_rest() },
                     Stopping => Situation { power: Power::Stopping, ..at_rest() },
+                    Paused => Situation { power: Power::Paused, ..at_rest() },
                     KeyChange => Situation { changing_keys: true, ..at_rest() },
                     _ => Situation { disks: vec![(one.disk, *activity)], ..at_rest() },
                 };

@@ -3,24 +3,29 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
+    Claim, DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
 };
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use vmseal_api::guest::{GuestAnswer, GuestCommand};
+use vmseal_api::hardware::Hardware;
+use vmseal_api::host::descriptor::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    DiskFacts, DiskSpec, Exposing, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference,
-    NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate, StateChange,
-    StopReason, VmSpec,
+    DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
+    KeyReference, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate,
+    StateChange, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
+use vmseal_api::usage::HostUsage;
 use vmseal_luks::Facts;
 
-use super::console::Guest;
+use super::running::{RunningGuest, open_medium};
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::filter::log_level;
 use crate::rules;
@@ -166,10 +171,21 @@ impl Inside {
         let image = |(disk, it): (&DiskId, &SimulatedDisk)| FoundImage {
             path: format!("{}/{disk}.raw", it.vm),
             named: Some(NamedImage { vm: it.vm, disk: *disk, half_made: false, replica: false }),
-            size: 0,
+            size: it.length,
             allocated: 0,
             modified: None,
-            content: ImageContent::Raw,
+            content: match &it.keys[..] {
+                [] => ImageContent::Raw,
+                keys => {
+                    let claim = |key: &KeyReference| Claim {
+                        vm: it.vm,
+                        disk: *disk,
+                        provider: key.provider,
+                        key_id: key.key_id.clone(),
+                    };
+                    ImageContent::Vmseal { claims: keys.iter().map(claim).collect() }
+                }
+            },
             kept_until: None,
         };
         Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
@@ -193,12 +209,20 @@ impl Inside {
         let vm = spec.vm;
         if let Some(known) = self.agent.vms.get(&vm) {
             // Repeating the same is always allowed.
-            if known.spec != spec && !rules::differs_in_links(&known.spec, &spec) {
-                self.situation(vm)?.may(Action::Register, None)?;
+            if known.next.as_ref().unwrap_or(&known.spec) == &spec {
+                return Ok(());
             }
+            if self.persisted.guests.contains_key(&vm) {
+                self.set_running(spec)?;
+                self.describe_on_datastores(vm)?;
+                self.agent.publish(vm);
+                return Ok(());
+            }
+            self.situation(vm)?.may(Action::Register, None)?;
             let known = self.known(vm)?;
             if known.spec.key != spec.key {
                 known.key_held = false;
+                known.kek = None;
             }
             known.made.retain(|disk, _| spec.disk(*disk).is_some());
             known.jobs.keep_disks_of(&spec);
@@ -206,6 +230,7 @@ impl Inside {
         } else {
             self.agent.vms.insert(vm, super::Known::new(spec));
         }
+        self.describe_on_datastores(vm)?;
         self.agent.publish(vm);
         Ok(())
     }
@@ -225,8 +250,9 @@ impl Inside {
         let Some(reference) = &known.spec.key else {
             return Err(rules::wrong_state(&known.spec, "has no key"));
         };
-        key_box.open(vm, reference, offered)?;
+        known.kek = Some(key_box.open(vm, reference, offered)?);
         known.key_held = true;
+        self.describe_on_datastores(vm)?;
         self.agent.publish(vm);
         Ok(())
     }
@@ -236,6 +262,7 @@ impl Inside {
         let spec = rules::find_disk(&known.spec, disk)?.clone();
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
         let check = reference.map(|reference| reference.check.clone());
+        let keys = reference.cloned().into_iter().collect();
         self.check_place(&spec.datastore)?;
         if let Some(replica) = &spec.replica {
             self.check_place(&replica.datastore)?;
@@ -252,7 +279,12 @@ impl Inside {
         }
         let facts = facts(&spec)?;
         let (datastore, checks) = (spec.datastore.datastore, check.into_iter().collect());
-        let made = SimulatedDisk { vm, datastore, facts: facts.clone(), checks };
+        let offset = match &facts {
+            DiskFacts::Raw => 0,
+            DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+        };
+        let length = spec.size + offset;
+        let made = SimulatedDisk { vm, datastore, facts: facts.clone(), checks, keys, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }
@@ -265,18 +297,23 @@ impl Inside {
         known.jobs.remove_disk(disk);
         known.made.remove(&disk);
         self.persisted.disks.remove(&disk);
+        if !self.persisted.disks.values().any(|other| other.vm == vm) {
+            self.persisted.descriptors.retain(|(_, of), _| *of != vm);
+        }
         self.agent.publish(vm);
         Ok(())
     }
 
-    fn power_on(&mut self, vm: VmId) -> Result<Later, Problem> {
+    fn power_on(&mut self, vm: VmId, first: Option<BootDevice>) -> Result<Later, Problem> {
         if self.situation(vm)?.may(Action::PowerOn, None)? == Permission::Already {
             return Ok(None);
         }
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
+        rules::boot::check_once(&known.spec, first)?;
         let known = self.known(vm)?;
+        known.boot_once = first;
         known.power = Power::Starting;
         known.request = request_id::current();
         self.numbered(vm, Work::Power, self.work)
@@ -289,7 +326,9 @@ impl Inside {
             Ok(()) => {
                 known.power = Power::Running;
                 known.died = None;
-                let guest = (known.spec.clone(), Guest::new());
+                let mut guest = RunningGuest::new(known.spec.clone());
+                guest.boot_once = known.boot_once;
+                known.in_use.clone_from(&guest.disks);
                 // Left by an earlier run.
                 self.persisted.bitmaps.remove(&vm);
                 self.persisted.guests.insert(vm, guest);
@@ -300,6 +339,7 @@ impl Inside {
 
     fn open_disks(&mut self, vm: VmId) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
+        open_medium(&spec.hardware)?;
         spec.disks().try_for_each(|disk| self.open_disk(&spec, disk))
     }
 
@@ -363,14 +403,18 @@ impl Inside {
 
     fn expose(&mut self, vm: VmId, disk: DiskId, what: Exposing) -> Result<ConsoleStream, Problem> {
         let known = self.known(vm)?;
-        let (spec, power) = (known.spec.clone(), known.power);
+        let (spec, power, unused) = (known.spec.clone(), known.power, known.unused());
         let key = rules::key_state(&spec, known.key_held);
         let disk = rules::find_disk(&spec, disk)?;
         let made = known.has_made(disk);
         match what {
             Exposing::Hold { writable } => {
+                rules::holds_data(&spec, disk)?;
                 let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
                 self.situation(vm)?.may(action, Some(disk))?;
+                if unused.contains(&disk.disk) {
+                    return Err(rules::not_in_guest(&spec, disk));
+                }
                 if power == Power::Off {
                     rules::check_exposure(&spec, disk, key, made)?;
                 }
@@ -387,7 +431,7 @@ impl Inside {
         self.situation(vm)?.may(Action::Console, None)?;
         let spec = self.known(vm)?.spec.clone();
         match self.persisted.guests.get(&vm) {
-            Some((_, guest)) => guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
+            Some(guest) => guest.guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
             None => Err(rules::wrong_state(&spec, "does not run: it has no console")),
         }
     }
@@ -449,12 +493,33 @@ impl HostAgent for SimulatedHost {
         self.call(Call::MeasureDatastore, |inside| Ok(inside.condition(&spec)))
     }
 
+    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
+        self.call(Call::ExamineHardware, |_| match &hardware.cpu_model {
+            Some(model) if model.starts_with("missing") => {
+                let what = format!("there is no processor model '{model}'");
+                Err(Problem::new(ErrorCode::Unsupported, what))
+            }
+            _ => open_medium(&hardware),
+        })
+    }
+
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
         self.call(Call::ScanDatastore, |inside| inside.contents(&spec))
     }
 
+    async fn survey_datastore(
+        &self,
+        location: DatastoreLocation,
+    ) -> Result<DatastoreSurvey, Problem> {
+        self.call(Call::SurveyDatastore, |inside| inside.survey(&location))
+    }
+
     async fn metrics(&self) -> Result<String, Problem> {
         self.call(Call::Metrics, |_| Ok("# EOF\n".to_owned()))
+    }
+
+    async fn usage(&self) -> Result<HostUsage, Problem> {
+        self.call(Call::Usage, |inside| Ok(inside.used()))
     }
 
     async fn log_level(&self) -> Result<LogLevel, Problem> {
@@ -557,11 +622,38 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
-        self.begin(Call::PowerOn, |inside| inside.power_on(vm), Inside::started)
+        self.begin(Call::PowerOn, |inside| inside.power_on(vm, None), Inside::started)
+    }
+
+    async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
+        self.begin(Call::PowerOn, |inside| inside.power_on(vm, Some(first)), Inside::started)
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
         self.begin(Call::PowerOff, |inside| inside.power_off(vm, how), Inside::shut_down)
+    }
+
+    async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
+        self.call(Call::ControlGuest, |inside| inside.control_guest(vm, what))
+    }
+
+    async fn grow_disk(&self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+        self.call(Call::GrowDisk, |inside| inside.grow_disk(vm, disk, size))
+    }
+
+    async fn screen(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        self.call(Call::Screen, |inside| {
+            inside.situation(vm)?.may(Action::Screen, None)?;
+            Ok(super::console::screen())
+        })
+    }
+
+    async fn guest(&self, vm: VmId, command: GuestCommand) -> Result<GuestAnswer, Problem> {
+        rules::check_guest_command(&command)?;
+        self.call(Call::Guest, |inside| {
+            inside.situation(vm)?.may(Action::Guest, None)?;
+            Ok(super::console::answer(command))
+        })
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

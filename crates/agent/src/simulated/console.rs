@@ -2,9 +2,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::task::JoinHandle;
 use vmseal_api::console::{ConsoleClaim, ConsoleStream, Ending, pair};
+use vmseal_api::guest::{GuestAnswer, GuestCommand};
 
 /// The first output of a simulated guest: the same as the contract suite's.
 const BANNER: &str = "vmseal contract guest\r\n";
@@ -43,6 +46,34 @@ impl Guest {
         let (ours, ending, theirs) = pair(BUFFER);
         *client = Some(Client { echo: tokio::spawn(echo(ours)), ending });
         Some(theirs)
+    }
+}
+
+/// A screen that says its version of VNC and no more.
+pub fn screen() -> ConsoleStream {
+    let (mut ours, _, theirs) = pair(BUFFER);
+    tokio::spawn(async move {
+        if ours.write_all(b"RFB 003.008\n").await.is_ok() {
+            // Until the client leaves.
+            let _ = ours.read(&mut [0; 64]).await;
+        }
+    });
+    theirs
+}
+
+/// What the agent in a simulated guest answers: programs print their arguments.
+pub fn answer(command: GuestCommand) -> GuestAnswer {
+    match command {
+        GuestCommand::Ping => GuestAnswer::Pong,
+        GuestCommand::Exec { arguments, .. } => GuestAnswer::Ended {
+            status: Some(0),
+            signal: None,
+            stdout: STANDARD.encode(arguments.join(" ")),
+            stderr: String::new(),
+            truncated: false,
+        },
+        GuestCommand::Freeze => GuestAnswer::Frozen { file_systems: 1 },
+        GuestCommand::Thaw => GuestAnswer::Thawed { file_systems: 1 },
     }
 }
 

@@ -22,12 +22,16 @@ pub enum Call {
     MeasureDatastore,
     /// `metrics`
     Metrics,
+    /// `usage`
+    Usage,
     /// `log_level`
     LogLevel,
     /// `set_log_level`
     SetLogLevel,
     /// `scan_datastore`
     ScanDatastore,
+    /// `survey_datastore`
+    SurveyDatastore,
     /// `register_vm`
     RegisterVm,
     /// `unregister_vm`
@@ -42,6 +46,8 @@ pub enum Call {
     DropOtherKeys,
     /// `delete_disk`
     DeleteDisk,
+    /// `examine_hardware`
+    ExamineHardware,
     /// `examine_nic`
     ExamineNic,
     /// `examine_job`
@@ -66,13 +72,21 @@ pub enum Call {
     PowerOn,
     /// `power_off`
     PowerOff,
+    /// `control_guest`
+    ControlGuest,
+    /// `grow_disk`
+    GrowDisk,
+    /// `screen`
+    Screen,
+    /// `guest`
+    Guest,
     /// `console`
     Console,
 }
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 12] = [
+    pub const CHANGING: [Self; 14] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
@@ -85,6 +99,8 @@ impl Call {
         Self::CancelJob,
         Self::PowerOn,
         Self::PowerOff,
+        Self::ControlGuest,
+        Self::GrowDisk,
     ];
 }
 

@@ -55,6 +55,7 @@ impl Inside {
             }
             if let Some(there) = self.persisted.disks.get_mut(disk) {
                 there.checks = BTreeSet::from(keys.map(|key| key.check.clone()));
+                there.keys = keys.map(KeyReference::clone).into();
             }
         }
         Ok(())

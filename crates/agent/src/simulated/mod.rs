@@ -16,6 +16,8 @@ mod faults;
 mod jobs;
 mod keys;
 mod replica;
+mod running;
+mod survey;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -24,17 +26,20 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use tokio::sync::watch;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::BitmapStatus;
+use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
-    NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
+    KeyReference, NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 use vmseal_log::Levels;
+use vmseal_secret::SecretBytes;
 
 use crate::hypervisor::network;
 use crate::jobs::Jobs;
@@ -44,11 +49,11 @@ use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
 use crate::vm::state_store::StateStore;
 
-use console::Guest;
 use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
 use jobs::Exports;
+use running::RunningGuest;
 
 /// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
@@ -67,14 +72,20 @@ pub struct SimulatedDisk {
     pub facts: DiskFacts,
     /// The check values of the keys that open it.
     pub checks: BTreeSet<String>,
+    /// The keys that its header names; none where it is not encrypted.
+    pub keys: Vec<KeyReference>,
+    /// The length of its image, in bytes.
+    pub length: u64,
 }
 
 /// The state that outlives an agent.
 #[derive(Default)]
 struct Persisted {
     marks: BTreeMap<PathBuf, DatastoreId>,
+    /// The descriptors of VMs on datastores.
+    descriptors: BTreeMap<(DatastoreId, VmId), VmDescriptor>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
-    guests: BTreeMap<VmId, (VmSpec, Guest)>,
+    guests: BTreeMap<VmId, RunningGuest>,
     /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
@@ -83,9 +94,17 @@ struct Persisted {
 /// A registered VM.
 struct Known {
     spec: VmSpec,
+    /// What it is registered as, where a part of that takes effect only at its next start.
+    next: Option<VmSpec>,
+    /// The disks that its guest has.
+    in_use: BTreeSet<DiskId>,
+    /// What its firmware tries first this time.
+    boot_once: Option<BootDevice>,
     power: Power,
     /// The check value stands for the key, which was opened and checked: its bytes are not used here.
     key_held: bool,
+    /// The key itself, for the descriptors alone.
+    kek: Option<SecretBytes>,
     stopped: Option<Stopped>,
     died: Option<Stopped>,
     /// The disks that are made.
@@ -113,13 +132,17 @@ impl Known {
     fn new(spec: VmSpec) -> Self {
         Self {
             spec,
+            next: None,
+            in_use: BTreeSet::new(),
             power: Power::Off,
             key_held: false,
+            kek: None,
             stopped: None,
             died: None,
             made: BTreeMap::new(),
             jobs: Jobs::default(),
             notices: Vec::new(),
+            boot_once: None,
             restarts: Restarts::default(),
             request: None,
             work: BTreeMap::new(),
@@ -144,6 +167,7 @@ impl Known {
                 .collect(),
             jobs: self.jobs.statuses(),
             nics: self.nics(),
+            started_with: self.started_with(),
             request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
@@ -162,7 +186,7 @@ impl Known {
             addresses: Vec::new(),
         };
         match self.power {
-            Power::Running | Power::Stopping => spec.nics().map(nic).collect(),
+            Power::Running | Power::Stopping | Power::Paused => spec.nics().map(nic).collect(),
             Power::Off | Power::Starting | Power::Unknown => Vec::new(),
         }
     }
@@ -174,6 +198,10 @@ impl Known {
 
     fn stop(&mut self, reason: StopReason, detail: &str) {
         self.power = Power::Off;
+        self.in_use.clear();
+        if let Some(next) = self.next.take() {
+            self.spec = next;
+        }
         self.work.retain(|work, _| matches!(work, Work::Job(_)));
         let stopped = Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() };
         if reason.is_death() {
@@ -222,11 +250,17 @@ struct Inside {
     heeds_shutdown: bool,
     reachable: bool,
     full: bool,
+    /// Whether guests do not let devices go.
+    keeps_devices: bool,
+    /// How often the machine was rebooted.
+    boots: u32,
     /// The result of measuring a datastore, where a test sets it.
     free: Option<u64>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
+    /// The features that it reports.
+    features: Vec<String>,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -256,9 +290,12 @@ impl SimulatedHost {
             heeds_shutdown: true,
             reachable: true,
             full: false,
+            keeps_devices: false,
+            boots: 0,
             free: None,
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
+            features: FEATURES.map(str::to_owned).to_vec(),
             halfway: false,
         })))
     }
@@ -311,6 +348,11 @@ impl SimulatedHost {
     /// Sets the versions of the contract that it reports.
     pub fn set_contract(&self, contract: ContractRange) {
         self.inside().contract = contract;
+    }
+
+    /// Takes features from it, as an agent of an earlier version lacks them.
+    pub fn lack_features(&self, features: &[&str]) {
+        self.inside().features.retain(|known| !features.contains(&known.as_str()));
     }
 
     /// Sets how long making a disk, starting and shutting down take.
@@ -424,8 +466,9 @@ impl Inside {
     fn restart(&mut self) {
         let before = std::mem::replace(&mut self.agent, AgentState::new());
         before.ended.send_replace(true);
-        for (vm, (spec, _)) in &self.persisted.guests {
-            let known = Known { power: Power::Running, ..Known::new(spec.clone()) };
+        for (vm, guest) in &self.persisted.guests {
+            let (power, in_use) = (guest.power(), guest.disks.clone());
+            let known = Known { power, in_use, ..Known::new(guest.spec.clone()) };
             self.agent.vms.insert(*vm, known);
         }
         for (vm, before) in before.vms {
@@ -446,8 +489,9 @@ impl Inside {
     fn describe(&self) -> HostDescription {
         HostDescription {
             contract: self.contract,
-            features: FEATURES.map(str::to_owned).to_vec(),
+            features: self.features.clone(),
             vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+            boot: Some(format!("boot {}", self.boots)),
             incarnation: self.agent.states.incarnation(),
             hostname: "simulated".to_owned(),
             key_box: self.agent.key_box.public(),
@@ -480,6 +524,7 @@ impl Inside {
                 .activities()
                 .chain(exposed.map(|disk| (disk, Activity::Exposed)))
                 .collect(),
+            unused: known.unused(),
         })
     }
 

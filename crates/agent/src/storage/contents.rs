@@ -260,11 +260,21 @@ fn ours(place: &Path) -> bool {
         let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
         home.parse::<VmId>().is_ok() && (described || note)
     });
-    of_home || place == Path::new(MARKER)
+    of_home || of_tpm(place) || place == Path::new(MARKER)
+}
+
+/// Whether it is in the directory of what a TPM keeps.
+fn of_tpm(place: &Path) -> bool {
+    let directory = place.parent();
+    let disk = directory.and_then(Path::file_name).and_then(OsStr::to_str);
+    let disk = disk.and_then(|name| name.strip_suffix(".tpm"));
+    let home = directory.and_then(Path::parent).and_then(Path::to_str);
+    disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
+        && home.is_some_and(|home| home.parse::<VmId>().is_ok())
 }
 
 /// Reads the head of a file; none when it is not a regular file after all.
-fn look(at: &Path) -> io::Result<Option<(std::fs::Metadata, ImageContent)>> {
+pub fn look(at: &Path) -> io::Result<Option<(std::fs::Metadata, ImageContent)>> {
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
@@ -364,6 +374,9 @@ mod tests {
         // A replica's map and an import's note: neither images nor others' files.
         File::create(home.join(format!("{disk}.map"))).unwrap();
         File::create(home.join(format!("{disk}.pair"))).unwrap();
+        // What a TPM keeps.
+        std::fs::create_dir(home.join(format!("{disk}.tpm"))).unwrap();
+        File::create(home.join(format!("{disk}.tpm/tpm2-00.permall"))).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);

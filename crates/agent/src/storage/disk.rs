@@ -12,24 +12,31 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::Holes;
+use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{
     DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
 use vmseal_luks::{Facts, HeaderError, Identity};
 use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
+use crate::hypervisor::firmware::FirmwareFiles;
+use crate::hypervisor::tpm::Swtpm;
 use crate::keys;
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
 use crate::storage::cloud_init;
+pub(crate) use crate::storage::facts::from_api;
+pub use crate::storage::facts::to_api;
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
 use crate::storage::locked::Access;
 use crate::storage::replica;
 use crate::storage::timed;
+use crate::storage::tpm_disk::{self, MakeTpm};
 use crate::storage::transfer::TransferDirectories;
 
 /// How much room is allocated in one step, in bytes: a moment's work on most file systems.
@@ -53,6 +60,10 @@ pub enum Source {
     Image(ImageSource),
     /// Documents for cloud-init, packed; or why they cannot be had. A disk that is made already does not need them.
     CloudInit(Result<SecretBytes, Problem>),
+    /// What the variables of this firmware begin with.
+    Variables(FirmwareFiles, Firmware),
+    /// Nothing; beside it is made what the VM's TPM keeps.
+    Tpm(Swtpm),
 }
 
 /// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
@@ -104,6 +115,7 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
+    let mut tpm = None;
     let (image, lost) = match new_disk.source.take() {
         None => (None, None),
         Some(Source::Image(source)) => {
@@ -115,6 +127,21 @@ async fn make(
             (Some(made.await.map_err(internal)??), None)
         }
         Some(Source::CloudInit(Err(problem))) => (None, Some(problem)),
+        Some(Source::Tpm(swtpm)) => {
+            tpm = Some(swtpm);
+            (None, None)
+        }
+        Some(Source::Variables(files, firmware)) => {
+            // A disk that is made already does not need them.
+            let template = spawn_blocking(move || files.variables(firmware));
+            let image = template.await.map_err(internal)?.and_then(|memory| {
+                memory.map(|it| Image::in_memory(it, "the firmware's variables")).transpose()
+            });
+            match image {
+                Ok(image) => (image, None),
+                Err(problem) => (None, Some(problem)),
+            }
+        }
     };
     let (spec, disk) = (new_disk.spec.clone(), new_disk.disk.clone());
     let vm = spec.vm;
@@ -153,6 +180,10 @@ async fn make(
             }
             Ok(()) = cancelled => return Err(removed_meanwhile()),
         }
+    }
+    if let Some(swtpm) = tpm {
+        let wanted = MakeTpm { swtpm, disk: &disk, home, file: &file, dek: key.as_ref() };
+        tpm_disk::make(wanted, builder, slot).await?;
     }
     // It was filled without its replica, so no map may be believed. A replica that cannot be made
     // now is made by the next writer: that is not worth failing a long import.
@@ -234,7 +265,8 @@ fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(),
     }
 }
 
-fn data_offset(facts: &DiskFacts) -> u64 {
+/// Where the guest's first byte is in the image, in bytes.
+pub(crate) fn data_offset(facts: &DiskFacts) -> u64 {
     match facts {
         DiskFacts::Raw => 0,
         DiskFacts::Luks2 { data_offset, .. } => *data_offset,
@@ -335,38 +367,12 @@ fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem
     Err(Problem::new(
         ErrorCode::Damaged,
         format!(
-            "disk '{}' is truncated: its image has {found} bytes and needs {needed}; restore it from a backup",
-            disk.name
+            "disk '{}' is truncated: its image has {} and needs {}; restore it from a backup",
+            disk.name,
+            Size(found),
+            Size(needed)
         ),
     ))
-}
-
-/// Facts as the inventory keeps them.
-#[must_use]
-pub fn to_api(facts: &Facts) -> DiskFacts {
-    DiskFacts::Luks2 {
-        version: facts.version,
-        cipher: facts.cipher.clone(),
-        key_bits: facts.key_bits,
-        sector_size: facts.sector_size,
-        data_offset: facts.data_offset,
-    }
-}
-
-/// The pinned facts in the type of crate luks; none for a raw disk.
-pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
-    match facts {
-        DiskFacts::Raw => None,
-        DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
-            version: *version,
-            disk: disk.disk.0,
-            size: disk.size,
-            data_offset: *data_offset,
-            sector_size: *sector_size,
-            key_bits: *key_bits,
-            cipher: cipher.clone(),
-        }),
-    }
 }
 
 /// The API's error for a header's error.
@@ -467,12 +473,53 @@ pub fn open(
         check_length(&file, disk, 0)?;
         return Ok(Open { file, offset: 0, key: None, notice: None });
     };
+    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
+    let dek = dek.to_memfd().map_err(internal)?;
+    Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
+}
+
+/// An encrypted disk, and its key.
+pub struct Unlocked {
+    /// The image, its lock held.
+    pub file: File,
+    /// The DEK.
+    pub dek: SecretBytes,
+    /// What holes mean.
+    holes: Holes,
+    /// A notice for operators.
+    pub notice: Option<Notice>,
+}
+
+/// Opens the disk of a TPM as the inventory pins it, for its key. Blocks.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_for_key(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Unlocked, Problem> {
+    let file = open_image(spec, disk, Access::Write)?;
+    let Some(pinned) = from_api(disk, facts) else {
+        let what = format!("disk '{}' is not encrypted, and has no key", disk.name);
+        return Err(Problem::new(ErrorCode::Damaged, what));
+    };
+    unlock(spec, disk, (file, &pinned), kek)
+}
+
+fn unlock(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    (file, pinned): (File, &Facts),
+    kek: Option<&SecretBytes>,
+) -> Result<Unlocked, Problem> {
     check_length(&file, disk, pinned.data_offset)?;
     let (Some(kek), Some(reference)) = (kek, &spec.key) else {
         let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
         return Err(Problem::new(ErrorCode::Locked, what));
     };
-    let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
+    let opened = vmseal_luks::open(&file, pinned, kek, &keys::context(spec.vm, reference))
         .map_err(|error| header_problem(disk, &error))?;
     let holes = match opened.holes {
         vmseal_luks::Holes::Zero => Holes::Zero,
@@ -486,8 +533,7 @@ pub fn open(
             disk.name, spec.name
         ),
     });
-    let dek = opened.dek.to_memfd().map_err(internal)?;
-    Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
+    Ok(Unlocked { file, dek: opened.dek, holes, notice })
 }
 
 #[cfg(test)]
@@ -695,8 +741,9 @@ mod tests {
         header[8..20].copy_from_slice(&[0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 4]);
         header[20..24].copy_from_slice(&16_u32.to_be_bytes());
         std::fs::write(&overlay, header).unwrap();
-        let from =
-            |path: &std::path::Path, format| Some(ImageSource { path: path.to_owned(), format });
+        let from = |path: &std::path::Path, format| {
+            Some(ImageSource { path: path.to_owned(), format, force: false })
+        };
         let disk = bench.spec.disk_at(1).unwrap();
         let home = Home::of(&disk.datastore, bench.spec.vm).unwrap();
         for source in [None, from(&whole, ImageFormat::Raw)] {
@@ -740,7 +787,7 @@ mod tests {
             (good, ErrorCode::Internal),
         ] {
             let problem = bench
-                .create_from(0, Some(ImageSource { path, format: ImageFormat::Raw }))
+                .create_from(0, Some(ImageSource { path, format: ImageFormat::Raw, force: false }))
                 .await
                 .unwrap_err();
             assert_eq!(problem.code, code, "{problem}");

@@ -98,7 +98,7 @@ impl<'a> DiskKeys<'a> {
         // but the datastore.
         for header in &self.headers {
             let here = &header.disk.datastore;
-            Home::of(here, self.spec.vm)?.describe(self.spec, here)?;
+            Home::of(here, self.spec.vm)?.describe(self.spec, here, Some(self.kek))?;
         }
         let context = keys::context(self.spec.vm, self.registered);
         for header in &mut self.headers {
@@ -112,7 +112,7 @@ impl<'a> DiskKeys<'a> {
     fn tell_replicas(&self) -> Result<(), Problem> {
         for DiskHeader { replica, disk, facts, file } in &self.headers {
             if let Some(replica) = replica {
-                replica.copy(self.spec, disk, file, facts.data_offset)?;
+                replica.copy((self.spec, Some(self.kek)), disk, file, facts.data_offset)?;
             }
         }
         Ok(())

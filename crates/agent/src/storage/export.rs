@@ -21,6 +21,7 @@ use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec, ExportJob, VmSpec};
 use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
@@ -300,8 +301,10 @@ fn make(
     let _ = std::fs::remove_file(&path);
     let directory = export.job.to.parent().unwrap_or(Path::new("/"));
     let what = format!(
-        "{needed} bytes are needed in {} and {free} are free: make room, or choose another place",
-        directory.display()
+        "{} are needed in {} and {} are free: make room, or choose another place",
+        Size(needed),
+        directory.display(),
+        Size(free)
     );
     Err(Problem::new(ErrorCode::NoSpace, what))
 }

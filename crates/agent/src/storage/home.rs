@@ -7,6 +7,7 @@
 //! <datastore>/<vm id>/<disk id>.raw.importing how far the import is that makes it ([`Note`])
 //! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may lack ([`crate::storage::replica`])
 //! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
+//! <datastore>/<vm id>/<disk id>.tpm/          what the VM's TPM keeps ([`crate::storage::tpm_state`])
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
 //! ```
 //! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
@@ -24,17 +25,19 @@ use std::time::{Duration, SystemTime};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{DatastoreSpec, DiskSpec, KeyReference, VmSpec};
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+use vmseal_secret::SecretBytes;
 
+use crate::storage::descriptor;
 use crate::storage::image::ImageIdentity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
+use crate::storage::tpm_state;
 use vmseal_api::atomic_file::{self, PRIVATE};
-
-/// The version of the descriptor.
-const VERSION: u32 = 1;
 
 /// The version of notes.
 const NOTE_VERSION: u32 = 2;
@@ -51,33 +54,13 @@ const NOTE_MAX: u64 = 4096;
 /// A failed write with less free room than this (in bytes) is reported as a full datastore.
 const FULL_BELOW: u64 = 16 << 20;
 
-/// One lock per datastore, held while a home gets a file and while an empty one is removed, as disks of one
-/// VM are made and removed concurrently. A datastore that hangs blocks no other one.
+/// One lock per datastore, held while a home gets a file, while a descriptor is written and while an empty home is removed, as
+/// disks of one VM are made, recrypted and removed concurrently. A datastore that hangs blocks no other one.
 static HOMES: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
 fn homes(datastore: &Path) -> Arc<Mutex<()>> {
     let mut homes = HOMES.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(homes.entry(datastore.to_owned()).or_default())
-}
-
-/// The facts of a VM that are readable without any key. For people and for listing; nothing trusts them.
-#[derive(Serialize)]
-struct Descriptor<'a> {
-    version: u32,
-    vm: VmId,
-    name: &'a str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    key: Option<&'a KeyReference>,
-    disks: Vec<DescribedDisk<'a>>,
-}
-
-#[derive(Serialize)]
-struct DescribedDisk<'a> {
-    disk: DiskId,
-    name: &'a str,
-    size: u64,
-    encrypted: bool,
-    file: String,
 }
 
 /// The progress of an import, as noted beside its disk.
@@ -141,6 +124,10 @@ fn remove_debris(path: &Path) {
     tracing::info!(path = %path.display(), "removing a half-made disk");
     // An old note first: it is about this file.
     let _ = std::fs::remove_file(note);
+    let image = path.with_extension("");
+    if let Err(problem) = remove_state_of_none(&image) {
+        tracing::warn!(path = %path.display(), %problem, "cannot remove what a half-made TPM keeps");
+    }
     if let Err(error) = std::fs::remove_file(path) {
         tracing::warn!(path = %path.display(), %error, "cannot remove a half-made disk");
     }
@@ -185,6 +172,12 @@ impl Home {
         self.path.join(format!("{disk}.pair"))
     }
 
+    /// The directory with the state of the VM's TPM, beside the disk that has its key.
+    #[must_use]
+    pub fn tpm_state(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.tpm"))
+    }
+
     fn creating(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.raw.creating"))
     }
@@ -225,48 +218,82 @@ impl Home {
         Ok(open_locked(&self.creating(disk), Access::Write)?.map(|file| (file, note)))
     }
 
-    /// Makes the directory and writes its descriptor: the VM, its disks, and the key that they open with.
+    /// Makes the directory and writes its descriptor, authenticated if the VM's KEK is at hand.
     ///
     /// # Errors
     /// As the file system.
-    pub fn describe(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+    pub fn describe(
+        &self,
+        spec: &VmSpec,
+        here: &DatastoreSpec,
+        kek: Option<&SecretBytes>,
+    ) -> Result<(), Problem> {
+        let homes = homes(self.datastore());
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+        self.describe_locked(spec, here, kek)
+    }
+
+    /// The same under the lock of the datastore's homes: a descriptor has one writer at a time.
+    fn describe_locked(
+        &self,
+        spec: &VmSpec,
+        here: &DatastoreSpec,
+        kek: Option<&SecretBytes>,
+    ) -> Result<(), Problem> {
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&self.path)
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
-        let is_replica = |disk: &DiskSpec| {
-            disk.replica.as_ref().is_some_and(|replica| replica.datastore == *here)
-        };
-        let disks = spec.disks().filter_map(|disk| {
-            let kind = if disk.datastore == *here {
-                "raw"
-            } else if is_replica(disk) {
-                "replica"
-            } else {
-                return None;
-            };
-            Some(DescribedDisk {
-                disk: disk.disk,
-                name: &disk.name,
-                size: disk.size,
-                encrypted: disk.encrypted,
-                file: format!("{}.{kind}", disk.disk),
-            })
-        });
-        let descriptor = Descriptor {
-            version: VERSION,
-            vm: spec.vm,
-            name: &spec.name,
-            key: spec.key.as_ref(),
-            disks: disks.collect(),
-        };
+        self.write_descriptor(&descriptor::of(spec, here.datastore, kek)?)
+    }
+
+    /// The descriptor that is there, if it can be read.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<VmDescriptor> {
+        descriptor::read(&self.path.join(DESCRIPTOR)).1.ok()
+    }
+
+    fn write_descriptor(&self, descriptor: &VmDescriptor) -> Result<(), Problem> {
         let path = self.path.join(DESCRIPTOR);
-        serde_json::to_vec_pretty(&descriptor)
+        serde_json::to_vec_pretty(descriptor)
             .map_err(io::Error::from)
             .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
             .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// Writes the descriptor again if it is not as the VM is. Does nothing where no disk of the VM has been begun.
+    ///
+    /// # Errors
+    /// As the file system.
+    pub fn describe_again(
+        &self,
+        spec: &VmSpec,
+        here: &DatastoreSpec,
+        kek: Option<&SecretBytes>,
+    ) -> Result<(), Problem> {
+        let homes = homes(self.datastore());
+        // An empty home is removed under this lock, and must not come back.
+        let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.path.is_dir() {
+            return Ok(());
+        }
+        let wanted = descriptor::of(spec, here.datastore, kek)?;
+        if self.descriptor().is_some_and(|there| there == wanted) {
+            return Ok(());
+        }
+        self.write_descriptor(&wanted)
+    }
+
+    /// Writes the descriptor of a disk that is being made. What is there stays if it says the same, so that it stays
+    /// authenticated.
+    fn describe_begun(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
+        let wanted = descriptor::of(spec, here.datastore, None)?;
+        if self.descriptor().is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
+            return Ok(());
+        }
+        self.describe_locked(spec, here, None)
     }
 
     /// Opens a replica or a map in this home, or makes an empty one; locked. `here` is the datastore.
@@ -285,7 +312,7 @@ impl Home {
         }
         let homes = homes(self.datastore());
         let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
-        self.describe(spec, here)?;
+        self.describe_begun(spec, here)?;
         let file = make_locked(path)?;
         atomic_file::flush_directory_of(path).map_err(|error| failed(path, "made", &error))?;
         Ok(file)
@@ -301,13 +328,13 @@ impl Home {
         self.remove_half_made(disk.disk)?;
         let homes = homes(self.datastore());
         let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
-        self.describe(spec, &disk.datastore)?;
+        self.describe_begun(spec, &disk.datastore)?;
         let file = make_locked(&path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         Ok(file)
     }
 
-    /// Allocates a part of a disk that was begun.
+    /// Allocates a part of a disk that was begun, or grows.
     ///
     /// # Errors
     /// `no-space`; `unsupported` where the file system cannot.
@@ -387,6 +414,7 @@ impl Home {
         // The remains of a note that was being written.
         remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
         atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
+        remove_state_of_none(&self.image(disk))?;
         let path = self.creating(disk);
         std::fs::remove_file(&path)
             .and_then(|()| atomic_file::flush_directory_of(&path))
@@ -399,6 +427,8 @@ impl Home {
     /// `in-use`, or those of the file system.
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_file(&self.image(disk))?;
+        // After the image, whose header has its key: without that nobody can read it.
+        remove_state_of_none(&self.image(disk))?;
         self.discard(disk)
     }
 
@@ -472,8 +502,10 @@ impl Home {
         Err(Problem::new(
             ErrorCode::NoSpace,
             format!(
-                "{needed} bytes are needed in {} and {free} are free: free some room or use another datastore",
-                self.datastore().display()
+                "{} are needed in {} and {} are free: free some room or use another datastore",
+                Size(needed),
+                self.datastore().display(),
+                Size(free)
             ),
         ))
     }
@@ -482,6 +514,17 @@ impl Home {
     #[must_use]
     pub fn datastore(&self) -> &Path {
         self.path.parent().unwrap_or(&self.path)
+    }
+}
+
+/// Removes what a TPM keeps if the image with its key is gone. An image gets its name last, under the lock of the half-made
+/// one.
+fn remove_state_of_none(image: &Path) -> Result<(), Problem> {
+    match image.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            tpm_state::remove(&image.with_extension("tpm"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -541,6 +584,32 @@ mod tests {
 
     fn begin(home: &Home, spec: &VmSpec, index: usize) -> Result<File, Problem> {
         home.begin(spec, spec.disk_at(index).unwrap(), spec.disk_at(index).unwrap().size)
+    }
+
+    #[test]
+    fn a_descriptor_that_two_write_at_once_is_that_of_one_of_them() {
+        let (_directory, here) = datastore();
+        mark::put(directory_of(&here), &here).unwrap();
+        let (home, spec) = home(&here);
+        home.describe(&spec, &here, None).unwrap();
+        std::thread::scope(|scope| {
+            for name in ["one", "two"] {
+                let (spec, home, here) =
+                    (VmSpec { name: name.to_owned(), ..spec.clone() }, &home, &here);
+                scope.spawn(move || {
+                    for round in 0..100 {
+                        let written = match round % 2 {
+                            0 => home.describe(&spec, here, None),
+                            _ => home.describe_again(&spec, here, None),
+                        };
+                        written.unwrap();
+                    }
+                });
+            }
+        });
+        let written = std::fs::read(home.path.join(DESCRIPTOR)).unwrap();
+        let written: serde_json::Value = serde_json::from_slice(&written).unwrap();
+        assert!(["one", "two"].contains(&written["name"].as_str().unwrap()), "{written}");
     }
 
     #[test]

@@ -11,7 +11,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -19,6 +19,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{DiskSpec, ImageSource};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::LockedFile;
 
@@ -117,15 +118,29 @@ impl Image {
         }
         check_unused(&file, &source.path)?;
         let size = match source.format {
-            ImageFormat::Raw => metadata.len(),
+            ImageFormat::Raw => {
+                let other = begins_as(&file).map_err(|error| invalid(error.to_string()))?;
+                if let Some(other) = other.filter(|_| !source.force) {
+                    return Err(Problem::invalid(
+                        "image",
+                        format!(
+                            "{}: is {other}, and was said to be raw. Say its format, or convert it (qemu-img convert -O raw); --force takes it byte by byte, and the guest would not start from it",
+                            source.path.display()
+                        ),
+                    ));
+                }
+                metadata.len()
+            }
             ImageFormat::Qcow2 => {
                 vmseal_qcow2::examine(&file).map_err(|refusal| invalid(refusal.to_string()))?.size
             }
         };
         if size > disk.size {
             return Err(invalid(format!(
-                "holds a disk of {size} bytes, the disk '{}' has only {}; make the disk larger",
-                disk.name, disk.size
+                "holds a disk of {}, the disk '{}' has only {}; make the disk larger",
+                Size(size),
+                disk.name,
+                Size(disk.size)
             )));
         }
         let identity = ImageIdentity::of(&file, &source.path, source.format)
@@ -147,6 +162,28 @@ impl Image {
         let what = "the image was changed while it was imported: end the process that writes to it and import it again";
         Err(Problem::new(ErrorCode::InUse, what))
     }
+}
+
+/// What images of other formats begin with: the place, the bytes, and what that is.
+const MAGICS: [(u64, &[u8], &str); 7] = [
+    (0, b"QFI\xfb", "a qcow2 image"),
+    (0, b"KDMV", "a VMDK image"),
+    (0, b"COWD", "a VMDK image"),
+    (0, b"# Disk DescriptorFile", "the description of a VMDK image"),
+    (0, b"vhdxfile", "a VHDX image"),
+    (0, b"conectix", "a VHD image"),
+    (64, &[0x7f, 0x10, 0xda, 0xbe], "a VDI image"),
+];
+
+/// What an image that is not raw begins as. A raw one could, too: nothing is ever opened by this.
+fn begins_as(file: &File) -> io::Result<Option<&'static str>> {
+    for (place, magic, name) in MAGICS {
+        let mut there = vec![0; magic.len()];
+        if file.read_at(&mut there, place)? == magic.len() && there == magic {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
 }
 
 fn check_unused(file: &File, path: &Path) -> Result<(), Problem> {
@@ -250,7 +287,7 @@ mod tests {
     }
 
     fn source(path: &Path, format: ImageFormat) -> ImageSource {
-        ImageSource { path: path.to_owned(), format }
+        ImageSource { path: path.to_owned(), format, force: false }
     }
 
     #[test]
@@ -339,13 +376,25 @@ mod tests {
             &TransferDirectories::anywhere(),
         )
         .unwrap_err();
-        assert!(problem.detail.contains("disk of 2097152 bytes"), "{problem}");
+        assert!(problem.detail.contains("disk of 2 MiB"), "{problem}");
         let large = DiskSpec { size: 2 << 20, ..disk() };
         Image::open(&source(&path, ImageFormat::Qcow2), &large, &TransferDirectories::anywhere())
             .unwrap();
-        // A qcow2 image that is declared raw is imported byte by byte.
-        Image::open(&source(&path, ImageFormat::Raw), &large, &TransferDirectories::anywhere())
-            .unwrap();
+        // One that is declared raw is refused, unless somebody says that it may be.
+        let mut raw = source(&path, ImageFormat::Raw);
+        for (begins, name) in
+            [(&b"QFI\xfb"[..], "qcow2"), (b"KDMV", "VMDK"), (b"# Disk DescriptorFile", "VMDK")]
+        {
+            std::fs::write(&path, [begins, &[0; 8192]].concat()).unwrap();
+            raw.force = false;
+            let refused = Image::open(&raw, &large, &TransferDirectories::anywhere()).unwrap_err();
+            assert!(
+                refused.detail.contains(name) && refused.detail.contains("--force"),
+                "{refused}"
+            );
+            raw.force = true;
+            Image::open(&raw, &large, &TransferDirectories::anywhere()).unwrap();
+        }
         std::fs::write(&path, [1; 8192]).unwrap();
         let problem = Image::open(
             &source(&path, ImageFormat::Qcow2),

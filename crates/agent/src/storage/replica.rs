@@ -28,6 +28,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
 use self::pair::{FileIdentity, Pair};
+use vmseal_secret::SecretBytes;
+
 use crate::filter::Replica;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
@@ -287,13 +289,13 @@ impl ReplicaHeader {
     /// Those of the replica's datastore: the replica may then still open with the earlier keys.
     pub fn copy(
         &self,
-        spec: &VmSpec,
+        (spec, kek): (&VmSpec, Option<&SecretBytes>),
         disk: &DiskSpec,
         image: &File,
         offset: u64,
     ) -> Result<(), Problem> {
         if let Some(place) = &disk.replica {
-            self.home.describe(spec, &place.datastore)?;
+            self.home.describe(spec, &place.datastore, kek)?;
         }
         let path = self.home.replica(disk.disk);
         let copied = reopened(image).and_then(|image| copy(&image, &self.file, offset));
@@ -581,7 +583,9 @@ mod tests {
         bench.fill_map();
         let copy = || {
             let header = ReplicaHeader::open(&bench.spec, bench.disk())?;
-            header.map_or(Ok(()), |it| it.copy(&bench.spec, bench.disk(), &bench.image, OFFSET))
+            header.map_or(Ok(()), |it| {
+                it.copy((&bench.spec, None), bench.disk(), &bench.image, OFFSET)
+            })
         };
         bench.image.write_all_at(&[9; 100], 5).unwrap();
         copy().unwrap();

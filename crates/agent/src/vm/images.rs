@@ -73,12 +73,10 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
     let images = opened.iter().map(|(disk, file)| Image::of(disk.disk, file));
     let images = images.collect::<io::Result<Vec<_>>>().map_err(internal)?;
     let Some(known) = read(directory)? else {
-        let record = Record { version: VERSION, images };
-        return serde_json::to_vec(&record)
-            .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&directory.images(), &json, PRIVATE))
-            .map_err(internal);
+        return write(directory, images);
     };
+    let mut known = known;
+    let before = known.len();
     for (image, (disk, _)) in images.iter().zip(opened) {
         let was = known.iter().find(|known| known.disk == image.disk);
         if was.is_some_and(|was| was != image) {
@@ -88,8 +86,19 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
+        if was.is_none() {
+            // It was plugged in while the VM runs.
+            known.push(*image);
+        }
     }
-    Ok(())
+    if known.len() == before { Ok(()) } else { write(directory, known) }
+}
+
+fn write(directory: &ProcessDir, images: Vec<Image>) -> Result<(), Problem> {
+    serde_json::to_vec(&Record { version: VERSION, images })
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&directory.images(), &json, PRIVATE))
+        .map_err(internal)
 }
 
 /// The disks of a running VM whose images' names lead to other files or to none. Disks on datastores that do

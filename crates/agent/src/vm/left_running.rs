@@ -114,6 +114,7 @@ impl LeftRunning {
             notices: vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }],
             jobs: Vec::new(),
             nics: Vec::new(),
+            started_with: None,
             request_id: None,
         };
         self.shared.states.publish(self.spec.vm, Some(state));
@@ -197,7 +198,7 @@ impl LeftRunning {
             }
             Call::OfferKey(key, to) => drop(to.send(self.offer_key(&key))),
             // It runs.
-            Call::PowerOn(to) => drop(to.send(Ok(()))),
+            Call::PowerOn(_, to) => drop(to.send(Ok(()))),
             Call::PowerOff(PowerOff::Shutdown { .. }, to) => {
                 drop(to.send(self.ask_to_shut_down().await));
             }
@@ -215,8 +216,14 @@ impl LeftRunning {
             | Call::PutJob(_, _, to)
             | Call::CommitJob(_, _, to)
             | Call::CancelJob(_, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::ControlGuest(_, to) | Call::GrowDisk(_, _, to) => {
+                drop(to.send(Err(self.refusal())));
+            }
             Call::Job(_, to) => drop(to.send(Err(self.refusal()))),
-            Call::Console(_, to) | Call::Expose(_, _, to) => drop(to.send(Err(self.refusal()))),
+            Call::Console(_, to) | Call::Expose(_, _, to) | Call::Screen(to) => {
+                drop(to.send(Err(self.refusal())))
+            }
+            Call::Guest(to) => drop(to.send(Err(self.refusal()))),
             Call::Bitmaps(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Replica(_, to) => drop(to.send(Err(self.refusal()))),
         }
@@ -225,7 +232,7 @@ impl LeftRunning {
 
     fn situation(&self) -> Situation<'_> {
         let (power, changing_keys, disks) = (Power::Running, false, Vec::new());
-        Situation { spec: &self.spec, power, changing_keys, disks }
+        Situation { spec: &self.spec, power, changing_keys, disks, unused: Vec::new() }
     }
 
     fn refusal(&self) -> Problem {
@@ -359,7 +366,16 @@ impl LeftRunning {
 
 /// A placeholder for the specification of a VM whose record cannot be read, until the server registers it.
 pub fn unknown_spec(vm: VmId) -> VmSpec {
-    VmSpec { vm, name: vm.to_string(), vcpus: 1, memory: 0, key: None, devices: Vec::new() }
+    VmSpec {
+        vm,
+        name: vm.to_string(),
+        vcpus: 1,
+        memory: 0,
+        policy: None,
+        key: None,
+        hardware: Default::default(),
+        devices: Vec::new(),
+    }
 }
 
 async fn ended(qemu: Option<&Process>) {

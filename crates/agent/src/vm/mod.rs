@@ -28,6 +28,8 @@ mod serve;
 mod service;
 mod start;
 pub(crate) mod state_store;
+mod tpm;
+pub mod usage;
 pub(crate) mod vms;
 mod workers;
 
@@ -36,16 +38,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
+use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
-    Accelerator, ConsoleClaim, ConsoleStream, Exposing, JobSpec, JobStatus, KeyReference, PowerOff,
-    SealedKey, Stopped, VmSpec,
+    Accelerator, ConsoleClaim, ConsoleStream, Exposing, GuestControl, JobSpec, JobStatus,
+    KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
+use crate::hypervisor::firmware::FirmwareFiles;
+use crate::hypervisor::guest_agent::GuestAgent;
 use crate::hypervisor::qemu::Qemu;
+use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
 use crate::process::died::DiedVms;
 use crate::process::run_dir::RunDir;
@@ -79,6 +85,10 @@ pub struct Shared {
     pub filter: Arc<File>,
     /// QEMU.
     pub qemu: Qemu,
+    /// The firmware of guests that start by UEFI.
+    pub firmware: FirmwareFiles,
+    /// The program that emulates the TPM of a VM.
+    pub swtpm: Swtpm,
     /// How guests are accelerated.
     pub accelerator: Accelerator,
     /// How long starting another filter is retried before the VM is stopped.
@@ -109,12 +119,20 @@ pub enum Call {
     CommitJob(TaskId, JobSpec, Reply<()>),
     /// Cancel a task's job.
     CancelJob(TaskId, JobSpec, Reply<()>),
-    /// Start the VM.
-    PowerOn(Reply<()>),
+    /// Start the VM, by its boot order or from such a device first.
+    PowerOn(Option<BootDevice>, Reply<()>),
     /// Stop it.
     PowerOff(PowerOff, Reply<()>),
+    /// Pause, unpause or reset the guest.
+    ControlGuest(GuestControl, Reply<()>),
+    /// Make the image of a disk longer.
+    GrowDisk(DiskId, u64, Reply<()>),
     /// Open the console.
     Console(ConsoleClaim, Reply<ConsoleStream>),
+    /// Connect to the screen.
+    Screen(Reply<ConsoleStream>),
+    /// Get the way to the agent in the guest.
+    Guest(Reply<GuestAgent>),
     /// Expose a disk, or connect to an exposed one.
     Expose(DiskId, Exposing, Reply<ConsoleStream>),
     /// List the dirty bitmaps of a disk, after changing one as asked.

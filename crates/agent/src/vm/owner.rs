@@ -1,10 +1,14 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
 mod bitmaps;
+mod described;
 mod exposures;
+mod grow;
+mod guest;
 mod jobs;
 mod key_change;
 mod replicas;
+mod set_running;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,9 +18,10 @@ use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
+use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState, NicState, Notice,
-    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    Attachment, ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState,
+    NicState, Notice, Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -29,15 +34,16 @@ use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::Plan;
 use super::service::{Attempt, Service, ServiceEvent};
-use super::start::{set_link, start};
+use super::start::start;
 use super::workers::Workers;
 use super::{Call, Change, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
+use crate::hypervisor::qmp;
 use crate::jobs::Jobs;
+use crate::process::live::Live;
 use crate::process::restarts::Restarts;
-use crate::process::run_record::Phase;
 use crate::process::{Exit, Process};
 use crate::rules::exclusion::{Action, Activity, Permission, Situation};
 use crate::rules::{self, find_disk};
@@ -72,6 +78,8 @@ enum Event {
 pub struct Owner {
     shared: Arc<Shared>,
     spec: VmSpec,
+    /// What it is registered as, where a part of that takes effect only at its next start.
+    next: Option<VmSpec>,
     state: State,
     kek: Option<SecretBytes>,
     stopped: Option<Stopped>,
@@ -96,12 +104,16 @@ pub struct Owner {
     exchanged: Vec<Notice>,
     /// The filters that have died under the running guest.
     restarts: Restarts,
+    /// Whether the filter was started by this agent: it serves the sizes that are on record.
+    serves_sizes: bool,
     /// The network cards of the guest that runs, or ran last: ports that were chosen are chosen again.
     nics_before: Vec<NicState>,
+    /// The writing of its descriptors.
+    describing: Option<JoinHandle<()>>,
 }
 
 impl Owner {
-    pub fn new(shared: Arc<Shared>, spec: VmSpec, initial: Initial) -> Self {
+    pub fn new(shared: Arc<Shared>, mut spec: VmSpec, initial: Initial) -> Self {
         let (state, stopped) = match initial {
             // A VM that is left running gets its owner when that has ended.
             Initial::New | Initial::LeftRunning(_) => (State::Off, None),
@@ -110,12 +122,17 @@ impl Owner {
         };
         let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
         let nics_before = match &state {
-            State::Running(running) => running.nics.clone(),
+            State::Running(running) => {
+                // What was on record and never came to be.
+                spec.devices.retain(|device| running.live.has(device));
+                running.live.nics.clone()
+            }
             _ => Vec::new(),
         };
         Self {
             shared,
             spec,
+            next: None,
             state,
             kek: None,
             stopped,
@@ -131,7 +148,9 @@ impl Owner {
             troubles: Vec::new(),
             exchanged: Vec::new(),
             restarts: Restarts::default(),
+            serves_sizes: false,
             nics_before,
+            describing: None,
         }
     }
 
@@ -180,6 +199,7 @@ impl Owner {
         match self.state {
             State::Off => Power::Off,
             State::Starting { .. } => Power::Starting,
+            State::Running(ref running) if running.live.paused => Power::Paused,
             State::Running(_) => Power::Running,
             State::Stopping { .. } => Power::Stopping,
         }
@@ -203,6 +223,7 @@ impl Owner {
             notices: self.notices(),
             jobs: self.jobs.statuses(),
             nics: self.nics().to_vec(),
+            started_with: self.started_with(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.states.publish(self.spec.vm, Some(state));
@@ -211,7 +232,7 @@ impl Owner {
     /// Its network cards, while it runs.
     fn nics(&self) -> &[NicState] {
         match &self.state {
-            State::Running(running) | State::Stopping { running, .. } => &running.nics,
+            State::Running(running) | State::Stopping { running, .. } => &running.live.nics,
             State::Off | State::Starting { .. } => &[],
         }
     }
@@ -222,7 +243,13 @@ impl Owner {
         let exposed = self.exposed_errors.values().flatten();
         let images = self.exchanged.iter().chain(exposed);
         let known = self.header_notices.iter().chain(&self.troubles).chain(images);
-        known.cloned().chain(restarted).collect()
+        let tpm = match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => {
+                running.tpm.notice(&self.spec)
+            }
+            State::Off | State::Starting { .. } => None,
+        };
+        known.cloned().chain(restarted).chain(tpm).collect()
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
@@ -249,8 +276,12 @@ impl Owner {
             Call::Job(task, to) => reply!(to, self.jobs.status(task)),
             Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
             Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
-            Call::PowerOn(to) => reply!(to, self.power_on()),
+            Call::PowerOn(first, to) => reply!(to, self.power_on(first)),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
+            Call::ControlGuest(what, to) => reply!(to, self.control_guest(what).await),
+            Call::GrowDisk(disk, size, to) => reply!(to, self.grow_disk(disk, size).await),
+            Call::Screen(to) => reply!(to, self.screen().await),
+            Call::Guest(to) => reply!(to, self.guest_agent()),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
             // The task that serves the disk answers, as its filter has to start first.
             Call::Expose(disk, what, to) => self.expose(disk, what, to),
@@ -264,6 +295,9 @@ impl Owner {
         match event {
             Event::Started(result) => {
                 request_id::during(self.request.clone(), self.started(*result)).await;
+            }
+            Event::Process(ProcessEvent::Reported(qmp::Event::DeviceDeleted(device))) => {
+                self.device_gone(&device).await;
             }
             Event::Process(ProcessEvent::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
@@ -280,6 +314,12 @@ impl Owner {
                 let why =
                     format!("its filter process died and no other can serve its disks: {problem}");
                 self.end_unserved(&why).await;
+            }
+            Event::Process(ProcessEvent::TpmEnded(exit)) => {
+                if let Some(running) = self.running() {
+                    running.tpm.note_end(exit, &running.directory);
+                    tracing::error!(vm = %self.spec.vm, %exit, "the TPM ended, and the guest goes on");
+                }
             }
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
@@ -302,6 +342,11 @@ impl Owner {
                 }
                 self.restarts.forget(Instant::now().into_std());
                 self.serve_again();
+                self.note_missing_devices().await;
+                if let Err(problem) = self.let_go_of_disks().await {
+                    tracing::info!(vm = %self.spec.vm, %problem, "its filter serves a disk too many");
+                }
+                self.tell_of_growth().await;
             }
             Event::Call(_) => {}
         }
@@ -375,6 +420,7 @@ impl Owner {
     fn served_again(&mut self, filter: Process) {
         if let Some(running) = self.running() {
             running.service = Service::Served(filter);
+            self.serves_sizes = true;
             self.restarts.served(Instant::now().into_std());
             metrics::FILTERS_RESTARTED.add();
             tracing::warn!(vm = %self.spec.vm, "another filter serves the disks");
@@ -406,6 +452,9 @@ impl Owner {
         tracing::info!(%vm, ?reason, detail, "the VM is off");
         metrics::vm_ended(reason);
         self.state = State::Off;
+        if let Some(next) = self.next.take() {
+            self.spec = next;
+        }
         self.troubles.clear();
         self.restarts = Restarts::default();
         // Their filter is gone.
@@ -434,8 +483,9 @@ impl Owner {
                 tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
                 self.died = None;
                 self.header_notices = notices;
-                self.nics_before.clone_from(&running.nics);
+                self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
+                self.serves_sizes = true;
             }
             Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)).await,
         }
@@ -443,18 +493,20 @@ impl Owner {
 
     async fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         // Repeating the same is always allowed.
-        if rules::differs_in_links(&self.spec, &spec) {
-            return self.set_links(spec).await;
+        if self.next.as_ref().unwrap_or(&self.spec) == &spec {
+            return Ok(());
         }
-        if self.spec != spec {
-            self.situation().may(Action::Register, None)?;
+        if matches!(self.state, State::Running(_) | State::Stopping { .. }) {
+            return self.set_running(spec).await;
         }
+        self.situation().may(Action::Register, None)?;
         if self.spec.key != spec.key {
             self.kek = None;
         }
         self.made.retain(|disk, _| spec.disk(*disk).is_some());
         self.jobs.keep_disks_of(&spec);
         self.spec = spec;
+        self.describe();
         Ok(())
     }
 
@@ -466,33 +518,8 @@ impl Owner {
             power: self.power(),
             changing_keys: self.changing_keys.is_some(),
             disks: self.jobs.activities().chain(exposed).collect(),
+            unused: self.unused(),
         }
-    }
-
-    /// Plugs network cards in or out, of a guest that runs as of one that does not.
-    async fn set_links(&mut self, spec: VmSpec) -> Result<(), Problem> {
-        let running = match &self.state {
-            State::Off => None,
-            State::Running(running) | State::Stopping { running, .. } => Some(running),
-            State::Starting { .. } => {
-                self.situation().may(Action::Register, None)?;
-                None
-            }
-        };
-        if let Some(running) = running {
-            let slot = running.slot.number();
-            // On record first: an agent that finds the guest so has been told the same.
-            running
-                .directory
-                .write(&spec, slot, Phase::Running, &running.nics)
-                .map_err(internal)?;
-            let known: Vec<_> = self.spec.nics().map(|nic| (nic.nic, nic.link)).collect();
-            for nic in spec.nics().filter(|nic| !known.contains(&(nic.nic, nic.link))) {
-                set_link(&running.qmp, nic.nic, nic.link).await?;
-            }
-        }
-        self.spec = spec;
-        Ok(())
     }
 
     async fn unregister(&mut self) -> Result<(), Problem> {
@@ -511,6 +538,7 @@ impl Owner {
         let opened = self.shared.key_box.open(self.spec.vm, reference, offered);
         if opened.is_ok() { &metrics::KEYS_TAKEN } else { &metrics::KEYS_REFUSED }.add();
         self.kek = Some(opened?);
+        self.describe();
         self.serve_again();
         Ok(())
     }
@@ -553,6 +581,7 @@ impl Owner {
     async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
         self.situation().may(Action::DeleteDisk, Some(&disk))?;
+        self.let_go_of_disks().await?;
         for given_up in self.jobs.remove_disk(disk.disk) {
             self.workers.cancel(given_up).await;
         }
@@ -566,18 +595,26 @@ impl Owner {
 
     /// What to start; the rules have checked that all disks are made.
     fn plan(&self) -> Result<Plan, Problem> {
-        let disks = self.spec.disks();
-        let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?))).collect();
-        let nics_before = self.nics_before.clone();
-        Ok(Plan { spec: self.spec.clone(), disks, kek: self.clone_kek()?, nics_before })
+        let live = match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => running.live.clone(),
+            State::Off | State::Starting { .. } => Live::at_start(&self.spec),
+        };
+        let disks = self.spec.disks().filter(|disk| live.disk(disk.disk).is_some());
+        let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?)));
+        let (tpm, disks): (Vec<_>, _) =
+            disks.partition(|(disk, _)| disk.role.attachment() == Attachment::Tpm);
+        let (spec, nics_before) = (self.spec.clone(), self.nics_before.clone());
+        let (tpm, kek) = (tpm.into_iter().next(), self.clone_kek()?);
+        Ok(Plan { spec, disks, kek, nics_before, live, tpm, boot_once: None })
     }
 
-    fn power_on(&mut self) -> Result<(), Problem> {
+    fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
         if self.situation().may(Action::PowerOn, None)? == Permission::Already {
             return Ok(());
         }
         rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
-        let plan = self.plan()?;
+        rules::boot::check_once(&self.spec, boot_once)?;
+        let plan = Plan { boot_once, ..self.plan()? };
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // The users are released for another VM only after the last process of this one has ended.
         let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);

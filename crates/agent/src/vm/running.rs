@@ -7,15 +7,22 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskActivity, FilterStatus};
-use vmseal_api::host::{DatastoreLocation, NicState, Notice, NoticeCode, StopReason, VmSpec};
+use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
 
-use super::service::{Service, ServiceEvent};
+use super::serve::stays_connected;
+use super::service::{Service, ServiceEvent, answers};
+use super::tpm::Tpm;
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
+use crate::hypervisor::guest_agent::GuestAgent;
 use crate::hypervisor::network::neighbours;
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::{Event, Qmp, ShutdownReason};
+use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
+use crate::process::run_record::Phase;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
 use crate::rules;
@@ -34,15 +41,17 @@ pub struct Running {
     pub qmp: Arc<Qmp>,
     pub events: mpsc::Receiver<Event>,
     pub console: Console,
+    pub guest: GuestAgent,
     pub control: Control,
+    pub tpm: Tpm,
     /// Released when the processes are gone.
     pub slot: Arc<Slot>,
     /// QEMU's events about its end.
     pub qemu_end: QemuEnd,
     /// Whether QEMU was disconnected from the filter at the last check.
     pub left: bool,
-    /// What its network cards are connected to.
-    pub nics: Vec<NicState>,
+    /// How QEMU has its devices, and whether its guest is paused.
+    pub live: Live,
 }
 
 /// QEMU's events about its end.
@@ -57,7 +66,7 @@ impl QemuEnd {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
             Event::GuestPanicked => self.panicked = true,
-            Event::Other(_) => {}
+            Event::DeviceDeleted(_) | Event::Other(_) => {}
         }
     }
 
@@ -76,6 +85,8 @@ impl QemuEnd {
 pub enum ProcessEvent {
     /// QEMU has ended.
     QemuEnded(Exit),
+    /// The TPM has ended, and QEMU has not.
+    TpmEnded(Exit),
     /// An event of the filter that serves the disks.
     Service(ServiceEvent),
     /// QEMU reports something.
@@ -96,7 +107,17 @@ impl Running {
             event = self.events.recv() => event.map_or(ProcessEvent::MonitorLost, ProcessEvent::Reported),
             exit = self.qemu.ended() => ProcessEvent::QemuEnded(exit),
             event = self.service.next() => ProcessEvent::Service(event),
+            exit = self.tpm.ended() => ProcessEvent::TpmEnded(exit),
         }
+    }
+
+    /// Puts on record what runs, before it is made so.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn write(&self, spec: &VmSpec) -> Result<(), Problem> {
+        let slot = self.slot.number();
+        self.directory.write(spec, slot, Phase::Running, &self.live).map_err(super::internal)
     }
 
     /// Asks the guest to shut down (ACPI).
@@ -118,6 +139,7 @@ impl Running {
     pub async fn end_unserved(self, vm: &str, why: &str) -> Ending {
         self.qemu.kill();
         self.qemu.ended().await;
+        self.tpm.end().await;
         if let Service::Down(Some(attempt)) = self.service {
             attempt.end().await;
         }
@@ -133,6 +155,7 @@ impl Running {
         };
         // A monitor that stays open after its process has ended is of no use.
         let _ = timeout(LAST_EVENTS, words).await;
+        self.tpm.end().await;
         let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
         let remedy = super::remedy(vm);
@@ -160,6 +183,7 @@ impl Running {
             self.qemu.kill();
         }
         self.qemu.end_within(QUIT_TIMEOUT).await;
+        self.tpm.end().await;
         let flushed = self.end_filter().await;
         let mut detail = "an operator cut the power".to_owned();
         if let Err(error) = flushed {
@@ -191,27 +215,55 @@ impl Running {
         result
     }
 
+    /// Ends the filter that a cancelled attempt may have started. QEMU may be connecting to it until it answers; where it
+    /// does not, that filter goes on.
+    ///
+    /// # Errors
+    /// QEMU's, or those of reading the record.
+    pub async fn end_filter_on_record(&mut self) -> Result<(), Problem> {
+        let on_record = Process::adopt(&self.directory.process(filter::NAME));
+        if let Some(filter) = on_record.map_err(super::internal)? {
+            if let Err(error) = answers(&self.qmp).await {
+                self.service = Service::Served(filter);
+                return Err(super::internal(error));
+            }
+            filter.kill();
+            filter.ended().await;
+        }
+        Ok(())
+    }
+
     /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
     /// that another one can replace it.
     pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
-        neighbours::note(spec, &mut self.nics);
+        neighbours::note(spec, &mut self.live.nics);
         let Service::Served(filter) = &self.service else { return Vec::new() };
         let Ok(status) = self.control.status().await else { return Vec::new() };
-        if let Some(what) = unserved(&status, &mut self.left) {
-            tracing::error!(vm = %spec.vm, what, "the filter does not serve and is ended");
-            filter.kill();
+        let live = &self.live;
+        let expected = |disk| live.disk(disk).is_some() && stays_connected(spec, disk);
+        if let Some(what) = unserved(&status, expected, &mut self.left) {
+            // QEMU may be connecting to it, and would not take another then (docs/decisions/020).
+            if answers(&self.qmp).await.is_ok() {
+                tracing::error!(vm = %spec.vm, what, "the filter does not serve and is ended");
+                filter.kill();
+            }
         }
         troubles(spec, &status)
     }
 }
 
 /// Why a live filter must be replaced. A disk that QEMU has disconnected from is `left` at first, and a
-/// reason at the next check: QEMU may be ending.
-fn unserved(status: &FilterStatus, left: &mut bool) -> Option<String> {
+/// reason at the next check: QEMU may be ending. `expected` says whether QEMU keeps a connection for a disk.
+fn unserved(
+    status: &FilterStatus,
+    expected: impl Fn(DiskId) -> bool,
+    left: &mut bool,
+) -> Option<String> {
     let was_left = std::mem::replace(left, false);
     status.disks.iter().find_map(|disk| match &disk.state {
         DiskActivity::Failed { message } => Some(message.clone()),
+        DiskActivity::Idle if !expected(disk.disk) => None,
         DiskActivity::Idle if was_left => Some("QEMU's connection has ended".to_owned()),
         DiskActivity::Idle => {
             *left = true;
@@ -278,6 +330,7 @@ mod tests {
                 .map(|state| DiskStatus {
                     disk: DiskId::new(),
                     state,
+                    driver: None,
                     counters: DiskCounters::default(),
                     last_error: None,
                     bitmaps: Vec::new(),
@@ -286,6 +339,7 @@ mod tests {
                 .into(),
             confinement: None,
         };
+        let unserved = |status: &FilterStatus, left: &mut bool| unserved(status, |_| true, left);
         let (mut left, well) = (false, with(DiskActivity::Connected));
         let failed = with(DiskActivity::Failed { message: "a queue's thread died".to_owned() });
         assert_eq!(unserved(&failed, &mut left).unwrap(), "a queue's thread died");
@@ -295,6 +349,9 @@ mod tests {
         assert_eq!(unserved(&well, &mut left), None, "it has come back");
         assert_eq!(unserved(&idle, &mut left), None);
         assert!(unserved(&idle, &mut left).unwrap().contains("connection"));
+        // A disk that has been unplugged since.
+        left = true;
+        assert_eq!(super::unserved(&idle, |_| false, &mut left), None);
     }
 
     #[test]
@@ -329,6 +386,7 @@ mod tests {
             disks: vec![DiskStatus {
                 disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
+                driver: None,
                 counters: DiskCounters::default(),
                 last_error: None,
                 bitmaps: Vec::new(),

@@ -1,20 +1,22 @@
 //! The filter of a VM: its disks opened, the process started, and QEMU connected to it.
 
-use std::os::unix::net::UnixStream;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::DiskActivity;
-use vmseal_api::host::{DiskFacts, DiskSpec, NicState, Notice, VmSpec};
+use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, NicState, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::{Shared, images, internal};
-use crate::filter::{self, Control};
-use crate::hypervisor::qemu;
+use crate::filter::{self, Connection, Control};
+use crate::hypervisor::firmware;
 use crate::process::Process;
+use crate::process::live::{DiskInUse, Live};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::is_preallocated;
@@ -36,6 +38,12 @@ pub struct Plan {
     pub kek: Option<SecretBytes>,
     /// Its network cards when it ran last, as far as this agent knows.
     pub nics_before: Vec<NicState>,
+    /// How QEMU has its devices, or is to have them.
+    pub live: Live,
+    /// The disk of its TPM, with its pinned facts. No filter serves it.
+    pub tpm: Option<(DiskSpec, DiskFacts)>,
+    /// What the firmware tries first this time.
+    pub boot_once: Option<BootDevice>,
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs
@@ -51,16 +59,18 @@ pub async fn filter(
     let files: Vec<_> =
         plan.disks.iter().zip(&opened).map(|((disk, _), open)| (disk, &open.file)).collect();
     images::check(directory, &files)?;
-    let queues = qemu::queues(&plan.spec);
     let mut notices = Vec::new();
     let mut disks = Vec::new();
-    for (index, ((disk, _), open)) in plan.disks.iter().zip(opened).enumerate() {
+    let mut connections = Vec::new();
+    for ((disk, _), open) in plan.disks.iter().zip(opened) {
+        let Some(in_use) = plan.live.disk(disk.disk) else {
+            return Err(internal("a disk to be served has no socket"));
+        };
         notices.extend(open.notice);
         let replica = replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?;
-        let socket = UnixStream::connect(directory.socket(&socket(index))).map_err(internal)?;
         // An earlier filter may have used it.
-        directory.forget_socket(&beside(index)).map_err(internal)?;
-        let listener = directory.listen(&beside(index)).map_err(internal)?;
+        directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
+        let listener = directory.listen(&beside(in_use.socket)).map_err(internal)?;
         disks.push(filter::Disk {
             disk: disk.disk,
             size: disk.size,
@@ -68,13 +78,7 @@ pub async fn filter(
             offset: open.offset,
             key: open.key,
             keeps_room: is_preallocated(disk),
-            work: filter::Work::Serve {
-                socket,
-                queues,
-                read_only: !disk.role.is_data(),
-                limits: disk.limits,
-                cache: disk.cache,
-            },
+            work: work(directory, disk, in_use, slot, &mut connections).map_err(internal)?,
             beside: Some(listener),
             replica,
         });
@@ -84,24 +88,59 @@ pub async fn filter(
             .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
     let ready = Control::of(directory).ready(&filter, directory).await;
     drop(keys);
-    match ready {
-        Ok(_) => Ok((filter, notices)),
-        Err(error) => {
+    // Last: the filter answers QEMU from here on.
+    let connected = match ready {
+        Ok(_) => connections.into_iter().try_for_each(Connection::connect).map_err(internal),
+        Err(error) => Err(internal(error)),
+    };
+    match connected {
+        Ok(()) => Ok((filter, notices)),
+        Err(problem) => {
             filter.kill();
             filter.ended().await;
-            Err(internal(error))
+            Err(problem)
         }
     }
 }
 
-/// The name of a disk's socket.
-pub fn socket(index: usize) -> String {
-    format!("disk{index}")
+/// How a disk is served to QEMU; adds the connection that it needs for that.
+fn work(
+    directory: &ProcessDir,
+    disk: &DiskSpec,
+    in_use: &DiskInUse,
+    slot: &Slot,
+    connections: &mut Vec<Connection>,
+) -> io::Result<filter::Work> {
+    Ok(match disk.role.attachment() {
+        Attachment::Tpm => return Err(io::Error::other("no filter serves the disk of a TPM")),
+        Attachment::Disk => {
+            let address = directory.socket(&socket(in_use.socket));
+            let (connection, socket, connected) = Connection::new(address)?;
+            connections.push(connection);
+            filter::Work::Serve {
+                socket,
+                connected,
+                queues: in_use.queues,
+                read_only: !disk.role.is_data(),
+                limits: disk.limits,
+                cache: disk.cache,
+            }
+        }
+        Attachment::Firmware => filter::Work::ServeFirmware {
+            socket: directory.listen_for_qemu(firmware::SOCKET, slot.qemu())?,
+            user: slot.qemu(),
+        },
+    })
 }
 
-/// The name of the socket of a disk's NBD, beside the guest.
-pub fn beside(index: usize) -> String {
-    format!("nbd{index}")
+/// The name of a disk's socket of this number.
+pub fn socket(number: u32) -> String {
+    format!("disk{number}")
+}
+
+/// The name of the socket of this number of a disk's NBD, beside the guest.
+pub fn beside(number: u32) -> String {
+    format!("nbd{number}")
 }
 
 fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
@@ -111,12 +150,21 @@ fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
         .collect()
 }
 
-/// Waits until every disk is connected.
-pub async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Problem> {
+/// Waits until every disk is connected of which QEMU has a device.
+pub async fn wait_connected(
+    control: &Control,
+    spec: &VmSpec,
+    has_device: impl Fn(DiskId) -> bool,
+) -> Result<(), Problem> {
     let give_up = Instant::now() + CONNECT_TIMEOUT;
     loop {
         let status = control.status().await.map_err(internal)?;
-        let waiting = status.disks.iter().find(|disk| disk.state != DiskActivity::Connected);
+        let mut awaited = status.disks.iter().filter(|disk| has_device(disk.disk));
+        let waiting = awaited.find(|disk| {
+            disk.state != DiskActivity::Connected
+                && (stays_connected(spec, disk.disk)
+                    || matches!(disk.state, DiskActivity::Failed { .. }))
+        });
         let Some(disk) = waiting else { return Ok(()) };
         if let DiskActivity::Failed { message } = &disk.state {
             let name = name(spec, disk.disk);
@@ -130,6 +178,12 @@ pub async fn wait_connected(control: &Control, spec: &VmSpec) -> Result<(), Prob
         }
         tokio::time::sleep(CONNECT_INTERVAL).await;
     }
+}
+
+/// Whether QEMU connects to this disk by itself when another filter serves it. To the firmware's variables it
+/// connects when the guest next reads or writes them.
+pub fn stays_connected(spec: &VmSpec, disk: DiskId) -> bool {
+    spec.disk(disk).is_none_or(|disk| disk.role.attachment() == Attachment::Disk)
 }
 
 fn name(spec: &VmSpec, disk: DiskId) -> String {

@@ -18,13 +18,15 @@ use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use vmseal_api::host::VmSpec;
+use vmseal_api::filter::DiskActivity;
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Shared;
 use super::serve::{self, Plan};
 use crate::filter::Control;
-use crate::hypervisor::qmp::Qmp;
+use crate::hypervisor::plug;
+use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
@@ -118,40 +120,113 @@ async fn serve_again(
     let give_up = Instant::now() + shared.filter_restart_timeout;
     let mut pause = FIRST_PAUSE;
     loop {
-        let served = match serve::filter(shared, directory, &plan, slot).await {
-            Ok((filter, _)) => connected(directory, &plan.spec, filter, qmp).await,
-            Err(problem) => Err(problem),
-        };
-        match served {
+        match serve_once(shared, directory, plan.clone(), slot, qmp).await {
             Ok(filter) => return Ok(filter),
-            Err(problem) if Instant::now() < give_up => {
+            Err(NotServed::MayRetry(problem)) if Instant::now() < give_up => {
                 tracing::info!(vm = %plan.spec.vm, %problem, "the disks are not served yet");
                 sleep(pause).await;
                 pause = (pause * 2).min(PAUSE_MAX);
             }
-            Err(problem) => return Err(problem),
+            Err(NotServed::MayRetry(problem) | NotServed::RefusedForGood(problem)) => {
+                return Err(problem);
+            }
         }
     }
 }
 
-/// Waits until QEMU has connected to the filter; kills a filter with which that fails.
+/// Why a filter does not serve a guest.
+#[derive(Debug)]
+pub enum NotServed {
+    /// Another attempt may succeed.
+    MayRetry(Problem),
+    /// QEMU takes no other filter for a disk (docs/decisions/020).
+    RefusedForGood(Problem),
+}
+
+impl From<Problem> for NotServed {
+    fn from(problem: Problem) -> Self {
+        Self::MayRetry(problem)
+    }
+}
+
+impl NotServed {
+    pub fn into_problem(self) -> Problem {
+        match self {
+            Self::MayRetry(problem) | Self::RefusedForGood(problem) => problem,
+        }
+    }
+}
+
+/// Starts a filter for a guest that waits, once.
+pub async fn serve_once(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: Arc<Plan>,
+    slot: &Slot,
+    qmp: &Qmp,
+) -> Result<Process, NotServed> {
+    let (filter, _) = serve::filter(shared, directory, &plan, slot).await?;
+    connected(directory, &plan, filter, qmp).await
+}
+
+/// Waits until QEMU has connected to the filter; ends a filter with which that fails. One that QEMU may be connecting to
+/// lives on: QEMU before 9.0 would not take another (docs/decisions/020).
 async fn connected(
     directory: &ProcessDir,
-    spec: &VmSpec,
+    plan: &Plan,
     filter: Process,
     qmp: &Qmp,
-) -> Result<Process, Problem> {
-    let control = Control::of(directory);
-    let agreed = async {
-        serve::wait_connected(&control, spec).await?;
-        // QEMU handles a filter's connection in one go and answers its monitor afterwards.
-        qmp.execute("query-status", Value::Null).await.map_err(super::internal)?;
-        serve::wait_connected(&control, spec).await
-    };
-    let result = agreed.await;
-    if result.is_err() {
-        filter.kill();
-        filter.ended().await;
+) -> Result<Process, NotServed> {
+    // QEMU handles a filter's connections in one go and answers its monitor afterwards.
+    if let Err(error) = answers(qmp).await {
+        tracing::warn!(vm = %plan.spec.vm, %error, "QEMU is busy and may connect to its disks later");
+        return Ok(filter);
     }
-    result.map(|()| filter)
+    let Err(not_served) = agreed(&Control::of(directory), plan, qmp).await else {
+        return Ok(filter);
+    };
+    if let Err(error) = answers(qmp).await {
+        tracing::warn!(vm = %plan.spec.vm, %error, "QEMU is busy and may connect to its disks later");
+        return Ok(filter);
+    }
+    filter.kill();
+    filter.ended().await;
+    Err(not_served)
+}
+
+async fn agreed(control: &Control, plan: &Plan, qmp: &Qmp) -> Result<(), NotServed> {
+    let devices = plug::devices(qmp).await.map_err(super::internal)?;
+    // One that is being plugged in gets its device when it is served, and one that was unplugged has none.
+    let has_device = |disk: DiskId| {
+        let built_in = plan.live.disk(disk).is_some_and(|disk| disk.port.is_none());
+        built_in || devices.contains(&plug::disk_device(disk))
+    };
+    let waited = serve::wait_connected(control, &plan.spec, has_device).await;
+    answers(qmp).await.map_err(super::internal)?;
+    let Err(problem) = waited else {
+        return Ok(serve::wait_connected(control, &plan.spec, has_device).await?);
+    };
+    let status = control.status().await.map_err(super::internal)?;
+    let idle = status.disks.iter().filter(|disk| disk.state == DiskActivity::Idle);
+    let idle = idle.filter(|disk| has_device(disk.disk));
+    for disk in idle.filter_map(|disk| plan.live.disk(disk.disk)) {
+        if plug::has_connection(qmp, disk.socket).await.map_err(super::internal)? {
+            let name = plan.spec.disk(disk.disk).map_or("", |disk| disk.name.as_str());
+            return Err(NotServed::RefusedForGood(Problem::new(
+                ErrorCode::Internal,
+                format!(
+                    "QEMU accepts another filter for disk '{name}' and never speaks to it, as QEMU before 9.0 does when a filter has died while the guest was not using the disk"
+                ),
+            )));
+        }
+    }
+    Err(problem.into())
+}
+
+/// Whether QEMU has handled what was there when it was asked.
+///
+/// # Errors
+/// Its monitor's, also when that does not answer in time.
+pub async fn answers(qmp: &Qmp) -> Result<(), QmpError> {
+    qmp.execute("query-status", Value::Null).await.map(drop)
 }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{NicState, Notice};
+use vmseal_api::hardware::Firmware;
+use vmseal_api::host::{Attachment, Notice, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicLink;
 use vmseal_api::problem::Problem;
@@ -15,18 +16,26 @@ use vmseal_api::problem::Problem;
 use super::running::{QemuEnd, Running};
 use super::serve::{Plan, filter, socket, wait_connected};
 use super::service::Service;
+use super::tpm::{self, Tpm};
 use super::{Shared, internal};
 use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::filter::{self, Control};
 use crate::hypervisor::console::Console;
+use crate::hypervisor::firmware::OpenFirmware;
+use crate::hypervisor::guest_agent::{self, GuestAgent};
+use crate::hypervisor::hardware;
 use crate::hypervisor::network::{self, Card};
-use crate::hypervisor::qemu;
+use crate::hypervisor::plug;
+use crate::hypervisor::qemu::{self, Given};
 use crate::hypervisor::qmp::{Event, Qmp};
+use crate::hypervisor::usual_order;
 use crate::process::Process;
+use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record};
 use crate::process::users::Slot;
+use crate::storage::medium;
 
 /// QEMU's status of a guest that has not run yet.
 const NOT_STARTED: &str = "prelaunch";
@@ -39,29 +48,56 @@ pub async fn start(
     slot: Arc<Slot>,
 ) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
-    directory.write(&plan.spec, slot.number(), Phase::Starting, &[]).map_err(internal)?;
-    let listeners = (0..plan.disks.len())
-        .map(|index| directory.listen(&socket(index)))
+    let mut live = plan.live.clone();
+    directory.write(&plan.spec, slot.number(), Phase::Starting, &live).map_err(internal)?;
+    let listeners = plan
+        .spec
+        .disks()
+        .filter(|disk| disk.role.attachment() == Attachment::Disk)
+        .filter_map(|disk| live.disk(disk.disk))
+        .map(|disk| directory.listen(&socket(disk.socket)))
         .collect::<Result<Vec<_>, _>>()
         .map_err(internal)?;
     let (plan, control) = (Arc::new(plan), Control::of(directory));
     let cards = open_cards(&plan, &slot).await?;
-    let (filter, notices) = filter(shared, directory, &plan, &slot).await?;
+    let firmware = open_firmware(shared, directory, &plan)?;
+    hardware::check_memory(&plan.spec.hardware, plan.spec.memory)?;
+    shared.qemu.check_start(&plan.spec, plan.boot_once)?;
+    let medium = medium::open(&plan.spec.hardware, &shared.transfer).await?;
+    let (tpm, tpm_control, tpm_notice) = tpm::start(shared, directory, &plan, &slot).await?;
+    let (filter, mut notices) = filter(shared, directory, &plan, &slot).await?;
+    notices.extend(tpm_notice);
     let spec = &plan.spec;
     let accelerator = shared.accelerator.kind;
     let qemu = shared
         .qemu
-        .start(spec, accelerator, directory, &listeners, &cards, slot.qemu())
+        .start(
+            spec,
+            accelerator,
+            directory,
+            Given {
+                disks: &listeners,
+                cards: &cards,
+                firmware: firmware.as_ref(),
+                tpm: tpm_control.as_ref(),
+                medium: medium.as_ref(),
+                boot_once: plan.boot_once,
+            },
+            slot.qemu(),
+        )
         .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
-    drop(listeners);
+    drop((listeners, tpm_control, medium));
     // QEMU has their taps now, alone: they are gone when it is.
-    let nics: Vec<NicState> = cards.into_iter().map(|card| card.state).collect();
+    live.nics = cards.into_iter().map(|card| card.state).collect();
     metrics::QEMU_STARTED.add();
 
     let (console, qmp, events) = connect(directory, &qemu, Some(&filter)).await?;
-    wait_connected(&control, spec).await?;
+    wait_connected(&control, spec, |_| true).await?;
     for nic in spec.nics().filter(|nic| nic.link == NicLink::Down) {
         set_link(&qmp, nic.nic, NicLink::Down).await?;
+    }
+    if plan.boot_once.is_some() {
+        usual_order::restore(&qmp, spec).await.map_err(internal)?;
     }
     let running = Running {
         directory: directory.clone(),
@@ -70,17 +106,17 @@ pub async fn start(
         qmp: Arc::new(qmp),
         events,
         console,
+        guest: guest_of(directory, spec),
         control,
+        tpm,
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
-        nics,
+        live,
     };
     // In this order: a VM on record as running that is found dead then has no older death on record.
     shared.died.forget(spec.vm).map_err(internal)?;
-    directory
-        .write(spec, running.slot.number(), Phase::Running, &running.nics)
-        .map_err(internal)?;
+    running.write(spec)?;
     running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
     Ok((running, notices))
 }
@@ -90,6 +126,24 @@ async fn open_cards(plan: &Arc<Plan>, slot: &Slot) -> Result<Vec<Card>, Problem>
     let (plan, own_user) = (plan.clone(), slot.qemu().is_some());
     let open = move || network::open(&plan.spec, &plan.nics_before, own_user);
     spawn_blocking(open).await.map_err(internal)?
+}
+
+/// Opens the firmware, where it is not QEMU's own.
+fn open_firmware(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: &Plan,
+) -> Result<Option<OpenFirmware>, Problem> {
+    let firmware = plan.spec.hardware.firmware;
+    let Some(code) = shared.firmware.code(firmware)? else { return Ok(None) };
+    let sockets = directory.sockets_for_qemu().map_err(internal)?;
+    let secure_boot = firmware == Firmware::UefiSecureBoot;
+    Ok(Some(OpenFirmware { code, sockets, secure_boot }))
+}
+
+/// The way to the agent in the guest.
+fn guest_of(directory: &ProcessDir, spec: &VmSpec) -> GuestAgent {
+    GuestAgent::at(&spec.name, directory.socket(guest_agent::SOCKET))
 }
 
 /// Plugs a network card in or out.
@@ -161,17 +215,31 @@ pub async fn reconnect(
             tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
         }
     }
+    let (spec, live) = arrived(&qmp, record).await?;
+    let spec = &spec;
     // An agent may have ended between putting it on record and doing it.
     for nic in spec.nics() {
         set_link(&qmp, nic.nic, nic.link).await?;
     }
+    // An agent may have ended before it did this for a start from another device.
+    if let Err(error) = usual_order::restore(&qmp, spec).await {
+        tracing::warn!(vm = %spec.vm, %error, "its boot order at a reset may be that of its last start");
+    }
+    let tpm = Tpm::adopt(directory, spec).map_err(internal)?;
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
-    if status["running"] != Value::Bool(true) {
+    if live.paused {
+        // QEMU would flush its disks again, and wait for a filter that may not be there.
+        if status["running"] == Value::Bool(true) {
+            qmp.execute("stop", Value::Null).await.map_err(internal)?;
+        }
+    } else if status["running"] != Value::Bool(true) {
         // Without a filter this is an error: a guest that has not run yet is started again.
         let never_ran = status["status"] == NOT_STARTED;
-        wait_connected(&control, spec).await.map_err(|problem| {
-            if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
-        })?;
+        wait_connected(&control, spec, |disk| live.disk(disk).is_some()).await.map_err(
+            |problem| {
+                if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
+            },
+        )?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {
@@ -181,10 +249,25 @@ pub async fn reconnect(
         qmp: Arc::new(qmp),
         events,
         console,
+        guest: guest_of(directory, spec),
         control,
+        tpm,
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
-        nics: record.nics.clone(),
+        live,
     })
+}
+
+/// The record without the devices that QEMU does not have: an agent ended before it plugged them in, or the guest has
+/// let them go since.
+async fn arrived(qmp: &Qmp, record: &Record) -> Result<(VmSpec, Live), Problem> {
+    let (mut spec, mut live) = (record.spec.clone(), record.live.clone());
+    let devices = plug::devices(qmp).await.map_err(internal)?;
+    let there = |device: String| devices.contains(&device);
+    live.disks.retain(|disk| disk.port.is_none() || there(plug::disk_device(disk.disk)));
+    live.nics.retain(|nic| there(plug::nic_device(nic.nic)));
+    live.nic_ports.retain(|nic, _| there(plug::nic_device(*nic)));
+    spec.devices.retain(|device| live.has(device));
+    Ok((spec, live))
 }

@@ -124,6 +124,7 @@ mod tests {
             notices: vec![],
             jobs: vec![],
             nics: Vec::new(),
+            started_with: None,
             request_id: None,
         }
     }

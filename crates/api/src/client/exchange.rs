@@ -1,5 +1,6 @@
 //! One request and its answer: limits, and the error for each failure.
 
+use std::io;
 use std::time::Duration;
 
 use reqwest::{Request, RequestBuilder, Response};
@@ -21,6 +22,31 @@ pub(super) struct Peer<'a>(pub &'a str);
 impl Peer<'_> {
     /// Sends a request and reads the answer's body.
     pub(super) async fn exchange(&self, request: RequestBuilder) -> Result<Vec<u8>, Problem> {
+        let (changes, answer) = self.begin(request).await?;
+        self.body(answer).await.map_err(|problem| lost(changes, problem))
+    }
+
+    /// Sends a request and gives each part of the answer's body to `take`, whatever its length.
+    pub(super) async fn download(
+        &self,
+        request: RequestBuilder,
+        mut take: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<(), Problem> {
+        let (_, mut answer) = self.begin(request).await?;
+        while let Some(chunk) = answer.chunk().await.map_err(|error| self.failure(&error))? {
+            take(&chunk).map_err(|error| {
+                let code = match error.kind() {
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorCode::NoSpace,
+                    _ => ErrorCode::Internal,
+                };
+                Problem::new(code, format!("what was received cannot be written: {error}"))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Sends a request; returns whether it changes something, and the answer, if it is a success.
+    async fn begin(&self, request: RequestBuilder) -> Result<(bool, Response), Problem> {
         let request = match request_id::current() {
             Some(id) => request.header(request_id::HEADER, id.as_str()),
             None => request,
@@ -33,10 +59,10 @@ impl Peer<'_> {
             false => lost(changes, self.failure(&error)),
         })?;
         let status = answer.status();
-        let body = self.body(answer).await.map_err(|problem| lost(changes, problem))?;
         if status.is_success() {
-            return Ok(body);
+            return Ok((changes, answer));
         }
+        let body = self.body(answer).await.map_err(|problem| lost(changes, problem))?;
         let problem: Problem = serde_json::from_slice(&body).map_err(|_| {
             let detail = format!("{} answered with HTTP status {status}: is it vmseal?", self.0);
             lost(changes, Problem::new(ErrorCode::Unreachable, detail))

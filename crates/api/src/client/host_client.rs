@@ -19,17 +19,22 @@ use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::role::{SeenCertificate, host_server_name};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
-use crate::datastore::{DatastoreCondition, DatastoreContents};
+use crate::boot::BootDevice;
+use crate::datastore::{DatastoreCondition, DatastoreContents, DatastoreLocation};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use crate::guest::{GuestAnswer, GuestCommand};
+use crate::hardware::Hardware;
+use crate::host::descriptor::DatastoreSurvey;
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
-    ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing, HostAgent,
-    HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec, OtherKey, PowerOff,
-    STATE_WAIT_MAX, SealedKey, ShowsCertificate, StateChange, VmSpec,
+    ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
+    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
 use crate::id::{DiskId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::problem::{ErrorCode, Problem};
+use crate::usage::HostUsage;
 
 /// How long an agent may take to answer: a VM's processes get half a minute to exit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -192,8 +197,19 @@ impl HostAgent for HostClient {
         self.call(self.request(Method::POST, "datastores/measure").json(&spec)).await
     }
 
+    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
+        self.command_with(Method::POST, "hardware/examine", &hardware).await
+    }
+
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
         self.call(self.request(Method::POST, "datastores/scan").json(&spec)).await
+    }
+
+    async fn survey_datastore(
+        &self,
+        location: DatastoreLocation,
+    ) -> Result<DatastoreSurvey, Problem> {
+        self.call(self.request(Method::POST, "datastores/survey").json(&location)).await
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
@@ -202,6 +218,10 @@ impl HostAgent for HostClient {
             let detail = format!("{} answered with something unexpected: {error}", self.name);
             Problem::new(ErrorCode::Unreachable, detail)
         })
+    }
+
+    async fn usage(&self) -> Result<HostUsage, Problem> {
+        self.call(self.request(Method::GET, "usage")).await
     }
 
     async fn log_level(&self) -> Result<LogLevel, Problem> {
@@ -268,8 +288,20 @@ impl HostAgent for HostClient {
         self.command(Method::POST, &format!("vms/{vm}/power-on")).await
     }
 
+    async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/power-on-from"), &first).await
+    }
+
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/power-off"), &how).await
+    }
+
+    async fn grow_disk(&self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/disks/{disk}/grow"), &size).await
+    }
+
+    async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/control"), &what).await
     }
 
     async fn expose_disk(
@@ -301,6 +333,17 @@ impl HostAgent for HostClient {
 
     async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem> {
         self.call(self.request(Method::GET, &format!("vms/{vm}/disks/{disk}/replica"))).await
+    }
+
+    async fn screen(&self, vm: VmId) -> Result<ConsoleStream, Problem> {
+        let address = self.socket(&format!("vms/{vm}/screen"))?;
+        websocket::open_disk(address, Arc::clone(&self.tls)).await
+    }
+
+    async fn guest(&self, vm: VmId, command: GuestCommand) -> Result<GuestAnswer, Problem> {
+        let request = self.request(Method::POST, &format!("vms/{vm}/guest")).json(&command);
+        let body = self.peer().exchange(request).await?;
+        self.peer().parse_changed(&body)
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -20,6 +20,9 @@ use crate::problem::{ErrorCode, Problem};
 /// How long the server may take to answer: its own limit of a minute, and a margin.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(70);
 
+/// How long the server may take to send a file: an inventory of gigabytes over a slow line.
+const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(3600);
+
 /// A server, and a user of it. Paths are relative to `/api/v1/` and may carry a query
 /// (`events?after=3`).
 pub struct ServerClient {
@@ -115,6 +118,21 @@ impl ServerClient {
         self.peer().parse_changed(&body)
     }
 
+    /// Performs an action whose answer is a file, and gives each part of it to `take`. An answer that is cut off is an
+    /// error.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`]; what `take` answers.
+    pub async fn download(
+        &self,
+        path: &str,
+        body: &(impl Serialize + Sync),
+        take: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> Result<(), Problem> {
+        let request = self.request(Method::POST, path).json(body).timeout(DOWNLOAD_TIMEOUT);
+        self.peer().download(request, take).await
+    }
+
     /// Replaces a part of a resource.
     ///
     /// # Errors
@@ -204,6 +222,15 @@ impl ServerClient {
         let request = self.request(Method::DELETE, &format!("{path}?dry_run=true"));
         let body = self.peer().exchange(request).await?;
         self.peer().parse(&body)
+    }
+
+    /// A guest's screen: VNC.
+    ///
+    /// # Errors
+    /// As [`ServerClient::get`].
+    pub async fn screen(&self, vm: &str) -> Result<ConsoleStream, Problem> {
+        let address = self.socket(&format!("vms/{vm}/screen"))?;
+        websocket::open_disk(address, Arc::clone(&self.tls)).await
     }
 
     /// A guest's serial console.

@@ -5,19 +5,26 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::description::HostDescription;
+use super::descriptor::DatastoreSurvey;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
 use super::key::{KeyReference, OtherKey, SealedKey};
 use super::state::{HostState, StateChange};
-use super::vm::{PowerOff, VmSpec};
+use super::vm::{GuestControl, PowerOff, VmSpec};
+use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
-use crate::datastore::{DatastoreCondition, DatastoreContents, DatastoreSpec, DatastoreUsage};
+use crate::datastore::{
+    DatastoreCondition, DatastoreContents, DatastoreLocation, DatastoreSpec, DatastoreUsage,
+};
 use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
+use crate::guest::{GuestAnswer, GuestCommand};
+use crate::hardware::Hardware;
 use crate::id::{DiskId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::nic::NicSpec;
 use crate::problem::{ErrorCode, Problem};
+use crate::usage::HostUsage;
 
 /// A peer that may have presented a certificate: an agent behind TLS.
 pub trait ShowsCertificate {
@@ -96,14 +103,33 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `wrong-state` with what the host lacks; `in-use` for a forwarded port that somebody has.
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem>;
 
+    /// Checks that this host has what a VM's machine needs: its firmware, the processor's model, huge pages. The VM
+    /// need not be known, and nothing is changed.
+    ///
+    /// # Errors
+    /// `unsupported` with what the host lacks, and the package that has it.
+    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem>;
+
     /// Scans a datastore. Nothing is changed on it.
     ///
     /// # Errors
     /// `wrong-state` when the place does not carry the datastore's mark.
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem>;
 
+    /// The mark at a place, whatever it is, and the descriptors of the VMs there. Nothing is changed.
+    ///
+    /// # Errors
+    /// `invalid-request` without the directory; those of the file system.
+    async fn survey_datastore(
+        &self,
+        location: DatastoreLocation,
+    ) -> Result<DatastoreSurvey, Problem>;
+
     /// The metrics of the agent and its filters, as OpenMetrics text.
     async fn metrics(&self) -> Result<String, Problem>;
+
+    /// What the VMs that run use.
+    async fn usage(&self) -> Result<HostUsage, Problem>;
 
     /// The agent's log levels.
     async fn log_level(&self) -> Result<LogLevel, Problem>;
@@ -115,7 +141,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `invalid-request` for invalid levels: nothing is changed.
     async fn set_log_level(&self, levels: String) -> Result<LogLevel, Problem>;
 
-    /// Registers a VM, or replaces the specification of one that is off.
+    /// Registers a VM, or replaces its specification. Of a VM that runs, its name and the links of its network cards
+    /// change at once; processors, memory, and limits and caches of disks at its next start. A network card or a disk
+    /// that is made (it has facts) is plugged in if it is new, and out if it is gone, or has no facts any more.
+    ///
+    /// # Errors
+    /// `wrong-state` while it is not off, where anything else differs, or what was there at its start is gone: nothing
+    /// is changed. `timed-out` while the guest does not let a device go: it may be asked again. `limit-exceeded`
+    /// without a free place for a device; `in-use` for a disk while one is exposed or has dirty bitmaps; `locked`.
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem>;
 
     /// Unregisters a VM that is off; its key is dropped.
@@ -193,6 +226,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `in-use` while the VM runs or the file is locked.
     async fn delete_disk(&self, vm: VmId, disk: DiskId) -> Result<(), Problem>;
 
+    /// Makes a disk `size` bytes long; one that is, stays so. A guest that runs sees it, with a pause.
+    ///
+    /// # Errors
+    /// `invalid-request` for a size that it cannot get, a smaller one among them; `in-use` while it is exposed, exported
+    /// or has dirty bitmaps; `locked`; `no-space`; `wrong-state` before it is made, and with a replica.
+    async fn grow_disk(&self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem>;
+
     /// Exposes a disk over NBD to the client that has the stream, or opens a connection to an exposed one. A
     /// disk of a VM that is off is served by its own filter, and the VM does not start meanwhile; a disk in
     /// use is read beside the guest.
@@ -240,8 +280,34 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `locked` without its KEK; `wrong-state` while it is stopping.
     async fn power_on(&self, vm: VmId) -> Result<(), Problem>;
 
+    /// Like [`HostAgent::power_on`], and the firmware tries such a device first, until the guest is reset or reboots.
+    ///
+    /// # Errors
+    /// Those of [`HostAgent::power_on`]; `invalid-request` where the VM has no such device.
+    async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem>;
+
     /// Stops a VM; one that is off stays off.
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem>;
+
+    /// Pauses, unpauses or resets a guest; the answer comes when it is done.
+    ///
+    /// # Errors
+    /// `wrong-state` while it does not run.
+    async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem>;
+
+    /// A new connection to the guest's screen, which speaks VNC (RFC 6143); several clients share the screen.
+    ///
+    /// # Errors
+    /// `wrong-state` while the VM does not run; `unsupported` for one that an earlier agent started without a screen.
+    async fn screen(&self, vm: VmId) -> Result<ConsoleStream, Problem>;
+
+    /// Asks the agent in the guest (QEMU's guest agent). Do not repeat it: a program runs twice then.
+    ///
+    /// # Errors
+    /// `wrong-state` while the VM does not run, and for what the guest refuses; `unreachable` where none answers;
+    /// `limit-exceeded` for a program that does not end in time and for too long an answer; `in-use` while it executes
+    /// another command; `unsupported` for a VM that an earlier agent started.
+    async fn guest(&self, vm: VmId, command: GuestCommand) -> Result<GuestAnswer, Problem>;
 
     /// The guest's serial console, which one client has at a time. A client that loses it to another one
     /// reads [`crate::console::is_taken_over`].

@@ -19,6 +19,9 @@ pub struct HostDescription {
     pub vmseal: String,
     /// The life of the agent process that answers; with a new one all keys are gone.
     pub incarnation: Incarnation,
+    /// The boot of the machine's kernel: another one after each reboot. None from an agent that does not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot: Option<String>,
     /// What the machine calls itself.
     pub hostname: String,
     /// The public half of the key pair that KEKs are sealed to (X25519, 32 bytes, base64).

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::datastore::{DatastoreSpec, LIMIT_MAX};
 use crate::id::DiskId;
 use crate::replica::ReplicaPlace;
+use crate::size::Size;
 use crate::transfer::ImageFormat;
 
 /// A disk as a host opens it.
@@ -53,6 +54,10 @@ pub enum DiskRole {
     /// It has the documents that cloud-init reads at the first boot. The guest can only read it, and is never
     /// started from it.
     CloudInit,
+    /// It has the variables of the VM's firmware. The guest reaches them through its firmware alone.
+    UefiVariables,
+    /// It is empty. Its key encrypts the state of the VM's TPM, which is in a directory beside it.
+    Tpm,
 }
 
 impl DiskRole {
@@ -61,6 +66,27 @@ impl DiskRole {
     pub fn is_data(&self) -> bool {
         *self == Self::Data
     }
+
+    /// How it is connected to the guest.
+    #[must_use]
+    pub fn attachment(self) -> Attachment {
+        match self {
+            Self::Data | Self::CloudInit => Attachment::Disk,
+            Self::UefiVariables => Attachment::Firmware,
+            Self::Tpm => Attachment::Tpm,
+        }
+    }
+}
+
+/// How a disk is connected to the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attachment {
+    /// As a disk that it sees.
+    Disk,
+    /// As the memory in which its firmware keeps what it is told.
+    Firmware,
+    /// Not itself: its key opens the state of the TPM. No filter serves it.
+    Tpm,
 }
 
 /// When a disk takes room on its datastore.
@@ -108,7 +134,8 @@ impl DiskLimits {
             ));
         }
         if outside(self.bandwidth, BANDWIDTH_MIN) {
-            let what = format!("must be from {BANDWIDTH_MIN} to {LIMIT_MAX} bytes a second");
+            let what =
+                format!("must be from {} to {LIMIT_MAX} bytes a second", Size(BANDWIDTH_MIN));
             return Err(("limits.bandwidth", what));
         }
         Ok(())
@@ -145,6 +172,9 @@ pub struct ImageSource {
     pub path: PathBuf,
     /// What it is; never guessed.
     pub format: ImageFormat,
+    /// Take a raw image as it is even if it begins as an image of another format does.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// A disk to make.

@@ -17,9 +17,12 @@
 //! POST   /v1/datastores/examine-disk       examine_disk
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/scan               scan_datastore
+//! POST   /v1/datastores/survey             survey_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
+//! GET    /v1/usage                         usage
 //! GET    /v1/log-level                     log_level
 //! PUT    /v1/log-level                     set_log_level
+//! POST   /v1/hardware/examine              examine_hardware
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
@@ -33,12 +36,17 @@
 //! POST   /v1/vms/{vm}/jobs/{task}/commit   commit_job
 //! POST   /v1/vms/{vm}/jobs/{task}/cancel   cancel_job
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
+//! POST   /v1/vms/{vm}/disks/{disk}/grow    grow_disk
 //! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
 //! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
 //! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
 //! GET    /v1/vms/{vm}/disks/{disk}/replica replica
 //! POST   /v1/vms/{vm}/power-on             power_on
+//! POST   /v1/vms/{vm}/power-on-from        power_on_from
 //! POST   /v1/vms/{vm}/power-off            power_off
+//! POST   /v1/vms/{vm}/control              control_guest
+//! GET    /v1/vms/{vm}/screen               screen (WebSocket, binary frames)
+//! POST   /v1/vms/{vm}/guest                guest
 //! GET    /v1/vms/{vm}/console              console (WebSocket, binary frames)
 //! ```
 //!
@@ -52,6 +60,7 @@
 #[cfg(feature = "client")]
 mod agent;
 mod description;
+pub mod descriptor;
 mod disk;
 mod job;
 mod key;
@@ -63,7 +72,8 @@ use std::time::Duration;
 
 pub use self::description::HostDescription;
 pub use self::disk::{
-    Allocation, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, ImageSource, NewDisk,
+    Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, ImageSource,
+    NewDisk,
 };
 pub use self::job::{
     CreateJob, DiskToCreate, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus,
@@ -71,11 +81,11 @@ pub use self::job::{
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{
-    DiskState, HostState, KeyState, Notice, NoticeCode, Power, StateChange, StopReason, Stopped,
-    VmState,
+    DiskSettings, DiskState, HostState, KeyState, Notice, NoticeCode, Power, StartedWith,
+    StateChange, StopReason, Stopped, VmState,
 };
 pub use self::version::ContractRange;
-pub use self::vm::{Device, PowerOff, SHUTDOWN_SECONDS_MAX, VmSpec};
+pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
 pub use crate::datastore::{DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX};
 pub use crate::nic::{NicSpec, NicState};

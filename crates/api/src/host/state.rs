@@ -3,8 +3,9 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::disk::DiskFacts;
+use super::disk::{DiskFacts, DiskLimits};
 use super::job::JobStatus;
+use crate::boot::BootDevice;
 use crate::id::{DiskId, Incarnation, VmId};
 use crate::nic::NicState;
 
@@ -86,9 +87,39 @@ pub struct VmState {
     /// Its network cards, while it runs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicState>,
+    /// What its guest was started with, while it runs; none from an agent without feature
+    /// [`SET_RUNNING`](super::version::SET_RUNNING).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_with: Option<StartedWith>,
     /// The id of the request that it was last started or stopped for; none when it stopped by itself.
     #[serde(default)]
     pub request_id: Option<String>,
+}
+
+/// What a guest was started with that cannot change while it runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartedWith {
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// The disks that the guest has, with the settings that its filter has of each.
+    pub disks: Vec<DiskSettings>,
+    /// The boot order; empty for the usual one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub boot: Vec<BootDevice>,
+}
+
+/// The settings of a disk in use.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskSettings {
+    /// Which disk.
+    pub disk: DiskId,
+    /// What its guest may use of it.
+    pub limits: DiskLimits,
+    /// The size of its filter's cache, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
 }
 
 /// A complete disk.
@@ -113,6 +144,8 @@ pub enum Power {
     Running,
     /// It has been asked to stop.
     Stopping,
+    /// Its processors stand still until an operator lets them go on; its memory and disks are kept.
+    Paused,
     /// Something that a newer agent says and this side does not know: it is not off.
     #[serde(other)]
     Unknown,
@@ -214,6 +247,8 @@ pub enum NoticeCode {
     DisksDown,
     /// The VM's filter process died and another one serves its disks; nothing is lost.
     FilterRestarted,
+    /// The process that is the VM's TPM ended; its guest goes on without a TPM that works.
+    TpmDied,
     /// The VM runs, and the agent that was started meanwhile cannot take it over.
     NotAdopted,
     /// Something that a newer agent says and this side does not know; its detail tells it.
@@ -236,6 +271,7 @@ mod tests {
             notices: vec![],
             jobs: vec![],
             nics: vec![],
+            started_with: None,
             request_id: None,
         }
     }

@@ -24,13 +24,55 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 4] = ["job-create", "job-export", NICS, CLOUD_INIT];
+pub const FEATURES: [&str; 13] = [
+    "job-create",
+    "job-export",
+    NICS,
+    CLOUD_INIT,
+    GUEST_CONTROL,
+    SET_RUNNING,
+    GROW_DISK,
+    DESCRIPTORS,
+    USAGE,
+    HARDWARE,
+    SCREEN_AND_GUEST,
+    TPM,
+    CDROM,
+];
 
 /// The feature of agents that give VMs network cards.
 pub const NICS: &str = "nics";
 
 /// The feature of agents that make disks for cloud-init.
 pub const CLOUD_INIT: &str = "cloud-init";
+
+/// The feature of agents that pause, unpause and reset guests.
+pub const GUEST_CONTROL: &str = "guest-control";
+
+/// The feature of agents to which a VM may be registered anew while it runs: what can change then is changed, and the
+/// rest at its next start.
+pub const SET_RUNNING: &str = "set-running";
+
+/// The feature of agents that make disks longer.
+pub const GROW_DISK: &str = "grow-disk";
+
+/// The feature of agents that survey datastores, and describe VMs there so that another inventory can adopt them.
+pub const DESCRIPTORS: &str = "descriptors";
+
+/// The feature of agents that tell what VMs use.
+pub const USAGE: &str = "usage";
+
+/// The feature of agents that give VMs another firmware, processor model or memory than the usual.
+pub const HARDWARE: &str = "hardware";
+
+/// The feature of agents that connect to screens of VMs and to the agents in their guests.
+pub const SCREEN_AND_GUEST: &str = "screen-and-guest";
+
+/// The feature of agents that give VMs a TPM.
+pub const TPM: &str = "tpm";
+
+/// The feature of agents that give VMs a CD-ROM drive, and start them from what they are told.
+pub const CDROM: &str = "cdrom";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::DiskSpec;
 use super::key::KeyReference;
+use crate::hardware::Hardware;
 use crate::id::{DiskId, NicId, VmId};
 use crate::nic::NicSpec;
 
@@ -19,8 +20,15 @@ pub struct VmSpec {
     pub vcpus: u32,
     /// Memory in bytes, a multiple of 1 MiB.
     pub memory: u64,
+    /// The name of its policy, for the descriptors on its datastores. Agents without the feature
+    /// [`DESCRIPTORS`](super::version::DESCRIPTORS) are not told it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
     /// Its KEK; none when nothing of it is encrypted.
     pub key: Option<KeyReference>,
+    /// What its machine is.
+    #[serde(default, skip_serializing_if = "Hardware::is_usual")]
+    pub hardware: Hardware,
     /// Its devices; disks in boot order.
     pub devices: Vec<Device>,
 }
@@ -88,6 +96,18 @@ impl VmSpec {
 
 /// The longest that a guest may be given to shut down, in seconds: databases flush for minutes, not hours.
 pub const SHUTDOWN_SECONDS_MAX: u32 = 3600;
+
+/// What is done to a guest that runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GuestControl {
+    /// Its processors stand still; one that is paused stays so.
+    Pause,
+    /// They go on; one that runs goes on.
+    Unpause,
+    /// The reset button: it boots again without shutting down. Done again, it boots once more.
+    Reset,
+}
 
 /// How to power off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

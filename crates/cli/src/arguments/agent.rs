@@ -37,6 +37,12 @@ pub struct RunAgent {
     /// The QEMU program
     #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
+    /// The directory of the UEFI firmware, OVMF
+    #[arg(long, value_name = "DIR", default_value = vmseal_agent::FIRMWARE_DIRECTORY)]
+    pub firmware_directory: PathBuf,
+    /// The program of VMs' TPMs
+    #[arg(long, value_name = "FILE", default_value = "swtpm")]
+    pub swtpm: PathBuf,
     /// The filter program [default: vmseal-filter beside this program]
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,
@@ -44,7 +50,7 @@ pub struct RunAgent {
     /// the state directory, and /var/lib/vmseal/images]
     #[arg(long = "transfer-directory", value_name = "DIR")]
     pub transfer_directories: Vec<PathBuf>,
-    /// The first user id for the processes of VMs (as root only)
+    /// The first of 12288 user ids for the processes of VMs (as root only)
     #[arg(long, value_name = "UID", default_value_t = 2_000_000)]
     pub uid_base: u32,
     /// The process that started this one: it ends when that one does
@@ -79,4 +85,8 @@ pub struct JoinAgent {
     /// The directory of the agent's certificate and key
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/agent")]
     pub state_dir: PathBuf,
+    /// The server that this machine had joined is lost, or the host was removed there: replace its identity. Stop the
+    /// agent first; its VMs run on
+    #[arg(long)]
+    pub replace: bool,
 }

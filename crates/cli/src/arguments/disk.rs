@@ -6,6 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::{Bitmap, DryRun, List, Passphrase, Wait};
 use crate::rows::VmDisk;
+use crate::size::parse_size;
 
 #[derive(Subcommand)]
 pub enum Disk {
@@ -26,6 +27,49 @@ pub enum Disk {
         /// Stay, and print a line for every change until it is removed
         #[arg(short, long)]
         watch: bool,
+    },
+    /// Add a disk to a VM, also while it runs: its guest gets it at once, with a short pause of its disks
+    Add {
+        /// The VM's name or id
+        vm: String,
+        /// The disk: `datastore=NAME,size=SIZE,name=NAME[,image=FILE,format=raw|qcow2]`, as for `vm create`
+        #[arg(long, value_name = "OPTIONS")]
+        disk: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Remove a disk of a VM, with its data
+    ///
+    /// Of a VM that runs, only a disk that was added since it was started: its guest must let it go, so unmount it there
+    /// first.
+    #[command(visible_alias = "rm")]
+    Remove {
+        /// The VM's name or id
+        vm: String,
+        /// The disk's name within the VM, or its id
+        disk: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Make a disk longer, also while its VM runs: its guest sees it, with a short pause of its disks
+    ///
+    /// Partitions and file systems in the guest are grown there. A disk never shrinks.
+    Resize {
+        /// The VM's name or id
+        vm: String,
+        /// The disk's name within the VM, or its id
+        disk: String,
+        /// Its new size, such as 40G (powers of 1024)
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        size: u64,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
     },
     /// Export a disk of a VM that is off to a file on its host
     Export {

@@ -2,12 +2,15 @@
 
 mod agent;
 mod bitmap;
+mod cdrom;
 mod console;
 mod datastore;
 mod disk;
 mod doctor;
 mod events;
 mod global;
+mod guest;
+mod hardware;
 mod host;
 mod image;
 mod init;
@@ -28,12 +31,14 @@ use vmseal_api::model;
 
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
 pub use self::bitmap::Bitmap;
+pub use self::cdrom::{BootDevice, Cdrom};
 pub use self::console::{Console, Escape};
-pub use self::datastore::Datastore;
+pub use self::datastore::{Adopt, Datastore};
 pub use self::disk::{Disk, ExportFormat, Expose};
 pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
+pub use self::guest::{Guest, Vnc};
 pub use self::host::Host;
 pub use self::image::{BuildImage, Image, System};
 pub use self::init::{Init, Places};
@@ -41,12 +46,12 @@ pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::Lab;
 pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
-pub use self::policy::Policy;
+pub use self::policy::{Policy, SetPolicy};
 pub use self::provider::Provider;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::task::Task;
-pub use self::vm::{FirstBoot, Import, Launch, Ssh, Vm};
+pub use self::vm::{FirstBoot, Import, Launch, OnOff, SetVm, Ssh, Top, TopOrder, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.

@@ -1,6 +1,6 @@
 //! `vmseal policy`.
 
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use vmseal_api::model;
 
 use super::{DryRun, List, Show};
@@ -49,9 +49,17 @@ pub enum Policy {
         /// Replication bandwidth limit per disk, in bytes per second, at least 1MiB [default: 100MiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "replicate_to")]
         replicate_rate: Option<u64>,
+        /// The processor model of its VMs: `host`, or a name that QEMU on the host knows [default: each VM's own choice]
+        #[arg(long, value_name = "MODEL")]
+        cpu_model: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
     },
+    /// Change a policy; --dry-run lists the VMs that have it, and what each would need
+    ///
+    /// Limits and cache become those of the VMs' disks, at the next start of each. Keys, allocation and replicas stay as
+    /// they were made. Encryption does not change while VMs have the policy.
+    Set(SetPolicy),
     /// Delete a policy that no VM uses
     #[command(visible_alias = "rm")]
     Delete {
@@ -60,4 +68,54 @@ pub enum Policy {
         #[command(flatten)]
         dry_run: DryRun,
     },
+}
+
+/// What is changed of a policy; what is not given stays.
+#[derive(Args)]
+#[group(id = "change", required = true, multiple = true)]
+pub struct SetPolicy {
+    /// Name or id
+    #[arg(group = "which")]
+    pub policy: String,
+    /// Another name
+    #[arg(long, value_name = "NAME", group = "change")]
+    pub name: Option<String>,
+    /// Encrypt the VMs that get this policy
+    #[arg(long, group = "change")]
+    pub encrypt: bool,
+    /// Do not encrypt the VMs that get this policy
+    #[arg(long, group = "change", conflicts_with_all = ["encrypt", "provider"])]
+    pub plain: bool,
+    /// The key provider of VMs that are created; `default` is the default one at that time
+    #[arg(long, group = "change")]
+    pub provider: Option<String>,
+    /// Allocate the space of disks that are created as it is written
+    #[arg(long, group = "change", conflicts_with = "preallocate")]
+    pub thin: bool,
+    /// Allocate all space when a disk is created
+    #[arg(long, group = "change")]
+    pub preallocate: bool,
+    /// IOPS limit per disk; 0 is none
+    #[arg(long, value_name = "REQUESTS", group = "change")]
+    pub iops: Option<u64>,
+    /// Bandwidth limit per disk, in bytes per second, such as 200MiB; 0 is none
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub bandwidth: Option<u64>,
+    /// Read cache per disk; 0 is none
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub cache: Option<u64>,
+    /// Replicate each disk of VMs that are created to this datastore of the VM's host
+    #[arg(long, value_name = "DATASTORE", group = "change")]
+    pub replicate_to: Option<String>,
+    /// Replication bandwidth limit per disk, in bytes per second, at least 1MiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub replicate_rate: Option<u64>,
+    /// Do not replicate the disks of VMs that are created
+    #[arg(long, group = "change", conflicts_with_all = ["replicate_to", "replicate_rate"])]
+    pub no_replica: bool,
+    /// The processor model of VMs that are created; `any` leaves it to each. Not while VMs have another one
+    #[arg(long, value_name = "MODEL", group = "change")]
+    pub cpu_model: Option<String>,
+    #[command(flatten)]
+    pub dry_run: DryRun,
 }

@@ -24,13 +24,44 @@ pub enum ServerCommand {
         #[arg(value_name = "LEVEL|TARGET=LEVEL,...")]
         levels: Option<Levels>,
     },
+    /// Write a backup of the server to a local file while it runs: inventory, authority, sealed provider files
+    ///
+    /// It is sealed under a passphrase of its own, and read again when it is written. Whoever has the file and its
+    /// passphrase can act as this server; keys of VMs still need the providers' passphrases, or the KMS.
+    Backup {
+        /// The file to write; it must not exist
+        #[arg(long, value_name = "FILE")]
+        to: PathBuf,
+        #[command(flatten)]
+        passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Make a server's data directory on this machine from a backup; then start the server with it
+    Restore {
+        /// The file with the backup
+        #[arg(value_name = "FILE")]
+        from: PathBuf,
+        /// The directory to restore into: empty, or not there yet
+        #[arg(
+            long,
+            visible_alias = "dir",
+            value_name = "DIR",
+            default_value = "/var/lib/vmseal/server"
+        )]
+        data_dir: PathBuf,
+        #[command(flatten)]
+        passphrase: Passphrase,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
 }
 
 /// How levels are written.
 pub const LEVELS_HELP: &str = "LEVEL is off, error, warn, info, debug or trace. TARGET=LEVEL is for the crates \
 and modules whose names begin with TARGET: info,vmseal_agent=debug. Libraries log at info at most.";
 
-use super::DryRun;
+use super::{DryRun, Passphrase};
 
 #[derive(Args)]
 pub struct RunServer {

@@ -3,21 +3,24 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use vmseal_api::model;
 use vmseal_api::transfer::ImageFormat;
 
+use super::hardware::HardwareOptions;
 use super::wait::duration;
-use super::{Console, DryRun, List, Show, Wait};
+use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Show, Vnc, Wait};
 use crate::size::parse_size;
 
 #[derive(Subcommand)]
 pub enum Vm {
     /// List the VMs
     #[command(visible_alias = "ls")]
-    List(List<model::Vm>),
+    List(ListVms),
     /// Show one VM
     Show(ShowVm),
+    /// Show what the VMs that run use: processor, memory, reads and writes; Ctrl-C ends it
+    Top(Top),
     /// Create a VM, with disks that are empty or filled from images; it is not started
     Create {
         /// The new VM's name
@@ -47,6 +50,13 @@ pub enum Vm {
         /// those of the VM's host
         #[arg(long = "nic", value_name = "OPTIONS")]
         nics: Vec<String>,
+        /// Fill disks from images that are said to be raw even if they begin as images of another format do
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        hardware: HardwareOptions,
+        #[command(flatten)]
+        about: About,
         #[command(flatten)]
         first_boot: FirstBoot,
         #[command(flatten)]
@@ -60,6 +70,9 @@ pub enum Vm {
     Start {
         /// Name or id
         name: String,
+        /// What its firmware tries first this time; when the guest is reset or reboots, the usual order holds
+        #[arg(long, value_enum, value_name = "DEVICE")]
+        boot_once: Option<BootDevice>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -79,6 +92,44 @@ pub enum Vm {
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
+    },
+    /// Change a VM: name, processors, memory, description, labels, autostart, policy
+    ///
+    /// A VM that runs gets processors, memory and the limits of another policy when it is started next; `vmseal vm show`
+    /// says so until then.
+    Set(SetVm),
+    /// Shut a VM's guest down and start it again, with what was changed of it
+    Reboot {
+        /// Name or id
+        name: String,
+        /// How long to wait for the guest (90s, 5m); then the task fails and the guest keeps running [default: 2m]
+        #[arg(long, value_name = "DURATION", value_parser = duration)]
+        grace_period: Option<Duration>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Press a VM's reset button: its guest boots again at once; its unwritten data is lost
+    Reset {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Pause a VM: its processors stand still, and its memory and disks are kept
+    Pause {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Let a paused VM go on
+    Unpause {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Give a VM that is off a new key (shallow recrypt)
     ///
@@ -101,6 +152,14 @@ pub enum Vm {
     Ssh(Ssh),
     /// Open a VM's serial console; one user at a time
     Console(Console),
+    /// Show a VM's screen to VNC viewers on this machine, for as long as the command runs
+    Vnc(Vnc),
+    /// Change what is in a VM's CD-ROM drive
+    #[command(subcommand)]
+    Cdrom(Cdrom),
+    /// Ask the agent in a guest (package qemu-guest-agent)
+    #[command(subcommand)]
+    Guest(Guest),
     /// Delete a VM that is off, and its disks
     #[command(visible_alias = "rm")]
     Delete {
@@ -111,6 +170,76 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+}
+
+/// Which VMs are listed, and how.
+#[derive(Args)]
+pub struct ListVms {
+    /// Only those with this label: `KEY=VALUE`, or `KEY` with any value
+    #[arg(long, value_name = "LABEL")]
+    pub label: Option<String>,
+    #[command(flatten)]
+    pub how: List<model::Vm>,
+}
+
+/// What users say of a new VM.
+#[derive(Args, Default)]
+pub struct About {
+    /// What it is for
+    #[arg(long, value_name = "TEXT")]
+    pub description: Option<String>,
+    /// A label: `KEY=VALUE`; may be repeated
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub labels: Vec<(String, String)>,
+    /// Start it after its host has rebooted, once its key is there
+    #[arg(long, value_enum, value_name = "on|off")]
+    pub autostart: Option<OnOff>,
+}
+
+/// What is changed of a VM; what is not given stays.
+#[derive(Args)]
+#[group(id = "change", required = true, multiple = true)]
+pub struct SetVm {
+    /// Name or id
+    #[arg(group = "which")]
+    pub vm: String,
+    /// Another name
+    #[arg(long, value_name = "NAME", group = "change")]
+    pub name: Option<String>,
+    /// Virtual processors
+    #[arg(long, group = "change")]
+    pub vcpus: Option<u32>,
+    /// Memory, such as 512M or 2G (powers of 1024)
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub memory: Option<u64>,
+    /// What it is for; an empty text removes it
+    #[arg(long, value_name = "TEXT", group = "change")]
+    pub description: Option<String>,
+    /// A label to set: `KEY=VALUE`; may be repeated
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label, group = "change")]
+    pub labels: Vec<(String, String)>,
+    /// A label to remove; may be repeated
+    #[arg(long = "remove-label", value_name = "KEY", group = "change")]
+    pub remove_labels: Vec<String>,
+    /// Start it after its host has rebooted, once its key is there
+    #[arg(long, value_enum, value_name = "on|off", group = "change")]
+    pub autostart: Option<OnOff>,
+    /// What the firmware starts from, in this order: `disk`, `cdrom` and `network`, separated by commas; of a VM that
+    /// runs, at its next start
+    #[arg(long, value_name = "ORDER", value_delimiter = ',', group = "change")]
+    pub boot: Vec<BootDevice>,
+    /// Another policy, which asks the same of disks and keys and may have other limits and another cache
+    #[arg(long, value_name = "NAME", group = "change")]
+    pub policy: Option<String>,
+    #[command(flatten)]
+    pub dry_run: DryRun,
+}
+
+/// Whether something is wanted.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OnOff {
+    On,
+    Off,
 }
 
 #[derive(Args)]
@@ -142,6 +271,8 @@ pub struct Launch {
     /// A network card, as for `vm create`; may be repeated [default: user,forward=tcp:22]
     #[arg(long = "nic", value_name = "OPTIONS")]
     pub nics: Vec<String>,
+    #[command(flatten)]
+    pub hardware: HardwareOptions,
     #[command(flatten)]
     pub first_boot: FirstBoot,
     /// How long to wait for the guest's SSH server (90s, 5m); it goes on booting after that
@@ -220,6 +351,11 @@ pub struct Import {
     /// A network card, as for `vm create`, beside those of the libvirt domain; may be repeated
     #[arg(long = "nic", value_name = "OPTIONS")]
     pub nics: Vec<String>,
+    /// Import images that are said to be raw even if they begin as images of another format do
+    #[arg(long)]
+    pub force: bool,
+    #[command(flatten)]
+    pub hardware: HardwareOptions,
     /// The file with a libvirt domain, as `virsh dumpxml --inactive` prints it. Its images are on this
     /// machine, which must be the host of the datastore. What is not imported is listed
     #[arg(long, value_name = "FILE", requires = "datastore")]
@@ -233,6 +369,43 @@ pub struct Import {
     pub wait: Wait,
 }
 
+/// What `vm top` shows, and how often.
+#[derive(Args)]
+pub struct Top {
+    /// Only this VM, by name or id
+    pub name: Option<String>,
+    /// The time between two looks (2s, 1m); rates are those of this time
+    #[arg(short, long, value_name = "DURATION", default_value = "2s", value_parser = delay)]
+    pub delay: Duration,
+    /// End after this many looks [default: Ctrl-C ends it]
+    #[arg(short = 'n', long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
+    pub iterations: Option<u64>,
+    /// Print one table after the other, as for a file; also done where standard output is no terminal
+    #[arg(short, long)]
+    pub batch: bool,
+    /// The order of the VMs
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub sort: TopOrder,
+}
+
+/// The order of VMs in `vm top`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TopOrder {
+    Cpu,
+    Memory,
+    Io,
+    Name,
+}
+
+/// A duration of at least a tenth of a second: a look is a request to every host.
+fn delay(text: &str) -> Result<Duration, String> {
+    let delay = duration(text)?;
+    match delay < Duration::from_millis(100) {
+        true => Err("it must be at least 0.1s".to_owned()),
+        false => Ok(delay),
+    }
+}
+
 /// Which VM is shown, and how.
 #[derive(Args)]
 pub struct ShowVm {
@@ -241,6 +414,11 @@ pub struct ShowVm {
     /// Print it as a libvirt domain (XML); it must be running
     #[arg(long, conflicts_with = "watch")]
     pub libvirt: bool,
+}
+
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("give it as KEY=VALUE")?;
+    Ok((key.to_owned(), value.to_owned()))
 }
 
 fn parse_format(text: &str) -> Result<ImageFormat, String> {

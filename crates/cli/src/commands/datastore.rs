@@ -5,7 +5,7 @@ use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::request::AddDatastore;
 
-use super::list;
+use super::{adopt, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 
@@ -19,14 +19,16 @@ pub async fn run(
         arguments::Datastore::Show(of) => {
             list::one::<Datastore>(server, output, &of, "datastores", |_| Vec::new()).await
         }
-        arguments::Datastore::Add { name, host, path, dry_run } => {
-            let request = AddDatastore { name, host, location: DatastoreLocation::Dir { path } };
+        arguments::Datastore::Add { name, host, path, existing, dry_run } => {
+            let location = DatastoreLocation::Dir { path };
+            let request = AddDatastore { name, host, location, existing };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);
             }
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
+        arguments::Datastore::Adopt(options) => adopt::run(server, output, *options).await,
         arguments::Datastore::Scan(of) => {
             let found = server.get(&format!("datastores/{}/scan", of.name)).await?;
             scan::show(output, &found)

@@ -4,11 +4,12 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{SealedKey, export_info};
 use vmseal_api::model::{Disk, Host, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::ExportDisk;
+use vmseal_api::request::{ExportDisk, ResizeDisk};
 use vmseal_api::transfer::ExportFormat;
 
 use super::{bitmap, expose, list, replica, task};
 use crate::arguments::{self, Output, Passphrase};
+use crate::disk_option;
 use crate::exit::{Ended, Exit};
 use crate::passphrase::{self, Prompt};
 use crate::rows::VmDisk;
@@ -39,6 +40,19 @@ pub async fn run(
         arguments::Disk::Replica { vm, disk, watch } => {
             let (vm, disk) = find(server, &vm, &disk).await?;
             replica::run(server, output, &vm, disk, watch).await
+        }
+        arguments::Disk::Add { vm, disk, dry_run, wait } => {
+            let request = disk_option::parse_named(&disk)?;
+            let path = format!("vms/{vm}/disks");
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
+        }
+        arguments::Disk::Remove { vm, disk, dry_run, wait } => {
+            task::begin_deletion(server, output, &format!("vms/{vm}/disks/{disk}"), &dry_run, &wait)
+                .await
+        }
+        arguments::Disk::Resize { vm, disk, size, dry_run, wait } => {
+            let (path, request) = (format!("vms/{vm}/disks/{disk}/resize"), ResizeDisk { size });
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
             let format = match format {

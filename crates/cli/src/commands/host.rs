@@ -4,10 +4,12 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
 use vmseal_api::request::ChangeHost;
+use vmseal_api::usage::HostRoom;
 
 use super::{list, log_level};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan};
+use crate::rows::column::Cell;
 
 pub async fn run(
     server: &ServerClient,
@@ -55,10 +57,33 @@ pub async fn run(
 
 /// What `host show` adds to the columns.
 fn details(host: &Host) -> Vec<(&'static str, String)> {
-    let Some(described) = &host.description else { return Vec::new() };
+    let room = host.room.as_ref().map(room).unwrap_or_default();
+    let Some(described) = &host.description else { return room };
     let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());
     let transfer = described.transfer_directories.iter();
     let transfer = transfer.map(|path| ("TRANSFER DIRECTORY", path.clone()));
     let weaknesses = described.weaknesses.iter().map(|text| ("WEAKNESS", text.clone()));
-    std::iter::once(because).chain(transfer).chain(weaknesses).collect()
+    std::iter::once(because).chain(room).chain(transfer).chain(weaknesses).collect()
+}
+
+/// What is left of a host.
+fn room(room: &HostRoom) -> Vec<(&'static str, String)> {
+    let size = |bytes| Cell::Bytes(bytes).for_people();
+    let mut lines = vec![
+        ("VMS", format!("{}, of which {} run", room.vms, room.running)),
+        ("VCPUS", format!("{} of VMs that run, {} of all", room.vcpus_running, room.vcpus)),
+        (
+            "GUEST MEMORY",
+            format!("{} of VMs that run, {} of all", size(room.memory_running), size(room.memory)),
+        ),
+    ];
+    lines.extend(room.memory_left.map(|left| ("MEMORY LEFT", size(left))));
+    lines.extend(room.datastores.iter().map(|datastore| {
+        let room = match datastore.usage {
+            Some(usage) => format!("{} free of {}", size(usage.free), size(usage.capacity)),
+            None => "not measured yet".to_owned(),
+        };
+        ("DATASTORE", format!("{}: {room}", datastore.name))
+    }));
+    lines
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use vmseal_api::client::ServerClient;
+use vmseal_api::hardware::Hardware;
 use vmseal_api::request::{CreateDisk, CreateVm};
 
 use super::task;
@@ -34,10 +35,21 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             memory: memory.unwrap_or(MEMORY),
             disks: images(&options.disks)?,
             nics: Vec::new(),
+            hardware: Hardware::default(),
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
             cloud_init: None,
         },
     };
     request.nics.extend(nics);
+    request.disks.iter_mut().for_each(|disk| disk.force = options.force);
+    let of_domain = request.hardware.firmware;
+    let asked = options.hardware.firmware.is_some();
+    request.hardware = options.hardware.into();
+    if !asked {
+        request.hardware.firmware = of_domain;
+    }
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
@@ -76,9 +88,22 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
             })?,
             image: Some(disk.image.clone()),
             format: Some(disk.format),
+            force: false,
         })
     };
     let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;
     let (name, vcpus, memory, nics) = (domain.name, domain.vcpus, domain.memory, domain.nics);
-    Ok(CreateVm { name, policy, vcpus, memory, disks, nics, cloud_init: None })
+    Ok(CreateVm {
+        name,
+        policy,
+        vcpus,
+        memory,
+        disks,
+        nics,
+        hardware: Hardware { firmware: domain.firmware, ..Hardware::default() },
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
+        cloud_init: None,
+    })
 }

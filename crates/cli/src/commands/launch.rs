@@ -28,7 +28,8 @@ const NIC: &str = "user,forward=tcp:22";
 /// How often a guest that boots is looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-pub async fn run(server: &ServerClient, output: Output, options: Launch) -> anyhow::Result<()> {
+pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> anyhow::Result<()> {
+    let hardware = std::mem::take(&mut options.hardware).into();
     let cloud_init = first_boot::asked(&options.first_boot)?;
     if cloud_init.is_none() {
         let message = "nobody could log in: give --ssh-key FILE, --password or --cloud-init";
@@ -52,8 +53,13 @@ pub async fn run(server: &ServerClient, output: Output, options: Launch) -> anyh
             size: options.disk_size,
             image: Some(image),
             format: Some(format),
+            force: false,
         }],
         nics,
+        hardware,
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
         cloud_init,
     };
     if options.dry_run.dry_run {

@@ -1,6 +1,8 @@
 //! What each command does.
 
+mod adopt;
 mod bitmap;
+mod cdrom;
 mod console;
 mod datastore;
 mod disk;
@@ -8,6 +10,7 @@ mod doctor;
 mod events;
 mod expose;
 mod follow;
+mod guest;
 mod host;
 mod image;
 mod import;
@@ -25,9 +28,12 @@ mod provider;
 mod provider_secret;
 mod reconnect;
 mod replica;
+mod server_backup;
 mod ssh;
 mod task;
+mod top;
 mod vm;
+mod vnc;
 
 use vmseal_api::request_id;
 use vmseal_secret::process::Hardening;
@@ -42,6 +48,13 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
     let command = match command {
         Command::Server(Server { command: None, run }) => {
             return processes::server(run, hardening).await;
+        }
+        Command::Server(Server {
+            command: Some(ServerCommand::Restore { from, data_dir, passphrase, dry_run }),
+            ..
+        }) => {
+            return server_backup::restore(global.output, &from, &data_dir, &passphrase, dry_run)
+                .await;
         }
         Command::Agent(options) => return processes::agent(options, hardening).await,
         Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
@@ -70,13 +83,17 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Alarms(how) => list::run(&server, output, &how, "alarms").await,
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
-        Command::Vm(verb) => vm::run(&server, output, verb).await,
+        Command::Vm(verb) => vm::run(server, output, verb).await,
         Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Nic(verb) => nic::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
             log_level::run(&server, output, "log-level", levels).await
         }
+        Command::Server(Server {
+            command: Some(ServerCommand::Backup { to, passphrase, dry_run }),
+            ..
+        }) => server_backup::back_up(&server, output, &to, &passphrase, dry_run).await,
         Command::Server(_)
         | Command::Agent(_)
         | Command::Login(_)

@@ -5,8 +5,9 @@ use vmseal_api::model::Vm;
 use vmseal_api::nic::NicLink;
 use vmseal_api::request::SetNic;
 
-use super::list;
+use super::{list, task};
 use crate::arguments::{self, Output};
+use crate::nic_option;
 use crate::print::{self, plan};
 use crate::rows::VmNic;
 
@@ -18,6 +19,15 @@ pub async fn run(
     match verb {
         arguments::Nic::List { vm, how } => {
             list::parts_of_vms(server, output, &how, vm.as_deref(), nics_of).await
+        }
+        arguments::Nic::Add { vm, nic, dry_run, wait } => {
+            let request = nic_option::parse(&nic)?;
+            let path = format!("vms/{vm}/nics");
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
+        }
+        arguments::Nic::Remove { vm, nic, dry_run, wait } => {
+            task::begin_deletion(server, output, &format!("vms/{vm}/nics/{nic}"), &dry_run, &wait)
+                .await
         }
         arguments::Nic::Set { vm, nic, link, dry_run } => {
             let link = match link {

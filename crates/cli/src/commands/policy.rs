@@ -4,7 +4,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::model::{Policy, Replication};
 use vmseal_api::replica::REPLICA_RATE;
-use vmseal_api::request::AddPolicy;
+use vmseal_api::request::{AddPolicy, SetPolicy};
 
 use super::list;
 use crate::arguments::{self, Output};
@@ -32,6 +32,7 @@ pub async fn run(
             cache,
             replicate_to,
             replicate_rate,
+            cpu_model,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
@@ -41,14 +42,23 @@ pub async fn run(
                 datastore,
                 bytes_per_second: replicate_rate.unwrap_or(REPLICA_RATE),
             });
-            let request =
-                AddPolicy { name, encryption, provider, allocation, limits, cache, replica };
+            let request = AddPolicy {
+                name,
+                encryption,
+                provider,
+                allocation,
+                limits,
+                cache,
+                replica,
+                cpu_model,
+            };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }
             let policy: Policy = server.post("policies", &request).await?;
             print::one(output, &policy, &[])
         }
+        arguments::Policy::Set(options) => set(server, output, options).await,
         arguments::Policy::Delete { name, dry_run } => {
             let path = format!("policies/{name}");
             if dry_run.dry_run {
@@ -57,4 +67,47 @@ pub async fn run(
             Ok(server.delete(&path).await?)
         }
     }
+}
+
+/// What stands for the default provider.
+const DEFAULT_PROVIDER: &str = "default";
+
+/// What stands for the processor model that each VM chooses.
+const ANY_MODEL: &str = "any";
+
+async fn set(
+    server: &ServerClient,
+    output: Output,
+    options: arguments::SetPolicy,
+) -> anyhow::Result<()> {
+    let allocation = match (options.thin, options.preallocate) {
+        (true, _) => Some(Allocation::Thin),
+        (_, true) => Some(Allocation::Preallocated),
+        _ => None,
+    };
+    let provider = options.provider.map(|name| match name.as_str() {
+        DEFAULT_PROVIDER => String::new(),
+        _ => name,
+    });
+    let request = SetPolicy {
+        name: options.name,
+        encryption: (options.encrypt || options.plain).then_some(options.encrypt),
+        provider,
+        allocation,
+        iops: options.iops,
+        bandwidth: options.bandwidth,
+        cache: options.cache,
+        replicate_to: if options.no_replica { Some(String::new()) } else { options.replicate_to },
+        replicate_rate: options.replicate_rate,
+        cpu_model: options.cpu_model.map(|model| match model.as_str() {
+            ANY_MODEL => String::new(),
+            _ => model,
+        }),
+    };
+    let path = format!("policies/{}", options.policy);
+    if options.dry_run.dry_run {
+        return plan::show(output, &server.try_patch(&path, &request).await?);
+    }
+    let policy: Policy = server.patch(&path, &request).await?;
+    print::one(output, &policy, &[])
 }

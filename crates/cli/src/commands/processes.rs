@@ -58,6 +58,8 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
         run_dir: options.run_dir,
         filter,
         qemu: options.qemu,
+        firmware_directory: options.firmware_directory,
+        swtpm: options.swtpm,
         transfer_directories: transfer_directories(
             &options.state_dir,
             options.transfer_directories,
@@ -118,6 +120,7 @@ async fn join_host(options: JoinAgent) -> anyhow::Result<()> {
         name: options.name.clone(),
         address: options.address,
         state_dir: options.state_dir,
+        replace: options.replace,
     })
     .await?;
     print::say(format_args!(

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
+use vmseal_api::id::VmId;
 use vmseal_api::model::Vm;
 use vmseal_api::nic::Protocol;
 
@@ -173,6 +174,27 @@ pub fn remember(vm: &Vm, log_in: &LogIn) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {}", file.display()))
 }
 
+/// Forgets who logs in to a VM that is deleted, and the keys by which its guest was known.
+pub fn forget(vm: &Vm) -> anyhow::Result<()> {
+    // Without a home directory nothing was remembered.
+    let Ok(directory) = directory() else { return Ok(()) };
+    forget_in(&directory, vm.id)
+}
+
+fn forget_in(directory: &Path, vm: VmId) -> anyhow::Result<()> {
+    // ssh keeps the last state of a file that it changes as `.old`.
+    for end in ["toml", "known_hosts", "known_hosts.old"] {
+        let file = directory.join(format!("{vm}.{end}"));
+        match std::fs::remove_file(&file) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot remove {}", file.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// The private key that belongs to a public one, where it lies beside it.
 pub fn private_of(public: &Path) -> Option<PathBuf> {
     let private = public.with_extension("");
@@ -186,6 +208,22 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+
+    #[test]
+    fn a_vm_that_is_deleted_is_forgotten_and_no_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let (gone, stays) = (VmId::new(), VmId::new());
+        let files = |vm| ["toml", "known_hosts"].map(|end| format!("{vm}.{end}"));
+        for name in files(gone).iter().chain(&files(stays)) {
+            std::fs::write(directory.path().join(name), "").unwrap();
+        }
+        for _ in 0..2 {
+            forget_in(directory.path(), gone).unwrap();
+        }
+        let left = |name: &String| directory.path().join(name).exists();
+        assert_eq!(files(gone).each_ref().map(left), [false, false]);
+        assert_eq!(files(stays).each_ref().map(left), [true, true]);
+    }
 
     #[test]
     fn a_server_is_there_when_it_says_so_and_not_when_it_takes_connections() {

@@ -67,6 +67,19 @@ pub async fn run(
     }
 }
 
+/// Follows tasks, given by their ids, to their ends. What they do was printed before.
+pub async fn until_ended(
+    server: &ServerClient,
+    ids: &[String],
+    timeout: Option<Duration>,
+) -> anyhow::Result<()> {
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let tasks = named(server, ids).await?;
+    follow(server, Output::Table, tasks, timeout, Progress::quiet()).await
+}
+
 async fn named(server: &ServerClient, ids: &[String]) -> anyhow::Result<Vec<Task>> {
     let mut tasks = Vec::new();
     for id in ids {
@@ -106,6 +119,21 @@ pub async fn begin(
         return plan::show(output, &server.try_post(path, request).await?);
     }
     let begun = server.post(path, request).await?;
+    settle(server, output, begun, wait).await
+}
+
+/// Begins a task that removes something, or shows its plan.
+pub async fn begin_deletion(
+    server: &ServerClient,
+    output: Output,
+    path: &str,
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    if dry_run.dry_run {
+        return plan::show(output, &server.try_delete(path).await?);
+    }
+    let begun = server.delete_task(path).await?;
     settle(server, output, begun, wait).await
 }
 

@@ -1,22 +1,59 @@
 //! Virtual machines.
 
+use std::time::Duration;
+
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
-use vmseal_api::request::{CreateVm, RecryptVm, StopVm};
+use vmseal_api::request::{CreateVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm};
 
-use super::{console, import, launch, list, ssh, task};
-use crate::arguments::{self, Output};
+use super::{cdrom, console, guest, import, launch, list, ssh, task, top, vnc};
+use crate::arguments::{self, DryRun, OnOff, Output};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
+use crate::stream::say;
 use crate::{disk_option, first_boot, libvirt, nic_option};
 
-pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
+pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
+    if let arguments::Vm::Vnc(options) = &verb {
+        return vnc::run(server, options).await;
+    }
+    let server = &server;
     match verb {
-        arguments::Vm::List(how) => list::run(server, output, &how, "vms").await,
+        arguments::Vm::List(list) => {
+            let path = match &list.label {
+                Some(label) => format!("vms?label={}", in_query(label)),
+                None => "vms".to_owned(),
+            };
+            list::run(server, output, &list.how, &path).await
+        }
+        arguments::Vm::Set(options) => set(server, output, options).await,
+        arguments::Vm::Reboot { name, grace_period, dry_run, wait } => {
+            let request = RebootVm { timeout_seconds: grace_period.map(seconds) };
+            task::begin(server, output, &format!("vms/{name}/reboot"), &request, &dry_run, &wait)
+                .await
+        }
+        arguments::Vm::Reset { name, dry_run } => {
+            control(server, output, &name, "reset", &dry_run).await
+        }
+        arguments::Vm::Pause { name, dry_run } => {
+            control(server, output, &name, "pause", &dry_run).await
+        }
+        arguments::Vm::Unpause { name, dry_run } => {
+            control(server, output, &name, "unpause", &dry_run).await
+        }
         arguments::Vm::Show(how) if how.libvirt => {
             show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
+        }
+        arguments::Vm::Top(options) => top::run(server, output, options).await,
+        arguments::Vm::Show(how) if output == Output::Table && !how.of.watch => {
+            let vm: Vm = server.get(&format!("vms/{}", how.of.name)).await?;
+            let mut details = print::vm_details(&vm);
+            if vm.power == Some(Power::Running) {
+                details.extend(top::of_one(server, &vm.id.to_string()).await);
+            }
+            print::one(output, &vm, &details)
         }
         arguments::Vm::Show(how) => {
             list::one::<Vm>(server, output, &how.of, "vms", print::vm_details).await
@@ -28,27 +65,43 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
             memory,
             disks,
             nics,
+            force,
+            hardware,
+            about,
             first_boot,
             dry_run,
             wait,
         } => {
-            let disks = disk_option::parse_all(&disks)?;
+            let mut disks = disk_option::parse_all(&disks)?;
+            disks.iter_mut().for_each(|disk| disk.force = force);
             let nics = nic_option::parse_all(&nics)?;
             let cloud_init = first_boot::asked(&first_boot)?;
             if cloud_init.is_some() {
                 first_boot::warn_if_plain(server, &policy).await;
             }
-            let request = CreateVm { name, policy, vcpus, memory, disks, nics, cloud_init };
+            let request = CreateVm {
+                name,
+                policy,
+                vcpus,
+                memory,
+                disks,
+                nics,
+                hardware: hardware.into(),
+                description: about.description.unwrap_or_default(),
+                labels: about.labels.into_iter().collect(),
+                autostart: about.autostart == Some(OnOff::On),
+                cloud_init,
+            };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,
-        arguments::Vm::Start { name, dry_run, wait } => {
+        arguments::Vm::Start { name, boot_once, dry_run, wait } => {
             let path = format!("vms/{name}/start");
-            task::begin(server, output, &path, &Value::Null, &dry_run, &wait).await
+            let request = StartVm { boot_once: boot_once.map(|device| device.0) };
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Stop { name, force, grace_period, dry_run, wait } => {
-            let timeout_seconds =
-                grace_period.map(|period| u32::try_from(period.as_secs()).unwrap_or(u32::MAX));
+            let timeout_seconds = grace_period.map(seconds);
             let request = StopVm { force, timeout_seconds };
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
@@ -59,16 +112,82 @@ pub async fn run(server: &ServerClient, output: Output, verb: arguments::Vm) -> 
         }
         arguments::Vm::Launch(options) => launch::run(server, output, options).await,
         arguments::Vm::Ssh(options) => ssh::run(server, options).await,
+        // Above.
+        arguments::Vm::Vnc(_) => Ok(()),
+        arguments::Vm::Cdrom(verb) => cdrom::run(server, output, verb).await,
+        arguments::Vm::Guest(verb) => guest::run(server, verb).await,
         arguments::Vm::Console(options) => console::attach(server, &options).await,
         arguments::Vm::Delete { name, dry_run, wait } => {
             let path = format!("vms/{name}");
-            if dry_run.dry_run {
-                return plan::show(output, &server.try_delete(&path).await?);
+            let vm = server.get::<Vm>(&path).await.ok();
+            task::begin_deletion(server, output, &path, &dry_run, &wait).await?;
+            match vm {
+                Some(vm) if !dry_run.dry_run => ssh::forget(&vm),
+                _ => Ok(()),
             }
-            let begun = server.delete_task(&path).await?;
-            task::settle(server, output, begun, &wait).await
         }
     }
+}
+
+fn seconds(period: Duration) -> u32 {
+    u32::try_from(period.as_secs()).unwrap_or(u32::MAX)
+}
+
+/// A text as a part of a query.
+fn in_query(text: &str) -> String {
+    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+    let encoded = text.bytes().map(|byte| match plain(&byte) {
+        true => char::from(byte).to_string(),
+        false => format!("%{byte:02X}"),
+    });
+    encoded.collect()
+}
+
+/// Has a guest controlled, and shows its VM.
+async fn control(
+    server: &ServerClient,
+    output: Output,
+    name: &str,
+    what: &str,
+    dry_run: &DryRun,
+) -> anyhow::Result<()> {
+    let path = format!("vms/{name}/{what}");
+    if dry_run.dry_run {
+        return plan::show(output, &server.try_post(&path, &Value::Null).await?);
+    }
+    let vm: Vm = server.post(&path, &Value::Null).await?;
+    print::one(output, &vm, &print::vm_details(&vm))
+}
+
+async fn set(
+    server: &ServerClient,
+    output: Output,
+    options: arguments::SetVm,
+) -> anyhow::Result<()> {
+    let set = options.labels.into_iter().map(|(key, value)| (key, Some(value)));
+    let removed = options.remove_labels.into_iter().map(|key| (key, None));
+    let request = SetVm {
+        name: options.name,
+        vcpus: options.vcpus,
+        memory: options.memory,
+        description: options.description,
+        labels: removed.chain(set).collect(),
+        autostart: options.autostart.map(|wanted| wanted == OnOff::On),
+        policy: options.policy,
+        cdrom: None,
+        boot: Some(options.boot)
+            .filter(|order| !order.is_empty())
+            .map(|order| order.into_iter().map(|device| device.0).collect()),
+    };
+    let path = format!("vms/{}", options.vm);
+    if options.dry_run.dry_run {
+        return plan::show(output, &server.try_patch(&path, &request).await?);
+    }
+    let vm: Vm = server.patch(&path, &request).await?;
+    if !vm.at_next_start.is_empty() {
+        say(format!("takes effect at the next start: {}", vm.at_next_start.join(", ")));
+    }
+    print::one(output, &vm, &print::vm_details(&vm))
 }
 
 async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {

@@ -29,8 +29,10 @@ const READING: &[&str] = &[
     "task show",
     "task wait",
     "task watch",
+    "vm guest ping",
     "vm list",
     "vm show",
+    "vm top",
 ];
 
 /// Verbs that change something and have no `--dry-run`; docs/cli.md gives the reason of each.
@@ -43,7 +45,11 @@ const NO_DRY_RUN: &[&str] = &[
     "provider test",
     "server",
     "vm console",
+    "vm guest exec",
+    "vm guest fsfreeze",
+    "vm guest fsthaw",
     "vm ssh",
+    "vm vnc",
     "disk expose",
     "server log-level",
     "host log-level",

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
+use vmseal_api::hardware::Firmware;
 use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
@@ -36,6 +37,8 @@ pub struct Domain {
     pub disks: Vec<Disk>,
     /// The network cards.
     pub nics: Vec<CreateNic>,
+    /// The firmware.
+    pub firmware: Firmware,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -138,7 +141,7 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let domain = document.root_element();
     ensure!(domain.tag_name().name() == "domain", "it is not a libvirt domain");
     let mut warnings = Vec::new();
-    check_system(domain, &mut warnings)?;
+    let firmware = check_system(domain, &mut warnings)?;
     let name = text_of(domain, "name").context("it has no name")?.to_owned();
     let vcpus = text_of(domain, "vcpu").unwrap_or("1");
     let vcpus =
@@ -148,7 +151,7 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let disks = disks(devices, &mut warnings)?;
     let nics = interfaces::nics(devices, &mut warnings);
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, nics, warnings })
+    Ok(Domain { name, vcpus, memory, disks, nics, firmware, warnings })
 }
 
 fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
@@ -159,8 +162,8 @@ fn text_of<'a>(of: Node<'a, 'a>, name: &str) -> Option<&'a str> {
     child(of, name)?.text().map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Checks that such a system can run, and reports firmware that is not imported.
-fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<()> {
+/// Checks that such a system can run, and says which firmware it has.
+fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Firmware> {
     let os = child(domain, "os").context("it names no operating system")?;
     let kind = child(os, "type").context("it names no type of operating system")?;
     let name = kind.text().unwrap_or_default().trim();
@@ -178,14 +181,31 @@ fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Res
         !has("nvram") && !has("shmem"),
         "it has memory devices (nvram, shmem), whose content is not imported: remove them first"
     );
-    if os.attribute("firmware") == Some("efi") || child(os, "loader").is_some() {
-        let what = "UEFI firmware and its variables: a VM boots by BIOS, so its disk needs a boot loader for that";
+    let firmware = firmware(os);
+    if firmware.has_variables() {
+        let what = "the variables of its UEFI firmware: the guest's boot entries are gone, and it starts from the loader at \\EFI\\BOOT of its disk";
         warnings.push(what.to_owned());
     }
     if child(os, "kernel").is_some() {
         warnings.push("a kernel outside of the disks: a VM boots from its first disk".to_owned());
     }
-    Ok(())
+    Ok(firmware)
+}
+
+/// The firmware that a domain asks for, or names the file of: without secure boot unless it says so.
+fn firmware(os: Node<'_, '_>) -> Firmware {
+    let loader = child(os, "loader");
+    // A loader of type `rom` is a BIOS.
+    let is_flash = loader.is_some_and(|it| it.attribute("type") == Some("pflash"));
+    if os.attribute("firmware") != Some("efi") && !is_flash {
+        return Firmware::Bios;
+    }
+    let features = child(os, "firmware").into_iter().flat_map(|of| of.children());
+    let secure_boot = features
+        .filter(|feature| feature.attribute("name") == Some("secure-boot"))
+        .any(|feature| feature.attribute("enabled") == Some("yes"));
+    let secure_loader = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
+    if secure_boot || secure_loader { Firmware::UefiSecureBoot } else { Firmware::Uefi }
 }
 
 /// An amount of memory (`<memory unit='KiB'>`), in bytes.
@@ -370,6 +390,7 @@ mod tests {
         ] {
             assert!(said.contains(left), "{left}: {said}");
         }
+        assert_eq!(domain.firmware, Firmware::Uefi);
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
     }

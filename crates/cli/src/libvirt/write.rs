@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use vmseal_api::host::{AcceleratorKind, DiskRole, HostDescription};
+use vmseal_api::hardware::Firmware;
+use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
 use vmseal_api::model::{Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink};
 
@@ -35,14 +36,22 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line("    <access mode='shared'/>".to_owned());
     line("  </memoryBacking>".to_owned());
     line(format!("  <vcpu>{}</vcpu>", vm.vcpus));
-    line("  <os>".to_owned());
+    match vm.hardware.firmware {
+        Firmware::Bios => line("  <os>".to_owned()),
+        Firmware::Uefi | Firmware::UefiSecureBoot => line("  <os firmware='efi'>".to_owned()),
+    }
     line("    <type arch='x86_64' machine='q35'>hvm</type>".to_owned());
+    if vm.hardware.firmware == Firmware::UefiSecureBoot {
+        line("    <firmware><feature enabled='yes' name='secure-boot'/></firmware>".to_owned());
+    }
     line("  </os>".to_owned());
     line("  <features><acpi/></features>".to_owned());
     line(format!("  <cpu mode='{cpu}'/>"));
     line("  <clock offset='utc'/>".to_owned());
     line("  <devices>".to_owned());
-    for (index, disk) in vm.disks.iter().enumerate() {
+    // The firmware's variables are served to vmseal's own QEMU alone, and that of a TPM to nobody.
+    let seen = vm.disks.iter().enumerate();
+    for (index, disk) in seen.filter(|(_, it)| it.role.attachment() == Attachment::Disk) {
         let path = format!("{}/vms/{}/disk{index}.sock", host.run_dir, vm.id);
         line("    <disk type='vhostuser' device='disk'>".to_owned());
         line("      <driver name='qemu' type='raw'/>".to_owned());
@@ -50,7 +59,9 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
         line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
         match disk.role {
             DiskRole::Data => line(format!("      <boot order='{}'/>", index + 1)),
-            DiskRole::CloudInit => line("      <readonly/>".to_owned()),
+            DiskRole::CloudInit | DiskRole::UefiVariables | DiskRole::Tpm => {
+                line("      <readonly/>".to_owned())
+            }
         }
         line("    </disk>".to_owned());
     }

@@ -1,13 +1,17 @@
 //! Results on standard output: tables for people, CSV and the API's own documents for programs.
 
+pub mod adoption;
 pub mod plan;
+pub mod rates;
 pub mod scan;
 mod table;
 
 use serde::Serialize;
+use vmseal_api::host::DiskRole;
 use vmseal_api::model::{Disk, Nic, Task, Vm};
 use vmseal_api::nic::{NicLink, PortForward};
 
+pub use self::rates::VmRates;
 pub use self::table::Lines;
 use crate::arguments::{Columns, Output};
 use crate::rows::column::Cell;
@@ -65,7 +69,7 @@ pub fn changes<T: Row>(
 }
 
 /// Prints one document of a stream: a line of JSON, or a YAML document.
-fn document<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
+pub fn document<T: Serialize>(output: Output, item: &T) -> anyhow::Result<()> {
     match output {
         Output::Yaml => print(&format!("---\n{}", yaml(item)?)),
         _ => line(&serde_json::to_string(item)?),
@@ -133,6 +137,16 @@ fn nic_line(nic: &Nic) -> String {
     line
 }
 
+/// What is said of a disk that is not the guest's own.
+fn role(role: DiskRole) -> &'static str {
+    match role {
+        DiskRole::Data => "",
+        DiskRole::CloudInit => ", read-only to the guest",
+        DiskRole::UefiVariables => ", variables of the firmware",
+        DiskRole::Tpm => ", key of the TPM",
+    }
+}
+
 /// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -150,7 +164,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
                 word(&disk.allocation),
                 disk.datastore,
                 limits(disk),
-                if disk.role.is_data() { "" } else { ", read-only to the guest" },
+                role(disk.role),
                 disk.id
             ),
         ));

@@ -6,7 +6,7 @@ mod resources;
 
 use serde::Serialize;
 use vmseal_api::host::DiskFacts;
-use vmseal_api::model::Disk;
+use vmseal_api::model::{Disk, DiskAttachment};
 
 pub use self::column::Row;
 pub use self::difference::{Change, differences};
@@ -20,13 +20,18 @@ pub fn word<T: Serialize>(value: &T) -> String {
     }
 }
 
-/// The format of a disk on its datastore.
+/// The format of a disk on its datastore, and whether its VM lacks the disk.
 pub fn disk_format(disk: &Disk) -> String {
-    match &disk.facts {
+    let format = match &disk.facts {
         None => "not made yet".to_owned(),
         Some(DiskFacts::Raw) => "raw, in the clear".to_owned(),
         Some(DiskFacts::Luks2 { cipher, key_bits, sector_size, .. }) => {
             format!("LUKS2 {cipher}, {key_bits}-bit key, {sector_size}-byte sectors")
         }
+    };
+    match disk.attachment {
+        DiskAttachment::Attached => format,
+        DiskAttachment::AtNextStart => format!("{format} (at the next start)"),
+        DiskAttachment::Detached => format!("{format} (detached)"),
     }
 }

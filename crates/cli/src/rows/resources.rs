@@ -1,9 +1,11 @@
 //! The resources as rows.
 
 use std::cmp::Ordering;
+use std::path::Path;
 
 use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
@@ -97,6 +99,7 @@ impl Row for Policy {
         more("bandwidth", |it| it.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
         more("cache", |it| it.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
+        more("cpu-model", |it| it.cpu_model.clone().into()),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {
@@ -119,6 +122,19 @@ impl Row for Vm {
         usual("memory", |it| Cell::Bytes(it.memory)),
         usual("lifecycle", |it| word(&it.lifecycle).into()),
         more("id", |it| it.id.to_string().into()),
+        more("firmware", |it| word(&it.hardware.firmware).into()),
+        more("cpu-model", |it| it.hardware.cpu_model.clone().into()),
+        more("memory-backing", |it| word(&it.hardware.memory_backing).into()),
+        more("tpm", |it| Cell::YesNo(it.hardware.tpm)),
+        more("cdrom", |it| {
+            let shown = |path: &Path| path.display().to_string();
+            let empty = || it.hardware.cdrom.as_ref().map(|_| "empty".to_owned());
+            it.hardware.medium().map(shown).or_else(empty).into()
+        }),
+        more("boot", |it| {
+            let order = it.hardware.boot_order();
+            Some(order.into_iter().map(BootDevice::name).collect::<Vec<_>>().join(",")).into()
+        }),
         more("provider", |it| it.provider.clone().into()),
         more("provider-id", |it| it.key.as_ref().map(|key| key.provider.to_string()).into()),
         more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),
@@ -128,6 +144,10 @@ impl Row for Vm {
         more("addresses", |it| {
             all(it.nics.iter().flat_map(|nic| &nic.addresses).map(ToString::to_string))
         }),
+        more("description", |it| it.description.clone().into()),
+        more("labels", |it| all(it.labels.iter().map(|(key, value)| format!("{key}={value}")))),
+        more("autostart", |it| Cell::YesNo(it.autostart)),
+        more("at-next-start", |it| all(it.at_next_start.iter().cloned())),
         more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
     ];
     fn identity(&self) -> String {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use vmseal_api::host::{
-    HostDescription, HostState, KeyState, NoticeCode, Power, StopReason, VmState,
+    HostDescription, HostState, KeyState, NoticeCode, Power, StopReason, Stopped, VmState,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::Lifecycle;
@@ -55,7 +55,7 @@ pub fn of_host(
                 code: "vm-unknown",
                 target: seen.vm.to_string(),
                 detail: format!(
-                    "host '{host}' runs a VM that the inventory does not have: was an old inventory restored?"
+                    "host '{host}' runs a VM that the inventory does not have: was an old inventory restored? It runs on; vmseal datastore adopt takes it in"
                 ),
                 reason: None,
             }),
@@ -105,6 +105,13 @@ fn of_vm(
         };
         raised.push(alarm(code, died.detail.clone()));
     }
+    // An end that nobody asked for, although no process of ours died: until the VM is started again.
+    let panicked = |it: &&Stopped| it.reason == StopReason::GuestPanicked;
+    if let Some(stopped) = seen.stopped.as_ref().filter(panicked)
+        && seen.power == Power::Off
+    {
+        raised.push(alarm("guest-panicked", stopped.detail.clone()));
+    }
     for (code, notice) in [
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
         ("image-exchanged", NoticeCode::ImageExchanged),
@@ -112,6 +119,7 @@ fn of_vm(
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
+        ("tpm-died", NoticeCode::TpmDied),
         ("vm-not-adopted", NoticeCode::NotAdopted),
     ] {
         // One for each disk, so that a second one raises an alarm too.
@@ -141,12 +149,16 @@ mod tests {
         let vm = Vm {
             id: VmId::new(),
             name: "web".to_owned(),
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
             host: HostId::new(),
             host_name: "here".to_owned(),
             policy: PolicyId::new(),
             policy_name: "p".to_owned(),
             vcpus: 1,
             memory: 1 << 30,
+            hardware: Default::default(),
             provider: None,
             key: None,
             lifecycle: Lifecycle::Ready,
@@ -173,6 +185,7 @@ mod tests {
             notices,
             jobs: Vec::new(),
             nics: Vec::new(),
+            started_with: None,
             request_id: None,
         };
         let raised = of_vm(&vm, &seen, &disks, None);
@@ -183,5 +196,17 @@ mod tests {
             told,
             [(code, "web", "one; two"), (code, "web/data", "data"), (code, "web/root", "root")]
         );
+        for (reason, power, expected) in [
+            (StopReason::GuestPanicked, Power::Off, &["guest-panicked"][..]),
+            (StopReason::GuestPanicked, Power::Running, &[]),
+            (StopReason::GuestShutdown, Power::Off, &[]),
+        ] {
+            let (at, detail) = (jiff::Timestamp::UNIX_EPOCH, "so".to_owned());
+            let stopped = Some(Stopped { at, reason, detail });
+            let seen = VmState { power, stopped, notices: Vec::new(), ..seen.clone() };
+            let raised = of_vm(&vm, &seen, &disks, None);
+            let codes: Vec<_> = raised.iter().map(|it| it.code).collect();
+            assert_eq!(codes, expected, "{reason:?} {power:?}");
+        }
     }
 }

@@ -17,7 +17,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::sync::{Notify, OwnedMutexGuard, watch};
 use tokio::task::JoinHandle;
 use vmseal_api::host::{HostAgent, HostDescription, HostState, KeyState, VmState};
 use vmseal_api::id::{HostId, VmId};
@@ -28,7 +28,9 @@ use self::connector::HostConnector;
 use self::datastores::DatastoreMonitor;
 use self::keys::Purpose;
 use self::monitor::Monitor;
-pub use self::registration::{register, spec_of};
+pub use self::registration::{
+    for_agent, read as definition, register, register_with, spec_of, spec_of_disk,
+};
 use crate::locks::Locks;
 use crate::providers::Providers;
 use crate::store::hosts::Host;
@@ -53,6 +55,13 @@ impl HostView {
     const NOTHING: Self =
         Self { connection: Connection::Disconnected, description: None, state: None };
 
+    /// Whether its agent has a feature.
+    #[must_use]
+    pub fn has(&self, feature: &str) -> bool {
+        let features = self.description.iter().flat_map(|description| &description.features);
+        features.into_iter().any(|known| known == feature)
+    }
+
     /// A connected host's VMs.
     #[must_use]
     pub fn vms(&self) -> &[VmState] {
@@ -74,6 +83,7 @@ struct Entry {
     name: String,
     agent: Arc<dyn HostAgent>,
     view: watch::Receiver<HostView>,
+    wake: Arc<Notify>,
     monitor: JoinHandle<()>,
     datastores: JoinHandle<()>,
 }
@@ -126,6 +136,7 @@ impl Hosts {
     pub fn add(&self, host: &Host) -> Result<(), Problem> {
         let agent = self.connector.connect(host)?;
         let (view, seen) = watch::channel(HostView::NOTHING);
+        let wake = Arc::new(Notify::new());
         let monitor = Monitor::new(
             host,
             Arc::clone(&self.store),
@@ -133,6 +144,7 @@ impl Hosts {
             Arc::clone(&agent),
             Arc::clone(&self.locks),
             view,
+            Arc::clone(&wake),
         );
         let datastores = DatastoreMonitor {
             host: host.id,
@@ -145,6 +157,7 @@ impl Hosts {
             name: host.name.clone(),
             agent,
             view: seen,
+            wake,
             monitor: tokio::spawn(monitor.run()),
             datastores: tokio::spawn(datastores.run()),
         };
@@ -155,6 +168,13 @@ impl Hosts {
     /// Ends the monitoring of a host.
     pub fn remove(&self, host: HostId) {
         self.entries().remove(&host);
+    }
+
+    /// Has a host's monitor compare the host with the inventory now.
+    pub fn look_again(&self, host: HostId) {
+        if let Some(entry) = self.entries().get(&host) {
+            entry.wake.notify_one();
+        }
     }
 
     /// The current view of a host.

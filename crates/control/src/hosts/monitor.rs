@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use vmseal_api::host::version::CONTRACT;
 use vmseal_api::host::{
     HostAgent, HostDescription, HostState, KeyState, Power, STATE_WAIT_MAX, Stopped, VmState,
@@ -73,6 +73,8 @@ pub(super) struct Monitor {
     view: watch::Sender<HostView>,
     /// Delivers keys in this run of the agent.
     deliveries: KeyDeliveries,
+    /// Rung when the inventory's VMs of the host have changed.
+    wake: Arc<Notify>,
 }
 
 impl Monitor {
@@ -83,10 +85,11 @@ impl Monitor {
         agent: Arc<dyn HostAgent>,
         locks: Arc<Locks<VmId>>,
         view: watch::Sender<HostView>,
+        wake: Arc<Notify>,
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
         let deliveries = KeyDeliveries::default();
-        Self { id, name, store, providers, agent, locks, view, deliveries }
+        Self { id, name, store, providers, agent, locks, view, deliveries, wake }
     }
 
     /// Runs until it is dropped.
@@ -168,6 +171,9 @@ impl Monitor {
             Ok(Some(state)) => {
                 let noted = async {
                     let mut write = self.store.write().await?;
+                    if self.has_rebooted(&mut write, &description).await? {
+                        store::vms::set_starts_due(&mut write, self.id).await?;
+                    }
                     store::hosts::set_description(&mut write, self.id, &description).await?;
                     write.commit().await
                 };
@@ -179,6 +185,17 @@ impl Monitor {
             Ok(None) => Phase::Connecting { failures: 0 },
             Err(problem) => self.failed(problem).await,
         }
+    }
+
+    /// Whether the machine has rebooted since it was described last, as far as both descriptions tell.
+    async fn has_rebooted(
+        &self,
+        write: &mut Write<'_>,
+        description: &HostDescription,
+    ) -> Result<bool, StoreError> {
+        let known = store::hosts::find(write, &self.id.to_string()).await?;
+        let before = known.and_then(|host| host.description).and_then(|it| it.boot);
+        Ok(before.is_some() && description.boot.is_some() && before != description.boot)
     }
 
     async fn failed(&mut self, problem: Problem) -> Phase {
@@ -199,6 +216,7 @@ impl Monitor {
                 self.deliveries.try_all_again();
                 Ok(*state)
             }
+            () = self.wake.notified() => Ok(*state),
             // A delivery succeeded or failed, or a retry is due.
             brought = self.deliveries.next() => brought.map(|()| *state),
         };
@@ -234,7 +252,7 @@ impl Monitor {
             if seen(vm.id).is_some_and(|seen| {
                 seen.power == Power::Off && seen.key == KeyState::Held && self.is_revoked(vm)
             }) {
-                self.lock_up(vm.id).await?;
+                self.lock_up(vm.id, description).await?;
             }
         }
         let lacking: HashSet<_> = vms
@@ -248,7 +266,7 @@ impl Monitor {
             if !self.deliveries.may_begin(vm) {
                 continue;
             }
-            match self.register(vm, seen(vm)).await {
+            match self.register(vm, seen(vm), description).await {
                 Ok(true) => self.deliveries.begin(Delivery {
                     vm,
                     // A running VM runs on, whatever the state of its key.
@@ -276,7 +294,12 @@ impl Monitor {
     }
 
     /// Registers a VM; false if a task has begun to remove it since.
-    async fn register(&self, vm: VmId, seen: Option<&VmState>) -> Result<bool, Problem> {
+    async fn register(
+        &self,
+        vm: VmId,
+        seen: Option<&VmState>,
+        description: &HostDescription,
+    ) -> Result<bool, Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(false) };
         if vm.lifecycle != Lifecycle::Ready {
@@ -284,7 +307,7 @@ impl Monitor {
         }
         // The agent has adopted a running VM with its whole definition.
         if seen.is_none_or(|seen| seen.power == Power::Off) {
-            self.agent.register_vm(spec).await?;
+            self.agent.register_vm(registration::for_agent(spec, Some(description))).await?;
         }
         Ok(true)
     }
@@ -315,7 +338,7 @@ impl Monitor {
 
     /// Removes from the host the key of a VM that is off and may not be started with it; a task that replaces the
     /// key keeps it meanwhile.
-    async fn lock_up(&self, vm: VmId) -> Result<(), Problem> {
+    async fn lock_up(&self, vm: VmId, description: &HostDescription) -> Result<(), Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let mut read = self.store.read().await?;
         let working = store::tasks::holding(&mut read, vm).await?;
@@ -332,6 +355,7 @@ impl Monitor {
         }
         let again = async {
             self.agent.unregister_vm(vm.id).await?;
+            let spec = registration::for_agent(spec, Some(description));
             self.agent.register_vm(spec).await
         };
         match again.await {
@@ -422,7 +446,9 @@ async fn tell_power(write: &mut Write<'_>, vm: &Vm, seen: &VmState) -> Result<()
     {
         write.event(NewEvent { kind: "vm.stopped", actor, target, detail }).await?;
     }
-    if seen.power == Power::Running && vm.seen_power != Some(Power::Running) {
+    // A guest that goes on after a pause has not been started.
+    let ran = matches!(vm.seen_power, Some(Power::Running | Power::Paused));
+    if seen.power == Power::Running && !ran {
         let detail = format!("on host '{}'", vm.host_name);
         write.event(NewEvent { kind: "vm.started", actor, target, detail: &detail }).await?;
     }

@@ -1,6 +1,7 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::{Device, DiskSpec, NicSpec, VmSpec};
+use vmseal_api::host::version::DESCRIPTORS;
+use vmseal_api::host::{Device, DiskSpec, HostDescription, NicSpec, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
@@ -10,10 +11,26 @@ use crate::store::nics;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// The definition of a VM for its host.
+/// The definition of a VM for its host, without the disks that a task adds or removes.
 #[must_use]
 pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
-    let disks = disks.iter().map(|disk| DiskSpec {
+    let disks = disks.iter().filter(|disk| !disk.detached).map(spec_of_disk);
+    VmSpec {
+        vm: vm.id,
+        name: vm.name.clone(),
+        vcpus: vm.vcpus,
+        memory: vm.memory,
+        policy: Some(vm.policy_name.clone()),
+        key: vm.key.clone(),
+        hardware: vm.hardware.clone(),
+        devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
+    }
+}
+
+/// A disk, as its host is told of it.
+#[must_use]
+pub fn spec_of_disk(disk: &Disk) -> DiskSpec {
+    DiskSpec {
         disk: disk.id,
         name: disk.name.clone(),
         datastore: disk.datastore.clone(),
@@ -25,25 +42,48 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         cache: disk.cache,
         replica: disk.replica.as_ref().map(|(place, _)| place.clone()),
         facts: disk.facts.clone(),
-    });
-    VmSpec {
-        vm: vm.id,
-        name: vm.name.clone(),
-        vcpus: vm.vcpus,
-        memory: vm.memory,
-        key: vm.key.clone(),
-        devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
     }
 }
 
+/// A definition without what the host's agent does not know.
+#[must_use]
+pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec {
+    let knows = |host: &HostDescription| host.features.iter().any(|it| it == DESCRIPTORS);
+    if description.is_some_and(knows) { spec } else { VmSpec { policy: None, ..spec } }
+}
+
 /// A VM and its definition for the host; `None` if the inventory does not have it.
-pub(super) async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, StoreError> {
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, StoreError> {
     let mut read = store.read().await?;
     let Some(vm) = vms::get(&mut read, vm).await? else { return Ok(None) };
     let disks = disks::of_vm(&mut read, vm.id).await?;
     let nics = nics::of_vm(&mut read, vm.id).await?;
     let spec = spec_of(&vm, &disks, &nics);
     Ok(Some((vm, spec)))
+}
+
+/// Registers a VM on its host with a disk that it does not have, for the host to make or delete.
+///
+/// # Errors
+/// Those of [`register`].
+pub async fn register_with(
+    store: &Store,
+    hosts: &Hosts,
+    vm: VmId,
+    disk: &Disk,
+) -> Result<Vm, Problem> {
+    let _unchanged = hosts.lock(vm).await;
+    let Some((vm, mut spec)) = read(store, vm).await? else {
+        return Err(Problem::not_found("VM", vm));
+    };
+    spec.devices.retain(|it| !matches!(it, Device::Disk(known) if known.disk == disk.id));
+    spec.devices.push(Device::Disk(DiskSpec { facts: None, ..spec_of_disk(disk) }));
+    let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
+    hosts.agent(vm.host)?.register_vm(spec).await?;
+    Ok(vm)
 }
 
 /// Registers a VM on its host, as the inventory has it now.
@@ -55,6 +95,7 @@ pub async fn register(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Prob
     let Some((vm, spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };
+    let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
     hosts.agent(vm.host)?.register_vm(spec).await?;
     Ok(vm)
 }

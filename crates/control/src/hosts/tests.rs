@@ -92,7 +92,8 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
     fixture.assert_whole(vm, Power::Off, "after a restart").await;
     alarm(&fixture, "filter-died web").await;
     assert!(!fixture.events("alarm.cleared").await.iter().any(|told| told.detail == "filter-died"));
-    let task = fixture.begin(crate::operation::Operation::StartVm { vm }, "web").await;
+    let task =
+        fixture.begin(crate::operation::Operation::StartVm { vm, boot_once: None }, "web").await;
     fixture.ended(task).await;
     fixture
         .eventually("the alarm is gone", async || {
@@ -125,7 +126,9 @@ async fn vms_that_the_inventory_does_not_have_are_unregistered() {
         name: "ghost".to_owned(),
         vcpus: 1,
         memory: 1 << 25,
+        policy: None,
         key: None,
+        hardware: Default::default(),
         devices: Vec::new(),
     };
     let ghost = spec.vm;

@@ -39,6 +39,12 @@ impl KeyProvider for Measured {
         metrics::get().key_operation(&self.provider, "get", began, outcome)
     }
 
+    async fn reference_of(&self, vm: VmId, key_id: &str) -> Result<KeyReference, Problem> {
+        let began = Instant::now();
+        let outcome = self.inner.reference_of(vm, key_id).await;
+        metrics::get().key_operation(&self.provider, "get", began, outcome)
+    }
+
     async fn destroy_key(
         &self,
         vm: VmId,

@@ -74,6 +74,13 @@ pub trait KeyProvider: Send + Sync {
     /// As [`KeyProvider::create_key`]; `key-mismatch` when it is another key; `not-found` when it is destroyed.
     async fn get_key(&self, vm: VmId, key: &KeyReference) -> Result<GivenKey, Problem>;
 
+    /// The reference of a key of which only the id is known, with the check value of the key that the provider has under it
+    /// now. Whether it is the VM's shows when it opens the VM's disks.
+    ///
+    /// # Errors
+    /// As [`KeyProvider::get_key`].
+    async fn reference_of(&self, vm: VmId, key_id: &str) -> Result<KeyReference, Problem>;
+
     /// Destroys a VM's key, and writes an event; if the provider is remote and does not answer, as soon
     /// as it does.
     ///
@@ -518,7 +525,7 @@ impl Providers {
 }
 
 /// Refuses a new passphrase that is trivial.
-fn check_new_passphrase(passphrase: &SecretBytes, field: &str) -> Result<(), Problem> {
+pub(crate) fn check_new_passphrase(passphrase: &SecretBytes, field: &str) -> Result<(), Problem> {
     passphrase_rule::check_new(passphrase)
         .map_err(|trivial| Problem::invalid(field, trivial.to_string()))
 }

@@ -209,6 +209,13 @@ impl KeyProvider for NativeProvider {
         Ok(GivenKey { kek, fault: None })
     }
 
+    async fn reference_of(&self, vm: VmId, key_id: &str) -> Result<KeyReference, Problem> {
+        self.refuse_destroyed(key_id).await?;
+        let kek = self.root()?.kek(key_id)?;
+        let check = self.check(vm, key_id, &kek)?;
+        Ok(KeyReference { provider: self.id, key_id: key_id.to_owned(), check })
+    }
+
     async fn destroy_key(
         &self,
         vm: VmId,

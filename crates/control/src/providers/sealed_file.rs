@@ -35,7 +35,7 @@ pub(crate) mod cost_in_tests {
 }
 
 /// Seals a secret; `associated` is its purpose.
-pub(super) fn seal(
+pub(crate) fn seal(
     secret: &SecretBytes,
     passphrase: &SecretBytes,
     associated: &[u8],
@@ -45,7 +45,7 @@ pub(super) fn seal(
 }
 
 /// Opens a secret of [`seal`]; `what` names it in errors.
-pub(super) fn open(
+pub(crate) fn open(
     sealed: &[u8],
     passphrase: &SecretBytes,
     associated: &[u8],

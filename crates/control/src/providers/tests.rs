@@ -66,6 +66,7 @@ async fn after_a_restart_it_is_sealed_until_the_passphrase_is_given_or_a_credent
     let vm = VmId::new();
     let keys = here.providers.get(provider.id).unwrap();
     let (reference, kek) = keys.create_key(vm, Uuid::from_u128(7)).await.unwrap();
+    assert_eq!(keys.reference_of(vm, &reference.key_id).await.unwrap(), reference);
 
     let restarted = here.restarted(None).await;
     assert_eq!(restarted.status(&provider), ProviderStatus::Sealed);

@@ -9,14 +9,18 @@ use vmseal_api::problem::{ErrorCode, Problem};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Privilege {
-    /// See the inventory, tasks, events, alarms, metrics.
+    /// See the inventory, tasks, events, alarms.
     Read,
+    /// Read the metrics.
+    ReadMetrics,
     /// Start and stop VMs.
     VmPower,
     /// Create, change and delete VMs.
     VmConfigure,
     /// Open the console of a VM.
     VmConsole,
+    /// Run programs in guests, and freeze their file systems.
+    VmGuest,
     /// Cancel and resolve tasks.
     ManageTasks,
     /// Add and remove datastores.
@@ -45,15 +49,19 @@ pub enum Privilege {
     ManagePolicies,
     /// Let hosts join, change and remove them.
     RegisterHost,
+    /// Take backups of the server: its inventory, and its authority.
+    BackUpServer,
 }
 
 impl Privilege {
     /// All privileges.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 21] = [
         Self::Read,
+        Self::ReadMetrics,
         Self::VmPower,
         Self::VmConfigure,
         Self::VmConsole,
+        Self::VmGuest,
         Self::ManageTasks,
         Self::ManageDatastores,
         Self::Diagnostics,
@@ -68,6 +76,7 @@ impl Privilege {
         Self::ManageProviders,
         Self::ManagePolicies,
         Self::RegisterHost,
+        Self::BackUpServer,
     ];
 
     /// Its name.
@@ -75,9 +84,11 @@ impl Privilege {
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
+            Self::ReadMetrics => "read-metrics",
             Self::VmPower => "vm-power",
             Self::VmConfigure => "vm-configure",
             Self::VmConsole => "vm-console",
+            Self::VmGuest => "vm-guest",
             Self::ManageTasks => "manage-tasks",
             Self::ManageDatastores => "manage-datastores",
             Self::Diagnostics => "diagnostics",
@@ -92,6 +103,7 @@ impl Privilege {
             Self::ManageProviders => "manage-providers",
             Self::ManagePolicies => "manage-policies",
             Self::RegisterHost => "register-host",
+            Self::BackUpServer => "back-up-server",
         }
     }
 }

@@ -11,7 +11,7 @@ use vmseal_api::cloud_init::{
 };
 use vmseal_api::host::version::CLOUD_INIT;
 use vmseal_api::host::{Allocation, DiskLimits, DiskRole, SealedKey};
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, HostId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
@@ -45,7 +45,10 @@ pub(super) fn documents(asked: &CloudInit, vm: VmId, name: &str) -> Result<Docum
         None => made_user_data(asked, name)?,
     };
     let meta_data = asked.meta_data.clone().unwrap_or_else(|| {
-        SecretText::from(format!("instance-id: {vm}\nlocal-hostname: {}\n", quoted(name)))
+        SecretText::from(format!(
+            "instance-id: {vm}\nlocal-hostname: {}\n",
+            quoted(&host_name(name))
+        ))
     });
     let network_config = asked.network_config.clone();
     let documents = Documents { user_data, meta_data, network_config };
@@ -90,7 +93,7 @@ fn made_user_data(asked: &CloudInit, name: &str) -> Result<SecretText, Problem> 
         let _ = writeln!(text, "{line}");
     };
     line(format_args!("#cloud-config"));
-    line(format_args!("hostname: {}", quoted(name)));
+    line(format_args!("hostname: {}", quoted(&host_name(name))));
     line(format_args!("manage_etc_hosts: true"));
     if let Some(user) = user {
         line(format_args!("user: {}", quoted(user)));
@@ -181,6 +184,11 @@ fn is_hash(hash: &str) -> bool {
         && hash.bytes().all(allowed)
 }
 
+/// The host name that a guest gets: its VM's, but for underscores, which host names do not have.
+fn host_name(vm: &str) -> String {
+    vm.replace('_', "-")
+}
+
 /// A text as a YAML scalar: in double quotes JSON is YAML.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
@@ -204,16 +212,20 @@ pub(super) fn disk(others: &[Disk]) -> Option<Disk> {
     })
 }
 
-/// The key box of a VM's host, whose agent has to know what the documents are.
-pub(super) async fn key_box(services: &Services, vm: &Vm) -> Result<String, Problem> {
+/// The key box of a host, whose agent has to know what the documents are.
+pub(super) async fn key_box(
+    services: &Services,
+    host: HostId,
+    host_name: &str,
+) -> Result<String, Problem> {
     // Asked now: what the monitor has may be of an agent that is gone.
-    let host = services.hosts.connected(vm.host)?.describe().await?;
+    let host = services.hosts.connected(host)?.describe().await?;
     if host.features.iter().any(|feature| feature == CLOUD_INIT) {
         return Ok(host.key_box);
     }
     let detail = format!(
-        "host '{}' runs vmseal {}, which makes no disks for cloud-init: upgrade it",
-        vm.host_name, host.vmseal
+        "host '{host_name}' runs vmseal {}, which makes no disks for cloud-init: upgrade it",
+        host.vmseal
     );
     Err(Problem {
         field: Some("cloud_init".to_owned()),
@@ -221,14 +233,13 @@ pub(super) async fn key_box(services: &Services, vm: &Vm) -> Result<String, Prob
     })
 }
 
-/// Seals the documents to the agent of a VM's host.
-pub(super) async fn seal(
-    services: &Services,
+/// Seals the documents to this key box, that of a VM's host.
+pub(super) fn seal(
+    key_box: String,
     vm: &Vm,
     disk: DiskId,
     documents: &Documents,
 ) -> Result<SealedKey, Problem> {
-    let key_box = key_box(services, vm).await?;
     let packed = SecretBytes::from_wiped(&mut documents.packed())
         .map_err(|error| crate::internal(&error))?;
     let public = crate::hosts::keys::public_key(&key_box, &vm.host_name)?;

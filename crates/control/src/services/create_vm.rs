@@ -4,27 +4,25 @@ use std::collections::HashSet;
 
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
+use vmseal_api::hardware::{Hardware, TPM_DISK, VARIABLES_DISK};
 use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk, NicSpec};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
-use vmseal_api::request::{
-    CreateDisk, CreateVm, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, MEMORY_MAX, MEMORY_MIN,
-    VCPUS_MAX,
-};
+use vmseal_api::request::{CreateDisk, CreateVm, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX};
+use vmseal_api::size::Size;
+use vmseal_api::transfer::ImageFormat;
 
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
+use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init};
+use super::{Outcome, Services, cloud_init, hardware};
 use crate::operation::Operation;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
 use crate::tasks::Engine;
-
-/// The unit of a VM's memory, in bytes.
-const MEMORY_UNIT: u64 = 1 << 20;
 
 /// Creates a VM.
 pub async fn create(
@@ -35,6 +33,13 @@ pub async fn create(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check(&request)?;
+    let (id, name) = (VmId::new(), request.name.clone());
+    let documents =
+        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let documents = documents.transpose()?;
+    let mut hardware = request.hardware.clone();
+    hardware.cpu_model = cpu_model(services, &request).await?;
+    let asked = ask_host(services, &request, &hardware).await?;
     let mut write = services.store.write().await?;
     let policy = policies::find(&mut write, &request.policy).await?.ok_or_else(|| Problem {
         field: Some("policy".to_owned()),
@@ -43,29 +48,40 @@ pub async fn create(
     if policy.encryption {
         caller.require(Privilege::EncryptNew)?;
     }
+    hardware::check_tpm(&request.hardware, &policy)?;
     let provider = provider_of(services, &mut write, &policy).await?;
     let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
+    let Some(key_box) = asked.filter(|(asked, _)| *asked == host.id).map(|(_, key_box)| key_box)
+    else {
+        let detail = "the datastore was moved to another host meanwhile: try again";
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    };
+    // It may have changed since.
+    check_cpu_model(&policy, hardware.cpu_model.as_deref())?;
     if !request.nics.is_empty() {
         super::nics::known_to(services, host.id, &host.name)?;
     }
     let cards = super::nics::place(&mut write, &request.nics).await?;
-    let (id, name) = (VmId::new(), request.name);
-    let documents =
-        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
-    let documents = documents.transpose()?;
     if documents.is_some() {
         made.extend(cloud_init::disk(&made));
     }
+    let for_cloud_init = made.last().map(|disk| disk.id);
+    made.extend(hardware::variables(hardware.firmware, &made));
+    made.extend(hardware::tpm(&hardware, &made));
     let vm = vms::Vm {
         id,
         name,
+        description: request.description,
+        labels: request.labels,
+        autostart: request.autostart,
         host: host.id,
         host_name: host.name,
         policy: policy.id,
         policy_name: policy.name,
         vcpus: request.vcpus,
         memory: request.memory,
+        hardware,
         provider: provider.map(|provider| provider.id),
         key: None,
         lifecycle: Lifecycle::Creating,
@@ -85,19 +101,56 @@ pub async fn create(
         // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made, &cards).await?;
-        if documents.is_some() {
-            cloud_init::key_box(services, &vm).await?;
-        }
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
-    let sealed = match (documents, made.last()) {
-        (Some(documents), Some(disk)) => {
-            Some(cloud_init::seal(services, &vm, disk.id, &documents).await?)
+    let sealed = match (documents, for_cloud_init, key_box) {
+        (Some(documents), Some(disk), Some(key_box)) => {
+            Some(cloud_init::seal(key_box, &vm, disk, &documents)?)
         }
         _ => None,
     };
     let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The processor model of a VM: the one that it asks for, else that of its policy.
+async fn cpu_model(services: &Services, request: &CreateVm) -> Result<Option<String>, Problem> {
+    let policy = policies::find(&mut *services.store.read().await?, &request.policy).await?;
+    let of_policy = policy.and_then(|policy| policy.cpu_model);
+    Ok(request.hardware.cpu_model.clone().or(of_policy))
+}
+
+/// Whether a VM of a policy may have this processor model.
+pub(super) fn check_cpu_model(policy: &Policy, model: Option<&str>) -> Result<(), Problem> {
+    let Some(wanted) = policy.cpu_model.as_deref().filter(|wanted| model != Some(*wanted)) else {
+        return Ok(());
+    };
+    let detail = format!(
+        "VMs of policy '{}' have the processor model '{wanted}', not {}: leave it out, or choose another policy",
+        policy.name,
+        model.map_or("the default one".to_owned(), |model| format!("'{model}'"))
+    );
+    Err(Problem::invalid("hardware.cpu_model", detail))
+}
+
+/// Asks the host of the first disk's datastore, if there is such a host, whether it has what the machine needs, and for its
+/// key box if documents are to be sealed. That comes before the transaction that reserves the VM: none is held during a call to a host.
+async fn ask_host(
+    services: &Services,
+    request: &CreateVm,
+    hardware: &Hardware,
+) -> Result<Option<(HostId, Option<String>)>, Problem> {
+    let Some(first) = request.disks.first() else { return Ok(None) };
+    let found = datastores::find(&mut *services.store.read().await?, &first.datastore).await;
+    // What is wrong with a datastore is said when the disks are placed.
+    let Ok(Some(datastore)) = found else { return Ok(None) };
+    let (host, host_name) = (datastore.host, &datastore.host_name);
+    hardware::examine(services, host, host_name, hardware).await?;
+    let key_box = match &request.cloud_init {
+        Some(_) => Some(cloud_init::key_box(services, host, host_name).await?),
+        None => None,
+    };
+    Ok(Some((host, key_box)))
 }
 
 /// Asks the host whether the disks could be created.
@@ -121,27 +174,38 @@ async fn examine(
 
 fn check(request: &CreateVm) -> Result<(), Problem> {
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
-    if !(1..=VCPUS_MAX).contains(&request.vcpus) {
-        return Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")));
-    }
-    let memory = request.memory;
-    if !(MEMORY_MIN..=MEMORY_MAX).contains(&memory) || !memory.is_multiple_of(MEMORY_UNIT) {
-        let detail = format!("must be {MEMORY_MIN} to {MEMORY_MAX}, a multiple of {MEMORY_UNIT}");
-        return Err(Problem::invalid("memory", detail));
-    }
+    check_vcpus(request.vcpus)?;
+    check_memory(request.memory)?;
+    check_description(&request.description)?;
+    check_labels(request.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())))?;
+    check_count(&request.labels)?;
     if request.disks.is_empty() || request.disks.len() > DISKS_MAX {
         return Err(Problem::invalid("disks", format!("a VM has 1 to {DISKS_MAX} disks")));
     }
     super::nics::check(&request.nics)?;
     let mut names = HashSet::new();
-    if request.cloud_init.is_some() && request.disks.len() == DISKS_MAX {
-        let detail = format!("a VM has at most {DISKS_MAX} disks, that of cloud-init included");
+    hardware::check(&request.hardware, request.memory)?;
+    hardware::check_network_boot(&request.hardware.boot, request.nics.len())
+        .map_err(|what| Problem::invalid("hardware.boot", what))?;
+    let reserved = [
+        (request.cloud_init.is_some(), CLOUD_INIT_DISK, "with the cloud-init data"),
+        (
+            request.hardware.firmware.has_variables(),
+            VARIABLES_DISK,
+            "with the firmware's variables",
+        ),
+        (request.hardware.tpm, TPM_DISK, "with the key of the TPM"),
+    ];
+    let reserved: Vec<_> = reserved.into_iter().filter(|(is_made, ..)| *is_made).collect();
+    if request.disks.len() + reserved.len() > DISKS_MAX {
+        let detail = format!(
+            "a VM has at most {DISKS_MAX} disks, those of cloud-init, of the firmware and of the TPM included"
+        );
         return Err(Problem::invalid("disks", detail));
     }
     for (index, disk) in request.disks.iter().enumerate() {
-        if request.cloud_init.is_some() && disk.name == CLOUD_INIT_DISK {
-            let detail =
-                format!("'{CLOUD_INIT_DISK}' is the name of the disk with the cloud-init data");
+        if let Some((_, name, what)) = reserved.iter().find(|(_, name, _)| disk.name == *name) {
+            let detail = format!("'{name}' is the name of the disk {what}");
             return Err(Problem::invalid(format!("disks[{index}].name"), detail));
         }
         check_disk(disk).map_err(|(field, detail)| {
@@ -155,7 +219,8 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     Ok(())
 }
 
-fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)> {
+/// Checks a disk on its own; the field that is wrong, and why.
+pub(super) fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)> {
     check_name(&disk.name).map_err(|error| ("name", error.to_string()))?;
     if disk.name.len() > SERIAL_MAX {
         // The guest sees it as the disk's serial number.
@@ -163,8 +228,12 @@ fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)> {
     }
     let sized = (DISK_SIZE_MIN..=DISK_SIZE_MAX).contains(&disk.size);
     if !sized || !disk.size.is_multiple_of(CRYPT_SECTOR.into()) {
-        let detail =
-            format!("must be {DISK_SIZE_MIN} to {DISK_SIZE_MAX}, a multiple of {CRYPT_SECTOR}");
+        let detail = format!(
+            "must be {} to {}, a multiple of {}",
+            Size(DISK_SIZE_MIN),
+            Size(DISK_SIZE_MAX),
+            Size(CRYPT_SECTOR.into())
+        );
         return Err(("size", detail));
     }
     match (&disk.image, disk.format) {
@@ -180,7 +249,10 @@ fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)> {
 }
 
 fn source_of(disk: &CreateDisk) -> Option<ImageSource> {
-    Some(ImageSource { path: disk.image.clone()?, format: disk.format? })
+    let format = disk.format?;
+    // Only a raw image may look like another, and a host of an earlier version does not know the field.
+    let force = disk.force && format == ImageFormat::Raw;
+    Some(ImageSource { path: disk.image.clone()?, format, force })
 }
 
 /// The provider of a policy's keys; it must be able to create one.
@@ -206,13 +278,14 @@ async fn provider_of(
     usable(services, provider).map(Some)
 }
 
-struct ChosenHost {
-    id: HostId,
-    name: String,
+/// The host that the datastores of disks belong to.
+pub(super) struct ChosenHost {
+    pub(super) id: HostId,
+    pub(super) name: String,
 }
 
 /// The datastores of the disks; all must exist and be of one host.
-async fn place(
+pub(super) async fn place(
     write: &mut Write<'_>,
     wanted: &[CreateDisk],
     policy: &Policy,
@@ -252,6 +325,7 @@ async fn place(
             image: source_of(disk),
             facts: None,
             deleting: false,
+            detached: false,
         });
     }
     let host = host.ok_or_else(|| Problem::invalid("disks", "a VM has at least one disk"))?;

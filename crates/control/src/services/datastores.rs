@@ -2,7 +2,8 @@
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::DatastoreScan;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::host::version::DESCRIPTORS;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -47,6 +48,52 @@ fn id_of(host: HostId, location: &DatastoreLocation) -> DatastoreId {
     DatastoreId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
 }
 
+/// Refuses a host whose agent describes no VMs.
+pub(super) fn describes(description: Option<&HostDescription>, host: &str) -> Result<(), Problem> {
+    if description.is_some_and(|it| it.features.iter().any(|feature| feature == DESCRIPTORS)) {
+        return Ok(());
+    }
+    let what =
+        format!("the agent of host '{host}' does not survey datastores: upgrade vmseal there");
+    Err(Problem::new(ErrorCode::Unsupported, what))
+}
+
+/// The id that a new datastore gets: that of the mark in its directory, where there is one. So a host that has joined
+/// again, or has joined another server, keeps its datastores.
+async fn id_for(
+    services: &Services,
+    host: &hosts::Host,
+    request: &AddDatastore,
+) -> Result<DatastoreId, Problem> {
+    let usual = id_of(host.id, &request.location);
+    let description = services.hosts.view(host.id).description;
+    if describes(description.as_deref(), &host.name).is_err() {
+        // An agent of an earlier version refuses another mark.
+        return Ok(usual);
+    }
+    let agent = services.hosts.connected(host.id)?;
+    let survey = agent.survey_datastore(request.location.clone()).await?;
+    let Some(mark) = survey.mark.filter(|mark| *mark != usual) else { return Ok(usual) };
+    let DatastoreLocation::Dir { path } = &request.location;
+    let path = path.display();
+    let mut read = services.store.read().await?;
+    if let Some(known) = datastores::find(&mut read, &mark.to_string()).await? {
+        let (known, host) = (known.name, known.host_name);
+        let detail = format!(
+            "{path} has the mark of datastore '{known}' of host '{host}': is it the same directory, or a copy?"
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    if request.existing || (survey.vms.is_empty() && survey.incomplete.is_none()) {
+        return Ok(mark);
+    }
+    let vms = survey.vms.len();
+    let detail = format!(
+        "{path} is a datastore of another inventory, with VMs on it: {vms}. If the server of that inventory is lost, or has given the host up, add it as it is (vmseal datastore add --existing) and adopt its VMs (vmseal datastore adopt). While another server works with it, two would write the same disks"
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
 /// Lists the datastores.
 pub async fn list(
     services: &Services,
@@ -79,7 +126,8 @@ pub async fn add(
         field: Some("host".to_owned()),
         ..Problem::not_found("host", &request.host)
     })?;
-    let id = id_of(host.id, &request.location);
+    let agent = services.hosts.connected(host.id)?;
+    let id = id_for(services, &host, &request).await?;
     let mut read = services.store.read().await?;
     for taken in [format!("{}:{}", host.name, request.name), id.to_string()] {
         if let Some(known) = datastores::find(&mut read, &taken).await? {
@@ -91,7 +139,6 @@ pub async fn add(
     }
     drop(read);
     let spec = DatastoreSpec { datastore: id, location: request.location.clone() };
-    let agent = services.hosts.connected(host.id)?;
     if dry_run {
         // The host's probe marks the directory: a dry run only checks it.
         agent.examine_datastore(spec).await?;

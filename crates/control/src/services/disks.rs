@@ -1,5 +1,8 @@
 //! Disks of VMs.
 
+use std::sync::Arc;
+use std::time::Instant;
+
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
 use vmseal_api::model::Task;
@@ -12,6 +15,7 @@ use super::vms::{plan, power, require_ready};
 use super::{Outcome, Services};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
+use crate::store::Store;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -70,7 +74,7 @@ pub async fn expose(
     vm: &str,
     disk: &str,
     what: Exposing,
-) -> Result<ConsoleStream, Problem> {
+) -> Result<(ConsoleStream, Option<Exposure>), Problem> {
     caller.require(Privilege::DirectAccess)?;
     let (vm, disk) = find(services, vm, disk).await?;
     require_ready(&vm)?;
@@ -82,8 +86,42 @@ pub async fn expose(
         let (kind, target) = ("disk.exposed", vm.name.as_str());
         write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
         write.commit().await?;
+        let (vm, disk, actor) = (vm.name, disk.name, caller.name().to_owned());
+        let store = Arc::clone(&services.store);
+        return Ok((stream, Some(Exposure { store, vm, disk, actor, since: Instant::now() })));
     }
-    Ok(stream)
+    Ok((stream, None))
+}
+
+/// A disk that is exposed, for as long as this is kept: then its end is recorded.
+pub struct Exposure {
+    store: Arc<Store>,
+    vm: String,
+    disk: String,
+    actor: String,
+    since: Instant,
+}
+
+impl Drop for Exposure {
+    fn drop(&mut self) {
+        // Without a runtime the server ends; then its hosts end the exposure, and nobody is there to record it.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (store, vm) = (Arc::clone(&self.store), std::mem::take(&mut self.vm));
+        let actor = std::mem::take(&mut self.actor);
+        let detail =
+            format!("disk '{}', after {} seconds", self.disk, self.since.elapsed().as_secs());
+        runtime.spawn(async move {
+            let told = async {
+                let mut write = store.write().await?;
+                let (kind, actor, target) = ("disk.unexposed", actor.as_str(), vm.as_str());
+                write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+                write.commit().await
+            };
+            if let Err(error) = told.await {
+                tracing::error!(vm, %error, "the end of an exposure is not among the events");
+            }
+        });
+    }
 }
 
 /// Opens the exposure on the host; if its agent has restarted, registers the VM and delivers its key first.

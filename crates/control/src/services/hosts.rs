@@ -6,6 +6,7 @@ use std::sync::Arc;
 use vmseal_api::model::{Host, JoinToken, Page};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{ChangeHost, JoinHost, Joined};
+use vmseal_api::usage::HostRoom;
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
@@ -13,7 +14,7 @@ use crate::hosts::join as joining;
 use crate::store::events::NewEvent;
 use crate::store::hosts;
 
-fn shown(services: &Services, host: hosts::Host) -> Host {
+fn shown(services: &Services, host: hosts::Host, room: Option<HostRoom>) -> Host {
     let view = services.hosts.view(host.id);
     Host {
         id: host.id,
@@ -21,6 +22,7 @@ fn shown(services: &Services, host: hosts::Host) -> Host {
         address: host.address,
         connection: view.connection,
         description: view.description.map(Arc::unwrap_or_clone).or(host.description),
+        room,
     }
 }
 
@@ -38,14 +40,17 @@ pub async fn list(
     caller.require(Privilege::Read)?;
     let part = request.part();
     let found = hosts::list(&mut *services.store.read().await?, &part).await?;
-    let items = found.into_iter().map(|host| shown(services, host)).collect();
+    let items = found.into_iter().map(|host| shown(services, host, None)).collect();
     Ok(page_of(items, part.limit, |host: &Host| host.id.to_string()))
 }
 
 /// Shows a host.
 pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Host, Problem> {
     caller.require(Privilege::Read)?;
-    Ok(shown(services, find(services, name).await?))
+    let host = find(services, name).await?;
+    let view = services.hosts.view(host.id);
+    let room = super::usage::room(&mut *services.store.read().await?, host.id, &view).await?;
+    Ok(shown(services, host, Some(room)))
 }
 
 /// Changes the address of a host's agent. The host keeps its certificate, so another machine is not accepted as it.
@@ -67,7 +72,7 @@ pub async fn change(
     write.commit().await?;
     // The monitor of the old address ends.
     services.hosts.add(&host)?;
-    Ok(Outcome::Done(shown(services, host)))
+    Ok(Outcome::Done(shown(services, host, None)))
 }
 
 /// Removes a host that has neither datastores nor VMs.

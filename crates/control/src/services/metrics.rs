@@ -23,7 +23,7 @@ use crate::store::{Part, alarms, datastores, hosts, providers, to_name, vms};
 
 /// The server's own, as OpenMetrics text.
 pub async fn server(services: &Services, caller: &Caller) -> Result<String, Problem> {
-    caller.require(Privilege::Read)?;
+    caller.require(Privilege::ReadMetrics)?;
     let mut read = services.store.read().await?;
     let known = hosts::list(&mut read, &Part::all()).await?;
     let seen = vms::list(&mut read, &Part::all()).await?;
@@ -57,7 +57,7 @@ pub async fn server(services: &Services, caller: &Caller) -> Result<String, Prob
 
 /// One host's, as its agent gives them.
 pub async fn host(services: &Services, caller: &Caller, name: &str) -> Result<String, Problem> {
-    caller.require(Privilege::Read)?;
+    caller.require(Privilege::ReadMetrics)?;
     let host = hosts::find(&mut *services.store.read().await?, name).await?;
     let host = host.ok_or_else(|| Problem::not_found("host", name))?;
     services.hosts.connected(host.id)?.metrics().await
@@ -65,7 +65,7 @@ pub async fn host(services: &Services, caller: &Caller, name: &str) -> Result<St
 
 /// The hosts with metrics, with their names.
 pub async fn hosts(services: &Services, caller: &Caller) -> Result<Vec<(HostId, String)>, Problem> {
-    caller.require(Privilege::Read)?;
+    caller.require(Privilege::ReadMetrics)?;
     let known = hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
     Ok(known.into_iter().map(|host| (host.id, host.name)).collect())
 }

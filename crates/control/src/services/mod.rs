@@ -12,9 +12,14 @@
 //! | [`caller`], [`users`] | callers, their privileges and tokens |
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
-//! | [`vms`], [`create_vm`], [`recrypt`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`vms`], [`create_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`set_policy`] | changes of policies, and what they mean for VMs |
+//! | [`adopt`] | VMs of a datastore that the inventory does not have |
+//! | [`usage`] | what VMs use, and what is left of hosts |
 //! | [`log_levels`], [`metrics`] | diagnostics |
+//! | [`server_backup`] | the server itself |
 
+pub mod adopt;
 pub mod bitmaps;
 pub mod caller;
 mod cloud_init;
@@ -22,6 +27,9 @@ pub mod create_vm;
 pub mod datastores;
 pub mod disks;
 pub mod events;
+pub mod guest;
+pub mod guests;
+mod hardware;
 pub mod hosts;
 pub mod kmip;
 pub mod log_levels;
@@ -32,11 +40,18 @@ pub mod policies;
 pub mod providers;
 pub mod recrypt;
 mod scan;
+pub mod server_backup;
 pub mod set_nic;
+pub mod set_policy;
+pub mod set_vm;
 pub mod tasks;
+pub mod usage;
 pub mod users;
+pub mod vm_devices;
+mod vm_values;
 pub mod vms;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use vmseal_api::model::{Page, Plan};
@@ -66,6 +81,8 @@ pub struct Services {
     pub authority: Arc<Authority>,
     /// The key pair to which passphrases are sealed.
     pub recipient: Recipient,
+    /// The server's data directory.
+    pub data_dir: PathBuf,
 }
 
 /// The answer to a request that supports dry runs.

@@ -1,6 +1,7 @@
 //! Storage policies.
 
 use vmseal_api::filter::check_caches;
+use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::id::{PolicyId, check_name};
 use vmseal_api::model::{Page, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,6 +23,7 @@ fn shown(policy: policies::Policy) -> Policy {
         limits: policy.limits,
         cache: policy.cache,
         replica: policy.replica,
+        cpu_model: policy.cpu_model,
     }
 }
 
@@ -30,15 +32,19 @@ async fn find(services: &Services, name: &str) -> Result<policies::Policy, Probl
     found.ok_or_else(|| Problem::not_found("policy", name))
 }
 
-/// The host is known only when a VM is created; but a datastore that no host has is refused now.
-async fn check_replica(write: &mut Write<'_>, replica: &Replication) -> Result<(), Problem> {
-    check_replica_rate(replica.bytes_per_second)
-        .map_err(|what| Problem::invalid("replica.bytes_per_second", what))?;
+/// The host is known only when a VM is created; but a datastore that no host has is refused now. What is wrong is said of
+/// the fields with these names.
+pub(super) async fn check_replica(
+    write: &mut Write<'_>,
+    replica: &Replication,
+    [datastore, rate]: [&str; 2],
+) -> Result<(), Problem> {
+    check_replica_rate(replica.bytes_per_second).map_err(|what| Problem::invalid(rate, what))?;
     if !datastores::called(write, &replica.datastore).await?.is_empty() {
         return Ok(());
     }
     Err(Problem {
-        field: Some("replica.datastore".to_owned()),
+        field: Some(datastore.to_owned()),
         ..Problem::not_found("datastore", &replica.datastore)
     })
 }
@@ -67,9 +73,13 @@ pub async fn add(
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
+    if let Some(model) = &request.cpu_model {
+        check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
+    }
     let mut write = services.store.write().await?;
     if let Some(replica) = &request.replica {
-        check_replica(&mut write, replica).await?;
+        check_replica(&mut write, replica, ["replica.datastore", "replica.bytes_per_second"])
+            .await?;
     }
     let provider = match &request.provider {
         None => None,
@@ -95,6 +105,7 @@ pub async fn add(
         limits: request.limits,
         cache: request.cache,
         replica: request.replica,
+        cpu_model: request.cpu_model,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

@@ -6,6 +6,7 @@ use vmseal_api::datastore::{
     DatastoreContents, DatastoreScan, FoundImage, ImageContent, ImageStatus, NamedImage,
     ScannedImage,
 };
+use vmseal_api::size::Size;
 
 use crate::store::datastores::Datastore;
 use crate::store::disks::Placed;
@@ -106,7 +107,11 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
                 format!("a copy: the inventory has this disk on datastore '{place}'"),
             )
         }
-        (Some(_), None) => (ImageStatus::Orphan, "no VM of the inventory has this disk".to_owned()),
+        (Some(_), None) => (
+            ImageStatus::Orphan,
+            "no VM of the inventory has this disk: vmseal datastore adopt takes its VM in"
+                .to_owned(),
+        ),
         (None, _) => match &found.content {
             ImageContent::Vmseal { .. } => {
                 let what = "a disk of vmseal under a name that is not its own: a copy, or moved";
@@ -138,8 +143,8 @@ fn truncated(disk: &Placed, found: &FoundImage) -> Option<String> {
     let needed = disk.image_length()?;
     let known = !matches!(found.content, ImageContent::Unreadable { .. });
     (known && found.size < needed).then(|| {
-        let has = found.size;
-        format!("its file has {has} bytes and needs {needed}: it was truncated")
+        let (has, needed) = (Size(found.size), Size(needed));
+        format!("its file has {has} and needs {needed}: it was truncated")
     })
 }
 
@@ -311,7 +316,7 @@ mod tests {
         let told: Vec<_> = scan.images.iter().map(|it| it.status).collect();
         assert_eq!(told, [ImageStatus::Truncated, ImageStatus::Truncated]);
         let (first, second) = (&scan.images[0].detail, &scan.images[1].detail);
-        assert!(first.contains("has 1044480 bytes and needs 1048576"), "{first}");
+        assert!(first.contains("has 1020 KiB and needs 1 MiB"), "{first}");
         assert!(first.contains("restore") && second.contains("copies the whole"), "{second}");
     }
 

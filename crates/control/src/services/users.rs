@@ -4,10 +4,10 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Services;
-use super::caller::Caller;
-use crate::store::users;
+use super::caller::{Caller, Privilege};
+use crate::store::users::{self, Role};
 
-/// The user with this token. Every user is an administrator.
+/// The user with this token.
 ///
 /// # Errors
 /// `unauthenticated`.
@@ -17,10 +17,15 @@ pub async fn authenticate(services: &Services, token: &str) -> Result<Caller, Pr
     // Compares with all of them, so that the time does not depend on the match.
     let matching: Vec<_> = known
         .into_iter()
-        .filter(|(_, known)| verify_slices_are_equal(known.as_bytes(), hash.as_bytes()).is_ok())
+        .filter(|known| {
+            verify_slices_are_equal(known.token_sha256.as_bytes(), hash.as_bytes()).is_ok()
+        })
         .collect();
     let found = matching.into_iter().next();
-    let (name, _) =
+    let user =
         found.ok_or_else(|| Problem::new(ErrorCode::Unauthenticated, "the token is wrong"))?;
-    Ok(Caller::administrator(name))
+    Ok(match user.role()? {
+        Role::Administrator => Caller::administrator(user.name),
+        Role::Metrics => Caller::new(user.name, [Privilege::ReadMetrics].into_iter().collect()),
+    })
 }

@@ -4,11 +4,11 @@ use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
-use vmseal_api::host::{ConsoleStream, KeyState, NicSpec, Power, VmState};
+use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmState};
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::model::{self, Disk, Lifecycle, Page, Plan, Replication, Vm};
+use vmseal_api::model::{self, Disk, DiskAttachment, Lifecycle, Page, Plan, Replication, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::StopVm;
+use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
@@ -31,7 +31,10 @@ fn shown(
     provider: Option<String>,
     seen: Option<&VmState>,
 ) -> Vm {
+    let at_next_start = at_next_start(&vm, &disks, seen);
+    let attachment = |disk: &disks::Disk| attachment(disk, seen);
     let disks = disks.into_iter().map(|disk| Disk {
+        attachment: attachment(&disk),
         id: disk.id,
         name: disk.name,
         datastore: disk.datastore_name,
@@ -50,19 +53,51 @@ fn shown(
     Vm {
         id: vm.id,
         name: vm.name,
+        description: vm.description,
+        labels: vm.labels,
+        autostart: vm.autostart,
         host: vm.host_name,
         policy: vm.policy_name,
         vcpus: vm.vcpus,
         memory: vm.memory,
+        hardware: vm.hardware,
         key: vm.key,
         provider,
         disks: disks.collect(),
         nics: super::nics::shown(nics, seen),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
+        at_next_start,
         key_state: seen.map(|seen| seen.key),
         stopped: seen.and_then(|seen| seen.stopped.clone()).or(vm.seen_stopped),
     }
+}
+
+fn attachment(disk: &disks::Disk, seen: Option<&VmState>) -> DiskAttachment {
+    if disk.detached {
+        return DiskAttachment::Detached;
+    }
+    match seen.and_then(|seen| seen.started_with.as_ref()) {
+        Some(with) if with.disks.iter().all(|it| it.disk != disk.id) => DiskAttachment::AtNextStart,
+        _ => DiskAttachment::Attached,
+    }
+}
+
+/// What a VM that runs gets at its next start, by the names of fields.
+fn at_next_start(vm: &vms::Vm, disks: &[disks::Disk], seen: Option<&VmState>) -> Vec<String> {
+    let Some(with) = seen.and_then(|seen| seen.started_with.as_ref()) else { return Vec::new() };
+    let known = |disk: &disks::Disk| with.disks.iter().find(|it| it.disk == disk.id);
+    let differs = |wanted: fn(&disks::Disk, &DiskSettings) -> bool| {
+        disks.iter().any(|disk| known(disk).is_some_and(|has| wanted(disk, has)))
+    };
+    let waiting = [
+        ("vcpus", vm.vcpus != with.vcpus),
+        ("memory", vm.memory != with.memory),
+        ("boot", vm.hardware.boot != with.boot),
+        ("limits", differs(|disk, has| disk.limits != has.limits)),
+        ("cache", differs(|disk, has| disk.cache != has.cache)),
+    ];
+    waiting.into_iter().filter(|(_, waits)| *waits).map(|(name, _)| name.to_owned()).collect()
 }
 
 async fn provider_name(
@@ -84,18 +119,48 @@ pub(super) async fn find(
     Ok((vm, disks))
 }
 
-/// Lists the VMs.
+/// A label that listed VMs have: with this value, or with any.
+struct Label<'a> {
+    key: &'a str,
+    value: Option<&'a str>,
+}
+
+impl<'a> Label<'a> {
+    fn parse(text: &'a str) -> Result<Self, Problem> {
+        let (key, value) = match text.split_once('=') {
+            Some((key, value)) => (key, Some(value)),
+            None => (text, None),
+        };
+        if key.is_empty() {
+            let detail = format!("'{text}' is not of the form KEY=VALUE or KEY");
+            return Err(Problem::invalid("label", detail));
+        }
+        Ok(Self { key, value })
+    }
+
+    fn is_of(&self, vm: &vms::Vm) -> bool {
+        let has = vm.labels.get(self.key);
+        has.is_some_and(|has| self.value.is_none_or(|value| value == has))
+    }
+}
+
+/// Lists the VMs; only those with a label (`KEY=VALUE`, or `KEY` with any value), if one is given. A page may then have
+/// fewer than was asked for, and be followed by others.
 pub async fn list(
     services: &Services,
     caller: &Caller,
     request: PageRequest,
+    label: Option<&str>,
 ) -> Result<Page<Vm>, Problem> {
     caller.require(Privilege::Read)?;
+    let label = label.map(Label::parse).transpose()?;
     let part = request.part();
     let mut read = services.store.read().await?;
     // One snapshot of the inventory, so that a VM that is created meanwhile is not listed without its disks.
     let mut read = read.begin().await.map_err(StoreError::from)?;
-    let listed = vms::list(&mut read, &part).await?;
+    let mut listed = vms::list(&mut read, &part).await?;
+    let next = page_of(listed.iter().map(|vm| vm.id).collect(), part.limit, VmId::to_string).next;
+    listed.retain(|vm| label.as_ref().is_none_or(|label| label.is_of(vm)));
     let mut disks = disks::of_part(&mut read, &part).await?;
     let mut nics = nics::of_part(&mut read, &part).await?;
     let providers = providers::names(&mut read).await?;
@@ -113,8 +178,7 @@ pub async fn list(
         let seen = seen.get(&(vm.host, vm.id)).copied();
         shown(vm, disks, nics, provider, seen)
     });
-    let items = items.collect();
-    Ok(page_of(items, part.limit, |it: &Vm| it.id.to_string()))
+    Ok(Page { items: items.collect(), next })
 }
 
 /// Shows a VM.
@@ -180,11 +244,17 @@ pub async fn start(
     services: &Services,
     caller: &Caller,
     name: &str,
+    request: StartVm,
     dry_run: bool,
 ) -> Result<Outcome<model::Task>, Problem> {
     caller.require(Privilege::VmPower)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
+    let StartVm { boot_once } = request;
+    let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    if let Some(first) = boot_once {
+        super::hardware::check_boot_once(services, &vm, &nics, first).await?;
+    }
     if let Some(power) = power(services, &vm).await?
         && power != Power::Off
     {
@@ -193,11 +263,11 @@ pub async fn start(
     }
     if dry_run {
         check_key(services, &vm)?;
-        let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
+        super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
     }
     let write = services.store.write().await?;
-    let operation = Operation::StartVm { vm: vm.id };
+    let operation = Operation::StartVm { vm: vm.id, boot_once };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
@@ -218,8 +288,18 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Starting => "starting",
         Power::Running => "running",
         Power::Stopping => "stopping",
+        Power::Paused => "paused",
         Power::Unknown => "in a state that this server does not know",
     }
+}
+
+/// How long a guest may take to shut down, in seconds.
+pub(super) fn shutdown_time(asked: Option<u32>) -> Result<u32, Problem> {
+    let seconds = asked.unwrap_or(SHUTDOWN_DEFAULT);
+    if (1..=SHUTDOWN_MAX).contains(&seconds) {
+        return Ok(seconds);
+    }
+    Err(Problem::invalid("timeout_seconds", format!("must be 1 to {SHUTDOWN_MAX}")))
 }
 
 /// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power
@@ -232,13 +312,16 @@ pub async fn stop(
     dry_run: bool,
 ) -> Result<Outcome<model::Task>, Problem> {
     caller.require(Privilege::VmPower)?;
-    let timeout_seconds = request.timeout_seconds.unwrap_or(SHUTDOWN_DEFAULT);
-    if !(1..=SHUTDOWN_MAX).contains(&timeout_seconds) {
-        return Err(Problem::invalid("timeout_seconds", format!("must be 1 to {SHUTDOWN_MAX}")));
-    }
+    let timeout_seconds = shutdown_time(request.timeout_seconds)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
-    power(services, &vm).await?;
+    if power(services, &vm).await? == Some(Power::Paused) && !request.force {
+        let name = &vm.name;
+        let detail = format!(
+            "VM '{name}' is paused, so its guest cannot shut down: unpause it first (vmseal vm unpause {name}), or cut its power (--force)"
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     if request.force && dry_run {
         if let Some(task) = services.engine.check_force_stop(vm.id).await? {
             let step = format!("cut the power now, as task {}", task.id);
@@ -249,7 +332,9 @@ pub async fn stop(
     {
         return Ok(Outcome::Done(services.engine.shown(&task)));
     }
-    let write = services.store.write().await?;
+    let mut write = services.store.write().await?;
+    // A start that is due because its host has rebooted would undo it.
+    vms::set_start_done(&mut write, vm.id).await?;
     let operation = Operation::StopVm { vm: vm.id, force: request.force, timeout_seconds };
     begin(services, write, operation, &vm, caller, dry_run).await
 }

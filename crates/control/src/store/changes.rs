@@ -193,7 +193,10 @@ mod tests {
         sqlx::query("DELETE FROM hosts WHERE id = 'h'").execute(&mut *rolled_back).await.unwrap();
         drop(rolled_back);
         write(&store, async |write| {
-            sqlx::query("INSERT INTO users VALUES ('u', 't')").execute(&mut **write).await.unwrap();
+            sqlx::query("INSERT INTO users (name, token_sha256) VALUES ('u', 't')")
+                .execute(&mut **write)
+                .await
+                .unwrap();
         })
         .await;
         assert_eq!(changed(before, numbers()), []);

@@ -51,6 +51,8 @@ pub struct Disk {
     pub facts: Option<DiskFacts>,
     /// Whether its host has been asked to delete it.
     pub deleting: bool,
+    /// Whether a task adds or removes it: its VM does not have it.
+    pub detached: bool,
 }
 
 #[derive(FromRow)]
@@ -73,8 +75,10 @@ struct Row {
     replica_rate: Option<i64>,
     image: Option<String>,
     image_format: Option<String>,
+    image_forced: bool,
     facts: Option<String>,
     deleting: bool,
+    detached: bool,
 }
 
 impl Row {
@@ -98,8 +102,9 @@ macro_rules! select {
     ($rest:literal) => {
         concat!(
             "SELECT d.vm_id, d.id, d.name, i.datastore_id, s.name AS datastore_name, s.location, d.size,
-                    d.encrypted, d.role, d.allocation, d.limits, d.cache, d.image, d.image_format, i.facts,
-                    d.deleting, r.datastore_id AS replica_id, d.replica_rate,
+                    d.encrypted, d.role, d.allocation, d.limits, d.cache, d.image, d.image_format,
+                    d.image_forced, i.facts,
+                    d.deleting, d.detached, r.datastore_id AS replica_id, d.replica_rate,
                     t.name AS replica_name, t.location AS replica_location
              FROM disks d JOIN placements o ON o.vm_id = d.vm_id AND o.role = 'owner'
                   JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
@@ -136,12 +141,17 @@ impl Row {
             limits: from_json(&row.limits, "a disk's limits")?,
             cache: row.cache.map(|bytes| unsigned(bytes, "a disk's cache")).transpose()?,
             replica,
-            image: row.image.map(|path| ImageSource { path: path.into(), format }),
+            image: row.image.map(|path| ImageSource {
+                path: path.into(),
+                format,
+                force: row.image_forced,
+            }),
             facts: row
                 .facts
                 .map(|json| from_json(&json, "what is pinned of a disk"))
                 .transpose()?,
             deleting: row.deleting,
+            detached: row.detached,
         };
         Ok((vm, disk))
     }
@@ -156,8 +166,8 @@ pub async fn insert(
 ) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO disks (id, vm_id, position, name, size, encrypted, image, image_format,
-                            allocation, limits, cache, replica_rate, role)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+                            allocation, limits, cache, replica_rate, role, detached, image_forced)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
     )
     .bind(disk.id.to_string())
     .bind(vm.to_string())
@@ -175,6 +185,8 @@ pub async fn insert(
         i64::try_from(place.bytes_per_second).unwrap_or(i64::MAX)
     }))
     .bind(to_name(&disk.role))
+    .bind(disk.detached)
+    .bind(disk.image.as_ref().is_some_and(|image| image.force))
     .execute(&mut *to)
     .await?;
     insert_volume(to, disk.id, IMAGE, disk.datastore.datastore).await?;
@@ -242,6 +254,66 @@ pub async fn set_facts(
         .bind(disk.to_string())
         .execute(to)
         .await?;
+    Ok(())
+}
+
+/// Records whether a VM has a disk.
+pub async fn set_detached(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    detached: bool,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET detached = $1 WHERE id = $2")
+        .bind(detached)
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records the size of a disk, in bytes.
+pub async fn set_size(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    size: u64,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET size = $1 WHERE id = $2")
+        .bind(i64::try_from(size).unwrap_or(i64::MAX))
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records the limits and the cache of a disk.
+pub async fn set_settings(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    limits: DiskLimits,
+    cache: Option<u64>,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET limits = $1, cache = $2 WHERE id = $3")
+        .bind(to_json(&limits))
+        .bind(cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// The place behind the last disk of a VM.
+pub async fn next_position(from: &mut SqliteConnection, vm: VmId) -> Result<usize, StoreError> {
+    let next: i64 =
+        sqlx::query_scalar("SELECT COALESCE(MAX(position) + 1, 0) FROM disks WHERE vm_id = $1")
+            .bind(vm.to_string())
+            .fetch_one(from)
+            .await?;
+    Ok(usize::try_from(next).unwrap_or(0))
+}
+
+/// Removes a disk whose image is gone.
+pub async fn delete(to: &mut SqliteConnection, disk: DiskId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM disks WHERE id = $1").bind(disk.to_string()).execute(to).await?;
     Ok(())
 }
 

@@ -67,6 +67,13 @@ pub async fn set_description(
     Ok(())
 }
 
+/// Forgets the hosts' descriptions: none has rebooted since, as far as is known.
+pub async fn forget_boots(to: &mut SqliteConnection) -> Result<(), StoreError> {
+    sqlx::query("UPDATE hosts SET description = NULL").execute(&mut *to).await?;
+    sqlx::query("UPDATE vms SET start_due = FALSE").execute(to).await?;
+    Ok(())
+}
+
 /// Records the address of a host's agent.
 pub async fn set_address(
     to: &mut SqliteConnection,

@@ -25,6 +25,21 @@ pub async fn insert(
     Ok(())
 }
 
+/// The VM that a key was created for; none where the inventory does not have it.
+pub async fn owner(
+    from: &mut SqliteConnection,
+    provider: ProviderId,
+    key_id: &str,
+) -> Result<Option<VmId>, StoreError> {
+    let vm: Option<String> =
+        sqlx::query_scalar("SELECT vm_id FROM keys WHERE provider_id = $1 AND key_id = $2")
+            .bind(provider.to_string())
+            .bind(key_id)
+            .fetch_optional(from)
+            .await?;
+    vm.map(|vm| parse(&vm, "a VM's id")).transpose()
+}
+
 /// Records a key that a task created for a VM which still has another one; it is found by the task.
 pub async fn insert_for_task(
     to: &mut SqliteConnection,
@@ -74,6 +89,23 @@ fn reference(
     (provider, key_id, check): (String, String, String),
 ) -> Result<KeyReference, StoreError> {
     Ok(KeyReference { provider: parse(&provider, "a provider's id")?, key_id, check })
+}
+
+/// Removes the record of a VM's key that was adopted with it; the key stays at its provider.
+pub async fn forget(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    key: &KeyReference,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "DELETE FROM keys WHERE provider_id = $1 AND key_id = $2 AND vm_id = $3 AND NOT destroyed",
+    )
+    .bind(key.provider.to_string())
+    .bind(&key.key_id)
+    .bind(vm.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
 }
 
 /// A key of a provider that is not destroyed, with its VM.

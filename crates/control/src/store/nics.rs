@@ -98,6 +98,34 @@ pub async fn of_part(
     Ok(nics)
 }
 
+/// The place of a network card among those of its VM; none where the VM does not have it.
+pub async fn position(
+    from: &mut SqliteConnection,
+    nic: NicId,
+) -> Result<Option<usize>, StoreError> {
+    let found: Option<i64> = sqlx::query_scalar("SELECT position FROM nics WHERE id = $1")
+        .bind(nic.to_string())
+        .fetch_optional(from)
+        .await?;
+    Ok(found.map(|position| usize::try_from(position).unwrap_or(0)))
+}
+
+/// The place behind the last network card of a VM.
+pub async fn next_position(from: &mut SqliteConnection, vm: VmId) -> Result<usize, StoreError> {
+    let next: i64 =
+        sqlx::query_scalar("SELECT COALESCE(MAX(position) + 1, 0) FROM nics WHERE vm_id = $1")
+            .bind(vm.to_string())
+            .fetch_one(from)
+            .await?;
+    Ok(usize::try_from(next).unwrap_or(0))
+}
+
+/// Removes a network card.
+pub async fn delete(to: &mut SqliteConnection, nic: NicId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM nics WHERE id = $1").bind(nic.to_string()).execute(to).await?;
+    Ok(())
+}
+
 /// Plugs a network card in or out.
 pub async fn set_link(
     to: &mut SqliteConnection,

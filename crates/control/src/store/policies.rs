@@ -26,6 +26,8 @@ pub struct Policy {
     pub cache: Option<u64>,
     /// The datastore of replicas.
     pub replica: Option<Replication>,
+    /// The processor model of its VMs; none leaves it to each.
+    pub cpu_model: Option<String>,
 }
 
 #[derive(FromRow)]
@@ -39,6 +41,7 @@ struct Row {
     limits: String,
     cache: Option<i64>,
     replica: Option<String>,
+    cpu_model: Option<String>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -57,6 +60,7 @@ impl TryFrom<Row> for Policy {
             limits: from_json(&row.limits, "a policy's limits")?,
             cache: row.cache.map(|bytes| unsigned(bytes, "a policy's cache")).transpose()?,
             replica: row.replica.map(|json| from_json(&json, "a policy's replica")).transpose()?,
+            cpu_model: row.cpu_model,
         })
     }
 }
@@ -65,8 +69,8 @@ impl TryFrom<Row> for Policy {
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
+                               replica, cpu_model)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -76,6 +80,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(to_json(&policy.limits))
     .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .bind(policy.replica.as_ref().map(to_json))
+    .bind(&policy.cpu_model)
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -89,7 +94,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica
+                p.limits, p.cache, p.replica, p.cpu_model
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -104,7 +109,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica
+                p.limits, p.cache, p.replica, p.cpu_model
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -113,6 +118,31 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
     .fetch_all(from)
     .await?;
     rows.into_iter().map(Policy::try_from).collect()
+}
+
+/// Records what users change of a policy.
+///
+/// # Errors
+/// [`StoreError::Taken`]: another policy has its name.
+pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
+                             limits = $5, cache = $6, replica = $7, cpu_model = $8
+         WHERE id = $9",
+    )
+    .bind(&policy.name)
+    .bind(policy.encryption)
+    .bind(policy.provider.as_ref().map(|(id, _)| id.to_string()))
+    .bind(to_name(&policy.allocation))
+    .bind(to_json(&policy.limits))
+    .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
+    .bind(policy.replica.as_ref().map(to_json))
+    .bind(&policy.cpu_model)
+    .bind(policy.id.to_string())
+    .execute(to)
+    .await
+    .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
+    Ok(())
 }
 
 /// How many VMs have a policy.

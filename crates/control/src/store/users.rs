@@ -2,13 +2,52 @@
 //! are 256 random bits, which need no slow hash.
 
 use jiff::Timestamp;
-use sqlx::SqliteConnection;
+use serde::{Deserialize, Serialize};
+use sqlx::{FromRow, SqliteConnection};
 
-use super::StoreError;
+use super::{StoreError, from_name, to_name};
 
-/// Users with the SHA-256 of their tokens.
-pub async fn list(from: &mut SqliteConnection) -> Result<Vec<(String, String)>, StoreError> {
-    Ok(sqlx::query_as("SELECT name, token_sha256 FROM users ORDER BY name").fetch_all(from).await?)
+/// What a user may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// Everything.
+    Administrator,
+    /// Read the metrics, and nothing else.
+    Metrics,
+}
+
+/// A user.
+#[derive(Clone, Debug, FromRow)]
+pub struct User {
+    /// The name.
+    pub name: String,
+    /// The SHA-256 of the token.
+    pub token_sha256: String,
+    role: String,
+}
+
+impl User {
+    /// What the user may do.
+    ///
+    /// # Errors
+    /// [`StoreError`]: it is of a later version.
+    pub fn role(&self) -> Result<Role, StoreError> {
+        from_name(&self.role, "a user's role")
+    }
+}
+
+/// All users.
+pub async fn list(from: &mut SqliteConnection) -> Result<Vec<User>, StoreError> {
+    Ok(sqlx::query_as("SELECT name, token_sha256, role FROM users ORDER BY name")
+        .fetch_all(from)
+        .await?)
+}
+
+/// Removes a user.
+pub async fn delete(to: &mut SqliteConnection, name: &str) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM users WHERE name = $1").bind(name).execute(to).await?;
+    Ok(())
 }
 
 /// Adds a user.
@@ -16,10 +55,12 @@ pub async fn insert(
     to: &mut SqliteConnection,
     name: &str,
     token_sha256: &str,
+    role: Role,
 ) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO users (name, token_sha256) VALUES ($1, $2)")
+    sqlx::query("INSERT INTO users (name, token_sha256, role) VALUES ($1, $2, $3)")
         .bind(name)
         .bind(token_sha256)
+        .bind(to_name(&role))
         .execute(to)
         .await?;
     Ok(())

@@ -1,6 +1,9 @@
 //! Virtual machines.
 
+use std::collections::BTreeMap;
+
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{KeyReference, Power, Stopped};
 use vmseal_api::id::{HostId, PolicyId, ProviderId, VmId};
 use vmseal_api::model::Lifecycle;
@@ -17,6 +20,12 @@ pub struct Vm {
     pub id: VmId,
     /// Its name.
     pub name: String,
+    /// What it is for, in its users' words.
+    pub description: String,
+    /// Its labels, by key.
+    pub labels: BTreeMap<String, String>,
+    /// Whether it is started after its host has rebooted.
+    pub autostart: bool,
     /// The host that it is on.
     pub host: HostId,
     /// That host's name.
@@ -29,6 +38,8 @@ pub struct Vm {
     pub vcpus: u32,
     /// Memory in bytes.
     pub memory: u64,
+    /// What its machine is.
+    pub hardware: Hardware,
     /// The provider of its KEK; `None` if it is not encrypted.
     pub provider: Option<ProviderId>,
     /// Its KEK, once it is created.
@@ -45,12 +56,16 @@ pub struct Vm {
 struct Row {
     id: String,
     name: String,
+    description: String,
+    labels: String,
+    autostart: bool,
     host_id: String,
     host_name: String,
     policy_id: String,
     policy_name: String,
     vcpus: u32,
     memory: i64,
+    hardware: String,
     provider_id: Option<String>,
     key_id: Option<String>,
     key_check: Option<String>,
@@ -63,8 +78,8 @@ struct Row {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT v.id, v.name, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
-                    v.vcpus, v.memory, v.provider_id, v.key_id, v.key_check, v.lifecycle,
+            "SELECT v.id, v.name, v.description, v.labels, v.autostart, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+                    v.vcpus, v.memory, v.hardware, v.provider_id, v.key_id, v.key_check, v.lifecycle,
                     v.seen_power, v.seen_stopped
              FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner'
                   JOIN hosts h ON h.id = o.host_id JOIN policies p ON p.id = v.policy_id ",
@@ -87,12 +102,16 @@ impl TryFrom<Row> for Vm {
         Ok(Self {
             id: parse(&row.id, "a VM's id")?,
             name: row.name,
+            description: row.description,
+            labels: from_json(&row.labels, "the labels of a VM")?,
+            autostart: row.autostart,
             host: parse(&row.host_id, "a host's id")?,
             host_name: row.host_name,
             policy: parse(&row.policy_id, "a policy's id")?,
             policy_name: row.policy_name,
             vcpus: row.vcpus,
             memory: unsigned(row.memory, "an amount of memory")?,
+            hardware: from_json(&row.hardware, "what a VM's machine is")?,
             provider,
             key,
             lifecycle: from_name(&row.lifecycle, "a lifecycle")?,
@@ -108,8 +127,9 @@ impl TryFrom<Row> for Vm {
 /// Adds a VM that does not exist yet.
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle)
-         VALUES ($1, $2, $3, $4, $5, $6, $7)",
+        "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle, hardware,
+                          description, labels, autostart)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
     )
     .bind(vm.id.to_string())
     .bind(&vm.name)
@@ -118,6 +138,10 @@ pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError
     .bind(i64::try_from(vm.memory).unwrap_or(i64::MAX))
     .bind(vm.provider.map(|id| id.to_string()))
     .bind(to_name(&vm.lifecycle))
+    .bind(to_json(&vm.hardware))
+    .bind(&vm.description)
+    .bind(to_json(&vm.labels))
+    .bind(vm.autostart)
     .execute(&mut *to)
     .await
     .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
@@ -163,6 +187,74 @@ pub async fn on_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm
         .bind(host.to_string())
         .fetch_all(from)
         .await?;
+    rows.into_iter().map(Vm::try_from).collect()
+}
+
+/// The VMs that have a policy.
+pub async fn of_policy(
+    from: &mut SqliteConnection,
+    policy: PolicyId,
+) -> Result<Vec<Vm>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE v.policy_id = $1 ORDER BY v.name"))
+        .bind(policy.to_string())
+        .fetch_all(from)
+        .await?;
+    rows.into_iter().map(Vm::try_from).collect()
+}
+
+/// Records what users change of a VM.
+///
+/// # Errors
+/// [`StoreError::Taken`]: another VM has its name.
+pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE vms SET name = $1, vcpus = $2, memory = $3, description = $4, labels = $5,
+                        autostart = $6, policy_id = $7, hardware = $8
+         WHERE id = $9",
+    )
+    .bind(&vm.name)
+    .bind(vm.vcpus)
+    .bind(i64::try_from(vm.memory).unwrap_or(i64::MAX))
+    .bind(&vm.description)
+    .bind(to_json(&vm.labels))
+    .bind(vm.autostart)
+    .bind(vm.policy.to_string())
+    .bind(to_json(&vm.hardware))
+    .bind(vm.id.to_string())
+    .execute(to)
+    .await
+    .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
+    Ok(())
+}
+
+/// Records that the VMs of a host that has rebooted are to be started, if their users want that.
+pub async fn set_starts_due(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE vms SET start_due = TRUE
+         WHERE autostart AND lifecycle = 'ready'
+               AND id IN (SELECT vm_id FROM placements WHERE host_id = $1 AND role = 'owner')",
+    )
+    .bind(host.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// Records that the start of a VM is a task now, or is no longer wanted.
+pub async fn set_start_done(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET start_due = FALSE WHERE id = $1")
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// The VMs that are to be started because their hosts have rebooted.
+pub async fn starts_due(from: &mut SqliteConnection) -> Result<Vec<Vm>, StoreError> {
+    let rows: Vec<Row> =
+        sqlx::query_as(select!("WHERE v.start_due = TRUE AND v.autostart ORDER BY v.id"))
+            .fetch_all(from)
+            .await?;
     rows.into_iter().map(Vm::try_from).collect()
 }
 

@@ -16,11 +16,17 @@ fn source(task: &Task) -> String {
 /// Whether an operator must handle what such a task has left behind. For a VM that could not be started or stopped, the
 /// state of the host is enough.
 fn leaves_work(operation: &Operation) -> bool {
-    !matches!(operation, Operation::StartVm { .. } | Operation::StopVm { .. })
+    !matches!(
+        operation,
+        Operation::StartVm { .. }
+            | Operation::AutostartVm { .. }
+            | Operation::StopVm { .. }
+            | Operation::RebootVm { .. }
+    )
 }
 
 /// Raises the alarm of a task that has ended as unknown.
-pub(super) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
+pub(crate) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
     if !leaves_work(&task.operation) {
         return Ok(());
     }
@@ -58,8 +64,8 @@ pub(super) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), Stor
     alarms::replace(write, &source(task), &[]).await
 }
 
-/// Clears the alarms that a task's success makes obsolete: those of the same operation on its VM, and all of a
-/// deleted VM.
+/// Clears the alarms that a task's success makes obsolete: those of the same operation on its VM, or on the same disk
+/// of it, and all of a deleted VM.
 pub(super) async fn answered(
     write: &mut Write<'_>,
     done: &Task,
@@ -67,7 +73,8 @@ pub(super) async fn answered(
 ) -> Result<(), StoreError> {
     let gone = matches!(done.operation, Operation::DeleteVm { .. });
     for task in tasks::unknown_of_vm(write, vm).await? {
-        if gone || task.operation.kind() == done.operation.kind() {
+        let same = |of: &Operation| (of.kind().to_owned(), of.disk());
+        if gone || same(&task.operation) == same(&done.operation) {
             clear(write, &task).await?;
         }
     }

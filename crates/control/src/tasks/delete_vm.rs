@@ -92,6 +92,10 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let agent = run.agent(&vm)?;
     register(run).await?;
     for disk in run.disks().await? {
+        if disk.detached {
+            // A task that added or removed it has left it: the host knows it only if it is told.
+            crate::hosts::register_with(run.store(), run.hosts(), run.vm_id, &disk).await?;
+        }
         mark_disk(run, &disk, true).await?;
         let answer = absent_is_fine(agent.delete_disk(vm.id, disk.id).await);
         if let Err(StepError::Final(problem)) = &answer

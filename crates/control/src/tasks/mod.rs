@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
-//! | `create_vm`, `start_vm`, `stop_vm`, `recrypt_vm`, `export_disk`, `delete_vm` | the steps of each operation |
+//! | `create_vm`, `start_vm`, `stop_vm`, `reboot_vm`, `recrypt_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
 //! | `runner` | runs one task |
@@ -13,14 +14,21 @@
 //! | `alarms` | alarms about tasks that need an operator |
 //! | `run` | the context of a step |
 
-mod alarms;
+mod add_disk;
+mod adopt_vm;
+pub(crate) mod alarms;
+pub mod autostart;
+mod change_nics;
 mod create_vm;
 mod delete_vm;
 pub mod engine;
 mod environment;
 mod export_disk;
+mod grow_disk;
 mod limits;
+mod reboot_vm;
 mod recrypt_vm;
+mod remove_disk;
 mod run;
 mod runner;
 mod start_vm;

@@ -9,7 +9,7 @@ use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, state_of};
-use super::step::{Limit, Output};
+use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
@@ -18,31 +18,44 @@ use crate::store::vms::Vm;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StartVmStep {
     Prepare,
+    /// The same, however long the provider takes.
+    AwaitKey,
     PowerOn,
 }
 
 pub(crate) const STEPS: &[&dyn super::step::Step] = &[&StartVmStep::Prepare, &StartVmStep::PowerOn];
 
+/// The steps of a start that no user waits for: it waits for the provider of its key.
+pub(crate) const AUTOSTART: &[&dyn super::step::Step] =
+    &[&StartVmStep::AwaitKey, &StartVmStep::PowerOn];
+
 #[async_trait]
 impl super::step::Step for StartVmStep {
     fn name(&self) -> &'static str {
         match self {
-            Self::Prepare => "prepare",
+            Self::Prepare | Self::AwaitKey => "prepare",
             Self::PowerOn => "power-on",
         }
     }
 
     fn title(&self) -> &'static str {
         match self {
-            Self::Prepare => "register and deliver the key",
+            Self::Prepare | Self::AwaitKey => "register and deliver the key",
             Self::PowerOn => "power on",
         }
     }
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::Prepare => Some(Limit::Provider),
+            Self::Prepare | Self::AwaitKey => Some(Limit::Provider),
             _ => None,
+        }
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::AwaitKey => WaitPolicy::BOTH,
+            _ => WaitPolicy::NONE,
         }
     }
 
@@ -52,7 +65,7 @@ impl super::step::Step for StartVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Prepare => prepare(run).await,
+            Self::Prepare | Self::AwaitKey => prepare(run).await,
             Self::PowerOn => power_on(run).await,
         }
         .map(Output::from)
@@ -60,7 +73,7 @@ impl super::step::Step for StartVmStep {
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
-            Self::Prepare => Ok(()),
+            Self::Prepare | Self::AwaitKey => Ok(()),
             Self::PowerOn => power_off(run).await,
         }
     }
@@ -105,11 +118,21 @@ pub(super) fn locked(problem: Problem) -> Problem {
 pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    match run.noted(agent.power_on(vm.id).await) {
+    let first = match run.task.operation {
+        Operation::StartVm { boot_once, .. } => boot_once,
+        _ => None,
+    };
+    let power_on = || async {
+        match first {
+            Some(first) => agent.power_on_from(vm.id, first).await,
+            None => agent.power_on(vm.id).await,
+        }
+    };
+    match run.noted(power_on().await) {
         // The agent restarted since it got the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await.map_err(locked)?;
-            run.noted(agent.power_on(vm.id).await)?;
+            run.noted(power_on().await)?;
         }
         other => other?,
     }
@@ -119,7 +142,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
         let next = run.host_state(vm.host, state.as_deref()).await?;
         let seen = state_of(&next, vm.id);
         match seen.map(|seen| (seen.power, &seen.stopped)) {
-            Some((Power::Running, _)) => {
+            Some((Power::Running | Power::Paused, _)) => {
                 run.hosts().until_shown(vm.host, &next).await;
                 return Ok(());
             }

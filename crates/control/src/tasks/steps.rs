@@ -4,7 +4,10 @@ use vmseal_api::model::TaskState;
 use vmseal_api::problem::Problem;
 
 use super::step::Step;
-use super::{create_vm, delete_vm, export_disk, recrypt_vm, start_vm, stop_vm};
+use super::{
+    add_disk, adopt_vm, change_nics, create_vm, delete_vm, export_disk, grow_disk, reboot_vm,
+    recrypt_vm, remove_disk, start_vm, stop_vm,
+};
 use crate::operation::Operation;
 use crate::store::tasks::Task;
 
@@ -13,10 +16,18 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
     match operation {
         Operation::CreateVm { .. } => create_vm::STEPS,
         Operation::StartVm { .. } => start_vm::STEPS,
+        Operation::AutostartVm { .. } => start_vm::AUTOSTART,
         Operation::StopVm { .. } => stop_vm::STEPS,
+        Operation::RebootVm { .. } => reboot_vm::STEPS,
+        Operation::AddDisk { .. } => add_disk::STEPS,
+        Operation::RemoveDisk { .. } => remove_disk::STEPS,
+        Operation::GrowDisk { .. } => grow_disk::STEPS,
+        Operation::AddNic { .. } => change_nics::ADD,
+        Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
         Operation::RecryptVm { .. } => recrypt_vm::STEPS,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
+        Operation::AdoptVm { .. } => adopt_vm::STEPS,
         Operation::Unreadable { .. } => &[],
     }
 }
@@ -25,6 +36,8 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
+        Operation::RemoveDisk { .. } => remove_disk::unfinished(target, cause),
+        Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
         _ => delete_vm::unfinished(target, cause),
     }
 }

@@ -59,8 +59,10 @@ impl super::step::Step for StopVmStep {
 const HOST_LAG: Duration = Duration::from_secs(5);
 
 pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
-    let Operation::StopVm { force, timeout_seconds, .. } = run.task.operation else {
-        return Ok(());
+    let (force, timeout_seconds) = match run.task.operation {
+        Operation::StopVm { force, timeout_seconds, .. } => (force, timeout_seconds),
+        Operation::RebootVm { timeout_seconds, .. } => (false, timeout_seconds),
+        _ => return Ok(()),
     };
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;

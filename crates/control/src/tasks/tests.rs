@@ -12,7 +12,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
+mod adopt;
 mod away;
+mod cdrom;
+mod changes;
 mod cloud_init;
 mod defects;
 mod forced;
@@ -21,6 +24,7 @@ mod limits;
 mod outage;
 mod recrypt;
 mod revoked;
+mod tpm;
 mod upgrade;
 mod waiting;
 
@@ -83,6 +87,8 @@ enum Kind {
     Delete,
     Export,
     Recrypt,
+    Change(changes::Change),
+    Adopt,
 }
 
 impl Kind {
@@ -94,6 +100,8 @@ impl Kind {
                 Some(fixture.made("web", "encrypted").await)
             }
             Self::Stop => Some(fixture.running("web").await),
+            Self::Change(change) => Some(change.before(fixture).await),
+            Self::Adopt => Some(adopt::lost(fixture, "web").await),
         }
     }
 
@@ -106,11 +114,13 @@ impl Kind {
         };
         let operation = match self {
             Self::Create | Self::FirstBoot => unreachable!("it has no VM yet"),
-            Self::Start => Operation::StartVm { vm },
+            Self::Adopt => return (vm, adopt::begin(fixture).await),
+            Self::Start => Operation::StartVm { vm, boot_once: None },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Export => exporting(vm, fixture.disks(vm).await[0].id),
             Self::Recrypt => fixture.recryption(vm).await,
+            Self::Change(change) => change.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -121,11 +131,13 @@ impl Kind {
             Self::Create | Self::FirstBoot => {
                 steps::of(&Operation::CreateVm { vm, cloud_init: None })
             }
-            Self::Start => steps::of(&Operation::StartVm { vm }),
+            Self::Start => steps::of(&Operation::StartVm { vm, boot_once: None }),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
             Self::Export => steps::of(&exporting(vm, DiskId::new())),
             Self::Recrypt => return recrypt::steps(),
+            Self::Change(change) => change.steps(),
+            Self::Adopt => return adopt::steps(),
         };
         steps.iter().map(|step| step.name()).collect()
     }
@@ -136,6 +148,7 @@ impl Kind {
         let operation = match self {
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Recrypt => recrypt::operation(vm),
+            Self::Change(change) => return change.is_past_commit(step),
             _ => return false,
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
@@ -155,6 +168,8 @@ impl Kind {
                 assert_eq!(fixture.agent.exports(), (vec![OUT.into()], 0), "{what}");
             }
             Self::Recrypt => recrypt::assert_done(fixture, vm, what).await,
+            Self::Change(change) => change.assert_done(fixture, vm, what).await,
+            Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
         }
     }
 
@@ -168,6 +183,8 @@ impl Kind {
                 assert_eq!(fixture.agent.exports(), (vec![], 0), "{what}");
             }
             Self::Recrypt => recrypt::assert_undone(fixture, vm, what).await,
+            Self::Change(change) => change.assert_undone(fixture, vm, what).await,
+            Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
                 let runs = fixture.agent.running().contains(&vm);
@@ -290,6 +307,9 @@ async fn assert_failed_truly(
                     "{what}: the alarm is still active"
                 );
                 return;
+            }
+            if let Kind::Change(change) = kind {
+                return change.assert_unfinished(fixture, vm, &problem, what).await;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");
@@ -437,7 +457,7 @@ async fn lost_calls_lost_answers_and_crashes_of_the_agent_do_not_matter() {
             let vm = fixture.made("web", "encrypted").await;
             fixture.assert_whole(vm, Power::Off, &what).await;
             fixture.inject(call, fault, 1);
-            let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+            let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
             assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
             fixture.assert_whole(vm, Power::Running, &what).await;
             fixture.inject(call, fault, 1);
@@ -515,12 +535,15 @@ async fn one_task_works_on_a_vm_at_a_time() {
     fixture.agent.set_work(std::time::Duration::from_millis(200));
     let (vm, task) = fixture.create("web", "encrypted").await;
     let mut write = fixture.store.write().await.unwrap();
-    let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
+    let second =
+        Engine::record(&mut write, Operation::StartVm { vm, boot_once: None }, "web", "me").await;
     assert_eq!(second.unwrap_err().code, ErrorCode::WrongState);
     drop(write);
     assert_eq!(fixture.ended(task).await.state, TaskState::Done);
     let mut write = fixture.store.write().await.unwrap();
-    Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await.unwrap();
+    Engine::record(&mut write, Operation::StartVm { vm, boot_once: None }, "web", "me")
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
@@ -565,7 +588,7 @@ async fn a_plain_vm_has_no_key_and_needs_none() {
     let vm = fixture.made("open", "plain").await;
     assert_eq!(fixture.vm(vm).await.unwrap().key, None);
     assert_eq!((fixture.calls(Call::OfferKey), fixture.events("key.created").await.len()), (0, 0));
-    let task = fixture.begin(Operation::StartVm { vm }, "open").await;
+    let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "open").await;
     assert_eq!(fixture.ended(task).await.state, TaskState::Done);
 }
 
@@ -610,7 +633,7 @@ async fn a_task_that_goes_on_after_a_crash_is_still_for_the_request_that_asked_f
     let (faults, crashed) = at("power-on", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
     fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
     let request = RequestId::new();
-    let begin = fixture.begin(Operation::StartVm { vm }, "web");
+    let begin = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web");
     let task = request_id::during(Some(request.clone()), begin).await;
     fixture
         .eventually("it crashes", async || (crashed.load(Ordering::SeqCst) > 0).then_some(()))

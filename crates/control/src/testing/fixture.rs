@@ -20,6 +20,7 @@ use crate::providers::Providers;
 use crate::services::Services;
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
+use crate::store::users::Role;
 use crate::store::vms::Vm;
 use crate::store::{Store, alarms, disks, events, policies, providers, tasks, users, vms};
 use crate::tasks::{Engine, Retry};
@@ -87,13 +88,14 @@ impl Fixture {
             engine: Arc::clone(&self.engine),
             authority: Arc::new(Authority::open(self.directory.path()).unwrap()),
             recipient,
+            data_dir: self.directory.path().to_owned(),
         }
     }
 
     /// Adds a user.
-    pub async fn add_user(&self, name: &str, token: &str) {
+    pub async fn add_user(&self, name: &str, token: &str, role: Role) {
         let mut write = self.store.write().await.unwrap();
-        users::insert(&mut write, name, &crate::sha256_hex(token.as_bytes())).await.unwrap();
+        users::insert(&mut write, name, &crate::sha256_hex(token.as_bytes()), role).await.unwrap();
         write.commit().await.unwrap();
     }
 
@@ -170,12 +172,16 @@ impl Fixture {
         let vm = Vm {
             id: VmId::new(),
             name: name.to_owned(),
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
             host: self.host,
             host_name: "here".to_owned(),
             policy: policy.id,
             policy_name: policy.name,
             vcpus: 1,
             memory: 32 << 20,
+            hardware: Default::default(),
             provider: policy.encryption.then_some(self.provider),
             key: None,
             lifecycle: Lifecycle::Creating,
@@ -199,6 +205,7 @@ impl Fixture {
                 image: None,
                 facts: None,
                 deleting: false,
+                detached: false,
             };
             disks::insert(&mut write, vm.id, position, &disk).await.unwrap();
         }
@@ -250,7 +257,7 @@ impl Fixture {
     /// A VM that runs.
     pub async fn running(&self, name: &str) -> VmId {
         let vm = self.made(name, "encrypted").await;
-        let task = self.begin(Operation::StartVm { vm }, name).await;
+        let task = self.begin(Operation::StartVm { vm, boot_once: None }, name).await;
         assert_eq!(self.ended(task).await.state, TaskState::Done);
         vm
     }
@@ -317,10 +324,15 @@ impl Fixture {
 
     /// Asserts that a VM is complete: its disks exist and are recorded, and its host has its current definition and key.
     pub async fn assert_whole(&self, vm: VmId, power: Power, what: &str) {
+        self.assert_whole_with(vm, power, 2, what).await;
+    }
+
+    /// The same of a VM with so many disks.
+    pub async fn assert_whole_with(&self, vm: VmId, power: Power, count: usize, what: &str) {
         let row = self.vm(vm).await.unwrap_or_else(|| panic!("{what}: its row is gone"));
         assert_eq!(row.lifecycle, Lifecycle::Ready, "{what}");
         let disks = self.disks(vm).await;
-        assert_eq!(disks.len(), 2, "{what}");
+        assert_eq!(disks.len(), count, "{what}");
         for disk in &disks {
             assert!(disk.facts.is_some() && !disk.deleting, "{what}: {disk:?}");
             assert!(self.agent.disks().contains_key(&disk.id), "{what}: a file is gone");

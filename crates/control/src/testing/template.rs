@@ -6,13 +6,11 @@ use std::sync::Arc;
 use tokio::sync::OnceCell;
 use vmseal_api::host::{Allocation, DatastoreLocation};
 use vmseal_api::id::{DatastoreId, HostId, PolicyId, ProviderId};
+use vmseal_api::server_backup::INVENTORY;
 use vmseal_secret::SecretBytes;
 
 use crate::providers::{Providers, sealed_file};
 use crate::store::{Store, datastores, hosts, policies, providers};
-
-/// The name of the inventory in a data directory.
-const INVENTORY: &str = "db";
 
 /// Files, by their paths in a data directory. In memory, as a directory would not be removed at the end of the process.
 type Files = Vec<(PathBuf, Vec<u8>)>;
@@ -91,6 +89,7 @@ impl Template {
                 limits: Default::default(),
                 cache: None,
                 replica: None,
+                cpu_model: None,
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }

@@ -1,5 +1,7 @@
 //! The status of a disk: written by its threads, read by the control socket.
 
+use std::fmt;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -73,7 +75,26 @@ pub struct DiskState {
     replica: Option<Replicate>,
     /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,
+    front_end: Mutex<FrontEnd>,
 }
+
+/// What is known of the VMM that is connected.
+#[derive(Default)]
+struct FrontEnd {
+    /// Tells it that the disk has another size.
+    announce: Option<Announce>,
+    /// Whether its guest's driver uses the disk.
+    driver: bool,
+}
+
+impl fmt::Debug for FrontEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FrontEnd").field("driver", &self.driver).finish_non_exhaustive()
+    }
+}
+
+/// Tells a VMM that the disk has another size than before.
+pub type Announce = Box<dyn Fn() -> io::Result<()> + Send>;
 
 #[derive(Debug, Default)]
 struct ErrorLog {
@@ -103,7 +124,31 @@ impl DiskState {
             bitmaps: None,
             replica: None,
             beside: None,
+            front_end: Mutex::default(),
         }
+    }
+
+    /// Sets how the VMM is told of another size.
+    pub fn set_announce(&self, announce: Option<Announce>) {
+        lock(&self.front_end).announce = announce;
+    }
+
+    /// Sets whether the guest's driver uses the disk.
+    pub fn set_driver(&self, driver: bool) {
+        lock(&self.front_end).driver = driver;
+    }
+
+    /// Tells the VMM that the disk has another size than before.
+    ///
+    /// # Errors
+    /// Why it cannot be told now.
+    pub fn announce_size(&self) -> Result<(), String> {
+        let front_end = lock(&self.front_end);
+        let announce = front_end.announce.as_ref().ok_or("its VMM has given no channel for it")?;
+        if !front_end.driver {
+            return Err("no driver uses the disk, and its VMM would not look".to_owned());
+        }
+        announce().map_err(|error| error.to_string())
     }
 
     /// The same, of a disk that is read beside its front end: errors there are reported with the disk's own.
@@ -233,6 +278,7 @@ impl DiskState {
     pub fn status(&self) -> DiskStatus {
         DiskStatus {
             disk: self.disk,
+            driver: Some(lock(&self.front_end).driver),
             state: lock(&self.activity).clone(),
             counters: self.totals(),
             last_error: self.last_error(),

@@ -494,7 +494,7 @@ mod tests {
         for disk in config["disks"].as_array_mut().unwrap() {
             disk["chain"] = json!([{ "kind": "cache", "bytes": CACHE_BYTES_MAX / 2 }]);
         }
-        assert!(read_value(&config).unwrap_err().to_string().contains("402653184 bytes in all"));
+        assert!(read_value(&config).unwrap_err().to_string().contains("384 MiB in all"));
         config["disks"].as_array_mut().unwrap().pop();
         assert!(read_value(&config).is_ok());
         let endless = std::io::repeat(b' ');

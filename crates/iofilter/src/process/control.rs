@@ -111,6 +111,9 @@ impl Control {
                 Ok(ControlRequest::Bitmap { disk, name, change }) => {
                     send(stream, &self.bitmap(disk, &name, change))?;
                 }
+                Ok(ControlRequest::AnnounceSize { disk }) => {
+                    send(stream, &self.announce_size(disk))?;
+                }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
@@ -149,6 +152,19 @@ impl Control {
                 ControlReply::Bitmaps { bitmaps: bitmaps.status() }
             }
             Err(error) => refusal(error.code(), error.to_string()),
+        }
+    }
+
+    fn announce_size(&self, disk: DiskId) -> ControlReply {
+        match self.disks.iter().find(|state| state.disk() == disk) {
+            None => {
+                let message = format!("this filter does not serve disk {disk}");
+                refusal(ErrorCode::NotFound, message)
+            }
+            Some(state) => match state.announce_size() {
+                Ok(()) => ControlReply::Done,
+                Err(message) => refusal(ErrorCode::WrongState, message),
+            },
         }
     }
 

@@ -247,8 +247,12 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
     let front_end = match &config.front_end {
-        Some(FrontEndSpec::VhostUserBlk { socket, peer_uid, .. }) => {
-            let socket = handles.socket(socket).map_err(named("its socket"))?;
+        Some(FrontEndSpec::VhostUserBlk { socket, connected, peer_uid, .. }) => {
+            let socket = match connected {
+                Some(pipe) => handles.connecting(socket, pipe),
+                None => handles.socket(socket),
+            };
+            let socket = socket.map_err(named("its socket"))?;
             Some(FrontEnd::VhostUser(socket, uid(peer_uid)))
         }
         Some(FrontEndSpec::Nbd { listen, peer_uid }) => {

@@ -75,7 +75,7 @@ impl Vmseal {
     fn front_end(&self, socket: Handle) -> FrontEndSpec {
         match self.transport {
             Transport::VhostUser => {
-                FrontEndSpec::VhostUserBlk { socket, peer_uid: None, queues: 1 }
+                FrontEndSpec::VhostUserBlk { socket, connected: None, peer_uid: None, queues: 1 }
             }
             Transport::Nbd => FrontEndSpec::Nbd { listen: socket, peer_uid: None },
         }

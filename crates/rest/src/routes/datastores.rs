@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use vmseal_api::adopt::{AdoptVms, Adoption};
 use vmseal_api::datastore::DatastoreScan;
 use vmseal_api::model::{Datastore, Page, Plan};
 use vmseal_api::request::AddDatastore;
@@ -70,6 +71,21 @@ pub(super) async fn remove(
             .await?
             .map(no_content),
     ))
+}
+
+/// Adopts the VMs of a datastore that the inventory does not have, each with a task, or says why not. A dry run gives the
+/// same answer without tasks.
+#[utoipa::path(post, path = "/api/v1/datastores/{datastore}/adopt", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    request_body = AdoptVms, responses((status = 200, body = Adoption), ProblemResponse))]
+pub(super) async fn adopt(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<AdoptVms>,
+) -> Result<Json<Adoption>, ProblemResponse> {
+    Ok(Json(services::adopt::adopt(&control, &caller, &name, request, query.dry_run).await?))
 }
 
 /// Scans a datastore, and lists images that belong to no VM, and missing images. Changes nothing.

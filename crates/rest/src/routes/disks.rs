@@ -83,10 +83,10 @@ pub(super) async fn expose(
     let ExposeQuery { connect, writable } = query;
     let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
     // Before the upgrade, so that the client can read a refusal.
-    let stream = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
+    let (stream, exposure) = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
     Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(
         async move |socket| {
-            let _held = (held, connection);
+            let _held = (held, connection, exposure);
             carry(socket, stream).await;
         },
     ))

@@ -9,6 +9,8 @@ mod console;
 mod datastores;
 mod disks;
 mod events;
+mod guest;
+mod guests;
 mod hosts;
 mod kmip;
 mod kmip_servers;
@@ -17,14 +19,18 @@ pub(crate) mod metrics;
 mod nics;
 mod policies;
 mod providers;
+mod server_backup;
 mod tasks;
+mod usage;
+mod vm_devices;
 mod vms;
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::extract::Request;
 use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use tracing::Instrument;
@@ -36,6 +42,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_control::services::{Privilege, Services};
 
+use crate::document;
 use crate::problem::{self, ProblemResponse};
 use crate::request::{auth, dry_run};
 use crate::trace;
@@ -71,12 +78,13 @@ impl Modify for Credentials {
 fn open_routes() -> OpenApiRouter<Arc<Services>> {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(about::show))
+        .routes(routes!(show_document))
         .routes(routes!(hosts::join))
 }
 
 /// The routes that need a user, by the privilege that each needs. The services require it too; here it is asked for
 /// before anything else of a request is looked at.
-fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
+fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 15] {
     let new = OpenApiRouter::new;
     [
         (
@@ -95,6 +103,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
                 .routes(routes!(policies::show))
                 .routes(routes!(vms::list))
                 .routes(routes!(vms::show))
+                .routes(routes!(usage::show))
                 .routes(routes!(bitmaps::list))
                 .routes(routes!(disks::replica))
                 .routes(routes!(tasks::list))
@@ -103,18 +112,33 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
                 .routes(routes!(events::alarms))
                 .routes(routes!(changes::show)),
         ),
-        (Privilege::VmPower, new().routes(routes!(vms::start)).routes(routes!(vms::stop))),
+        (
+            Privilege::VmPower,
+            new()
+                .routes(routes!(vms::start))
+                .routes(routes!(vms::stop))
+                .routes(routes!(guests::reboot))
+                .routes(routes!(guests::reset))
+                .routes(routes!(guests::pause))
+                .routes(routes!(guests::unpause)),
+        ),
         (
             Privilege::VmConfigure,
             new()
                 .routes(routes!(vms::create))
-                .routes(routes!(vms::delete))
-                .routes(routes!(nics::set))
+                .routes(routes!(vms::set, vms::delete))
+                .routes(routes!(datastores::adopt))
+                .routes(routes!(vm_devices::add_disk))
+                .routes(routes!(vm_devices::remove_disk))
+                .routes(routes!(vm_devices::resize_disk))
+                .routes(routes!(vm_devices::add_nic))
+                .routes(routes!(nics::set, vm_devices::remove_nic))
                 .routes(routes!(bitmaps::add))
                 .routes(routes!(bitmaps::clear))
                 .routes(routes!(bitmaps::remove)),
         ),
-        (Privilege::VmConsole, new().routes(routes!(console::open))),
+        (Privilege::VmConsole, new().routes(routes!(console::open)).routes(routes!(guest::screen))),
+        (Privilege::VmGuest, new().routes(routes!(guest::ask))),
         (
             Privilege::ManageTasks,
             new().routes(routes!(tasks::cancel)).routes(routes!(tasks::resolve)),
@@ -156,35 +180,52 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 13] {
         ),
         (
             Privilege::ManagePolicies,
-            new().routes(routes!(policies::add)).routes(routes!(policies::remove)),
+            new().routes(routes!(policies::add)).routes(routes!(policies::set, policies::remove)),
         ),
         (
             Privilege::RegisterHost,
             new().routes(routes!(hosts::change, hosts::remove)).routes(routes!(hosts::make_token)),
         ),
+        (Privilege::BackUpServer, new().routes(routes!(server_backup::make))),
     ]
 }
 
-/// The OpenAPI document.
-#[must_use]
-pub fn document() -> utoipa::openapi::OpenApi {
+/// What the routes say of themselves.
+pub(crate) fn described() -> utoipa::openapi::OpenApi {
     let all = user_routes().into_iter().map(|(_, routes)| routes);
     all.fold(open_routes(), OpenApiRouter::merge).into_openapi()
 }
 
+/// The API document.
+#[must_use]
+pub fn document() -> serde_json::Value {
+    document::complete(&described())
+}
+
+/// Shows this document; needs no credentials.
+#[utoipa::path(get, path = "/api/v1/openapi.json", tag = "server", security(()),
+    responses((status = 200, description = "The document", content_type = "application/json", body = Object)))]
+async fn show_document() -> impl IntoResponse {
+    static TEXT: LazyLock<String> = LazyLock::new(|| format!("{:#}\n", document()));
+    ([(CONTENT_TYPE, "application/json")], TEXT.as_str())
+}
+
 /// The routes that need a user, without the authentication.
 pub(crate) fn user_router() -> axum::Router<Arc<Services>> {
-    let parameterized = dry_run::RoutesWithQuery::of(&document());
+    let parameterized = dry_run::RoutesWithQuery::of(&described());
     let metrics = metrics::routes().into_iter();
     let metrics = metrics.fold(axum::Router::new(), |all, (path, route)| all.route(path, route));
     let api = user_routes().into_iter().map(|(privilege, routes)| {
         let refuse = middleware::from_fn_with_state(parameterized.clone(), dry_run::refuse_others);
         (privilege, axum::Router::from(routes).route_layer(refuse))
     });
-    api.chain([(Privilege::Read, metrics)]).fold(axum::Router::new(), |all, (privilege, routes)| {
-        let require = middleware::from_fn_with_state(privilege, auth::require);
-        all.merge(routes.route_layer(require))
-    })
+    api.chain([(Privilege::ReadMetrics, metrics)]).fold(
+        axum::Router::new(),
+        |all, (privilege, routes)| {
+            let require = middleware::from_fn_with_state(privilege, auth::require);
+            all.merge(routes.route_layer(require))
+        },
+    )
 }
 
 /// The API.

@@ -6,10 +6,10 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::model::{Page, Plan, Policy};
-use vmseal_api::request::AddPolicy;
+use vmseal_api::request::{AddPolicy, SetPolicy};
 use vmseal_control::services::{self, Services};
 
-use crate::answer::{Answer, created, no_content};
+use crate::answer::{Answer, PolicyOrPlan, created, no_content};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::{self, PathSegment, QueryOf};
@@ -52,6 +52,25 @@ pub(super) async fn show(
     PathSegment(name): PathSegment,
 ) -> Result<Json<Policy>, ProblemResponse> {
     Ok(Json(services::policies::show(&control, &caller, &name).await?))
+}
+
+/// Changes a storage policy, with the limits and caches of VMs that have it, which take effect at their next start. A dry
+/// run names these VMs, and what each would need.
+#[utoipa::path(patch, path = "/api/v1/policies/{policy}", tag = "policies",
+    params(("policy" = String, Path, description = "Its name or id"), DryRunQuery), request_body = SetPolicy,
+    responses((status = 200, body = PolicyOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetPolicy>,
+) -> Result<Answer<Json<Policy>>, ProblemResponse> {
+    Ok(Answer(
+        services::set_policy::set(&control, &caller, &name, request, query.dry_run)
+            .await?
+            .map(Json),
+    ))
 }
 
 /// Removes a storage policy that no VM has.

@@ -4,26 +4,60 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use serde::Deserialize;
+use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
-use vmseal_api::request::{CreateVm, RecryptVm, StopVm};
-use vmseal_control::services::{self, Services};
+use vmseal_api::request::{CreateVm, RecryptVm, SetVm, StartVm, StopVm};
+use vmseal_control::services::{self, PageRequest, Services};
 
-use crate::answer::{Accepted, Answer};
+use crate::answer::{Accepted, Answer, VmOrPlan};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf};
+use crate::request::body::{self, OptionalJson, PathSegment, QueryOf};
 use crate::request::dry_run::DryRunQuery;
-use crate::request::page::PageQuery;
+
+/// Which VMs are listed.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct VmsQuery {
+    /// The `next` of the last page.
+    after: Option<String>,
+    /// How many VMs at most.
+    limit: Option<u32>,
+    /// A label that they have: `KEY=VALUE`, or `KEY` with any value. A page may then have fewer than `limit`, and be
+    /// followed by others.
+    label: Option<String>,
+}
 
 /// Lists the VMs.
-#[utoipa::path(get, path = "/api/v1/vms", tag = "vms", params(PageQuery),
+#[utoipa::path(get, path = "/api/v1/vms", tag = "vms", params(VmsQuery),
     responses((status = 200, body = Page<Vm>), ProblemResponse))]
 pub(super) async fn list(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
-    QueryOf(query): QueryOf<PageQuery>,
+    QueryOf(query): QueryOf<VmsQuery>,
 ) -> Result<Json<Page<Vm>>, ProblemResponse> {
-    Ok(Json(services::vms::list(&control, &caller, query.into()).await?))
+    let VmsQuery { after, limit, label } = query;
+    let part = PageRequest { after, limit };
+    Ok(Json(services::vms::list(&control, &caller, part, label.as_deref()).await?))
+}
+
+/// Changes a VM. Of one that runs, its processors, its memory, and the limits and caches of another policy take effect
+/// at its next start; `at_next_start` of the answer names them.
+#[utoipa::path(patch, path = "/api/v1/vms/{vm}", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery), request_body = SetVm,
+    responses((status = 200, body = VmOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetVm>,
+) -> Result<Answer<Json<Vm>>, ProblemResponse> {
+    Ok(Answer(
+        services::set_vm::set(&control, &caller, &name, request, query.dry_run).await?.map(Json),
+    ))
 }
 
 /// Shows a VM.
@@ -55,15 +89,16 @@ pub(super) async fn create(
 /// Starts a VM that is off.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/start", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
-    responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+    request_body = Option<StartVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn start(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(name): PathSegment,
     QueryOf(query): QueryOf<DryRunQuery>,
-    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+    OptionalJson(request): OptionalJson<StartVm>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
-    Ok(Answer(services::vms::start(&control, &caller, &name, query.dry_run).await?.map(Accepted)))
+    let started = services::vms::start(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(started.map(Accepted)))
 }
 
 /// Stops a VM; one that is off stays off. With `force`, a task that waits for the guest to shut down cuts its power

@@ -35,6 +35,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     let backup = json!({ "backup": backup.body["backup"], "passphrase": api.sealed("keys", "b") });
     let export = json!({ "to": "/out/web.img", "format": "raw", "plaintext": true });
     let given = |passphrase: &str| json!({ "passphrase": api.sealed("keys", passphrase) });
+    let of_server = json!({ "passphrase": api.sealed("backup of the server", "secret of it") });
     let (before, calls) = (everything(&api).await, api.fixture.agent.calls().len());
     let policy = json!({ "name": "new", "encryption": true });
     let datastore = |path: &str| json!({ "name": "more", "host": "here", "location": { "kind": "dir", "path": path } });
@@ -55,6 +56,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         (Method::POST, "providers/keys/default", Value::Null, "provider.default", "use it"),
         (Method::POST, "hosts/tokens", Value::Null, "host.token", "15 minutes"),
         (Method::POST, "providers", provider, "provider.add", "make its key"),
+        (Method::POST, "server/backup", of_server, "server.backup", "seal inventory"),
     ] {
         let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
         assert_eq!(answer.status, 200, "{path}: {}", answer.body);
@@ -65,8 +67,14 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     assert_eq!(everything(&api).await, before);
     let told = &api.fixture.agent.calls()[calls..];
     // These only read.
-    let harmless =
-        ["ExamineDatastore", "ExamineDisk", "ExamineNic", "ExamineJob", "MeasureDatastore"];
+    let harmless = [
+        "ExamineDatastore",
+        "ExamineDisk",
+        "ExamineNic",
+        "ExamineJob",
+        "MeasureDatastore",
+        "SurveyDatastore",
+    ];
     assert!(told.iter().all(|call| harmless.contains(&&*format!("{call:?}"))), "{told:?}");
     assert_eq!(api.fixture.agent.exports(), (Vec::new(), 0));
 }

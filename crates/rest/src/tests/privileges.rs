@@ -10,7 +10,8 @@ use crate::request::auth::Authenticated;
 use crate::routes::{metrics, user_router};
 
 /// Routes that need no credentials.
-const PUBLIC: [(&str, &str); 2] = [("GET", "/api/v1/about"), ("POST", "/api/v1/hosts/join")];
+const PUBLIC: [(&str, &str); 3] =
+    [("GET", "/api/v1/about"), ("GET", "/api/v1/openapi.json"), ("POST", "/api/v1/hosts/join")];
 
 /// A passphrase in the form of requests.
 const SEALED: &str = r#"{"passphrase_box": "", "sealed": ""}"#;
@@ -40,6 +41,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("GET", "/api/v1/datastores/{datastore}", Read, ""),
         ("DELETE", "/api/v1/datastores/{datastore}", ManageDatastores, ""),
         ("GET", "/api/v1/datastores/{datastore}/scan", Read, ""),
+        ("POST", "/api/v1/datastores/{datastore}/adopt", VmConfigure, "{}"),
         ("GET", "/api/v1/providers", Read, ""),
         ("POST", "/api/v1/providers", ManageProviders, r#"{"name": "?"}"#),
         ("GET", "/api/v1/providers/{provider}", Read, ""),
@@ -112,6 +114,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("GET", "/api/v1/policies", Read, ""),
         ("POST", "/api/v1/policies", ManagePolicies, r#"{"name": "?", "encryption": false}"#),
         ("GET", "/api/v1/policies/{policy}", Read, ""),
+        ("PATCH", "/api/v1/policies/{policy}", ManagePolicies, r#"{"iops": 1}"#),
         ("DELETE", "/api/v1/policies/{policy}", ManagePolicies, ""),
         ("GET", "/api/v1/vms", Read, ""),
         (
@@ -121,12 +124,29 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
             r#"{"name": "?", "policy": "none", "memory": 0, "disks": []}"#,
         ),
         ("GET", "/api/v1/vms/{vm}", Read, ""),
+        ("PATCH", "/api/v1/vms/{vm}", VmConfigure, r#"{"vcpus": 2}"#),
         ("DELETE", "/api/v1/vms/{vm}", VmConfigure, ""),
         ("POST", "/api/v1/vms/{vm}/start", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/stop", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/reboot", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/reset", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/pause", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/unpause", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),
         ("GET", "/api/v1/vms/{vm}/console", VmConsole, ""),
+        ("POST", "/api/v1/vms/{vm}/nics", VmConfigure, r#"{"backend": {"kind": "user"}}"#),
+        ("GET", "/api/v1/vms/{vm}/screen", VmConsole, ""),
+        ("POST", "/api/v1/vms/{vm}/guest", VmGuest, r#"{"ask": "ping"}"#),
         ("PATCH", "/api/v1/vms/{vm}/nics/{nic}", VmConfigure, r#"{"link": "up"}"#),
+        ("DELETE", "/api/v1/vms/{vm}/nics/{nic}", VmConfigure, ""),
+        (
+            "POST",
+            "/api/v1/vms/{vm}/disks",
+            VmConfigure,
+            r#"{"name": "x", "datastore": "none", "size": 1048576}"#,
+        ),
+        ("DELETE", "/api/v1/vms/{vm}/disks/{disk}", VmConfigure, ""),
+        ("POST", "/api/v1/vms/{vm}/disks/{disk}/resize", VmConfigure, r#"{"size": 1048576}"#),
         (
             "POST",
             "/api/v1/vms/{vm}/disks/{disk}/export",
@@ -139,6 +159,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("POST", "/api/v1/vms/{vm}/disks/{disk}/bitmaps", VmConfigure, r#"{"name": "b"}"#),
         ("POST", "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}/clear", VmConfigure, ""),
         ("DELETE", "/api/v1/vms/{vm}/disks/{disk}/bitmaps/{bitmap}", VmConfigure, ""),
+        ("GET", "/api/v1/usage", Read, ""),
         ("GET", "/api/v1/tasks", Read, ""),
         ("GET", "/api/v1/tasks/{task}", Read, ""),
         ("POST", "/api/v1/tasks/{task}/cancel", ManageTasks, ""),
@@ -146,9 +167,10 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("GET", "/api/v1/events", Read, ""),
         ("GET", "/api/v1/alarms", Read, ""),
         ("GET", "/api/v1/changes", Read, ""),
-        ("GET", "/metrics", Read, ""),
-        ("GET", "/metrics/hosts/{host}", Read, ""),
-        ("GET", "/metrics/targets", Read, ""),
+        ("POST", "/api/v1/server/backup", BackUpServer, r#"{"passphrase": SEALED}"#),
+        ("GET", "/metrics", ReadMetrics, ""),
+        ("GET", "/metrics/hosts/{host}", ReadMetrics, ""),
+        ("GET", "/metrics/targets", ReadMetrics, ""),
     ]
     .map(|(method, path, privilege, body)| (method, path, privilege, of(body)))
     .into()
@@ -159,7 +181,7 @@ type Routes = BTreeSet<(String, String)>;
 
 /// The routes of the router, and which of them have a dry run.
 fn served() -> (Routes, Routes) {
-    let document = serde_json::to_value(document()).unwrap();
+    let document = document();
     let (mut all, mut dry) = (Routes::new(), Routes::new());
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
@@ -334,5 +356,46 @@ async fn encrypted_resources_need_the_cryptography_privileges_too() {
     forbidden(&[VmConsole], "GET", &console("secret"), &Value::Null, "direct-access").await;
     allowed(&[VmConsole], "GET", &console("open"), &Value::Null).await;
     allowed(&[VmConsole, DirectAccess], "GET", &console("secret"), &Value::Null).await;
+    let screen = |vm: &str| format!("/api/v1/vms/{vm}/screen");
+    forbidden(&[VmConsole], "GET", &screen("secret"), &Value::Null, "direct-access").await;
+    allowed(&[VmConsole, DirectAccess], "GET", &screen("secret"), &Value::Null).await;
+    let guest = |vm: &str| format!("/api/v1/vms/{vm}/guest");
+    let exec = json!({ "ask": "exec", "path": "/bin/true", "arguments": ["word"] });
+    forbidden(&[VmGuest], "POST", &guest("secret"), &exec, "direct-access").await;
+    allowed(&[VmGuest], "POST", &guest("open"), &exec).await;
+    allowed(&[VmGuest, DirectAccess], "POST", &guest("secret"), &exec).await;
+    let asked = api.fixture.events("vm.guest-asked").await;
+    assert!(!asked.is_empty() && asked.iter().all(|it| it.detail == "to run /bin/true"));
     assert!(api.fixture.events("vm.console-opened").await.iter().all(|it| it.actor == "somebody"));
+}
+
+/// Prometheus gets the metrics with its token, and nothing else.
+#[tokio::test]
+async fn the_token_for_metrics_is_good_for_nothing_else() {
+    const METRICS_TOKEN: &str = "of-prometheus";
+    let api = Api::new().await;
+    api.fixture.add_user("prometheus", METRICS_TOKEN, Role::Metrics).await;
+    let ask = async |method: &str, path: &str| {
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::AUTHORIZATION, format!("Bearer {METRICS_TOKEN}"))
+            .body(Body::empty())
+            .unwrap();
+        api.send(request).await.status.as_u16()
+    };
+    for path in ["/metrics", "/metrics/targets"] {
+        assert_eq!(ask("GET", path).await, 200, "{path}");
+    }
+    for (method, path) in [
+        ("GET", "/api/v1/vms"),
+        ("GET", "/api/v1/events"),
+        ("GET", "/api/v1/alarms"),
+        ("DELETE", "/api/v1/vms/web"),
+        ("POST", "/api/v1/hosts/join-token"),
+    ] {
+        let status = ask(method, path).await;
+        assert!(matches!(status, 403..=405), "{method} {path}: {status}");
+    }
+    assert_eq!(ask("GET", "/api/v1/vms").await, 403);
 }

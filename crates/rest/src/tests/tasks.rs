@@ -37,7 +37,10 @@ async fn a_task_of_another_version_is_shown_and_resolved() {
     api.post("tasks/x/resolve", Value::Null).await.assert_problem(404, "not-found");
     let mut write = api.fixture.store.write().await.unwrap();
     let done = tasks::get(&mut write, &id).await.unwrap().unwrap();
-    let start = vmseal_control::operation::Operation::StartVm { vm: done.operation.vm().unwrap() };
+    let start = vmseal_control::operation::Operation::StartVm {
+        vm: done.operation.vm().unwrap(),
+        boot_once: None,
+    };
     let task = vmseal_control::tasks::Engine::record(&mut write, start, "web", "me").await.unwrap();
     let rubbish = "UPDATE tasks SET operation = '{}', kind = 'vm.levitate' WHERE id = ?";
     sqlx::query(rubbish).bind(task.id.to_string()).execute(&mut *write).await.unwrap();

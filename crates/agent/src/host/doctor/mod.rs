@@ -9,12 +9,13 @@ mod processor;
 mod programs;
 mod storage;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmseal_secret::process::Hardening;
 
 use crate::host::identity::{Identity, IdentityError};
+use crate::hypervisor::tpm;
 
 /// What to check.
 #[derive(Clone, Debug)]
@@ -80,6 +81,7 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.extend(programs::qemu(&options.qemu));
     findings.push(processor::accelerator(&options.qemu).await);
     findings.push(programs::filter(&options.filter));
+    findings.push(programs::swtpm(Path::new(tpm::PROGRAM)));
     findings.extend(memory::all(options.hardening));
     findings.push(kernel::io_uring());
     findings.push(kernel::confinement());

@@ -1,4 +1,4 @@
-//! The programs that VMs need: QEMU, and the filter.
+//! The programs that VMs need: QEMU, the filter, and swtpm.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Finding;
 use crate::hypervisor::qemu::Qemu;
+use crate::process;
 
 /// QEMU's device for an encrypted disk.
 const DEVICE: &str = "\"vhost-user-blk-pci\"";
@@ -62,6 +63,22 @@ pub fn filter(program: &Path) -> Finding {
     }
     let found = format!("{} is '{answer}', and this program is {own}", program.display());
     Finding::failed(CHECK, found, INSTALL)
+}
+
+/// swtpm, which only VMs with a TPM need.
+pub fn swtpm(program: &Path) -> Finding {
+    const CHECK: &str = "swtpm";
+    let path = process::find_program(program);
+    match said(&path, &["--version"]) {
+        Some(answer) => {
+            let version = answer.lines().next().unwrap_or_default();
+            Finding::ok(CHECK, format!("{} is '{}'", path.display(), version.trim()))
+        }
+        None => {
+            let found = format!("{} does not run: no VM can have a TPM", path.display());
+            Finding::warning(CHECK, found, "install Debian's swtpm")
+        }
+    }
 }
 
 fn said(program: &Path, arguments: &[&str]) -> Option<String> {
@@ -129,5 +146,11 @@ mod tests {
         );
         assert_eq!(verdicts("echo 'name \"virtio-blk-pci\"'"), [Verdict::Ok, Verdict::Failed]);
         assert_eq!(qemu(Path::new("/nowhere"))[0].result, Verdict::Failed);
+        let found = swtpm(&run("echo 'TPM emulator version 0.7.1, Copyright'"));
+        assert_eq!(found.result, Verdict::Ok);
+        assert!(found.found.contains("0.7.1"), "{}", found.found);
+        let missing = swtpm(Path::new("/nowhere"));
+        assert_eq!(missing.result, Verdict::Warning);
+        assert!(missing.remedy.unwrap().contains("swtpm"));
     }
 }

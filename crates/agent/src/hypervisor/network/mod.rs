@@ -71,18 +71,36 @@ impl OpenTap {
 /// What the host lacks, and what to do: nothing is left of it.
 pub fn open(spec: &VmSpec, before: &[NicState], own_user: bool) -> Result<Vec<Card>, Problem> {
     let mut chosen = forwards::Chosen::new(spec.vm, own_user);
+    spec.nics().map(|nic| open_chosen(spec, nic, before, &mut chosen)).collect()
+}
+
+/// Opens a card that is plugged into a VM that runs.
+///
+/// # Errors
+/// Those of [`open`].
+pub fn open_one(
+    spec: &VmSpec,
+    nic: &NicSpec,
+    before: &[NicState],
+    own_user: bool,
+) -> Result<Card, Problem> {
+    open_chosen(spec, nic, before, &mut forwards::Chosen::new(spec.vm, own_user))
+}
+
+fn open_chosen(
+    spec: &VmSpec,
+    nic: &NicSpec,
+    before: &[NicState],
+    chosen: &mut forwards::Chosen,
+) -> Result<Card, Problem> {
     let queues = spec.vcpus.clamp(1, QUEUES_MAX);
-    spec.nics()
-        .map(|nic| {
-            let queues = if nic.model == NicModel::Virtio { queues } else { 1 };
-            let tap = tap_of(nic, queues)?;
-            let before = before.iter().find(|before| before.nic == nic.nic);
-            let forwards = chosen.choose(nic, before.map_or(&[], |before| &before.forwards))?;
-            let interface = tap.as_ref().map(|open| open.tap.name.clone());
-            let state = NicState { nic: nic.nic, forwards, interface, addresses: Vec::new() };
-            Ok(Card { state, tap })
-        })
-        .collect()
+    let queues = if nic.model == NicModel::Virtio { queues } else { 1 };
+    let tap = tap_of(nic, queues)?;
+    let before = before.iter().find(|before| before.nic == nic.nic);
+    let forwards = chosen.choose(nic, before.map_or(&[], |before| &before.forwards))?;
+    let interface = tap.as_ref().map(|open| open.tap.name.clone());
+    let state = NicState { nic: nic.nic, forwards, interface, addresses: Vec::new() };
+    Ok(Card { state, tap })
 }
 
 /// Sees whether a card could be opened; nothing is made or taken.

@@ -136,6 +136,14 @@ impl Qmp {
         self.execute_with("getfd", arguments, Some(fd)).await.map(drop)
     }
 
+    /// Passes a descriptor to QEMU in a set of descriptors of its own (`add-fd`); QEMU's answer.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub async fn add_descriptor(&self, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
+        self.execute_with("add-fd", Value::Null, Some(fd)).await
+    }
+
     async fn execute_with(
         &self,
         command: &str,

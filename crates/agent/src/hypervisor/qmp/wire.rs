@@ -49,6 +49,8 @@ pub enum Event {
     Shutdown(ShutdownReason),
     /// The guest has panicked.
     GuestPanicked,
+    /// The guest has let a device go, and QEMU no longer has it; by its id.
+    DeviceDeleted(String),
     /// Another event, by its name.
     Other(String),
 }
@@ -110,6 +112,10 @@ fn event(name: String, data: Option<&Value>) -> Event {
             })
         }
         "GUEST_PANICKED" => Event::GuestPanicked,
+        "DEVICE_DELETED" => match data.and_then(|data| data["device"].as_str()) {
+            Some(device) => Event::DeviceDeleted(device.to_owned()),
+            None => Event::Other(name),
+        },
         _ => Event::Other(name),
     }
 }

@@ -40,11 +40,14 @@ impl Owner {
     /// The source to serve the disk from, if that is allowed.
     fn ready_to_expose(&self, disk: DiskId, writable: bool) -> Result<Source, Problem> {
         let disk = find_disk(&self.spec, disk)?;
+        rules::holds_data(&self.spec, disk)?;
         let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
         self.situation().may(action, Some(disk))?;
         if let State::Running(running) | State::Stopping { running, .. } = &self.state {
-            let index = self.spec.disks().position(|known| known.disk == disk.disk);
-            let socket = running.directory.socket(&beside(index.unwrap_or_default()));
+            let Some(known) = running.live.disk(disk.disk) else {
+                return Err(rules::not_in_guest(&self.spec, disk));
+            };
+            let socket = running.directory.socket(&beside(known.socket));
             if !socket.exists() {
                 let what =
                     "was started by a vmseal that could not expose disks in use. Stop and start it";

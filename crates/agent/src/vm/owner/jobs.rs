@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{
-    CreateJob, DiskFacts, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
+    CreateJob, DiskFacts, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::Problem;
@@ -76,9 +76,17 @@ impl Owner {
             let disk = find_disk(&self.spec, wanted.disk)?.clone();
             let key_box = &self.shared.key_box;
             let open = |sealed| key_box.open_cloud_init(self.spec.vm, disk.disk, sealed);
-            let source = wanted.source.clone().map(Source::Image);
-            let source =
-                source.or_else(|| Some(Source::CloudInit(open(wanted.cloud_init.as_ref()?))));
+            let source = match disk.role {
+                DiskRole::Data => wanted.source.clone().map(Source::Image),
+                DiskRole::CloudInit => {
+                    wanted.cloud_init.as_ref().map(|sealed| Source::CloudInit(open(sealed)))
+                }
+                DiskRole::Tpm => Some(Source::Tpm(self.shared.swtpm.clone())),
+                DiskRole::UefiVariables => {
+                    let firmware = self.spec.hardware.firmware;
+                    Some(Source::Variables(self.shared.firmware.clone(), firmware))
+                }
+            };
             let kek = if disk.encrypted { self.clone_kek()? } else { None };
             Ok(NewDisk { spec: self.spec.clone(), disk, kek, source })
         };

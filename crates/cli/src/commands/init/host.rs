@@ -65,6 +65,7 @@ impl Init {
         self.forget_half_joined().await?;
         let token: JoinToken = self.server()?.post("hosts/tokens", &Value::Null).await?;
         let joined = vmseal_agent::join(JoinOptions {
+            replace: false,
             server: self.url.clone(),
             token: Zeroizing::new(token.token),
             name: self.host.clone(),
@@ -174,7 +175,7 @@ impl Init {
         let host = self.own_host().await?.context("the host has not joined")?;
         let path = self.options.datastore.clone();
         let (name, location) = (DATASTORE.to_owned(), DatastoreLocation::Dir { path });
-        let request = AddDatastore { name, host: host.name, location };
+        let request = AddDatastore { name, host: host.name, location, existing: false };
         let datastore: Datastore = self.server()?.post("datastores", &request).await?;
         let free = datastore
             .usage
@@ -191,7 +192,7 @@ mod tests {
     #[test]
     fn a_machine_is_named_after_itself_where_that_is_a_name() {
         assert_eq!(name_from("node7.example.org"), "node7");
-        assert_eq!(name_from("node_7"), FALLBACK);
+        assert_eq!(name_from("node 7"), FALLBACK);
         assert_eq!(name_from(""), FALLBACK);
         assert!(name(Some("a b")).is_err());
     }

@@ -310,6 +310,7 @@ impl Init {
             limits: Default::default(),
             cache: None,
             replica: None,
+            cpu_model: None,
         };
         let policy: Policy = self.server()?.post("policies", &request).await?;
         Ok(format!("'{}' encrypts disks with keys of the default provider", policy.name))

@@ -97,6 +97,27 @@ impl KmipProvider {
         Ok(GivenKey { kek, fault })
     }
 
+    /// The reference of a key by its id, as the first server that has one under it gives it.
+    pub(super) async fn read_reference(
+        &self,
+        vm: VmId,
+        key_id: &str,
+    ) -> Result<KeyReference, Problem> {
+        if keys::is_destroyed(&mut *self.store.read().await?, self.id, key_id).await? {
+            let fault = KeyFault::KeyDestroyed;
+            return Err(self.wrong_key(ErrorCode::NotFound, fault, key_id, "is destroyed"));
+        }
+        let id = &self.key_id(key_id)?;
+        let ask = |server: Arc<ServerState>| async move {
+            let asked = self
+                .ask_one(&server, |client: Arc<Client>| async move { client.get_key(id).await });
+            asked.await.map_err(GetFailure::new)
+        };
+        let (_, kek) = self.ask_any(ask).await.map_err(|said| self.no_key(key_id, said))?;
+        let check = self.check(vm, key_id, &kek)?;
+        Ok(KeyReference { provider: self.id, key_id: key_id.to_owned(), check })
+    }
+
     /// Reads a key at one server: the right one, in a state in which it may open existing data.
     async fn read_at(
         &self,

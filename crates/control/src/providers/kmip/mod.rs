@@ -354,6 +354,10 @@ impl KeyProvider for KmipProvider {
         self.read_key(vm, key).await
     }
 
+    async fn reference_of(&self, vm: VmId, key_id: &str) -> Result<KeyReference, Problem> {
+        self.read_reference(vm, key_id).await
+    }
+
     async fn destroy_key(
         &self,
         vm: VmId,

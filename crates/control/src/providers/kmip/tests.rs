@@ -151,6 +151,9 @@ async fn a_key_is_made_once_given_checked_and_destroyed() {
     here.note(vm, &key).await;
     let given = kms.get_key(vm, &key).await.unwrap();
     assert!(given.kek == kek && given.fault.is_none());
+    assert_eq!(kms.reference_of(vm, &key.key_id).await.unwrap(), key);
+    let unknown = kms.reference_of(vm, "no-such-key").await.unwrap_err();
+    assert_eq!(unknown.reason, Some(KeyFault::KeyMissing), "{unknown}");
     let (other, _) = kms.create_key(vm, Uuid::from_u128(8)).await.unwrap();
     assert_ne!(other.key_id, key.key_id);
     let mut scraped = String::new();

@@ -23,6 +23,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         size: 1 << 20,
         image: None,
         format: None,
+        force: false,
     };
     let user_data = Some(format!("#cloud-config\nwrite_files: [{{content: {MARKER}}}]\n").into());
     let request = CreateVm {
@@ -32,6 +33,10 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         memory: 32 << 20,
         disks: vec![disk],
         nics: Vec::new(),
+        hardware: Default::default(),
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
     };
     let services = fixture.services(Recipient::generate().unwrap());

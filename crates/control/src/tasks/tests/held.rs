@@ -12,7 +12,7 @@ async fn a_vm_whose_key_its_host_holds_starts_while_the_provider_is_sealed() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.made("web", "encrypted").await;
     fixture.restart_sealed().await;
-    let start = Operation::StartVm { vm };
+    let start = Operation::StartVm { vm, boot_once: None };
     let ended = fixture.ended(fixture.begin(start, "web").await).await;
     assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
     let used = fixture.events("key.held-used").await;
@@ -20,7 +20,8 @@ async fn a_vm_whose_key_its_host_holds_starts_while_the_provider_is_sealed() {
     // A stop, and a start again.
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 5 };
     fixture.ended(fixture.begin(stop, "web").await).await;
-    let ended = fixture.ended(fixture.begin(Operation::StartVm { vm }, "web").await).await;
+    let ended =
+        fixture.ended(fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await).await;
     assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
 }
 
@@ -29,7 +30,7 @@ async fn a_vm_whose_key_its_host_holds_starts_while_the_kms_is_away() {
     let here = WithKms::new().await;
     let vm = here.fixture.made("web", "encrypted").await;
     here.kms.lock().unwrap().kill();
-    here.done(Operation::StartVm { vm }, "web").await;
+    here.done(Operation::StartVm { vm, boot_once: None }, "web").await;
     here.fixture.assert_runs(vm).await;
 }
 
@@ -52,7 +53,8 @@ async fn a_vm_whose_key_was_destroyed_at_the_kms_can_get_another() {
     here.until("key-on-host-only", "web", Some(KeyFault::KeyMissing)).await;
     assert!(fixture.agent.keys_held().contains(&vm), "the last copy is gone");
 
-    let refused = fixture.ended(fixture.begin(Operation::StartVm { vm }, "web").await).await;
+    let refused =
+        fixture.ended(fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await).await;
     let problem = refused.problem.unwrap();
     assert_eq!((refused.state, problem.code), (TaskState::Failed, ErrorCode::Locked), "{problem}");
     let disk = fixture.disks(vm).await[0].id;
@@ -60,5 +62,5 @@ async fn a_vm_whose_key_was_destroyed_at_the_kms_can_get_another() {
     let recrypt = Operation::RecryptVm { vm, old, provider: here.provider };
     here.done(recrypt, "web").await;
     here.until("key-on-host-only", "web", None).await;
-    here.done(Operation::StartVm { vm }, "web").await;
+    here.done(Operation::StartVm { vm, boot_once: None }, "web").await;
 }

@@ -23,7 +23,7 @@ async fn long_work_on_a_host_queues_and_power_does_not_wait_for_it() {
         .eventually("two are queued", async || (count(TaskState::Queued).await == 2).then_some(()))
         .await;
     assert_eq!(count(TaskState::Running).await, HOST_WORK);
-    fixture.begin(Operation::StartVm { vm: other }, "other").await;
+    fixture.begin(Operation::StartVm { vm: other, boot_once: None }, "other").await;
     let started = async || (fixture.calls(Call::PowerOn) > 0).then_some(());
     fixture.eventually("a start does not wait for imports", started).await;
     // A queued task can be cancelled, and another runs when it gets its permit.

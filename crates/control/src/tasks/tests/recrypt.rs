@@ -139,7 +139,7 @@ async fn a_recryption_that_is_stuck_leaves_a_whole_vm_and_another_one_leaves_one
         assert_eq!(fixture.ended(task).await.state, TaskState::Unknown, "{what}");
         assert_opens(&fixture, vm, &what).await;
         recrypt_again(&mut fixture, vm, &what).await;
-        let start = fixture.begin(Operation::StartVm { vm }, "web").await;
+        let start = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
         assert_eq!(fixture.ended(start).await.state, TaskState::Done, "{what}");
     }
 }

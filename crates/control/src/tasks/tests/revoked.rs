@@ -104,7 +104,8 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         here.until("vm-locked", &off, Some(fault)).await;
         assert_eq!(fixture.reason("vm-locked", &on).await, None, "{on}");
 
-        let refused = fixture.begin(Operation::StartVm { vm: stopped }, &off).await;
+        let refused =
+            fixture.begin(Operation::StartVm { vm: stopped, boot_once: None }, &off).await;
         let problem = fixture.ended(refused).await.problem.unwrap();
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         assert!(problem.detail.contains("vmseal vm recrypt"), "{problem}");
@@ -119,7 +120,7 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         let recrypt = Operation::RecryptVm { vm: stopped, old, provider: here.provider };
         here.done(recrypt, &off).await;
         here.until("vm-locked", &off, None).await;
-        here.done(Operation::StartVm { vm: stopped }, &off).await;
+        here.done(Operation::StartVm { vm: stopped, boot_once: None }, &off).await;
         // One that stops needs another key, too.
         let stop = Operation::StopVm { vm: running, force: true, timeout_seconds: 5 };
         here.done(stop, &on).await;

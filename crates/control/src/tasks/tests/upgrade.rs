@@ -99,7 +99,7 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_it_is_resolved() {
         let vm = fixture.made("web", "encrypted").await;
         let (faults, done) = at("prepare", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
         fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
-        let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+        let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
         fixture
             .eventually("it crashes", async || (done.load(Ordering::SeqCst) > 0).then_some(()))
             .await;
@@ -120,7 +120,9 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_it_is_resolved() {
         // Other tasks run; this VM is held.
         fixture.made("other", "encrypted").await;
         let mut write = fixture.store.write().await.unwrap();
-        let second = Engine::record(&mut write, Operation::StartVm { vm }, "web", "me").await;
+        let second =
+            Engine::record(&mut write, Operation::StartVm { vm, boot_once: None }, "web", "me")
+                .await;
         assert_eq!(second.unwrap_err().code, ErrorCode::WrongState, "{what}");
         drop(write);
         let shown = fixture.engine.shown(&fixture.task(task).await);
@@ -129,7 +131,7 @@ async fn a_task_that_cannot_be_read_is_left_as_it_is_until_it_is_resolved() {
         let resolved = fixture.engine.resolve(&task.to_string(), "me").await.unwrap();
         assert_eq!(resolved.state, TaskState::Unknown, "{what}");
         assert!(fixture.alarms().await.is_empty(), "{what}");
-        let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+        let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
         assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
         let refused = fixture.engine.resolve(&task.to_string(), "me").await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState, "{what}");

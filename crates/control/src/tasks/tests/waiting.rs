@@ -128,7 +128,7 @@ async fn a_start_does_not_wait_for_a_passphrase() {
     // Its host does not hold the key either.
     fixture.agent.restart();
     fixture.restart_sealed().await;
-    let task = fixture.begin(Operation::StartVm { vm }, "web").await;
+    let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
     let ended = fixture.ended(task).await;
     let problem = ended.problem.unwrap();
     assert_eq!((ended.state, problem.code), (TaskState::Failed, ErrorCode::Locked), "{problem}");
@@ -176,7 +176,7 @@ async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_
     let (first, second) = (fixture.made("web", "plain").await, fixture.made("db", "plain").await);
     let record = async |vm, name, plan| {
         let mut write = fixture.store.write().await.unwrap();
-        let start = Operation::StartVm { vm };
+        let start = Operation::StartVm { vm, boot_once: None };
         let task = Engine::record_scheduled(&mut write, start, name, "me", plan).await.unwrap();
         write.commit().await.unwrap();
         let id = task.id;

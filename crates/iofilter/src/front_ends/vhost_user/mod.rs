@@ -4,12 +4,13 @@
 //!   Listening --connection, peer allowed--> Connected --disconnected | protocol error--> Listening
 //!        └─────────────────────── stop ───────────────┴──> ended, rings drained
 //! ```
-//! A socket that is connected from the start serves that one connection.
+//! A socket that is connected from the start, or by another process later, serves that one connection.
 //!
 //! One thread per disk handles the protocol ([`session`]); one per queue moves data ([`queue`]). The
 //! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight
 //! ([`inflight`]).
 
+pub mod backend_channel;
 pub mod config;
 pub mod inflight;
 mod message;
@@ -19,11 +20,13 @@ pub mod request;
 pub mod session;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{MsgFlags, recv};
 use vhost::vhost_user::BackendReqHandler;
 use vmseal_api::filter::DiskActivity;
 
@@ -49,11 +52,37 @@ pub fn serve(
     match socket {
         Socket::Listening(listener) => serve_all(listener, peer_uid, served, chains, stop),
         // The process that connected it has chosen the peer.
-        Socket::Connected(stream) => {
-            let chains = session(stream.try_clone()?, served, chains, stop)?;
-            stop.wait()?;
+        Socket::Connected(stream) => serve_one(stream, served, chains, stop),
+        Socket::Connecting(stream, pipe) => {
+            // A pipe is readable when its other end is closed.
+            if stop.wait_or_readable(pipe.as_fd())? {
+                check_connected(stream)?;
+                return serve_one(stream, served, chains, stop);
+            }
             Ok(chains)
         }
+    }
+}
+
+fn serve_one(
+    stream: &UnixStream,
+    served: &Arc<ServedDisk>,
+    chains: Vec<Chain>,
+    stop: &Stop,
+) -> io::Result<Vec<Chain>> {
+    let chains = session(stream.try_clone()?, served, chains, stop)?;
+    stop.wait()?;
+    Ok(chains)
+}
+
+/// Checks that a socket is connected, or was: before that, `recv` fails with EINVAL (unix(7)).
+fn check_connected(stream: &UnixStream) -> io::Result<()> {
+    let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+    match recv(stream.as_raw_fd(), &mut [0], peek) {
+        Err(Errno::EINVAL) => {
+            Err(io::Error::other("the process that was to connect its socket to the VMM has ended"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -113,6 +142,19 @@ fn converse(
                 break;
             }
         }
+        if backend_channel::is_next(&connection) {
+            match backend_channel::take(&connection) {
+                Ok(channel) => {
+                    let announce = move || backend_channel::announce(&channel);
+                    served.state.set_announce(Some(Box::new(announce)));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the connection is ended");
+                    break;
+                }
+            }
+            continue;
+        }
         match handler.handle_request() {
             Ok(()) if spoken => {}
             Ok(()) => {
@@ -136,6 +178,7 @@ fn converse(
             break;
         }
     }
+    served.state.set_announce(None);
     let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
     Ok(session.end())
 }
@@ -146,4 +189,29 @@ fn hung_up(fd: BorrowedFd<'_>) -> bool {
     let _ = poll(&mut fds, PollTimeout::ZERO);
     let events = fds[0].revents().unwrap_or(PollFlags::empty());
     events.contains(PollFlags::POLLHUP) && !events.contains(PollFlags::POLLIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_nobody_has_connected_is_told_from_one_whose_vmm_has_gone() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("vmm");
+        let listener = UnixListener::bind(&path).unwrap();
+        let (family, kind) = (AddressFamily::Unix, SockType::Stream);
+        let ours = socket(family, kind, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        let of_another_process: OwnedFd = ours.try_clone().unwrap();
+        let ours = UnixStream::from(ours);
+        assert!(check_connected(&ours).unwrap_err().to_string().contains("ended"));
+        connect(of_another_process.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        check_connected(&ours).unwrap();
+        drop(listener.accept().unwrap());
+        check_connected(&ours).unwrap();
+    }
 }

@@ -156,7 +156,10 @@ impl Session {
             begun: begun.unwrap_or_default(),
         };
         match RunningQueue::start(setup, chain) {
-            Ok(running) => ring.serving = Serving::Running(running),
+            Ok(running) => {
+                ring.serving = Serving::Running(running);
+                served.state.set_driver(true);
+            }
             Err((chain, error)) => {
                 ring.serving = Serving::Stopped(*chain);
                 return Err(failed(error));
@@ -178,6 +181,8 @@ impl Session {
             },
             other => other,
         };
+        let runs = |ring: &Ring| matches!(ring.serving, Serving::Running(_));
+        self.served.state.set_driver(self.rings.iter().any(runs));
     }
 
     fn stop_all(&mut self) {
@@ -266,7 +271,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        // BACKEND_REQ's one message is handled in `backend_channel`.
         Ok(VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD

@@ -1,0 +1,67 @@
+//! What a host says of a datastore to an inventory that knows nothing of it, and of what VMs use.
+
+use vmseal_api::host::descriptor::{FoundDescriptor, VmDescriptor};
+
+use super::*;
+
+/// The VM's descriptor, once it is authenticated.
+async fn described(agent: &dyn HostAgent, session: &Session) -> VmDescriptor {
+    let give_up = Instant::now() + session.fixture.timeout;
+    loop {
+        let found = done(agent.survey_datastore(session.place.location.clone()).await, "survey");
+        assert_eq!(found.mark, Some(session.place.datastore));
+        let of_vm = found.vms.into_iter().find(|found| found.vm == session.vm());
+        if let Some(FoundDescriptor::Read { descriptor, .. }) = of_vm.map(|it| it.descriptor)
+            && descriptor.mac.is_some()
+        {
+            return *descriptor;
+        }
+        assert!(Instant::now() < give_up, "the VM has no authenticated descriptor");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Waits until the VM's descriptor has this.
+pub async fn described_as(
+    agent: &dyn HostAgent,
+    session: &Session,
+    what: &str,
+    is: impl Fn(&VmDescriptor) -> bool,
+) {
+    let give_up = Instant::now() + session.fixture.timeout;
+    while !is(&described(agent, session).await) {
+        assert!(Instant::now() < give_up, "its descriptor does not have {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A VM that runs is described on its datastore, and uses its host.
+pub async fn of_running(agent: &dyn HostAgent, session: &Session) {
+    let descriptor = described(agent, session).await;
+    let spec = &session.spec;
+    assert_eq!((descriptor.name.as_str(), descriptor.vcpus), (spec.name.as_str(), Some(1)));
+    assert_eq!((descriptor.memory, &descriptor.key), (Some(spec.memory), &spec.key));
+    assert_eq!(descriptor.nics, spec.nics().cloned().collect::<Vec<_>>());
+    let disks: Vec<_> = descriptor.disks.iter().map(|disk| disk.disk).collect();
+    assert_eq!(disks, spec.disks().map(|disk| disk.disk).collect::<Vec<_>>());
+    // What only the policy's name differs in is no change of a VM that runs, and its descriptor has it.
+    let named = VmSpec { policy: Some("gold".to_owned()), ..spec.clone() };
+    done(agent.register_vm(named).await, "registering it with a policy");
+    described_as(agent, session, "its policy", |it| it.policy.as_deref() == Some("gold")).await;
+    done(agent.register_vm(spec.clone()).await, "and without");
+    let usage = done(agent.usage().await, "usage");
+    let used = usage.vms.iter().find(|used| used.vm == session.vm()).expect("it runs");
+    assert!(used.counters.memory_resident > 0, "{used:?}");
+}
+
+/// A VM that is off uses nothing.
+pub async fn of_one_that_is_off(agent: &dyn HostAgent, session: &Session) {
+    let usage = done(agent.usage().await, "usage");
+    assert!(usage.vms.iter().all(|used| used.vm != session.vm()), "{usage:?}");
+    let location = DatastoreLocation::Dir { path: session.fixture.datastore.join("none") };
+    match agent.survey_datastore(location).await {
+        Ok(found) => assert_eq!((found.mark, found.vms.len()), (None, 0)),
+        // A real host looks whether the directory is there.
+        Err(problem) => assert_eq!(problem.code, ErrorCode::InvalidRequest, "{problem}"),
+    }
+}

@@ -1,0 +1,62 @@
+//! The disk of a TPM: made with what the TPM keeps, and nothing is done with it but to start the VM.
+
+use vmseal_api::hardware::{Hardware, TPM_DISK, TPM_DISK_SIZE};
+use vmseal_api::host::{
+    Device, DiskFacts, DiskRole, DiskSpec, ExportJob, Exposing, HostAgent, JobSpec, VmSpec,
+};
+use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::transfer::ExportFormat;
+
+use super::jobs::image;
+use super::{Session, done, refused};
+
+/// Such a disk is made and removed; in the end the VM is as it was.
+pub async fn disks(agent: &dyn HostAgent, session: &Session) {
+    let (vm, system) = (session.vm(), session.disk(0).clone());
+    let disk = DiskSpec {
+        disk: DiskId::new(),
+        name: TPM_DISK.to_owned(),
+        size: TPM_DISK_SIZE,
+        role: DiskRole::Tpm,
+        ..system
+    };
+    let hardware = Hardware { tpm: true, ..Hardware::default() };
+    let with = |hardware: &Hardware, disk: Option<&DiskSpec>| {
+        let mut spec = VmSpec { hardware: hardware.clone(), ..session.spec.clone() };
+        spec.devices.extend(disk.cloned().map(Device::Disk));
+        spec
+    };
+    let plain = DiskSpec { encrypted: false, ..disk.clone() };
+    let large = DiskSpec { size: 2 * TPM_DISK_SIZE, ..disk.clone() };
+    let none = Hardware::default();
+    for (what, spec) in [
+        ("a TPM without a disk", with(&hardware, None)),
+        ("a TPM's disk without a TPM", with(&none, Some(&disk))),
+        ("a TPM's disk in the clear", with(&hardware, Some(&plain))),
+        ("a TPM's disk of another size", with(&hardware, Some(&large))),
+    ] {
+        refused(agent.register_vm(spec).await, ErrorCode::InvalidRequest, what);
+    }
+    done(agent.examine_hardware(hardware.clone()).await, "examining a TPM");
+    done(agent.register_vm(with(&hardware, Some(&disk))).await, "registering a TPM");
+    let from_image = session.create(agent, disk.disk, image(&session.fixture.image)).await;
+    refused(from_image, ErrorCode::InvalidRequest, "a TPM's disk from an image");
+    for what in ["making it", "making it again"] {
+        let task = done(session.create(agent, disk.disk, None).await, what);
+        let facts = session.made(agent, task, disk.disk).await;
+        assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{what}: {facts:?}");
+    }
+    let hold = agent.expose_disk(vm, disk.disk, Exposing::Hold { writable: false }).await;
+    refused(hold.map(drop), ErrorCode::WrongState, "exposing it");
+    let export = JobSpec::Export(ExportJob {
+        disk: disk.disk,
+        to: session.fixture.image.with_file_name("tpm.img"),
+        format: ExportFormat::Sealed,
+        passphrase: None,
+    });
+    let export = agent.put_job(vm, TaskId::new(), export).await;
+    refused(export, ErrorCode::WrongState, "exporting it");
+    done(agent.delete_disk(vm, disk.disk).await, "removing it");
+    done(agent.register_vm(session.spec.clone()).await, "registering without it");
+}

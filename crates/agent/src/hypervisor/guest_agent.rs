@@ -1,0 +1,372 @@
+//! The agent in a guest (QEMU's guest agent), over a port of the guest's: one JSON object a line.
+//!
+//! ```text
+//! connect ─► 0xFF, guest-sync-delimited(id) ─► 0xFF, id ─► command ─► return | error ─► disconnect
+//! ```
+//! Each command has a connection of its own, so that an answer that came too late is never taken for that of the next
+//! one. What the guest sends is not trusted: lines and times are bounded, and the text is decoded as data.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep, timeout};
+use vmseal_api::guest::{GuestAnswer, GuestCommand, OUTPUT_MAX};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// The name of the port, which guests know it by.
+pub const PORT: &str = "org.qemu.guest_agent.0";
+
+/// The name of QEMU's socket for it.
+pub const SOCKET: &str = "guest";
+
+/// The longest that the agent may take to answer at all.
+const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The longest that one of its commands may take: a freeze flushes the guest's file systems.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// How long a command waits for the one before it.
+const TURN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The pause between questions whether a program has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The longest line that is taken from a guest, in bytes: more than both outputs in base64.
+const LINE_MAX: usize = 4 * 1024 * 1024;
+
+/// What begins an answer after a synchronisation, and has an agent drop half a line.
+const SENTINEL: u8 = 0xff;
+
+/// The way to a guest's agent.
+#[derive(Clone, Debug)]
+pub struct GuestAgent {
+    vm: String,
+    socket: PathBuf,
+    /// One command at a time, as there is one port.
+    turn: Arc<Mutex<()>>,
+}
+
+impl GuestAgent {
+    /// The agent behind this socket of QEMU's.
+    #[must_use]
+    pub fn at(vm: &str, socket: PathBuf) -> Self {
+        Self { vm: vm.to_owned(), socket, turn: Arc::default() }
+    }
+
+    /// Asks it.
+    ///
+    /// # Errors
+    /// `unreachable` where no agent answers; `limit-exceeded` where a program takes too long or says too much;
+    /// `timed-out` where it is not known whether a command was done; `in-use` while another one is being executed;
+    /// `unsupported` for a VM that has no such port; what the agent refuses.
+    pub async fn ask(&self, command: GuestCommand) -> Result<GuestAnswer, Problem> {
+        let Ok(_turn) = timeout(TURN_TIMEOUT, self.turn.lock()).await else {
+            return Err(self.problem(ErrorCode::InUse, "executes another command: wait for it"));
+        };
+        let mut talk = self.connect().await?;
+        match command {
+            GuestCommand::Ping => {
+                talk.execute("guest-ping", Value::Null).await?;
+                Ok(GuestAnswer::Pong)
+            }
+            GuestCommand::Exec { path, arguments, seconds } => {
+                talk.run(&path, &arguments, Duration::from_secs(seconds.into())).await
+            }
+            GuestCommand::Freeze => {
+                let count = talk.execute("guest-fsfreeze-freeze", Value::Null).await?;
+                Ok(GuestAnswer::Frozen { file_systems: count.as_u64().unwrap_or(0) })
+            }
+            GuestCommand::Thaw => {
+                let count = talk.execute("guest-fsfreeze-thaw", Value::Null).await?;
+                Ok(GuestAnswer::Thawed { file_systems: count.as_u64().unwrap_or(0) })
+            }
+        }
+    }
+
+    async fn connect(&self) -> Result<Talk<'_>, Problem> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+            tracing::debug!(%error, "the port of a guest's agent");
+            let what =
+                "has no port for a guest agent: an earlier vmseal started it. Stop and start it";
+            self.problem(ErrorCode::Unsupported, what)
+        })?;
+        let mut talk = Talk { agent: self, stream, read: Vec::new() };
+        match timeout(SYNC_TIMEOUT, talk.synchronise()).await {
+            Ok(Ok(())) => Ok(talk),
+            Ok(Err(problem)) => Err(problem),
+            Err(_) => {
+                let what = format!(
+                    "has no guest agent that answers within {} s: install qemu-guest-agent in the guest, and wait until it has booted",
+                    SYNC_TIMEOUT.as_secs()
+                );
+                Err(self.problem(ErrorCode::Unreachable, &what))
+            }
+        }
+    }
+
+    fn problem(&self, code: ErrorCode, what: &str) -> Problem {
+        Problem::new(code, format!("the guest of VM '{}' {what}", self.vm))
+    }
+}
+
+/// A connection to it.
+struct Talk<'a> {
+    agent: &'a GuestAgent,
+    stream: UnixStream,
+    /// What was read behind the last line.
+    read: Vec<u8>,
+}
+
+impl Talk<'_> {
+    fn lost(&self, error: &std::io::Error) -> Problem {
+        self.agent.problem(ErrorCode::Unreachable, &format!("is not reached any more: {error}"))
+    }
+
+    async fn send(
+        &mut self,
+        before: &[u8],
+        command: &str,
+        arguments: Value,
+    ) -> Result<(), Problem> {
+        let mut request = json!({ "execute": command });
+        if !arguments.is_null() {
+            request["arguments"] = arguments;
+        }
+        let line = [before, request.to_string().as_bytes(), b"\n"].concat();
+        self.stream.write_all(&line).await.map_err(|error| self.lost(&error))
+    }
+
+    /// Drops what is left of earlier commands, on both sides.
+    async fn synchronise(&mut self) -> Result<(), Problem> {
+        let id = u64::from(std::process::id()) << 20 | u64::from(rand_bits());
+        self.send(&[SENTINEL], "guest-sync-delimited", json!({ "id": id })).await?;
+        loop {
+            self.until(SENTINEL).await?;
+            let answer: Option<Value> = serde_json::from_slice(&self.until(b'\n').await?).ok();
+            if answer.is_some_and(|answer| answer["return"] == json!(id)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// What comes before the next byte of this value, which is dropped.
+    async fn until(&mut self, end: u8) -> Result<Vec<u8>, Problem> {
+        let mut from = 0;
+        loop {
+            if let Some(place) = self.read[from..].iter().position(|byte| *byte == end) {
+                let rest = self.read.split_off(from + place + 1);
+                let mut line = std::mem::replace(&mut self.read, rest);
+                line.pop();
+                return Ok(line);
+            }
+            from = self.read.len();
+            if from > LINE_MAX {
+                let what = format!(
+                    "answered with more than {LINE_MAX} bytes: have the program write to a file"
+                );
+                return Err(self.agent.problem(ErrorCode::LimitExceeded, &what));
+            }
+            let mut chunk = [0; 16 * 1024];
+            match self.stream.read(&mut chunk).await {
+                Ok(0) => return Err(self.lost(&std::io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => self.read.extend_from_slice(&chunk[..count]),
+                Err(error) => return Err(self.lost(&error)),
+            }
+        }
+    }
+
+    async fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Problem> {
+        let answered = timeout(COMMAND_TIMEOUT, async {
+            self.send(&[], command, arguments).await?;
+            self.until(b'\n').await
+        });
+        let Ok(line) = answered.await else {
+            let what = format!(
+                "has not answered {command} within {} s; whether it was done is not known",
+                COMMAND_TIMEOUT.as_secs()
+            );
+            return Err(self.agent.problem(ErrorCode::TimedOut, &what));
+        };
+        let answer: Value = serde_json::from_slice(&line?).map_err(|error| {
+            self.agent.problem(ErrorCode::Unreachable, &format!("answered no JSON: {error}"))
+        })?;
+        if let Some(error) = answer.get("error") {
+            let said = error["desc"].as_str().unwrap_or("without a word");
+            // The text is the guest's.
+            let said: String = said.chars().filter(|c| !c.is_control()).take(500).collect();
+            let what = format!("refuses {command}: {said}");
+            return Err(self.agent.problem(ErrorCode::WrongState, &what));
+        }
+        Ok(answer["return"].clone())
+    }
+
+    async fn run(
+        &mut self,
+        path: &str,
+        arguments: &[String],
+        wait: Duration,
+    ) -> Result<GuestAnswer, Problem> {
+        let give_up = Instant::now() + wait;
+        let start = json!({ "path": path, "arg": arguments, "capture-output": true });
+        let pid = self.execute("guest-exec", start).await?["pid"].clone();
+        loop {
+            let status = self.execute("guest-exec-status", json!({ "pid": pid })).await?;
+            if status["exited"] == Value::Bool(true) {
+                return Ok(ended(&status));
+            }
+            if Instant::now() > give_up {
+                let what = format!(
+                    "still runs {path} after {} s (process {pid}); it goes on, and its output is lost",
+                    wait.as_secs()
+                );
+                return Err(self.agent.problem(ErrorCode::LimitExceeded, &what));
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+    }
+}
+
+/// A number that the answer to another connection does not have.
+fn rand_bits() -> u16 {
+    let mut bytes = [0; 2];
+    // Without random bytes the process id is left, which is enough against a mistake.
+    let _ = aws_lc_rs::rand::fill(&mut bytes);
+    u16::from_le_bytes(bytes)
+}
+
+fn ended(status: &Value) -> GuestAnswer {
+    let mut truncated = false;
+    let mut output = |name: &str, cut: &str| {
+        let text = status[name].as_str().unwrap_or_default();
+        let mut bytes = STANDARD.decode(text).unwrap_or_default();
+        truncated |= status[cut] == Value::Bool(true) || bytes.len() > OUTPUT_MAX;
+        bytes.truncate(OUTPUT_MAX);
+        STANDARD.encode(bytes)
+    };
+    let (stdout, stderr) =
+        (output("out-data", "out-truncated"), output("err-data", "err-truncated"));
+    let number = |name: &str| status[name].as_i64().and_then(|it| i32::try_from(it).ok());
+    GuestAnswer::Ended {
+        status: number("exitcode"),
+        signal: number("signal"),
+        stdout,
+        stderr,
+        truncated,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncBufReadExt, BufReader};
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    /// An agent that answers each command as `answer` does; none is no answer.
+    fn guest(
+        answer: impl Fn(&str, &Value) -> Option<String> + Send + 'static,
+    ) -> (tempfile::TempDir, GuestAgent) {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("guest.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (reader, mut writer) = stream.into_split();
+                let mut lines = BufReader::new(reader).split(b'\n');
+                // What an earlier command left in the port.
+                let _ = writer.write_all(b"{\"return\": {\"pid\"").await;
+                while let Ok(Some(line)) = lines.next_segment().await {
+                    let line = line.strip_prefix(&[SENTINEL]).unwrap_or(&line);
+                    let asked: Value = serde_json::from_slice(line).unwrap();
+                    let command = asked["execute"].as_str().unwrap();
+                    let said = if command == "guest-sync-delimited" {
+                        let answer = json!({ "return": asked["arguments"]["id"] });
+                        [&[SENTINEL], answer.to_string().as_bytes()].concat()
+                    } else {
+                        let Some(said) = answer(command, &asked["arguments"]) else { continue };
+                        said.into_bytes()
+                    };
+                    let _ = writer.write_all(&[&said, &b"\n"[..]].concat()).await;
+                }
+            }
+        });
+        let agent = GuestAgent::at("web", socket);
+        (directory, agent)
+    }
+
+    fn exec(seconds: u32) -> GuestCommand {
+        GuestCommand::Exec {
+            path: "/bin/true".to_owned(),
+            arguments: vec!["x".to_owned()],
+            seconds,
+        }
+    }
+
+    #[tokio::test]
+    async fn commands_are_answered_and_refusals_have_the_guests_words() {
+        let (_directory, agent) = guest(|command, arguments| {
+            Some(match command {
+                "guest-ping" => r#"{"return": {}}"#.to_owned(),
+                "guest-exec" => {
+                    assert_eq!(arguments["arg"], json!(["x"]));
+                    r#"{"return": {"pid": 7}}"#.to_owned()
+                }
+                "guest-exec-status" => {
+                    assert_eq!(arguments["pid"], 7);
+                    let out = STANDARD.encode(vec![b'o'; OUTPUT_MAX + 1]);
+                    json!({"return": {"exited": true, "exitcode": 3, "out-data": out}}).to_string()
+                }
+                "guest-fsfreeze-freeze" => r#"{"return": 2}"#.to_owned(),
+                _ => r#"{"error": {"class": "GenericError", "desc": "is\u001b[0m disabled"}}"#
+                    .to_owned(),
+            })
+        });
+        assert_eq!(agent.ask(GuestCommand::Ping).await.unwrap(), GuestAnswer::Pong);
+        let ended = agent.ask(exec(5)).await.unwrap();
+        let GuestAnswer::Ended { status, stdout, truncated, .. } = ended else {
+            panic!("{ended:?}")
+        };
+        assert_eq!((status, truncated), (Some(3), true));
+        assert_eq!(STANDARD.decode(stdout).unwrap().len(), OUTPUT_MAX);
+        let frozen = agent.ask(GuestCommand::Freeze).await.unwrap();
+        assert_eq!(frozen, GuestAnswer::Frozen { file_systems: 2 });
+        let refused = agent.ask(GuestCommand::Thaw).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.ends_with("is[0m disabled"), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_does_not_answer_or_not_end_is_given_up() {
+        let (_directory, agent) = guest(|command, _| {
+            let running = json!({"return": {"exited": false, "pid": 7}}).to_string();
+            (command != "guest-ping").then_some(running)
+        });
+        let late = agent.ask(exec(1)).await.unwrap_err();
+        assert!(
+            late.code == ErrorCode::LimitExceeded && late.detail.contains("still runs"),
+            "{late}"
+        );
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let agent = GuestAgent::at("web", socket.clone());
+        let none = agent.ask(GuestCommand::Ping).await.unwrap_err();
+        assert_eq!(none.code, ErrorCode::Unsupported);
+        let _silent = UnixListener::bind(socket).unwrap();
+        let silent = agent.ask(GuestCommand::Ping).await.unwrap_err();
+        assert!(silent.detail.contains("qemu-guest-agent"), "{silent}");
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_floods_is_cut_off() {
+        let (_directory, agent) = guest(|_, _| Some("x".repeat(LINE_MAX + 64 * 1024)));
+        let flood = agent.ask(GuestCommand::Ping).await.unwrap_err();
+        assert_eq!(flood.code, ErrorCode::LimitExceeded, "{flood}");
+    }
+}

@@ -1,0 +1,207 @@
+//! Devices that are plugged into a running QEMU, and out of it.
+//!
+//! Every step may be repeated: what an agent that ended in the middle has left is removed before it is made again.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+use vmseal_api::host::NicSpec;
+use vmseal_api::id::{DiskId, NicId};
+use vmseal_api::nic::NicModel;
+
+use super::network::{Card, OpenTap};
+use super::qemu;
+use super::qmp::{Qmp, QmpError};
+
+/// How long a guest may take to let a device go before the caller is told to ask again. A guest that runs does in a
+/// second or two.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The pause between looks.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The path of QEMU's objects that have an id (docs/devel/qom.rst).
+pub const DEVICES: &str = "/machine/peripheral";
+
+/// How QEMU's monitor knows a disk that was plugged in.
+#[must_use]
+pub fn disk_device(disk: DiskId) -> String {
+    format!("disk-{disk}")
+}
+
+/// How QEMU's monitor knows a network card.
+#[must_use]
+pub fn nic_device(nic: NicId) -> String {
+    qemu::card_id(nic)
+}
+
+/// The devices that QEMU has, by id.
+///
+/// # Errors
+/// QEMU's.
+pub async fn devices(qmp: &Qmp) -> Result<Vec<String>, QmpError> {
+    let listed = qmp.execute("qom-list", json!({"path": DEVICES})).await?;
+    let names = listed.as_array().into_iter().flatten();
+    Ok(names.filter_map(|it| it["name"].as_str()).map(str::to_owned).collect())
+}
+
+/// Has QEMU listen for the filter of a disk.
+///
+/// # Errors
+/// QEMU's.
+pub async fn listen(qmp: &Qmp, socket: u32, listener: &UnixListener) -> Result<(), QmpError> {
+    drop_listener(qmp, socket).await;
+    let name = qemu::chardev_id(socket);
+    qmp.pass_descriptor(&name, listener.as_fd()).await?;
+    let address = json!({"type": "fd", "data": {"str": name}});
+    let data = json!({"addr": address, "server": true, "wait": false});
+    let backend = json!({"type": "socket", "data": data});
+    qmp.execute("chardev-add", json!({"id": name, "backend": backend})).await.map(drop)
+}
+
+/// Ends that; one that is not there is no error.
+pub async fn drop_listener(qmp: &Qmp, socket: u32) {
+    let removed = qmp.execute("chardev-remove", json!({"id": qemu::chardev_id(socket)})).await;
+    if let Err(error) = removed {
+        tracing::debug!(%error, socket, "the socket of a disk is not QEMU's");
+    }
+}
+
+/// Whether QEMU takes another filter for a disk that its guest does not use: not before 9.0 (docs/decisions/020).
+///
+/// # Errors
+/// QEMU's.
+pub async fn takes_filters_at_any_time(qmp: &Qmp) -> Result<bool, QmpError> {
+    let version = qmp.execute("query-version", Value::Null).await?;
+    Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= 9))
+}
+
+/// Whether QEMU has a connection to the filter of a disk.
+///
+/// # Errors
+/// QEMU's.
+pub async fn has_connection(qmp: &Qmp, socket: u32) -> Result<bool, QmpError> {
+    let listed = qmp.execute("query-chardev", Value::Null).await?;
+    let name = qemu::chardev_id(socket);
+    let of_disk = |it: &&Value| it["label"].as_str() == Some(name.as_str());
+    let known = listed.as_array().into_iter().flatten().find(of_disk);
+    let file = known.and_then(|it| it["filename"].as_str());
+    Ok(file.is_some_and(|file| !file.starts_with("disconnected:")))
+}
+
+/// Plugs in a disk whose filter is connected.
+///
+/// # Errors
+/// QEMU's.
+pub async fn disk(
+    qmp: &Qmp,
+    disk: DiskId,
+    socket: u32,
+    queues: u16,
+    port: u32,
+) -> Result<(), QmpError> {
+    let device = json!({
+        "driver": "vhost-user-blk-pci",
+        "id": disk_device(disk),
+        "chardev": qemu::chardev_id(socket),
+        "num-queues": queues,
+        "bus": qemu::port_id(port),
+        "disable-legacy": "on",
+    });
+    qmp.execute("device_add", device).await.map(drop)
+}
+
+/// Plugs in a network card.
+///
+/// # Errors
+/// QEMU's.
+pub async fn nic(qmp: &Qmp, port: u32, nic: &NicSpec, card: &Card) -> Result<(), QmpError> {
+    drop_network(qmp, nic.nic).await;
+    let network = qemu::network_id(nic.nic);
+    let mut backend = json!({"id": network});
+    match &card.tap {
+        None => {
+            let forwards = card.state.forwards.iter().map(|it| json!({"str": qemu::forward(it)}));
+            backend["type"] = "user".into();
+            backend["hostfwd"] = Value::Array(forwards.collect());
+        }
+        Some(tap) => {
+            backend["type"] = "tap".into();
+            backend["fds"] = pass(qmp, "queue", nic.nic, tap.queues()).await?.into();
+            if tap.vhost().next().is_some() {
+                backend["vhost"] = true.into();
+                backend["vhostfds"] = pass(qmp, "vhost", nic.nic, tap.vhost()).await?.into();
+            }
+        }
+    }
+    qmp.execute("netdev_add", backend).await?;
+    let mut device = json!({
+        "driver": qemu::driver(nic.model),
+        "id": nic_device(nic.nic),
+        "netdev": network,
+        "bus": qemu::port_id(port),
+        "mac": nic.mac.to_string(),
+        "romfile": "",
+    });
+    if nic.model == NicModel::Virtio {
+        device["disable-legacy"] = "on".into();
+        if let several @ 2.. = card.tap.as_ref().map_or(0, |tap| tap.queues().count()) {
+            device["mq"] = true.into();
+            device["vectors"] = (2 * several + 2).into();
+        }
+        if let Some(mtu) = card.tap.as_ref().and_then(OpenTap::mtu) {
+            device["host_mtu"] = mtu.into();
+        }
+    }
+    qmp.execute("device_add", device).await.map(drop)
+}
+
+/// Passes descriptors to QEMU; their names, as `fds` takes them.
+async fn pass(
+    qmp: &Qmp,
+    kind: &str,
+    nic: NicId,
+    descriptors: impl Iterator<Item = BorrowedFd<'_>>,
+) -> Result<String, QmpError> {
+    let mut names = Vec::new();
+    for (index, descriptor) in descriptors.enumerate() {
+        let name = format!("{kind}{index}-{nic}");
+        qmp.pass_descriptor(&name, descriptor).await?;
+        names.push(name);
+    }
+    Ok(names.join(":"))
+}
+
+/// Removes what a network card was connected to; one that is not there is no error.
+pub async fn drop_network(qmp: &Qmp, nic: NicId) {
+    let removed = qmp.execute("netdev_del", json!({"id": qemu::network_id(nic)})).await;
+    if let Err(error) = removed {
+        tracing::debug!(%error, %nic, "the network of a card is not QEMU's");
+    }
+}
+
+/// Asks the guest to let a device go, and waits a while; whether QEMU no longer has it.
+///
+/// # Errors
+/// QEMU's.
+pub async fn out(qmp: &Qmp, device: &str) -> Result<bool, QmpError> {
+    let give_up = Instant::now() + RELEASE_TIMEOUT;
+    if !devices(qmp).await?.iter().any(|known| known == device) {
+        return Ok(true);
+    }
+    match qmp.execute("device_del", json!({"id": device})).await {
+        // It has been asked before, and has not answered yet.
+        Ok(_) | Err(QmpError::Refused { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    while devices(qmp).await?.iter().any(|known| known == device) {
+        if Instant::now() > give_up {
+            return Ok(false);
+        }
+        sleep(RELEASE_INTERVAL).await;
+    }
+    Ok(true)
+}

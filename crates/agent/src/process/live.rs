@@ -1,0 +1,97 @@
+//! What a VM has only while its processes live: how QEMU has its devices, and whether its guest is paused. It is on
+//! record with the processes, for an agent that adopts them.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::host::{Attachment, Device, NicState, VmSpec};
+use vmseal_api::id::{DiskId, NicId};
+
+/// The most request queues of a disk: more gain nothing measurable for one guest.
+const QUEUES_MAX: u16 = 4;
+
+/// The most queues of all disks of a VM: what one filter process serves.
+pub const DISK_QUEUES_MAX: u16 = 64;
+
+/// See the module.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Whether an operator has paused the guest.
+    pub paused: bool,
+    /// Its network cards: what they are connected to.
+    pub nics: Vec<NicState>,
+    /// The port that each network card is plugged into.
+    pub nic_ports: BTreeMap<NicId, u32>,
+    /// The disks that the guest has, in the order in which they were plugged in.
+    pub disks: Vec<DiskInUse>,
+    /// Whether QEMU was started with ports for devices that are plugged in later.
+    pub spare_ports: bool,
+}
+
+/// How QEMU has a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskInUse {
+    /// Which disk.
+    pub disk: DiskId,
+    /// The number of its sockets; no two disks of a run have the same.
+    pub socket: u32,
+    /// Its request queues.
+    pub queues: u16,
+    /// The port that it was plugged into while the guest ran; none where the guest was started with it.
+    pub port: Option<u32>,
+    /// Whether it has grown, and QEMU has not looked at its size since.
+    pub grown: bool,
+}
+
+/// How many queues each disk of a VM has that starts.
+#[must_use]
+pub fn queues(spec: &VmSpec) -> u16 {
+    let share = usize::from(DISK_QUEUES_MAX) / spec.disks().count().max(1);
+    let cpus = u16::try_from(spec.vcpus).unwrap_or(u16::MAX);
+    cpus.min(QUEUES_MAX).min(u16::try_from(share).unwrap_or(QUEUES_MAX)).max(1)
+}
+
+impl Live {
+    /// For a VM that starts.
+    #[must_use]
+    pub fn at_start(spec: &VmSpec) -> Self {
+        Self { spare_ports: true, ..Self::of_earlier_record(spec, Vec::new()) }
+    }
+
+    /// Of a VM whose record, of an earlier version, does not say it: every device has the place of its order.
+    #[must_use]
+    pub fn of_earlier_record(spec: &VmSpec, nics: Vec<NicState>) -> Self {
+        let queues = queues(spec);
+        // Disks that QEMU is started with are numbered as it finds them; what its firmware has comes after.
+        let (seen, firmware): (Vec<_>, Vec<_>) =
+            spec.disks().partition(|disk| disk.role.attachment() == Attachment::Disk);
+        let disks = seen.into_iter().chain(firmware).zip(0..).map(|(disk, socket)| DiskInUse {
+            disk: disk.disk,
+            socket,
+            queues,
+            port: None,
+            grown: false,
+        });
+        Self {
+            paused: false,
+            nics,
+            nic_ports: spec.nics().map(|nic| nic.nic).zip(0..).collect(),
+            disks: disks.collect(),
+            spare_ports: false,
+        }
+    }
+
+    /// Whether the guest has a device.
+    #[must_use]
+    pub fn has(&self, device: &Device) -> bool {
+        match device {
+            Device::Disk(disk) => self.disk(disk.disk).is_some(),
+            Device::Nic(nic) => self.nic_ports.contains_key(&nic.nic),
+        }
+    }
+
+    /// How QEMU has a disk; none where the guest does not have it.
+    #[must_use]
+    pub fn disk(&self, disk: DiskId) -> Option<&DiskInUse> {
+        self.disks.iter().find(|known| known.disk == disk)
+    }
+}

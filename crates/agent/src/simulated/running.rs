@@ -1,0 +1,204 @@
+//! A guest that runs, and what is done to it.
+
+use std::collections::BTreeSet;
+
+use vmseal_api::boot::BootDevice;
+use vmseal_api::hardware::Hardware;
+use vmseal_api::host::{DiskSettings, DiskSpec, GuestControl, Power, StartedWith, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::console::Guest;
+use super::{Inside, Known, SimulatedHost};
+use crate::rules::exclusion::{Action, Permission};
+use crate::rules::{self, set_running};
+use crate::storage::medium;
+use crate::storage::transfer::TransferDirectories;
+
+/// A guest that runs: it outlives the agent.
+pub struct RunningGuest {
+    /// What it runs with.
+    pub spec: VmSpec,
+    pub guest: Guest,
+    pub paused: bool,
+    /// The disks that it has.
+    pub disks: BTreeSet<DiskId>,
+    /// The disks that it was started with: they cannot be unplugged.
+    pub first_disks: BTreeSet<DiskId>,
+    /// How often it was reset.
+    pub resets: u32,
+    /// What it was started from, where that was for this start alone.
+    pub boot_once: Option<BootDevice>,
+}
+
+impl RunningGuest {
+    pub fn new(spec: VmSpec) -> Self {
+        let disks: BTreeSet<_> = spec.disks().map(|disk| disk.disk).collect();
+        let (guest, first_disks) = (Guest::new(), disks.clone());
+        Self { spec, guest, paused: false, disks, first_disks, resets: 0, boot_once: None }
+    }
+
+    pub fn power(&self) -> Power {
+        if self.paused { Power::Paused } else { Power::Running }
+    }
+}
+
+impl Known {
+    /// The disks that its guest does not have, while it runs.
+    pub fn unused(&self) -> Vec<DiskId> {
+        if matches!(self.power, Power::Off | Power::Starting) {
+            return Vec::new();
+        }
+        let disks = self.spec.disks().map(|disk| disk.disk);
+        disks.filter(|disk| !self.in_use.contains(disk)).collect()
+    }
+
+    /// What its guest has that cannot change while it runs.
+    pub fn started_with(&self) -> Option<StartedWith> {
+        if matches!(self.power, Power::Off | Power::Starting) {
+            return None;
+        }
+        let settings = |disk: &DiskSpec| {
+            let (limits, cache) = (disk.limits, disk.cache);
+            DiskSettings { disk: disk.disk, limits, cache }
+        };
+        let disks = self.spec.disks().filter(|disk| self.in_use.contains(&disk.disk));
+        let (vcpus, memory) = (self.spec.vcpus, self.spec.memory);
+        let boot = self.spec.hardware.boot.clone();
+        Some(StartedWith { vcpus, memory, disks: disks.map(settings).collect(), boot })
+    }
+}
+
+impl SimulatedHost {
+    /// Sets whether guests let devices go.
+    pub fn set_releases_devices(&self, releases: bool) {
+        self.inside().keeps_devices = !releases;
+    }
+
+    /// Reboots the machine: no guest runs any more, and another agent starts.
+    pub fn reboot(&self) {
+        let mut inside = self.inside();
+        inside.persisted.guests.clear();
+        inside.boots += 1;
+        inside.restart();
+    }
+
+    /// How often a running guest was reset.
+    #[must_use]
+    pub fn resets(&self, vm: VmId) -> u32 {
+        self.inside().persisted.guests.get(&vm).map_or(0, |guest| guest.resets)
+    }
+
+    /// What a running guest runs with.
+    #[must_use]
+    pub fn runs_with(&self, vm: VmId) -> Option<VmSpec> {
+        self.inside().persisted.guests.get(&vm).map(|guest| guest.spec.clone())
+    }
+
+    /// What a running guest was started from, where that was for one start alone.
+    #[must_use]
+    pub fn booted_once_from(&self, vm: VmId) -> Option<BootDevice> {
+        self.inside().persisted.guests.get(&vm)?.boot_once
+    }
+
+    /// The disks that a running guest has.
+    #[must_use]
+    pub fn disks_in_use(&self, vm: VmId) -> BTreeSet<DiskId> {
+        let inside = self.inside();
+        inside.persisted.guests.get(&vm).map(|guest| guest.disks.clone()).unwrap_or_default()
+    }
+}
+
+/// Opens what is in a drive, as a host that imports from everywhere does.
+pub fn open_medium(hardware: &Hardware) -> Result<(), Problem> {
+    let Some(path) = hardware.medium() else { return Ok(()) };
+    medium::open_file(path, &TransferDirectories::anywhere()).map(drop)
+}
+
+impl Inside {
+    pub fn control_guest(&mut self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
+        let action = match what {
+            GuestControl::Pause => Action::Pause,
+            GuestControl::Unpause => Action::Unpause,
+            GuestControl::Reset => Action::Reset,
+        };
+        if self.situation(vm)?.may(action, None)? == Permission::Already {
+            return Ok(());
+        }
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            match what {
+                GuestControl::Pause => guest.paused = true,
+                GuestControl::Unpause => guest.paused = false,
+                GuestControl::Reset => guest.resets += 1,
+            }
+            let power = guest.power();
+            let known = self.known(vm)?;
+            if what != GuestControl::Reset {
+                known.power = power;
+            }
+            self.agent.publish(vm);
+        }
+        Ok(())
+    }
+
+    /// Registers a VM anew while it runs.
+    pub fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
+        let (vm, keeps) = (new.vm, self.keeps_devices);
+        let known = self.known(vm)?;
+        let (known, in_use) = (known.spec.clone(), known.in_use.clone());
+        let difference = set_running::difference(&known, &new, |disk| in_use.contains(&disk))?;
+        let Some(guest) = self.persisted.guests.get_mut(&vm) else {
+            return Err(rules::wrong_state(&known, "has ended"));
+        };
+        if let Some(disk) = difference.gone_disks.iter().find(|it| guest.first_disks.contains(it)) {
+            let name = known.disk(*disk).map_or("", |disk| disk.name.as_str());
+            let what = format!("was started with its disk '{name}'. Stop it first");
+            return Err(rules::wrong_state(&known, &what));
+        }
+        if keeps && !(difference.gone_disks.is_empty() && difference.gone_nics.is_empty()) {
+            let what = "the simulated guest does not let the device go";
+            return Err(Problem::new(ErrorCode::TimedOut, what));
+        }
+        if difference.medium {
+            open_medium(&new.hardware)?;
+        }
+        guest.disks.retain(|disk| !difference.gone_disks.contains(disk));
+        guest.disks.extend(difference.new_disks.iter().map(|disk| disk.disk));
+        let until = set_running::until_next_start(&known, &new);
+        guest.spec = until.clone();
+        let in_use = guest.disks.clone();
+        let known = self.known(vm)?;
+        known.in_use = in_use;
+        known.made.retain(|disk, _| new.disk(*disk).is_some());
+        known.jobs.keep_disks_of(&new);
+        known.next = (until != new).then_some(new);
+        known.spec = until;
+        Ok(())
+    }
+
+    pub fn grow_disk(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        let of = rules::find_disk(&known.spec, disk)?.clone();
+        let made = known.has_made(&of);
+        self.situation(vm)?.may(Action::GrowDisk, Some(&of))?;
+        rules::check_growth(&self.known(vm)?.spec, &of, made, size)?;
+        if self.full {
+            return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
+        }
+        let grow = |spec: &mut VmSpec| {
+            spec.disks_mut().filter(|known| known.disk == disk).for_each(|it| it.size = size);
+        };
+        let known = self.known(vm)?;
+        grow(&mut known.spec);
+        known.next.as_mut().map(grow);
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            grow(&mut guest.spec);
+        }
+        if let Some(image) = self.persisted.disks.get_mut(&disk) {
+            image.length += size.saturating_sub(of.size);
+        }
+        self.describe_on_datastores(vm)?;
+        self.agent.publish(vm);
+        Ok(())
+    }
+}

@@ -1,0 +1,126 @@
+//! The descriptors of VMs on the simulated datastores.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use vmseal_api::host::descriptor::{
+    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
+};
+use vmseal_api::host::{DatastoreLocation, DiskFacts};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::problem::Problem;
+use vmseal_api::usage::{HostUsage, UsageCounters, UsageOnHost};
+
+use super::{Inside, SimulatedDisk, SimulatedHost};
+use crate::rules;
+use crate::storage::descriptor;
+
+impl SimulatedHost {
+    /// Changes the descriptors of a VM on all its datastores, as an attacker would who can write to them.
+    pub fn change_descriptors(&self, vm: VmId, change: impl Fn(&mut VmDescriptor)) {
+        let mut inside = self.inside();
+        let all = inside.persisted.descriptors.iter_mut();
+        all.filter(|((_, of), _)| *of == vm).for_each(|(_, descriptor)| change(descriptor));
+    }
+
+    /// Puts an image of another key in the place of a disk's, with a header that names the right one.
+    pub fn exchange_image(&self, disk: DiskId) {
+        self.exchange_image_for(disk, "another");
+    }
+
+    /// The same, of the key with this check value.
+    pub fn exchange_image_for(&self, disk: DiskId, check: &str) {
+        if let Some(there) = self.inside().persisted.disks.get_mut(&disk) {
+            there.checks = BTreeSet::from([check.to_owned()]);
+        }
+    }
+
+    /// Removes the descriptors of a VM from its datastores.
+    pub fn lose_descriptors(&self, vm: VmId) {
+        self.inside().persisted.descriptors.retain(|(_, of), _| *of != vm);
+    }
+
+    /// The datastore that is at a path.
+    #[must_use]
+    pub fn mark(&self, path: &Path) -> Option<DatastoreId> {
+        self.inside().persisted.marks.get(path).copied()
+    }
+}
+
+impl Inside {
+    /// Writes the descriptors of a VM to the datastores that have a disk of it.
+    pub fn describe_on_datastores(&mut self, vm: VmId) -> Result<(), Problem> {
+        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        if known.spec.key.is_some() && known.kek.is_none() {
+            return Ok(());
+        }
+        let there = |disk| self.persisted.disks.contains_key(disk);
+        let with_disks = known.spec.disks().filter(|disk| there(&disk.disk));
+        let places: Vec<_> = with_disks.map(|disk| disk.datastore.datastore).collect();
+        let spec = known.next.as_ref().unwrap_or(&known.spec);
+        for here in places {
+            if let (Some(key), Some(kek)) = (&spec.key, &known.kek) {
+                let before = self.persisted.descriptors.get(&(here, vm));
+                let authentic =
+                    before.map(|it| descriptor::is_authentic(it, key, kek)).transpose()?;
+                let all = self.persisted.disks.values();
+                let mut encrypted =
+                    all.filter(|it| (it.vm, it.datastore) == (vm, here) && !it.keys.is_empty());
+                // As on a real host: a key that does not open the disks is put into no descriptor.
+                let opens =
+                    encrypted.all(|it| it.keys.contains(key) && it.checks.contains(&key.check));
+                if authentic != Some(true) && !opens {
+                    continue;
+                }
+            }
+            let descriptor = descriptor::of(spec, here, known.kek.as_ref())?;
+            self.persisted.descriptors.insert((here, vm), descriptor);
+        }
+        Ok(())
+    }
+
+    /// What its guests use: the same each.
+    pub fn used(&self) -> HostUsage {
+        let used = |vm: &VmId| UsageOnHost {
+            vm: *vm,
+            counters: UsageCounters {
+                cpu_nanoseconds: 1_000_000_000,
+                memory_resident: 16 << 20,
+                ..UsageCounters::default()
+            },
+        };
+        let vms = self.persisted.guests.keys().map(used).collect();
+        HostUsage { vms, memory_available: Some(32 << 30) }
+    }
+
+    pub fn survey(&self, location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> {
+        let DatastoreLocation::Dir { path } = location;
+        let mark = self.persisted.marks.get(path).copied();
+        let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);
+        let vms = here.map(|((_, vm), descriptor)| {
+            let descriptor = Box::new(descriptor.clone());
+            FoundVm { vm: *vm, descriptor: FoundDescriptor::Read { descriptor, made: Vec::new() } }
+        });
+        let mut vms: Vec<_> = vms.collect();
+        let images = self.persisted.disks.iter().filter(|(_, it)| Some(it.datastore) == mark);
+        let mut without: BTreeMap<VmId, Vec<(&DiskId, &SimulatedDisk)>> = BTreeMap::new();
+        for (disk, image) in images.filter(|(_, image)| !vms.iter().any(|it| it.vm == image.vm)) {
+            without.entry(image.vm).or_default().push((disk, image));
+        }
+        for (vm, images) in without {
+            let key = images.iter().find_map(|(_, image)| image.keys.first());
+            let key = key.map(|key| (key.provider, key.key_id.clone()));
+            let image = |(disk, image): &(&DiskId, &SimulatedDisk)| {
+                let offset = match &image.facts {
+                    DiskFacts::Raw => 0,
+                    DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+                };
+                let size = image.length - offset;
+                HeaderDisk { disk: **disk, size, facts: image.facts.clone() }
+            };
+            let images = images.iter().map(image).collect();
+            vms.push(FoundVm { vm, descriptor: FoundDescriptor::Missing { images, key } });
+        }
+        Ok(DatastoreSurvey { mark, vms, incomplete: None })
+    }
+}

@@ -1,0 +1,32 @@
+//! What the inventory pins of a disk, and the same as crate luks has it.
+
+use vmseal_api::host::{DiskFacts, DiskSpec};
+use vmseal_luks::Facts;
+
+/// Facts as the inventory keeps them.
+#[must_use]
+pub fn to_api(facts: &Facts) -> DiskFacts {
+    DiskFacts::Luks2 {
+        version: facts.version,
+        cipher: facts.cipher.clone(),
+        key_bits: facts.key_bits,
+        sector_size: facts.sector_size,
+        data_offset: facts.data_offset,
+    }
+}
+
+/// The pinned facts in the type of crate luks; none for a raw disk.
+pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
+    match facts {
+        DiskFacts::Raw => None,
+        DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
+            version: *version,
+            disk: disk.disk.0,
+            size: disk.size,
+            data_offset: *data_offset,
+            sector_size: *sector_size,
+            key_bits: *key_bits,
+            cipher: cipher.clone(),
+        }),
+    }
+}

@@ -1,0 +1,115 @@
+//! Making the image of a disk longer. What is added reads as zeroes, and an image that is longer than its disk is
+//! opened like another one: so nothing is half done when this ends in the middle.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::storage::builder::{internal, is_preallocated};
+use crate::storage::disk;
+use crate::storage::home::Home;
+use crate::storage::mark::failed;
+
+/// Whether a process of the VM has the image, and its lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// Nobody.
+    Nobody,
+    /// The filter of its guest, which works on what was there before.
+    Filter,
+}
+
+/// Makes the image long enough for a disk of `size` bytes; one that is, stays as it is. `check` sees the open file before
+/// it is changed. Blocks.
+///
+/// # Errors
+/// `not-found`, `no-space`, `in-use` where another process has it; nothing is changed then, but for room that is taken.
+pub fn grow(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    size: u64,
+    holder: Holder,
+    check: impl FnOnce(&File) -> Result<(), Problem>,
+) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let path = home.image(disk.disk);
+    let file = match holder {
+        Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {
+            let what = format!("disk '{}' has no image: {}", disk.name, path.display());
+            Problem::new(ErrorCode::NotFound, what)
+        })?,
+        Holder::Filter => OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path)
+            .map_err(|error| failed(&path, "opened", &error))?,
+    };
+    check(&file)?;
+    let length = file.metadata().map_err(internal)?.len();
+    let needed = disk::data_offset(facts).saturating_add(size);
+    if is_preallocated(disk) {
+        if length < needed {
+            home.check_room(needed - length)?;
+        }
+        home.allocate(disk.disk, &file, 0..needed)?;
+    } else if length < needed {
+        file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
+    }
+    file.sync_all().map_err(|error| failed(&path, "flushed", &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, Device};
+
+    use super::*;
+
+    fn made(allocation: Allocation) -> (tempfile::TempDir, VmSpec, DiskSpec) {
+        let directory = tempfile::tempdir().unwrap();
+        let mut disk = crate::rules::tests::disk("data");
+        disk.datastore.location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        disk.allocation = allocation;
+        crate::storage::datastore::probe(&disk.datastore).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.devices = vec![Device::Disk(disk.clone())];
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let file = home.begin(&spec, &disk, disk.size).unwrap();
+        home.finish(disk.disk, &file).unwrap();
+        (directory, spec, disk)
+    }
+
+    fn length(spec: &VmSpec, disk: &DiskSpec) -> u64 {
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        home.image(disk.disk).metadata().unwrap().len()
+    }
+
+    #[test]
+    fn an_image_grows_once_and_never_shrinks() {
+        for allocation in [Allocation::Thin, Allocation::Preallocated] {
+            let (_directory, spec, disk) = made(allocation);
+            for (size, expected) in [(4 << 20, 4 << 20), (4 << 20, 4 << 20), (1 << 20, 4 << 20)] {
+                grow(&spec, &disk, &DiskFacts::Raw, size, Holder::Nobody, |_| Ok(())).unwrap();
+                assert_eq!(length(&spec, &disk), expected, "{allocation:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn another_file_or_one_in_use_is_left_as_it_is() {
+        let (_directory, spec, disk) = made(Allocation::Thin);
+        let wrong = |_: &File| Err(Problem::new(ErrorCode::Damaged, "another file"));
+        let grow = |check: fn(&File) -> Result<(), Problem>| {
+            grow(&spec, &disk, &DiskFacts::Raw, 2 << 20, Holder::Nobody, check)
+        };
+        assert_eq!(grow(wrong).unwrap_err().code, ErrorCode::Damaged);
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let held = home.open(disk.disk).unwrap();
+        assert_eq!(grow(|_| Ok(())).unwrap_err().code, ErrorCode::InUse);
+        drop(held);
+        assert_eq!(length(&spec, &disk), 1 << 20);
+    }
+}

@@ -1,0 +1,206 @@
+//! The survey of a place that may be a datastore of another inventory: its mark, and the descriptors of the VMs on it.
+//! It reads, never writes, and trusts nothing that it finds: links are not followed, pipes and devices are not opened,
+//! descriptors are read by the parser that is fuzzed, and number and length are bounded.
+
+use std::path::Path;
+
+use vmseal_api::datastore::ImageContent;
+use vmseal_api::filter::DISKS_MAX;
+use vmseal_api::host::descriptor::{
+    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
+};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskState};
+use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
+use vmseal_api::problem::Problem;
+
+use crate::storage::contents::look;
+use crate::storage::descriptor;
+use crate::storage::disk;
+use crate::storage::home::DESCRIPTOR;
+use crate::storage::mark::{directory, failed, marker};
+
+/// The most directory entries that are looked at, so that a foreign tree does not delay it for long.
+const ENTRIES_MAX: usize = 100_000;
+
+/// The most bytes of descriptors that are read in all, usable or not: the answer is accepted, and soon there.
+const TEXT_MAX: usize = 6 << 20;
+
+/// Surveys a directory. Blocks.
+///
+/// # Errors
+/// `invalid-request` without the directory; `damaged` for a mark that cannot be read; those of the file system.
+pub fn survey(location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> {
+    // The id is not looked at.
+    let spec = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
+    let path = directory(&spec)?;
+    let mark = marker(path)?.map(|marker| marker.datastore);
+    let mut survey = DatastoreSurvey { mark, ..DatastoreSurvey::default() };
+    let mut text = 0;
+    let entries = std::fs::read_dir(path).map_err(|error| failed(path, "read", &error))?;
+    for (number, entry) in entries.enumerate() {
+        if number >= ENTRIES_MAX {
+            survey.incomplete = Some(format!("there are more than {ENTRIES_MAX} entries"));
+            break;
+        }
+        if text >= TEXT_MAX {
+            survey.incomplete = Some("the descriptors are too long in all".to_owned());
+            break;
+        }
+        let entry = entry.map_err(|error| failed(path, "read", &error))?;
+        let named = entry.file_name().to_str().and_then(|name| name.parse::<VmId>().ok());
+        let (Some(vm), Ok(kind)) = (named, entry.file_type()) else { continue };
+        if !kind.is_dir() {
+            continue;
+        }
+        if entry.path().join(DESCRIPTOR).symlink_metadata().is_err() {
+            survey.vms.push(FoundVm { vm, descriptor: from_headers(&entry.path(), vm) });
+            continue;
+        }
+        let (length, descriptor) = descriptor::read(&entry.path().join(DESCRIPTOR));
+        text += length;
+        let descriptor = match descriptor {
+            Ok(descriptor) => {
+                let made = made(&descriptor);
+                FoundDescriptor::Read { descriptor: Box::new(descriptor), made }
+            }
+            Err(why) => FoundDescriptor::Unusable { detail: why },
+        };
+        survey.vms.push(FoundVm { vm, descriptor });
+    }
+    survey.vms.sort_by_key(|found| found.vm);
+    Ok(survey)
+}
+
+/// What the images of a VM say of it.
+fn from_headers(home: &Path, vm: VmId) -> FoundDescriptor {
+    let unusable = |what: &str| FoundDescriptor::Unusable {
+        detail: format!("it has no {DESCRIPTOR}, and {what}"),
+    };
+    let mut images = Vec::new();
+    let mut keys: Option<Vec<(ProviderId, String)>> = None;
+    for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let stem = name.to_str().and_then(|name| name.strip_suffix(".raw"));
+        let Some(disk) = stem.and_then(|stem| stem.parse::<DiskId>().ok()) else { continue };
+        if images.len() >= DISKS_MAX {
+            return unusable("more images than a VM has disks");
+        }
+        let Ok(Some((metadata, content))) = look(&entry.path()) else {
+            return unusable("one of its images cannot be read");
+        };
+        let (size, facts) = match content {
+            ImageContent::Raw => (Some(metadata.len()), Some(DiskFacts::Raw)),
+            ImageContent::Vmseal { claims } => {
+                let own = claims.into_iter().filter(|claim| (claim.vm, claim.disk) == (vm, disk));
+                let own: Vec<_> = own.map(|claim| (claim.provider, claim.key_id)).collect();
+                keys = Some(match keys {
+                    None => own,
+                    Some(before) => before.into_iter().filter(|key| own.contains(key)).collect(),
+                });
+                let size = metadata.len().checked_sub(vmseal_luks::DATA_OFFSET);
+                let facts = size.and_then(|size| vmseal_luks::Facts::new(disk.0, size).ok());
+                (size, facts.map(|facts| disk::to_api(&facts)))
+            }
+            _ => (None, None),
+        };
+        let (Some(size), Some(facts)) = (size, facts) else {
+            return unusable("one of its images is none that vmseal makes");
+        };
+        images.push(HeaderDisk { disk, size, facts });
+    }
+    images.sort_by_key(|image| image.disk);
+    match keys.map(|keys| keys.into_iter().next()) {
+        _ if images.is_empty() => unusable("no images"),
+        Some(None) => unusable("the headers of its images do not name one key of this VM"),
+        None => FoundDescriptor::Missing { images, key: None },
+        Some(key) => FoundDescriptor::Missing { images, key },
+    }
+}
+
+/// What this version would pin of the disks whose descriptor does not say it: opening them compares it.
+fn made(descriptor: &VmDescriptor) -> Vec<DiskState> {
+    let without = descriptor.disks.iter().filter(|disk| disk.facts.is_none());
+    let facts = without.filter_map(|described| {
+        let facts = match described.encrypted {
+            false => DiskFacts::Raw,
+            true => disk::to_api(&vmseal_luks::Facts::new(described.disk.0, described.size).ok()?),
+        };
+        Some(DiskState { disk: described.disk, facts })
+    });
+    facts.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::descriptor::LENGTH_MAX;
+    use vmseal_api::host::{DatastoreSpec, Device};
+    use vmseal_secret::{KEK_LEN, SecretBytes};
+
+    use super::*;
+    use crate::keys;
+    use crate::storage::datastore;
+    use crate::storage::home::Home;
+
+    #[test]
+    fn a_survey_lists_the_vms_of_any_mark_and_opens_nothing_that_is_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        assert_eq!(survey(&location).unwrap(), DatastoreSurvey::default());
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
+        datastore::probe(&place).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        for device in &mut spec.devices {
+            if let Device::Disk(disk) = device {
+                disk.datastore = place.clone();
+            }
+        }
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        let home = Home::of(&place, spec.vm).unwrap();
+        home.describe(&spec, &place, Some(&kek)).unwrap();
+        let [piped, linked, empty, damaged] = std::array::from_fn(|_| VmId::new());
+        for vm in [piped, linked, empty, damaged] {
+            std::fs::create_dir(directory.path().join(vm.to_string())).unwrap();
+        }
+        let file = |vm: VmId| directory.path().join(vm.to_string()).join(DESCRIPTOR);
+        nix::unistd::mkfifo(&file(piped), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        std::os::unix::fs::symlink(file(spec.vm), file(linked)).unwrap();
+        std::fs::write(file(damaged), "{\"version\":2}").unwrap();
+        // No directory of a VM.
+        std::fs::create_dir(directory.path().join("other")).unwrap();
+        std::fs::write(directory.path().join(VmId::new().to_string()), "").unwrap();
+        let found = survey(&location).unwrap();
+        assert_eq!((found.mark, found.incomplete), (Some(place.datastore), None));
+        assert_eq!(found.vms.len(), 5);
+        for FoundVm { vm, descriptor } in &found.vms {
+            match descriptor {
+                FoundDescriptor::Read { descriptor, made } => {
+                    assert!(made.is_empty());
+                    assert_eq!((*vm, descriptor.vm), (spec.vm, spec.vm));
+                    assert!(descriptor.mac.is_some());
+                }
+                FoundDescriptor::Missing { .. } => panic!("there are no images"),
+                FoundDescriptor::Unusable { detail } => {
+                    let said = if *vm == empty { "it has no vm.json" } else { "its vm.json: " };
+                    assert!(*vm != spec.vm && detail.starts_with(said), "{detail}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn descriptors_that_are_of_no_use_count_as_well() {
+        let directory = tempfile::tempdir().unwrap();
+        let long = vec![b' '; LENGTH_MAX];
+        let more = TEXT_MAX / LENGTH_MAX + 2;
+        for _ in 0..more {
+            let home = directory.path().join(VmId::new().to_string());
+            std::fs::create_dir(&home).unwrap();
+            std::fs::write(home.join(DESCRIPTOR), &long).unwrap();
+        }
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let found = survey(&location).unwrap();
+        assert!(found.vms.len() < more, "all {more} were read");
+        assert!(found.incomplete.unwrap().contains("too long in all"));
+    }
+}

@@ -1,0 +1,213 @@
+//! The descriptors of a VM on its datastores: written again in the background when what they say has changed, or when
+//! the key is there that authenticates them. A datastore that does not answer holds up nothing.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use tokio::task::{JoinHandle, spawn_blocking};
+use vmseal_api::datastore::{Claim, ImageContent};
+use vmseal_api::host::{DatastoreSpec, VmSpec};
+use vmseal_api::id::{DatastoreId, DiskId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::Owner;
+use crate::keys;
+use crate::storage::contents::look;
+use crate::storage::descriptor;
+use crate::storage::disk::{from_api, header_problem};
+use crate::storage::home::Home;
+use crate::storage::mark::failed;
+
+impl Owner {
+    /// Begins to write the descriptors, after those that are being written. Without the key of a VM that has one, it
+    /// waits for that.
+    pub(super) fn describe(&mut self) {
+        if self.spec.key.is_some() && self.kek.is_none() {
+            return;
+        }
+        let Ok(kek) = self.clone_kek() else { return };
+        // What the next start is to have is what the inventory has.
+        let spec = self.next.as_ref().unwrap_or(&self.spec).clone();
+        let mut places: BTreeMap<DatastoreId, DatastoreSpec> = BTreeMap::new();
+        for disk in spec.disks() {
+            let replica = disk.replica.as_ref().map(|replica| &replica.datastore);
+            for place in [Some(&disk.datastore), replica].into_iter().flatten() {
+                places.insert(place.datastore, place.clone());
+            }
+        }
+        let before: Option<JoinHandle<()>> = self.describing.take();
+        self.describing = Some(tokio::spawn(async move {
+            if let Some(before) = before {
+                // What it wrote is older.
+                let _ = before.await;
+            }
+            let write = move || {
+                for place in places.values() {
+                    if let Err(problem) = describe_at(place, &spec, kek.as_ref()) {
+                        tracing::warn!(vm = %spec.vm, %problem, "its descriptor is not up to date");
+                    }
+                }
+            };
+            let _ = spawn_blocking(write).await;
+        }));
+    }
+}
+
+/// Writes the descriptor of a VM on one datastore. Blocks.
+fn describe_at(
+    place: &DatastoreSpec,
+    spec: &VmSpec,
+    kek: Option<&SecretBytes>,
+) -> Result<(), Problem> {
+    let home = Home::of(place, spec.vm)?;
+    check_key(&home, spec, kek)?;
+    home.describe_again(spec, place, kek)
+}
+
+/// Refuses a descriptor in the name of a key that does not open the disks, unless that key authenticates the descriptor
+/// that is there. An inventory that was restored from an older backup has the key that the VM had then, and what is
+/// found on a datastore may be anybody's: the descriptor stays as it was found.
+fn check_key(home: &Home, spec: &VmSpec, kek: Option<&SecretBytes>) -> Result<(), Problem> {
+    let there = home.descriptor().filter(|there| there.vm == spec.vm);
+    if let (Some(there), Some(key), Some(kek)) = (&there, &spec.key, kek)
+        && descriptor::is_authentic(there, key, kek)?
+    {
+        return Ok(());
+    }
+    let described = there.iter().flat_map(|there| &there.disks).filter(|disk| disk.encrypted);
+    for disk in described {
+        check_headers(home, spec, disk.disk)?;
+    }
+    for disk in spec.disks().filter(|disk| disk.encrypted) {
+        check_headers(home, spec, disk.disk)?;
+        let pinned = disk.facts.as_ref().and_then(|facts| from_api(disk, facts));
+        if let (Some(pinned), Some(key), Some(kek)) = (pinned, &spec.key, kek)
+            && let Some(image) = opened(&home.image(disk.disk))?
+        {
+            vmseal_luks::open(&image, &pinned, kek, &keys::context(spec.vm, key))
+                .map_err(|error| header_problem(disk, &error))?;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses if the header of a disk in this home does not name the VM's key. A disk without an image here is passed over.
+fn check_headers(home: &Home, spec: &VmSpec, disk: DiskId) -> Result<(), Problem> {
+    for path in [home.image(disk), home.replica(disk)] {
+        let found = match look(&path) {
+            Ok(Some((_, ImageContent::Vmseal { claims }))) => claims,
+            // It has no header that names a key.
+            Ok(_) => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => return Err(failed(&path, "read", &error)),
+        };
+        let is_key = |claim: &Claim| {
+            let key = spec.key.as_ref();
+            key.is_some_and(|key| (claim.provider, &claim.key_id) == (key.provider, &key.key_id))
+        };
+        let own = |claim: &Claim| (claim.vm, claim.disk) == (spec.vm, disk) && is_key(claim);
+        if !found.iter().any(own) {
+            let what = format!(
+                "the header of {} names another key than the VM is registered with: the inventory may be older than the VM's last recryption (vmseal datastore adopt gives it the right key)",
+                path.display(),
+            );
+            return Err(Problem::new(ErrorCode::KeyMismatch, what));
+        }
+    }
+    Ok(())
+}
+
+/// An image, without its lock: only its header is read. None when there is none.
+fn opened(path: &Path) -> Result<Option<File>, Problem> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+    match File::options().read(true).custom_flags(flags).open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(path, "opened", &error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
+    use vmseal_secret::{DEK_LEN, KEK_LEN};
+
+    use super::*;
+    use crate::storage::datastore;
+    use crate::storage::disk::to_api;
+
+    /// An encrypted disk under this key.
+    fn make(home: &Home, spec: &VmSpec, disk: DiskId, kek: &SecretBytes, key: &KeyReference) {
+        let open = File::options().read(true).write(true).create(true).truncate(true).clone();
+        let mut file = open.open(home.image(disk)).unwrap();
+        file.set_len(vmseal_luks::DATA_OFFSET + (1 << 20)).unwrap();
+        let dek = SecretBytes::random(DEK_LEN).unwrap();
+        let identity = vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero };
+        let context = keys::context(spec.vm, key);
+        vmseal_luks::create(&mut file, 1 << 20, &dek, kek, &context, identity).unwrap();
+    }
+
+    #[test]
+    fn a_key_that_the_disks_do_not_name_replaces_none_in_a_descriptor() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.devices = vec![Device::Disk(DiskSpec {
+            disk: DiskId::new(),
+            name: "system".to_owned(),
+            datastore: place.clone(),
+            size: 1 << 20,
+            encrypted: true,
+            allocation: Allocation::Thin,
+            role: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        })];
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let [old, new] = ["old", "new"].map(|id| keys::reference_of(&kek, spec.vm, id));
+        let [older, newer] =
+            [&old, &new].map(|key| VmSpec { key: Some(key.clone()), ..spec.clone() });
+        let home = Home::of(&place, spec.vm).unwrap();
+        let named = || home.descriptor().unwrap().key;
+        home.describe(&newer, &place, Some(&kek)).unwrap();
+        let disk = spec.disk_at(0).unwrap().disk;
+        make(&home, &spec, disk, &kek, &new);
+        let refused = describe_at(&place, &older, Some(&kek)).unwrap_err();
+        assert_eq!((refused.code, named()), (ErrorCode::KeyMismatch, Some(new.clone())));
+        // What else has changed is written.
+        let renamed = VmSpec { name: "other".to_owned(), ..newer };
+        describe_at(&place, &renamed, Some(&kek)).unwrap();
+        assert_eq!(home.descriptor().unwrap().name, "other");
+        let mut made = renamed;
+        for disk in made.disks_mut() {
+            disk.facts = Some(to_api(&vmseal_luks::Facts::new(disk.disk.0, 1 << 20).unwrap()));
+        }
+        // What somebody else wrote is authenticated only by a key that opens the disks.
+        let forged = || {
+            let mut forged = home.descriptor().unwrap();
+            forged.mac = None;
+            let path = directory.path().join(spec.vm.to_string()).join("vm.json");
+            std::fs::write(path, serde_json::to_vec(&forged).unwrap()).unwrap();
+        };
+        forged();
+        let another = SecretBytes::random(KEK_LEN).unwrap();
+        make(&home, &made, disk, &another, &new);
+        describe_at(&place, &made, Some(&kek)).unwrap_err();
+        assert_eq!(home.descriptor().unwrap().mac, None);
+        make(&home, &made, disk, &kek, &new);
+        describe_at(&place, &made, Some(&kek)).unwrap();
+        assert!(home.descriptor().unwrap().mac.is_some());
+        // A recryption is in the headers first.
+        make(&home, &spec, disk, &kek, &old);
+        describe_at(&place, &older, Some(&kek)).unwrap();
+        assert_eq!(named(), Some(old));
+    }
+}

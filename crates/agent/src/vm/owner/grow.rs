@@ -1,0 +1,100 @@
+//! Making a disk longer, of a VM that is off as of one that runs.
+//!
+//! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
+//! size, and then QEMU is told. An agent that ends in between finds the new size on record, or is asked again.
+
+use vmseal_api::host::VmSpec;
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::Problem;
+
+use super::Owner;
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::grow::{Holder, grow};
+use crate::storage::timed;
+use crate::vm::{images, internal};
+
+impl Owner {
+    /// Makes a disk `size` bytes long; one that is, stays so.
+    pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let disk = find_disk(&self.spec, disk)?.clone();
+        self.situation().may(Action::GrowDisk, Some(&disk))?;
+        let facts = self.facts(&disk);
+        rules::check_growth(&self.spec, &disk, facts.is_some(), size)?;
+        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
+        let used = self.running().is_some_and(|running| running.live.disk(disk.disk).is_some());
+        if used && disk.size != size {
+            self.may_replace_filter().await?;
+        }
+        let directory = self.shared.run_dir.vm(self.spec.vm);
+        let (spec, of) = (self.spec.clone(), disk.clone());
+        let holder = if used { Holder::Filter } else { Holder::Nobody };
+        let vmseal_api::host::DatastoreLocation::Dir { path } = disk.datastore.location.clone();
+        let growing = move || {
+            let same = |file: &std::fs::File| match holder {
+                Holder::Filter => images::check(&directory, &[(&of, file)]),
+                Holder::Nobody => Ok(()),
+            };
+            grow(&spec, &of, &facts, size, holder, same)
+        };
+        timed::call(&path, growing).await?;
+        let longer = |spec: &VmSpec| {
+            let mut spec = spec.clone();
+            spec.disks_mut().filter(|known| known.disk == disk.disk).for_each(|it| it.size = size);
+            spec
+        };
+        let (spec, next) = (longer(&self.spec), self.next.as_ref().map(longer));
+        self.next = next;
+        if !used {
+            self.spec = spec;
+            self.describe();
+            return Ok(());
+        }
+        if disk.size != size {
+            let Some(running) = self.running() else { return Err(internal("it has ended")) };
+            let known = running.live.disks.iter_mut().filter(|known| known.disk == disk.disk);
+            known.for_each(|known| known.grown = true);
+            self.keep(spec)?;
+            self.describe();
+            if let Err(problem) = self.replace_filter().await {
+                // It is started again until it serves: the guest waits.
+                self.serve_again();
+                return Err(problem);
+            }
+        }
+        self.tell_of_growth().await;
+        Ok(())
+    }
+
+    /// Has QEMU look at disks that have grown since it looked. It does not look while its guest's driver does not use
+    /// the disk; then it is told later.
+    pub(super) async fn tell_of_growth(&mut self) {
+        let spec = self.spec.clone();
+        if !self.running().is_some_and(|running| running.live.disks.iter().any(|disk| disk.grown)) {
+            return;
+        }
+        // An earlier agent may have ended between putting the size on record and having it served.
+        if !self.serves_sizes {
+            let served = match self.may_replace_filter().await {
+                Ok(()) => self.replace_filter().await,
+                refused => refused,
+            };
+            if let Err(problem) = served {
+                tracing::info!(vm = %spec.vm, %problem, "a disk is not served with its new size yet");
+                return self.serve_again();
+            }
+        }
+        let Some(running) = self.running() else { return };
+        let control = running.control.clone();
+        let mut told = false;
+        for disk in running.live.disks.iter_mut().filter(|disk| disk.grown) {
+            match control.announce_size(disk.disk).await {
+                Ok(()) => (disk.grown, told) = (false, true),
+                Err(error) => tracing::info!(disk = %disk.disk, %error, "QEMU is not told yet"),
+            }
+        }
+        if told && let Err(problem) = running.write(&spec) {
+            tracing::warn!(vm = %spec.vm, %problem, "QEMU will be told of a disk's size again");
+        }
+    }
+}

@@ -1,0 +1,516 @@
+//! What is done to a VM that runs: its guest is paused or reset, and it is registered anew, with devices that are
+//! plugged in and out.
+//!
+//! A device is on record before QEMU gets it and until QEMU has let it go. When QEMU lacks a device that is on record, the agent
+//! removes it from the record, and the server that asked for it registers the VM again.
+
+use std::pin::pin;
+
+use serde_json::Value;
+use tokio::time::timeout;
+use vmseal_api::filter::DiskStatus;
+use vmseal_api::hardware::Hardware;
+use vmseal_api::host::{Device, DiskSpec, GuestControl, NicSpec, Power, VmSpec};
+use vmseal_api::id::{DiskId, NicId};
+use vmseal_api::nic::NicLink;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::{Event, Owner, State};
+use crate::filter::{self, END_SEEN_WITHIN};
+use crate::hypervisor::cdrom;
+use crate::hypervisor::network;
+use crate::hypervisor::plug;
+use crate::hypervisor::qemu::PORTS;
+use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
+use crate::rules::exclusion::{Action, Permission};
+use crate::rules::{self, set_running};
+use crate::storage::medium;
+use crate::vm::internal;
+use crate::vm::running::{ProcessEvent, Running};
+use crate::vm::serve;
+use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
+use crate::vm::start::set_link;
+
+impl Owner {
+    /// Pauses, unpauses or resets the guest.
+    pub(super) async fn control_guest(&mut self, what: GuestControl) -> Result<(), Problem> {
+        let (action, command, paused) = match what {
+            GuestControl::Pause => (Action::Pause, "stop", Some(true)),
+            GuestControl::Unpause => (Action::Unpause, "cont", Some(false)),
+            GuestControl::Reset => (Action::Reset, "system_reset", None),
+        };
+        if self.situation().may(action, None)? == Permission::Already {
+            return Ok(());
+        }
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        if let Some(paused) = paused {
+            // On record first: an agent that finds the guest otherwise does it.
+            running.live.paused = paused;
+            running.write(&spec)?;
+        }
+        running.qmp.execute(command, Value::Null).await.map(drop).map_err(internal)
+    }
+
+    /// Registers the VM anew while it runs.
+    pub(super) async fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
+        let known = self.spec.clone();
+        let in_use = self.in_use();
+        let difference = set_running::difference(&known, &new, &in_use)?;
+        let now = set_running::before_plugging(&known, &new, &in_use);
+        drop(in_use);
+        self.keep(now)?;
+        for nic in &difference.links {
+            let Some(running) = self.running() else { return Err(not_there()) };
+            set_link(&running.qmp, nic.nic, nic.link).await?;
+        }
+        if difference.medium {
+            self.change_medium(&new.hardware).await?;
+        }
+        for nic in difference.gone_nics {
+            self.unplug_nic(nic).await?;
+        }
+        for disk in difference.gone_disks {
+            self.unplug_disk(disk, new.disk(disk).cloned()).await?;
+        }
+        for nic in difference.new_nics {
+            self.plug_nic(nic).await?;
+        }
+        for disk in difference.new_disks {
+            self.plug_disk(disk).await?;
+        }
+        self.made.retain(|disk, _| new.disk(*disk).is_some());
+        self.jobs.keep_disks_of(&new);
+        self.keep(set_running::until_next_start(&known, &new))?;
+        self.next = (self.spec != new).then_some(new);
+        self.describe();
+        Ok(())
+    }
+
+    /// The disks that the guest does not have, of a VM that runs.
+    pub(super) fn unused(&self) -> Vec<DiskId> {
+        if !matches!(self.state, State::Running(_) | State::Stopping { .. }) {
+            return Vec::new();
+        }
+        let in_use = self.in_use();
+        self.spec.disks().map(|disk| disk.disk).filter(|disk| !in_use(*disk)).collect()
+    }
+
+    /// The disks that the guest has.
+    fn in_use(&self) -> impl Fn(DiskId) -> bool + use<> {
+        let disks: Vec<DiskId> = match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => {
+                running.live.disks.iter().map(|disk| disk.disk).collect()
+            }
+            State::Off | State::Starting { .. } => Vec::new(),
+        };
+        move |disk| disks.contains(&disk)
+    }
+
+    /// Puts a specification of the running VM on record, and keeps it.
+    pub(super) fn keep(&mut self, spec: VmSpec) -> Result<(), Problem> {
+        let Some(running) = self.running() else { return Err(not_there()) };
+        running.write(&spec)?;
+        self.spec = spec;
+        Ok(())
+    }
+
+    /// Changes what is in the CD-ROM drive. Last on record: an agent that ends before is told to do it again.
+    async fn change_medium(&mut self, hardware: &Hardware) -> Result<(), Problem> {
+        let medium = medium::open(hardware, &self.shared.transfer).await?;
+        let Some(running) = self.running() else { return Err(not_there()) };
+        cdrom::change(&running.qmp, medium.as_ref()).await.map_err(internal)?;
+        let mut spec = self.spec.clone();
+        spec.hardware.cdrom.clone_from(&hardware.cdrom);
+        self.keep(spec)
+    }
+
+    async fn plug_nic(&mut self, nic: NicSpec) -> Result<(), Problem> {
+        let mut spec = self.spec.clone();
+        let before = self.nics_before.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let port = free_port(&spec, running, 0..PORTS)?;
+        let own_user = running.slot.qemu().is_some();
+        let (of, wanted) = (spec.clone(), nic.clone());
+        let open = move || network::open_one(&of, &wanted, &before, own_user);
+        let card = tokio::task::spawn_blocking(open).await.map_err(internal)??;
+        spec.devices.push(Device::Nic(nic.clone()));
+        running.live.nic_ports.insert(nic.nic, port);
+        running.live.nics.push(card.state.clone());
+        running.write(&spec)?;
+        let plugged = plug::nic(&running.qmp, port, &nic, &card).await.map_err(internal);
+        let linked = match (&plugged, nic.link) {
+            (Ok(()), NicLink::Down) => set_link(&running.qmp, nic.nic, NicLink::Down).await,
+            _ => plugged,
+        };
+        if linked.is_err() {
+            plug::drop_network(&running.qmp, nic.nic).await;
+            self.forget_nic(nic.nic)?;
+            return linked;
+        }
+        self.spec = spec;
+        Ok(())
+    }
+
+    async fn unplug_nic(&mut self, nic: NicId) -> Result<(), Problem> {
+        let name = self.spec.nics().find(|known| known.nic == nic).map(|nic| nic.name.clone());
+        let what = format!("network card '{}'", name.unwrap_or_default());
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let gone = plug::out(&running.qmp, &plug::nic_device(nic)).await.map_err(internal)?;
+        if !gone {
+            return Err(not_released(&spec, &what));
+        }
+        plug::drop_network(&running.qmp, nic).await;
+        self.forget_nic(nic)
+    }
+
+    /// Takes a network card that QEMU does not have off the record.
+    fn forget_nic(&mut self, nic: NicId) -> Result<(), Problem> {
+        let mut spec = self.spec.clone();
+        spec.devices.retain(|device| !matches!(device, Device::Nic(known) if known.nic == nic));
+        if let Some(running) = self.running() {
+            running.live.nics.retain(|known| known.nic != nic);
+            running.live.nic_ports.remove(&nic);
+        }
+        self.keep(spec)
+    }
+
+    /// Plugs in a disk that is made. The filter is replaced by one that serves it, too: the guest sees a pause, as
+    /// when a filter has died (docs/decisions/093).
+    async fn plug_disk(&mut self, disk: DiskSpec) -> Result<(), Problem> {
+        self.may_replace_filter().await?;
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        // From the other end than network cards, whose names in guests follow their ports.
+        let port = free_port(&spec, running, (0..PORTS).rev())?;
+        let queues = free_queues(&spec, running)?;
+        let socket =
+            running.live.disks.iter().map(|disk| disk.socket.saturating_add(1)).max().unwrap_or(0);
+        let id = disk.disk;
+        running.live.disks.push(DiskInUse {
+            disk: id,
+            socket,
+            queues,
+            port: Some(port),
+            grown: false,
+        });
+        running.write(&spec)?;
+        let served = async {
+            let listener = {
+                running.directory.forget_socket(&serve::socket(socket)).map_err(internal)?;
+                running.directory.listen(&serve::socket(socket)).map_err(internal)?
+            };
+            plug::listen(&running.qmp, socket, &listener).await.map_err(internal)
+        };
+        let served = served.await;
+        let served = match served {
+            Ok(()) => self.replace_filter().await,
+            refused => refused,
+        };
+        let plugged = match served {
+            Ok(()) => self.add_device(id, socket, queues, port).await,
+            refused => refused,
+        };
+        let Err(problem) = plugged else { return Ok(()) };
+        let Some(running) = self.running() else { return Err(problem) };
+        let devices = plug::devices(&running.qmp).await;
+        if devices.is_ok_and(|devices| !devices.contains(&plug::disk_device(id))) {
+            plug::drop_listener(&running.qmp, socket).await;
+            self.forget_disk(id, None).await?;
+            return Err(problem);
+        }
+        // The guest has it, or may have it: the caller asks again, and finds it there or not.
+        self.serve_again();
+        Err(Problem::new(ErrorCode::TimedOut, problem.detail))
+    }
+
+    /// Has QEMU add the device of a disk, and waits until a filter serves it. Where the filter dies meanwhile, QEMU does
+    /// nothing else until it gets a connection to another: so that is started at once.
+    async fn add_device(
+        &mut self,
+        disk: DiskId,
+        socket: u32,
+        queues: u16,
+        port: u32,
+    ) -> Result<(), Problem> {
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let qmp = running.qmp.clone();
+        let mut adding = pin!(plug::disk(&qmp, disk, socket, queues, port));
+        loop {
+            let Some(running) = self.running() else { return Err(not_there()) };
+            let event = tokio::select! {
+                added = &mut adding => match added {
+                    Ok(()) => break,
+                    Err(error) => return Err(internal(error)),
+                },
+                event = running.service.next() => event,
+            };
+            self.apply(Event::Process(ProcessEvent::Service(event))).await;
+        }
+        loop {
+            let spec = self.spec.clone();
+            let Some(running) = self.running() else { return Err(not_there()) };
+            let connected = match running.service {
+                Service::Served(_) => {
+                    let has_device = |disk| running.live.disk(disk).is_some();
+                    serve::wait_connected(&running.control, &spec, has_device).await
+                }
+                Service::Down(None) => return Err(rules::locked(&spec)),
+                Service::Down(Some(_)) => Err(internal("its disks are not served yet")),
+            };
+            let Err(problem) = connected else { return Ok(()) };
+            // The filter may have died.
+            let limit = match running.service {
+                Service::Served(_) => END_SEEN_WITHIN,
+                Service::Down(_) => FILTER_RESTART_TIMEOUT,
+            };
+            let Ok(event) = timeout(limit, running.service.next()).await else {
+                return Err(problem);
+            };
+            self.apply(Event::Process(ProcessEvent::Service(event))).await;
+        }
+    }
+
+    async fn unplug_disk(&mut self, disk: DiskId, kept: Option<DiskSpec>) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let what = format!("disk '{}'", spec.disk(disk).map_or("", |disk| disk.name.as_str()));
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let Some(&DiskInUse { socket, port, .. }) = running.live.disk(disk) else { return Ok(()) };
+        if port.is_none() {
+            let what = format!(
+                "was started with its {what}, and only a disk that was added while it runs can be unplugged from its guest. Stop it first"
+            );
+            return Err(rules::wrong_state(&spec, &what));
+        }
+        self.may_replace_filter().await?;
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let gone = plug::out(&running.qmp, &plug::disk_device(disk)).await.map_err(internal)?;
+        if !gone {
+            return Err(not_released(&spec, &what));
+        }
+        plug::drop_listener(&running.qmp, socket).await;
+        self.forget_disk(disk, kept).await
+    }
+
+    /// Takes a disk that QEMU does not have off the record, and has a filter serve the others. `kept` is what is known
+    /// of the disk from now on.
+    async fn forget_disk(&mut self, disk: DiskId, kept: Option<DiskSpec>) -> Result<(), Problem> {
+        let mut spec = self.spec.clone();
+        spec.devices.retain(|device| !matches!(device, Device::Disk(known) if known.disk == disk));
+        spec.devices.extend(kept.map(Device::Disk));
+        if let Some(running) = self.running() {
+            running.live.disks.retain(|known| known.disk != disk);
+        }
+        self.keep(spec)?;
+        self.troubles.retain(|notice| notice.disk != Some(disk));
+        self.serve_again();
+        if let Err(problem) = self.let_go_of_disks().await {
+            // It is tried again at every check.
+            tracing::info!(vm = %self.spec.vm, %problem, "the filter serves a disk that was unplugged");
+        }
+        Ok(())
+    }
+
+    /// Whether the filter can be replaced without a loss: dirty bitmaps and exposures end with it.
+    pub(super) async fn may_replace_filter(&mut self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        if spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
+            return Err(rules::locked(&spec));
+        }
+        if let Some(disk) = self.exposed.keys().find_map(|disk| spec.disk(*disk)) {
+            let what = format!(
+                "has its disk '{}' exposed, which would end. End the 'vmseal disk expose' first",
+                disk.name
+            );
+            return Err(refusal(ErrorCode::InUse, &spec, &what));
+        }
+        let Some(running) = self.running() else { return Err(not_there()) };
+        if !matches!(running.service, Service::Served(_)) {
+            // In a moment it runs: the caller asks again.
+            let what = "waits for another filter (alarm 'disks-down'). Try again when it runs";
+            return Err(refusal(ErrorCode::TimedOut, &spec, what));
+        }
+        let status = running.control.status().await.map_err(internal)?;
+        let at_any_time = plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?;
+        let unused = |it: &&DiskStatus| {
+            let qemu_has_it = running.live.disk(it.disk).is_some();
+            let counts = qemu_has_it && serve::stays_connected(&spec, it.disk);
+            counts && it.driver == Some(false) && !at_any_time
+        };
+        let unused = status.disks.iter().find(unused);
+        if let Some(disk) = unused.and_then(|it| spec.disk(it.disk)) {
+            let what = format!(
+                "does not use its disk '{}' now, and its QEMU, older than 9.0, would lose that disk. Try again when its guest has booted, is not paused, and has a driver for the disk",
+                disk.name
+            );
+            return Err(refusal(ErrorCode::TimedOut, &spec, &what));
+        }
+        let marked = status.disks.iter().find(|disk| !disk.bitmaps.is_empty());
+        if let Some(disk) = marked.and_then(|disk| spec.disk(disk.disk)) {
+            let name = &disk.name;
+            let what = format!(
+                "has dirty bitmaps of its disk '{name}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM"
+            );
+            return Err(refusal(ErrorCode::InUse, &spec, &what));
+        }
+        Ok(())
+    }
+
+    /// Ends the filter and starts one that serves the disks that are on record now; the guest sees a pause.
+    pub(super) async fn replace_filter(&mut self) -> Result<(), Problem> {
+        let plan = self.plan()?;
+        let shared = self.shared.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        match std::mem::replace(&mut running.service, Service::Down(None)) {
+            Service::Served(old) => {
+                if running.control.shut_down().await.is_err() {
+                    old.kill();
+                }
+                old.end_within(filter::SHUTDOWN_TIMEOUT).await;
+            }
+            Service::Down(Some(attempt)) => {
+                attempt.end().await;
+                running.end_filter_on_record().await?;
+            }
+            Service::Down(None) => {}
+        }
+        let (directory, slot) = (&running.directory, &running.slot);
+        let new = service::serve_once(&shared, directory, plan.into(), slot, &running.qmp).await;
+        let new = new.map_err(|not_served| match not_served.into_problem() {
+            // QEMU lets a new connection go while it resets the disk's device: the caller asks again.
+            Problem { code: ErrorCode::Internal, detail, .. } => {
+                Problem::new(ErrorCode::TimedOut, detail)
+            }
+            problem => problem,
+        })?;
+        running.service = Service::Served(new);
+        self.serves_sizes = true;
+        Ok(())
+    }
+
+    /// Takes disks off the record that QEMU does not have: an answer of its monitor was lost.
+    pub(super) async fn note_missing_devices(&mut self) {
+        let Some(running) = self.running() else { return };
+        if running.live.disks.iter().all(|disk| disk.port.is_none()) {
+            return;
+        }
+        let Ok(devices) = plug::devices(&running.qmp).await else { return };
+        let plugged = running.live.disks.iter().filter(|disk| disk.port.is_some());
+        let missing = plugged.filter(|disk| !devices.contains(&plug::disk_device(disk.disk)));
+        // The next one at the next check.
+        if let Some(disk) = missing.copied().next() {
+            plug::drop_listener(&running.qmp, disk.socket).await;
+            let _ = self.forget_disk(disk.disk, None).await;
+        }
+    }
+
+    /// Has a filter replaced that serves a disk that the guest no longer has.
+    pub(super) async fn let_go_of_disks(&mut self) -> Result<(), Problem> {
+        let Some(running) = self.running() else { return Ok(()) };
+        if !matches!(running.service, Service::Served(_)) {
+            return Ok(());
+        }
+        let status = running.control.status().await.map_err(internal)?;
+        if status.disks.iter().all(|disk| running.live.disk(disk.disk).is_some()) {
+            return Ok(());
+        }
+        self.may_replace_filter().await?;
+        let replaced = self.replace_filter().await;
+        if replaced.is_err() {
+            // It is started again until it serves: the guest waits.
+            self.serve_again();
+        }
+        replaced
+    }
+
+    /// QEMU has let a device go, perhaps long after it was asked to.
+    pub(super) async fn device_gone(&mut self, device: &str) {
+        let Some(running) = self.running() else { return };
+        let there = plug::devices(&running.qmp).await;
+        if there.is_ok_and(|there| there.iter().any(|it| it == device)) {
+            // It was plugged in again since: the event is older.
+            return;
+        }
+        let live = running.live.clone();
+        let nic = live.nics.iter().map(|nic| nic.nic).find(|nic| plug::nic_device(*nic) == device);
+        let disk = live.disks.iter().find(|disk| plug::disk_device(disk.disk) == device);
+        if let Some(nic) = nic {
+            plug::drop_network(&running.qmp, nic).await;
+            let _ = self.forget_nic(nic);
+        } else if let Some(disk) = disk {
+            plug::drop_listener(&running.qmp, disk.socket).await;
+            let _ = self.forget_disk(disk.disk, None).await;
+        }
+    }
+
+    /// What the guest has that the server cannot change while it runs.
+    pub(super) fn started_with(&self) -> Option<vmseal_api::host::StartedWith> {
+        use vmseal_api::host::{DiskSettings, StartedWith};
+        if matches!(self.power(), Power::Off | Power::Starting) {
+            return None;
+        }
+        let in_use = self.in_use();
+        let disks = self.spec.disks().filter(|disk| in_use(disk.disk));
+        let disks = disks.map(|disk| DiskSettings {
+            disk: disk.disk,
+            limits: disk.limits,
+            cache: disk.cache,
+        });
+        let (vcpus, memory) = (self.spec.vcpus, self.spec.memory);
+        let boot = self.spec.hardware.boot.clone();
+        Some(StartedWith { vcpus, memory, disks: disks.collect(), boot })
+    }
+}
+
+fn not_there() -> Problem {
+    internal("a VM that runs has no processes")
+}
+
+fn refusal(code: ErrorCode, spec: &VmSpec, what: &str) -> Problem {
+    Problem::new(code, format!("VM '{}' {what}", spec.name))
+}
+
+fn not_released(spec: &VmSpec, what: &str) -> Problem {
+    let detail = format!(
+        "the guest of VM '{}' has not let go of its {what} yet: it does once it has booted, and no longer uses it",
+        spec.name
+    );
+    Problem::new(ErrorCode::TimedOut, detail)
+}
+
+/// A port that no device of a running VM is plugged into.
+fn free_port(
+    spec: &VmSpec,
+    running: &Running,
+    mut wanted: impl Iterator<Item = u32>,
+) -> Result<u32, Problem> {
+    let live = &running.live;
+    if !live.spare_ports {
+        let what = "was started by an earlier vmseal, without room for devices to be added while it runs. Stop it first";
+        return Err(rules::wrong_state(spec, what));
+    }
+    let taken = |port: &u32| {
+        live.nic_ports.values().any(|taken| taken == port)
+            || live.disks.iter().any(|disk| disk.port == Some(*port))
+    };
+    wanted.find(|port| !taken(port)).ok_or_else(|| {
+        let what = format!(
+            "has no room for another device while it runs: its network cards, and disks that were added since it was started, are {PORTS} at most. Stop it first"
+        );
+        refusal(ErrorCode::LimitExceeded, spec, &what)
+    })
+}
+
+/// How many queues another disk may have.
+fn free_queues(spec: &VmSpec, running: &Running) -> Result<u16, Problem> {
+    let queues = running.live.disks.iter().map(|disk| disk.queues);
+    let taken = queues.fold(0, u16::saturating_add);
+    match DISK_QUEUES_MAX.saturating_sub(taken) {
+        0 => {
+            let what = "has no request queue left for another disk while it runs. Stop it first";
+            Err(refusal(ErrorCode::LimitExceeded, spec, what))
+        }
+        left => Ok(left.min(running.live.disks.iter().map(|disk| disk.queues).max().unwrap_or(1))),
+    }
+}

@@ -1,0 +1,341 @@
+//! The descriptor of a VM on a datastore (`vm.json`, docs/formats/vm-descriptor.md): what an inventory needs of it that
+//! the headers of its disks do not say. A server that has lost its inventory adopts VMs by it.
+//!
+//! Who writes to the datastore can write any of it. For a VM that has a key it is authenticated: its MAC is made with a
+//! key that is derived from the VM's. The types of this module, and those of the API that they are made of, are the
+//! stored format; a golden file pins them.
+
+use serde::{Deserialize, Serialize};
+
+use super::disk::{Allocation, DiskFacts, DiskLimits, DiskRole};
+use super::key::KeyReference;
+use super::state::DiskState;
+use crate::filter::{CRYPT_SECTOR, DISKS_MAX};
+use crate::hardware::Hardware;
+use crate::id::{DatastoreId, DiskId, ProviderId, VmId, check_name};
+use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use crate::nic::{NicSpec, NicToCheck, check_nics};
+
+/// The version that is written.
+pub const VERSION: u32 = 2;
+
+/// The oldest version that is read: without what a VM needs beside its disks, and without a MAC.
+const OLDEST: u32 = 1;
+
+/// The longest descriptor, in bytes: one of a VM with the most disks and cards fits well within.
+pub const LENGTH_MAX: usize = 64 * 1024;
+
+/// The unit of a VM's memory, in bytes.
+const MEMORY_UNIT: u64 = 1 << 20;
+
+/// The longest key id, in bytes.
+const KEY_ID_MAX: usize = 255;
+
+/// The digits of a MAC, and of a check value.
+const MAC_DIGITS: usize = 64;
+const CHECK_DIGITS: usize = 32;
+
+/// A VM on a datastore. The order of the fields is that in which they are authenticated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmDescriptor {
+    /// The version of the format.
+    pub version: u32,
+    /// The VM.
+    pub vm: VmId,
+    /// Its name.
+    pub name: String,
+    /// Virtual processors; none in version 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vcpus: Option<u32>,
+    /// Memory, in bytes; none in version 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+    /// The name of its policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+    /// Its key; none where nothing of it is encrypted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<KeyReference>,
+    /// What its machine is; left out where it is what every VM has.
+    #[serde(default, skip_serializing_if = "Hardware::is_usual")]
+    pub hardware: Hardware,
+    /// Its disks, in boot order; in version 1 those on this datastore alone.
+    pub disks: Vec<DescribedDisk>,
+    /// Its network cards, in their order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nics: Vec<NicSpec>,
+    /// HMAC-SHA256 of all other fields, in hexadecimal; none where the VM has no key, or where it was not at hand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<String>,
+}
+
+/// A disk of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DescribedDisk {
+    /// The disk.
+    pub disk: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// Its size as the guest sees it, in bytes.
+    pub size: u64,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
+    /// Its file beside the descriptor; none where it is on another datastore.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Its datastore; none in version 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<DatastoreId>,
+    /// What it is for.
+    #[serde(default, skip_serializing_if = "DiskRole::is_data")]
+    pub role: DiskRole,
+    /// Whether its room was allocated when it was made.
+    #[serde(default)]
+    pub allocation: Allocation,
+    /// What its guest may use of it.
+    #[serde(default)]
+    pub limits: DiskLimits,
+    /// The size of its cache, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<u64>,
+    /// Where its second copy is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<DescribedReplica>,
+    /// What was pinned of it when it was made; none while it is being made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub facts: Option<DiskFacts>,
+}
+
+/// The second copy of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DescribedReplica {
+    /// Its datastore.
+    pub datastore: DatastoreId,
+    /// How fast it is copied.
+    pub bytes_per_second: u64,
+}
+
+/// Why a descriptor cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DescriptorError {
+    /// It is too long.
+    #[error("it has more than {LENGTH_MAX} bytes")]
+    TooLong,
+    /// It is no descriptor.
+    #[error("it cannot be parsed: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A later vmseal wrote it.
+    #[error("it has version {0}, and this vmseal reads versions {OLDEST} to {VERSION}")]
+    Version(u64),
+    /// A value that no VM has.
+    #[error("{0}")]
+    Value(String),
+}
+
+/// The beginning of descriptors of all versions, also future ones.
+#[derive(Deserialize)]
+struct Head {
+    version: u64,
+}
+
+/// Parses a descriptor, and checks each value as a user's would be.
+///
+/// # Errors
+/// [`DescriptorError`].
+pub fn parse(json: &[u8]) -> Result<VmDescriptor, DescriptorError> {
+    if json.len() > LENGTH_MAX {
+        return Err(DescriptorError::TooLong);
+    }
+    let Head { version } = serde_json::from_slice(json)?;
+    if !(u64::from(OLDEST)..=u64::from(VERSION)).contains(&version) {
+        return Err(DescriptorError::Version(version));
+    }
+    let descriptor: VmDescriptor = serde_json::from_slice(json)?;
+    descriptor.check().map_err(DescriptorError::Value)?;
+    Ok(descriptor)
+}
+
+fn is_hexadecimal(text: &str, digits: usize) -> bool {
+    text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+impl VmDescriptor {
+    fn check(&self) -> Result<(), String> {
+        check_name(&self.name).map_err(|error| format!("the VM's name: {error}"))?;
+        if let Some(policy) = &self.policy {
+            check_name(policy).map_err(|error| format!("the policy's name: {error}"))?;
+        }
+        if self.vcpus.is_some_and(|vcpus| !(1..=VCPUS_MAX).contains(&vcpus)) {
+            return Err(format!("the number of processors is not 1 to {VCPUS_MAX}"));
+        }
+        let fits = |memory: u64| {
+            (MEMORY_MIN..=MEMORY_MAX).contains(&memory) && memory.is_multiple_of(MEMORY_UNIT)
+        };
+        if self.memory.is_some_and(|memory| !fits(memory)) {
+            return Err("the size of the memory is none that a VM has".to_owned());
+        }
+        if let Some(memory) = self.memory {
+            let hardware = self.hardware.check(memory);
+            hardware.map_err(|(field, what)| format!("the {field} of its hardware {what}"))?;
+        }
+        if self.version > OLDEST && (self.vcpus.is_none() || self.memory.is_none()) {
+            return Err("it lacks the number of processors, or the size of the memory".to_owned());
+        }
+        if let Some(key) = &self.key
+            && (key.key_id.is_empty()
+                || key.key_id.len() > KEY_ID_MAX
+                || !is_hexadecimal(&key.check, CHECK_DIGITS))
+        {
+            return Err("its key is none that vmseal writes".to_owned());
+        }
+        if self.mac.as_ref().is_some_and(|mac| !is_hexadecimal(mac, MAC_DIGITS)) {
+            return Err("its authentication code has another form".to_owned());
+        }
+        self.check_devices()
+    }
+
+    fn check_devices(&self) -> Result<(), String> {
+        if self.disks.len() > DISKS_MAX {
+            return Err(format!("it has more than {DISKS_MAX} disks"));
+        }
+        for (index, disk) in self.disks.iter().enumerate() {
+            let of = |what: String| format!("disk {}: {what}", index + 1);
+            check_name(&disk.name).map_err(|error| of(error.to_string()))?;
+            let before = &self.disks[..index];
+            if before.iter().any(|it| it.disk == disk.disk || it.name == disk.name) {
+                return Err(of("another disk has its id or name".to_owned()));
+            }
+            let sector = u64::from(CRYPT_SECTOR);
+            if disk.size == 0 || disk.size > DISK_SIZE_MAX || !disk.size.is_multiple_of(sector) {
+                return Err(of("its size is none that a disk has".to_owned()));
+            }
+            disk.limits.check().map_err(|(_, what)| of(what))?;
+            if disk.encrypted && self.key.is_none() {
+                return Err(of("it is encrypted, and the VM has no key".to_owned()));
+            }
+            if self.version > OLDEST && disk.datastore.is_none() {
+                return Err(of("it does not say on which datastore it is".to_owned()));
+            }
+        }
+        let nics = self.nics.iter();
+        let nics =
+            nics.map(|it| NicToCheck { name: &it.name, mac: Some(it.mac), backend: &it.backend });
+        check_nics(&nics.collect::<Vec<_>>()).map_err(|(field, what)| format!("{field}: {what}"))
+    }
+
+    /// The bytes that are authenticated: compact JSON of all fields but the MAC.
+    ///
+    /// # Errors
+    /// None that a descriptor of ours causes.
+    pub fn authenticated(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&Self { mac: None, ..self.clone() })
+    }
+}
+
+/// What a host finds at the place of a datastore, whatever mark it has.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatastoreSurvey {
+    /// The datastore that its mark names; none without a mark.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mark: Option<DatastoreId>,
+    /// The homes of VMs, in the order of their ids.
+    pub vms: Vec<FoundVm>,
+    /// Why the list is incomplete; none when it is complete.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub incomplete: Option<String>,
+}
+
+/// The home of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FoundVm {
+    /// The VM that its directory is called by.
+    pub vm: VmId,
+    /// Its descriptor, as it was found.
+    pub descriptor: FoundDescriptor,
+}
+
+/// A disk of a VM whose descriptor is missing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeaderDisk {
+    /// The disk, as its file is called.
+    pub disk: DiskId,
+    /// Its size, by the length of its file.
+    pub size: u64,
+    /// The facts that the host would pin of it: LUKS2 where it has a header.
+    pub facts: DiskFacts,
+}
+
+/// A descriptor as a host finds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum FoundDescriptor {
+    /// It can be read.
+    Read {
+        /// What it says. Not authenticated.
+        descriptor: Box<VmDescriptor>,
+        /// The facts that the host would pin of those disks of which it says none.
+        made: Vec<DiskState>,
+    },
+    /// It is missing; this is what the images beside its place say. Nothing of it is authenticated.
+    Missing {
+        /// The images, in the order of their ids, which is that in which disks are made.
+        images: Vec<HeaderDisk>,
+        /// The provider and the id of the key that all headers name; none where none is encrypted.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        key: Option<(ProviderId, String)>,
+    },
+    /// It cannot be used.
+    Unusable {
+        /// Why.
+        detail: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The example in docs/formats/vm-descriptor.md. Later versions have to read it too.
+    const GOLDEN: &str = include_str!("../../tests/golden/vm-descriptor-2.json");
+    const GOLDEN_1: &str = include_str!("../../tests/golden/vm-descriptor-1.json");
+
+    #[test]
+    fn the_golden_descriptors_are_read_and_version_2_is_written_the_same() {
+        let descriptor = parse(GOLDEN.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&descriptor).unwrap(), GOLDEN.trim_end());
+        assert_eq!((descriptor.vcpus, descriptor.memory), (Some(2), Some(1 << 30)));
+        assert_eq!((descriptor.disks.len(), descriptor.nics.len()), (2, 1));
+        let text = String::from_utf8(descriptor.authenticated().unwrap()).unwrap();
+        assert!(
+            text.starts_with(r#"{"version":2,"vm":""#) && !text.contains("mac\":\"8"),
+            "{text}"
+        );
+        let older = parse(GOLDEN_1.as_bytes()).unwrap();
+        assert_eq!((older.vcpus, older.disks[0].datastore), (None, None));
+    }
+
+    #[test]
+    fn values_that_no_vm_has_are_refused() {
+        for (from, to) in [
+            ("\"version\": 2", "\"version\": 3"),
+            ("\"vcpus\": 2", "\"vcpus\": 0"),
+            ("\"vcpus\": 2,", ""),
+            ("\"memory\": 1073741824", "\"memory\": 1"),
+            ("\"name\": \"web\"", "\"name\": \"../web\""),
+            ("\"policy\": \"encrypted\"", "\"policy\": \"a b\""),
+            ("\"size\": 1048576", "\"size\": 7"),
+            ("\"name\": \"data\"", "\"name\": \"root\""),
+            ("\"version\": 2", "\"version\": 2, \"more\": 1"),
+            ("52:54:00:12:34:56", "53:54:00:12:34:56"),
+            ("\"mac\": \"8", "\"mac\": \"x"),
+        ] {
+            let changed = GOLDEN.replacen(from, to, 1);
+            assert_ne!(changed, GOLDEN, "{from}");
+            assert!(parse(changed.as_bytes()).is_err(), "{from} -> {to}");
+        }
+        assert!(matches!(parse(&[b' '; LENGTH_MAX + 1]), Err(DescriptorError::TooLong)));
+    }
+}

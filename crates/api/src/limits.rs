@@ -1,0 +1,13 @@
+//! What a VM can have at most, and at least: for requests, for hosts, and for what is found on datastores.
+
+/// The largest disk, in bytes: 62 TiB, vSphere's limit.
+pub const DISK_SIZE_MAX: u64 = 62 << 40;
+
+/// The most virtual processors of a VM.
+pub const VCPUS_MAX: u32 = 255;
+
+/// The least memory of a VM in bytes.
+pub const MEMORY_MIN: u64 = 16 << 20;
+
+/// The most memory of a VM in bytes.
+pub const MEMORY_MAX: u64 = 6 << 40;

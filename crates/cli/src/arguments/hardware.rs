@@ -1,0 +1,81 @@
+//! The options for what a VM's machine is.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum, builder::PossibleValue};
+use vmseal_api::boot::Cdrom;
+use vmseal_api::hardware::{self, MemoryBacking};
+
+use super::cdrom::BootDevice;
+
+/// What a new VM's machine is.
+#[derive(Args, Default)]
+pub struct HardwareOptions {
+    /// The firmware. UEFI keeps its variables on a small disk of the VM's, encrypted as its others; with secure boot
+    /// it starts only what is signed with Microsoft's keys. A guest is installed for one of BIOS and UEFI [default: bios, or
+    /// that of the domain that is imported]
+    #[arg(long, value_enum)]
+    pub firmware: Option<Firmware>,
+    /// The processor's model: `host`, or a name that QEMU on the host knows [default: host under KVM, else max]
+    #[arg(long, value_name = "MODEL")]
+    pub cpu_model: Option<String>,
+    /// What the guest's memory is made of: `hugepages` are pages of 2 MiB that the host has set aside, and all are
+    /// taken when the VM starts
+    #[arg(long, value_enum, default_value_t)]
+    pub memory_backing: Backing,
+    /// Give it a TPM 2.0. What the TPM keeps is encrypted, so the VM needs a policy that encrypts
+    #[arg(long)]
+    pub tpm: bool,
+    /// A CD-ROM drive with this file in it: an absolute path on the host, in one of the directories that the host imports
+    /// from. It is read as it is, and is not encrypted
+    #[arg(long, value_name = "ISO")]
+    pub cdrom: Option<PathBuf>,
+    /// What the firmware starts from, in this order: `disk`, `cdrom` and `network`, separated by commas [default: the
+    /// disks, then the CD-ROM drive]
+    #[arg(long, value_name = "ORDER", value_delimiter = ',')]
+    pub boot: Vec<BootDevice>,
+}
+
+/// A firmware.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Firmware(hardware::Firmware);
+
+impl ValueEnum for Firmware {
+    fn value_variants<'a>() -> &'a [Self] {
+        const ALL: [Firmware; 3] = [
+            Firmware(hardware::Firmware::Bios),
+            Firmware(hardware::Firmware::Uefi),
+            Firmware(hardware::Firmware::UefiSecureBoot),
+        ];
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let mut names = hardware::Firmware::NAMES.into_iter();
+        names.find(|(_, known)| *known == self.0).map(|(name, _)| PossibleValue::new(name))
+    }
+}
+
+/// What memory is made of.
+#[derive(Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Backing {
+    #[default]
+    Pages,
+    Hugepages,
+}
+
+impl From<HardwareOptions> for hardware::Hardware {
+    fn from(options: HardwareOptions) -> Self {
+        Self {
+            firmware: options.firmware.unwrap_or_default().0,
+            cpu_model: options.cpu_model,
+            memory_backing: match options.memory_backing {
+                Backing::Pages => MemoryBacking::Pages,
+                Backing::Hugepages => MemoryBacking::Hugepages,
+            },
+            tpm: options.tpm,
+            cdrom: options.cdrom.map(|medium| Cdrom { medium: Some(medium) }),
+            boot: options.boot.into_iter().map(|device| device.0).collect(),
+        }
+    }
+}

@@ -1,0 +1,708 @@
+//! Adopts the VMs of a datastore that the inventory does not have: after the loss of a server, or of the part of its
+//! inventory that is newer than its backup.
+//!
+//! What is on the datastore is not trusted: each value is checked as a user's would be, the descriptor of an encrypted VM
+//! is authenticated with its key, and a task has its host open every disk with that key before the VM is in the
+//! inventory.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Adoption};
+use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
+use vmseal_api::host::descriptor::{
+    self, DescribedDisk, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
+};
+use vmseal_api::host::{
+    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, VmSpec,
+};
+use vmseal_api::id::{DatastoreId, DiskId, PolicyId, VmId, check_name};
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::ReplicaPlace;
+use vmseal_api::request::{MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use vmseal_api::size::Size;
+use vmseal_secret::SecretBytes;
+use vmseal_secret::derive::{KeyContext, Purpose, derive};
+use vmseal_secret::mac;
+
+use super::Services;
+use super::caller::{Caller, Privilege};
+use super::datastores::{describes, find};
+use super::hardware;
+use crate::operation::{Definition, Operation};
+use crate::store::datastores::{self, Datastore};
+use crate::store::disks::Placed;
+use crate::store::events::NewEvent;
+use crate::store::policies::Policy;
+use crate::store::vms::Vm;
+use crate::store::{Part, disks, keys, nics, policies, providers, vms};
+use crate::tasks::Engine;
+
+/// How many keys are asked for at a time.
+const KEYS_AT_ONCE: usize = 8;
+
+/// The unit of a VM's memory, in bytes.
+const MEMORY_UNIT: u64 = 1 << 20;
+
+/// What a VM of a datastore is compared with.
+struct Known {
+    datastore: Datastore,
+    /// The datastores of its host, by id.
+    places: HashMap<DatastoreId, DatastoreSpec>,
+    /// VMs by id.
+    vms: HashMap<VmId, Vm>,
+    /// VMs that have another key than their descriptors name, with that one.
+    rekeyed: HashMap<VmId, Definition>,
+    /// The disks of the inventory, by id.
+    disks: HashMap<DiskId, Placed>,
+    policies: Vec<Policy>,
+    providers: HashSet<vmseal_api::id::ProviderId>,
+    images: HashMap<(VmId, DiskId), FoundImage>,
+}
+
+/// Adopts the VMs of a datastore, or says what would become of them.
+pub async fn adopt(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: AdoptVms,
+    dry_run: bool,
+) -> Result<Adoption, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    check(&request)?;
+    let datastore = find(services, name).await?;
+    let agent = services.hosts.connected(datastore.host)?;
+    let view = services.hosts.view(datastore.host);
+    describes(view.description.as_deref(), &datastore.host_name)?;
+    let survey = agent.survey_datastore(datastore.location.clone()).await?;
+    let spec = DatastoreSpec { datastore: datastore.id, location: datastore.location.clone() };
+    // Refused if the mark is another one.
+    let contents = agent.scan_datastore(spec).await?;
+    let incomplete = survey.incomplete.or_else(|| contents.incomplete.clone());
+    let mut known = known(services, datastore, contents).await?;
+    let asked = |found: &FoundVm| request.vms.is_empty() || is_one_of(found, &request.vms);
+    let mut found = Vec::new();
+    for vm in survey.vms.into_iter().filter(asked) {
+        found.push(completed(services, &known, &request, vm).await?);
+    }
+    known.rekeyed = rekeyed(services, &known, &found).await?;
+    if let Some(missing) = request
+        .vms
+        .iter()
+        .find(|name| !found.iter().any(|found| is_one_of(found, std::slice::from_ref(*name))))
+    {
+        let what = format!("datastore '{}' has no VM '{missing}'", known.datastore.name);
+        return Err(Problem {
+            field: Some("vms".to_owned()),
+            ..Problem::new(ErrorCode::NotFound, what)
+        });
+    }
+    let mut taken: HashSet<String> = known.vms.values().map(|vm| vm.name.clone()).collect();
+    let judged: Vec<_> =
+        found.into_iter().map(|found| judge(&known, &request, found, &mut taken)).collect();
+    let checked = stream::iter(judged).map(|(line, candidate)| async {
+        match candidate {
+            Some(candidate) => check_candidate(services, caller, &request, line, *candidate).await,
+            None => (line, None),
+        }
+    });
+    let checked: Vec<_> = checked.buffered(KEYS_AT_ONCE).collect().await;
+    let mut lines = Vec::new();
+    for (mut line, definition) in checked {
+        line.power = view.vm(line.vm).map(|seen| seen.power);
+        if let Some(definition) = definition.filter(|_| !dry_run) {
+            begin(services, caller, definition, &mut line).await?;
+        }
+        lines.push(line);
+    }
+    Ok(Adoption { datastore: known.datastore.name, vms: lines, incomplete })
+}
+
+fn check(request: &AdoptVms) -> Result<(), Problem> {
+    for rename in &request.rename {
+        check_name(&rename.name)
+            .map_err(|error| Problem::invalid("rename", format!("'{}': {error}", rename.name)))?;
+    }
+    if request.vcpus.is_some_and(|vcpus| !(1..=VCPUS_MAX).contains(&vcpus)) {
+        return Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")));
+    }
+    let fits = |memory: u64| {
+        (MEMORY_MIN..=MEMORY_MAX).contains(&memory) && memory.is_multiple_of(MEMORY_UNIT)
+    };
+    if request.memory.is_some_and(|memory| !fits(memory)) {
+        let detail = format!(
+            "must be {} to {}, a multiple of {}",
+            Size(MEMORY_MIN),
+            Size(MEMORY_MAX),
+            Size(MEMORY_UNIT)
+        );
+        return Err(Problem::invalid("memory", detail));
+    }
+    Ok(())
+}
+
+/// Whether a VM is called by one of these names or ids.
+fn is_one_of(found: &FoundVm, names: &[String]) -> bool {
+    let name = match &found.descriptor {
+        FoundDescriptor::Read { descriptor, .. } => Some(&descriptor.name),
+        FoundDescriptor::Missing { .. } | FoundDescriptor::Unusable { .. } => None,
+    };
+    names.iter().any(|asked| Some(asked) == name || *asked == found.vm.to_string())
+}
+
+async fn known(
+    services: &Services,
+    datastore: Datastore,
+    contents: DatastoreContents,
+) -> Result<Known, Problem> {
+    let all = Part::all();
+    let mut read = services.store.read().await?;
+    let places = datastores::of_host(&mut read, datastore.host).await?.into_iter();
+    let places =
+        places.map(|it| (it.id, DatastoreSpec { datastore: it.id, location: it.location }));
+    let vms = vms::list(&mut read, &all).await?.into_iter();
+    let policies = policies::list(&mut read, &all).await?.into_iter();
+    let placed = disks::placed(&mut read).await?.into_iter();
+    let of_disks = contents.images.into_iter().filter_map(|image| {
+        let named = image.named.filter(|named| !named.half_made && !named.replica)?;
+        Some(((named.vm, named.disk), image))
+    });
+    Ok(Known {
+        datastore,
+        places: places.collect(),
+        vms: vms.map(|vm| (vm.id, vm)).collect(),
+        rekeyed: HashMap::new(),
+        disks: placed.filter_map(|disk| Some((disk.id.parse().ok()?, disk))).collect(),
+        policies: policies.collect(),
+        providers: providers::names(&mut read).await?.into_keys().collect(),
+        images: of_disks.collect(),
+    })
+}
+
+/// A VM whose descriptor is missing gets one of what its images say, and of what the request does. It is not
+/// authenticated, and says neither processors nor memory nor policy.
+async fn completed(
+    services: &Services,
+    known: &Known,
+    request: &AdoptVms,
+    found: FoundVm,
+) -> Result<FoundVm, Problem> {
+    let vm = found.vm;
+    let FoundDescriptor::Missing { images, key } = found.descriptor else { return Ok(found) };
+    let unusable =
+        |detail: String| Ok(FoundVm { vm, descriptor: FoundDescriptor::Unusable { detail } });
+    let Some(named) = request.rename.iter().find(|rename| rename.vm == vm.to_string()) else {
+        return unusable(format!(
+            "it has no descriptor: its images alone are there. Give it a name (--rename {vm}=NAME)"
+        ));
+    };
+    let key = match key {
+        None => None,
+        Some((provider, key_id)) if known.providers.contains(&provider) => {
+            let mut read = services.store.read().await?;
+            let owner = keys::owner(&mut read, provider, &key_id).await?;
+            drop(read);
+            if let Some(other) = owner.filter(|owner| *owner != vm) {
+                // Nobody gets another VM's key by writing its id to a datastore.
+                return unusable(format!("its headers name the key of VM {other}"));
+            }
+            match services.providers.get(provider)?.reference_of(vm, &key_id).await {
+                Ok(key) => Some(key),
+                Err(problem) => return unusable(problem.to_string()),
+            }
+        }
+        Some((provider, key_id)) => Some(KeyReference { provider, key_id, check: String::new() }),
+    };
+    let disk = |(index, image): (usize, &HeaderDisk)| DescribedDisk {
+        disk: image.disk,
+        name: format!("disk{index}"),
+        size: image.size,
+        encrypted: matches!(image.facts, DiskFacts::Luks2 { .. }),
+        file: Some(format!("{}.raw", image.disk)),
+        datastore: None,
+        role: Default::default(),
+        allocation: Default::default(),
+        limits: Default::default(),
+        cache: None,
+        replica: None,
+        facts: Some(image.facts.clone()),
+    };
+    let descriptor = Box::new(VmDescriptor {
+        version: descriptor::VERSION,
+        vm,
+        name: named.name.clone(),
+        vcpus: None,
+        memory: None,
+        policy: None,
+        key,
+        // Headers do not say it.
+        hardware: Default::default(),
+        disks: images.iter().enumerate().map(disk).collect(),
+        nics: Vec::new(),
+        mac: None,
+    });
+    let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
+    Ok(FoundVm { vm, descriptor })
+}
+
+/// The VMs that the inventory has with another key than their descriptors name: they were recrypted after the backup from
+/// which it was restored. Only the key is taken from the descriptor.
+async fn rekeyed(
+    services: &Services,
+    known: &Known,
+    found: &[FoundVm],
+) -> Result<HashMap<VmId, Definition>, Problem> {
+    let mut rekeyed = HashMap::new();
+    for found in found {
+        let FoundDescriptor::Read { descriptor, .. } = &found.descriptor else { continue };
+        let Some(vm) = known.vms.get(&found.vm).filter(|vm| vm.lifecycle == Lifecycle::Ready)
+        else {
+            continue;
+        };
+        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.datastore.host {
+            continue;
+        }
+        let Some(key) = descriptor.key.as_ref().filter(|key| Some(*key) != vm.key.as_ref()) else {
+            continue;
+        };
+        let Some((vm, spec)) = crate::hosts::definition(&services.store, vm.id).await? else {
+            continue;
+        };
+        let definition = Definition {
+            spec: VmSpec { key: Some(key.clone()), ..spec },
+            host: vm.host,
+            host_name: vm.host_name,
+            policy: vm.policy,
+            policy_name: vm.policy_name,
+            replaces: vm.key,
+        };
+        rekeyed.insert(vm.id, definition);
+    }
+    Ok(rekeyed)
+}
+
+/// What the datastore has of a VM of the inventory that is newer than what the inventory says of it, for people: disks that
+/// were added or grew after the backup from which it was restored.
+fn newer(known: &Known, found: &FoundVm) -> Vec<String> {
+    let described: &[DescribedDisk] = match &found.descriptor {
+        FoundDescriptor::Read { descriptor, .. } => &descriptor.disks,
+        FoundDescriptor::Missing { .. } | FoundDescriptor::Unusable { .. } => &[],
+    };
+    let images = known.images.iter().filter(|((vm, _), _)| *vm == found.vm);
+    // In one order each time.
+    let images: BTreeSet<_> = images.map(|((_, disk), image)| (*disk, image.size)).collect();
+    let mut newer = Vec::new();
+    for (disk, length) in images {
+        let Some(placed) = known.disks.get(&disk) else {
+            let named = described.iter().find(|it| it.disk == disk);
+            let name = named.map(|it| format!(" '{}'", it.name)).unwrap_or_default();
+            newer.push(format!(
+                "its disk{name} {disk} is on the datastore and not in the inventory, which is older than it: leave its file where it is, and do not start the VM if it needs the disk"
+            ));
+            continue;
+        };
+        if let Some(known) = placed.image_length().filter(|known| *known < length) {
+            newer.push(format!(
+                "the image of its disk '{}' has {}, and the inventory knows of {}: it grew since. Make the disk as long here (vmseal disk resize) before the guest uses it",
+                placed.name,
+                Size(length),
+                Size(known),
+            ));
+        }
+    }
+    newer
+}
+
+/// A VM against which nothing stands that is known without its key.
+struct Candidate {
+    descriptor: VmDescriptor,
+    definition: Definition,
+}
+
+/// Compares a VM with the inventory.
+fn judge(
+    known: &Known,
+    request: &AdoptVms,
+    found: FoundVm,
+    taken: &mut HashSet<String>,
+) -> (AdoptedVm, Option<Box<Candidate>>) {
+    let mut line = AdoptedVm {
+        vm: found.vm,
+        name: None,
+        status: AdoptStatus::Refused,
+        disks: None,
+        key_id: None,
+        policy: None,
+        power: None,
+        task: None,
+        detail: String::new(),
+        newer: Vec::new(),
+    };
+    if let Some(vm) = known.vms.get(&found.vm) {
+        line.status = AdoptStatus::Known;
+        line.name = Some(vm.name.clone());
+        line.detail = format!("the inventory has it, on host '{}'", vm.host_name);
+        line.newer = newer(known, &found);
+        let definition = known.rekeyed.get(&found.vm).cloned();
+        return match (found.descriptor, definition) {
+            (FoundDescriptor::Read { descriptor, .. }, Some(definition)) => {
+                line.status = AdoptStatus::Refused;
+                line.key_id = definition.spec.key.as_ref().map(|key| key.key_id.clone());
+                (line, Some(Box::new(Candidate { descriptor: *descriptor, definition })))
+            }
+            _ => (line, None),
+        };
+    }
+    let (descriptor, made) = match found.descriptor {
+        FoundDescriptor::Read { descriptor, made } => (*descriptor, made),
+        FoundDescriptor::Unusable { detail } => {
+            line.detail = detail;
+            return (line, None);
+        }
+        FoundDescriptor::Missing { .. } => {
+            line.detail = "it has no descriptor".to_owned();
+            return (line, None);
+        }
+    };
+    let renamed = request
+        .rename
+        .iter()
+        .find(|rename| rename.vm == descriptor.name || rename.vm == found.vm.to_string());
+    let name = renamed.map_or(&descriptor.name, |rename| &rename.name).clone();
+    line.name = Some(name.clone());
+    line.disks = Some(descriptor.disks.len());
+    line.key_id = descriptor.key.as_ref().map(|key| key.key_id.clone());
+    match define(known, request, found.vm, name.clone(), &descriptor, &made) {
+        Err(why) => line.detail = why,
+        Ok(_) if taken.contains(&name) => {
+            line.detail = format!(
+                "another VM is called '{name}': give this one another name (--rename {}=NAME)",
+                found.vm
+            );
+        }
+        Ok(definition) => {
+            taken.insert(name);
+            line.policy = Some(definition.policy_name.clone());
+            return (line, Some(Box::new(Candidate { descriptor, definition })));
+        }
+    }
+    (line, None)
+}
+
+/// The definition of a VM, or why there is none.
+fn define(
+    known: &Known,
+    request: &AdoptVms,
+    vm: VmId,
+    name: String,
+    descriptor: &VmDescriptor,
+    made: &[DiskState],
+) -> Result<Definition, String> {
+    if descriptor.vm != vm {
+        return Err(format!("its descriptor is that of another VM, {}", descriptor.vm));
+    }
+    if descriptor.disks.is_empty() {
+        return Err("its descriptor names no disk".to_owned());
+    }
+    let (Some(vcpus), Some(memory)) =
+        (descriptor.vcpus.or(request.vcpus), descriptor.memory.or(request.memory))
+    else {
+        return Err(
+            "its descriptor does not say how many processors and how much memory it has: give --vcpus and --memory"
+                .to_owned(),
+        );
+    };
+    if let Some(key) = &descriptor.key
+        && !known.providers.contains(&key.provider)
+    {
+        return Err(format!(
+            "its key is of provider {}, which is not here: restore that from its backup (vmseal provider add NAME --restore FILE)",
+            key.provider
+        ));
+    }
+    let encrypts = descriptor.disks.iter().any(|disk| disk.encrypted);
+    let (policy, policy_name) = policy_of(known, request, descriptor, encrypts)?;
+    let disks = descriptor.disks.iter().map(|disk| place(known, descriptor, disk, made));
+    let disks = disks.collect::<Result<Vec<_>, String>>()?;
+    let nics = descriptor.nics.iter().cloned().map(Device::Nic);
+    Ok(Definition {
+        spec: VmSpec {
+            vm,
+            name,
+            vcpus,
+            memory,
+            policy: Some(policy_name.clone()),
+            key: descriptor.key.clone().filter(|_| encrypts),
+            hardware: descriptor.hardware.clone(),
+            devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
+        },
+        host: known.datastore.host,
+        host_name: known.datastore.host_name.clone(),
+        policy,
+        policy_name,
+        replaces: None,
+    })
+}
+
+fn policy_of(
+    known: &Known,
+    request: &AdoptVms,
+    descriptor: &VmDescriptor,
+    encrypts: bool,
+) -> Result<(PolicyId, String), String> {
+    let Some(asked) = request.policy.as_ref().or(descriptor.policy.as_ref()) else {
+        return Err("its descriptor does not name its policy: give --policy".to_owned());
+    };
+    let called = |policy: &&Policy| policy.name == *asked || policy.id.to_string() == *asked;
+    let Some(policy) = known.policies.iter().find(called) else {
+        return Err(format!("there is no policy '{asked}': make it, or give --policy"));
+    };
+    let name = &policy.name;
+    if policy.encryption != encrypts {
+        let is = if encrypts { "encrypted" } else { "not encrypted" };
+        let does = if policy.encryption { "encrypts" } else { "does not encrypt" };
+        return Err(format!("it is {is}, and policy '{name}' {does}: give --policy"));
+    }
+    let own = &descriptor.hardware.cpu_model;
+    if let Some(model) = policy.cpu_model.as_ref().filter(|model| own.as_ref() != Some(*model)) {
+        let own = own.as_deref().unwrap_or("the usual one");
+        return Err(format!(
+            "its processor model is {own}, and policy '{name}' has {model}: give --policy"
+        ));
+    }
+    Ok((policy.id, name.clone()))
+}
+
+/// A disk, at its place on the host.
+fn place(
+    known: &Known,
+    descriptor: &VmDescriptor,
+    disk: &DescribedDisk,
+    made: &[DiskState],
+) -> Result<DiskSpec, String> {
+    let name = &disk.name;
+    if known.disks.contains_key(&disk.disk) {
+        return Err(format!("another VM of the inventory has its disk '{name}'"));
+    }
+    let here = known.datastore.id;
+    let of_host = |id: DatastoreId, what: &str| {
+        known.places.get(&id).cloned().ok_or_else(|| {
+            format!(
+                "{what} '{name}' is on datastore {id}, which host '{}' does not have here: add it first (vmseal datastore add)",
+                known.datastore.host_name
+            )
+        })
+    };
+    let datastore = of_host(disk.datastore.unwrap_or(here), "its disk")?;
+    let replica = match &disk.replica {
+        None => None,
+        Some(replica) => Some(ReplicaPlace {
+            datastore: of_host(replica.datastore, "the replica of its disk")?,
+            bytes_per_second: replica.bytes_per_second,
+        }),
+    };
+    let pinned = made.iter().find(|made| made.disk == disk.disk).map(|made| made.facts.clone());
+    let facts = disk.facts.clone().or(pinned);
+    let facts = facts.ok_or_else(|| format!("its disk '{name}' was never finished"))?;
+    if disk.encrypted != matches!(facts, DiskFacts::Luks2 { .. }) {
+        return Err(format!("what its descriptor says of its disk '{name}' is contradictory"));
+    }
+    if datastore.datastore == here {
+        check_image(known.images.get(&(descriptor.vm, disk.disk)), descriptor, disk, &facts)?;
+    }
+    Ok(DiskSpec {
+        disk: disk.disk,
+        name: name.clone(),
+        datastore,
+        size: disk.size,
+        encrypted: disk.encrypted,
+        role: disk.role,
+        allocation: disk.allocation,
+        limits: disk.limits,
+        cache: disk.cache,
+        replica,
+        facts: Some(facts),
+    })
+}
+
+/// Whether the image of a disk is there, long enough, and names the disk and its key.
+fn check_image(
+    image: Option<&FoundImage>,
+    descriptor: &VmDescriptor,
+    disk: &DescribedDisk,
+    facts: &DiskFacts,
+) -> Result<(), String> {
+    let name = &disk.name;
+    let image = image.ok_or_else(|| {
+        format!("the image of its disk '{name}' is not there, or was never finished")
+    })?;
+    let offset = match facts {
+        DiskFacts::Raw => 0,
+        DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+    };
+    if image.size < disk.size.saturating_add(offset) {
+        return Err(format!("the image of its disk '{name}' was truncated"));
+    }
+    match &image.content {
+        ImageContent::Unreadable { detail } => Err(format!("its disk '{name}': {detail}")),
+        // Without a MAC anybody could have said so: a guest would overwrite the only header.
+        ImageContent::Vmseal { claims }
+            if !disk.encrypted
+                && claims
+                    .iter()
+                    .any(|claim| (claim.vm, claim.disk) == (descriptor.vm, disk.disk)) =>
+        {
+            Err(format!("its disk '{name}' is encrypted, and its descriptor says that it is not"))
+        }
+        _ if !disk.encrypted => Ok(()),
+        ImageContent::Vmseal { claims } => {
+            let its_own = claims.iter().any(|claim| {
+                (claim.vm, claim.disk) == (descriptor.vm, disk.disk)
+                    && descriptor.key.as_ref().is_some_and(|key| {
+                        key.provider == claim.provider && key.key_id == claim.key_id
+                    })
+            });
+            match its_own {
+                true => Ok(()),
+                false => Err(format!(
+                    "the header of its disk '{name}' names another disk or key than its descriptor"
+                )),
+            }
+        }
+        ImageContent::ForeignLuks { detail } => Err(format!("its disk '{name}': {detail}")),
+        ImageContent::Raw => {
+            Err(format!("its disk '{name}' should be encrypted, and has no header"))
+        }
+    }
+}
+
+/// Checks what needs the VM's key, or another look at the inventory.
+async fn check_candidate(
+    services: &Services,
+    caller: &Caller,
+    request: &AdoptVms,
+    mut line: AdoptedVm,
+    candidate: Candidate,
+) -> (AdoptedVm, Option<Definition>) {
+    let Candidate { descriptor, definition } = candidate;
+    let checked = async {
+        if definition.spec.key.is_some() {
+            caller.require(Privilege::EncryptNew)?;
+        }
+        if definition.replaces.is_none() {
+            check_nics(services, &definition.spec).await?;
+            let (spec, host) = (&definition.spec, &definition.host_name);
+            hardware::examine(services, definition.host, host, &spec.hardware).await?;
+        }
+        check_key(services, caller, request, &descriptor).await
+    };
+    match checked.await {
+        Ok(remark) => {
+            line.status = AdoptStatus::Possible;
+            line.detail = match &definition.replaces {
+                None => remark.to_owned(),
+                Some(old) => format!(
+                    "the inventory has it with key '{}'; it gets the one that its disks name",
+                    old.key_id
+                ),
+            };
+            (line, Some(definition))
+        }
+        Err(problem) => {
+            line.detail = problem.to_string();
+            (line, None)
+        }
+    }
+}
+
+async fn check_nics(services: &Services, spec: &VmSpec) -> Result<(), Problem> {
+    let mut read = services.store.read().await?;
+    for nic in spec.nics() {
+        if let Some(vm) = nics::owner(&mut read, nic.mac).await? {
+            let what = format!(
+                "its network card '{}' has the address {}, which VM '{vm}' has here",
+                nic.name, nic.mac
+            );
+            return Err(Problem::new(ErrorCode::AlreadyExists, what));
+        }
+    }
+    Ok(())
+}
+
+/// Asks the provider for the key, and checks with it who made the descriptor.
+async fn check_key(
+    services: &Services,
+    caller: &Caller,
+    request: &AdoptVms,
+    descriptor: &VmDescriptor,
+) -> Result<&'static str, Problem> {
+    let Some(key) = &descriptor.key else { return Ok("") };
+    let provider = services.providers.get(key.provider)?;
+    // Recorded before the key is there: no use of a key without its event.
+    let mut write = services.store.write().await?;
+    let detail = format!("key '{}', to check the descriptor of VM {}", key.key_id, descriptor.vm);
+    let (kind, target) = ("key.read", descriptor.name.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+    write.commit().await?;
+    let given = provider.get_key(descriptor.vm, key).await?;
+    if is_authentic(descriptor, &given.kek)? {
+        return Ok("");
+    }
+    let changed = match descriptor.mac {
+        Some(_) => "its descriptor was changed by somebody who does not have its key",
+        None => {
+            "its descriptor is not authenticated: it is of an earlier vmseal, or somebody changed it"
+        }
+    };
+    if request.unauthenticated {
+        return Ok("its descriptor is not authenticated");
+    }
+    let what = format!(
+        "{changed}. Look at {}/vm.json, and give --unauthenticated to take it as it is",
+        descriptor.vm
+    );
+    Err(Problem::new(ErrorCode::Damaged, what))
+}
+
+fn is_authentic(descriptor: &VmDescriptor, kek: &SecretBytes) -> Result<bool, Problem> {
+    let (Some(key), Some(code)) = (&descriptor.key, &descriptor.mac) else { return Ok(false) };
+    let context = KeyContext {
+        vm: descriptor.vm.0.into_bytes(),
+        provider: key.provider.0.into_bytes(),
+        key_id: &key.key_id,
+    };
+    let derived =
+        derive(kek, &context, Purpose::Descriptor).map_err(|error| crate::internal(&error))?;
+    let text = descriptor.authenticated().map_err(|error| crate::internal(&error))?;
+    let digit = |at: usize| u8::from_str_radix(code.get(at..at + 2).unwrap_or(""), 16);
+    let code: Result<Vec<u8>, _> = (0..code.len()).step_by(2).map(digit).collect();
+    Ok(code.is_ok_and(|code| mac::verify(&derived, &[&text], &code).is_ok()))
+}
+
+async fn begin(
+    services: &Services,
+    caller: &Caller,
+    definition: Definition,
+    line: &mut AdoptedVm,
+) -> Result<(), Problem> {
+    let name = definition.spec.name.clone();
+    let operation = Operation::AdoptVm { vm: definition.spec.vm, definition: Box::new(definition) };
+    let mut write = services.store.write().await?;
+    match Engine::record(&mut write, operation, &name, caller.name()).await {
+        Ok(task) => {
+            write.commit().await?;
+            line.status = AdoptStatus::Begun;
+            line.task = Some(task.id);
+            services.engine.begin(task);
+        }
+        // Another request adopts it.
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            line.status = AdoptStatus::Refused;
+            line.detail = problem.detail;
+        }
+        Err(problem) => return Err(problem),
+    }
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! What is done to guests that run: reboot, reset, pause, unpause.
+
+use vmseal_api::host::version::GUEST_CONTROL;
+use vmseal_api::host::{GuestControl, Power};
+use vmseal_api::model::{Task, Vm};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::RebootVm;
+
+use super::caller::{Caller, Privilege};
+use super::vms::{begin, check_key, find, power, require_ready, shutdown_time, word};
+use super::{Outcome, Services};
+use crate::operation::Operation;
+use crate::store::events::NewEvent;
+use crate::store::vms;
+
+/// Reboots a VM: its guest shuts down, and is started again with what was changed of it since.
+pub async fn reboot(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: RebootVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let timeout_seconds = shutdown_time(request.timeout_seconds)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    require_running(services, &vm, false).await?;
+    // A guest that shuts down and cannot be started again helps nobody.
+    check_key(services, &vm)?;
+    let write = services.store.write().await?;
+    let operation = Operation::RebootVm { vm: vm.id, timeout_seconds };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Pauses, unpauses or resets a guest.
+pub async fn control(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    what: GuestControl,
+    dry_run: bool,
+) -> Result<Outcome<Vm>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    let agent = services.hosts.connected(vm.host)?;
+    let (kind, event, step) = match what {
+        GuestControl::Pause => ("vm.pause", "vm.paused", "pause the guest"),
+        GuestControl::Unpause => ("vm.unpause", "vm.unpaused", "let the guest go on"),
+        GuestControl::Reset => ("vm.reset", "vm.reset", "reset the guest"),
+    };
+    if !services.hosts.view(vm.host).has(GUEST_CONTROL) {
+        let detail = format!(
+            "the agent of host '{}' cannot pause or reset guests: upgrade vmseal there",
+            vm.host_name
+        );
+        return Err(Problem::new(ErrorCode::Unsupported, detail));
+    }
+    require_running(services, &vm, true).await?;
+    super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
+    if dry_run {
+        return Ok(Outcome::planned(kind, &vm.name, step.to_owned()));
+    }
+    agent.control_guest(vm.id, what).await?;
+    let mut write = services.store.write().await?;
+    let (actor, target) = (caller.name(), vm.name.as_str());
+    write.event(NewEvent { kind: event, actor, target, detail: "" }).await?;
+    write.commit().await?;
+    let state = agent.state_now().await?;
+    services.hosts.until_shown(vm.host, &state).await;
+    super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
+}
+
+/// Refuses unless the VM runs, or is paused where that is fine.
+async fn require_running(
+    services: &Services,
+    vm: &vms::Vm,
+    paused_is_fine: bool,
+) -> Result<(), Problem> {
+    let now = power(services, vm).await?.unwrap_or(Power::Off);
+    let (name, word) = (&vm.name, word(now));
+    let remedy = match now {
+        Power::Running | Power::Unknown => return Ok(()),
+        Power::Paused if paused_is_fine => return Ok(()),
+        Power::Paused => format!("unpause it first (vmseal vm unpause {name})"),
+        Power::Off => format!("start it (vmseal vm start {name})"),
+        Power::Starting | Power::Stopping => "wait until it runs".to_owned(),
+    };
+    let detail = format!("VM '{name}' is {word}: {remedy}");
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}

@@ -1,0 +1,136 @@
+//! What the machine of a VM that is to be made is: what is asked for, and whether its host has it.
+
+use vmseal_api::boot::{BootDevice, NO_DRIVE};
+use vmseal_api::hardware::{
+    Firmware, Hardware, TPM_DISK, TPM_DISK_SIZE, VARIABLES_DISK, VARIABLES_SIZE,
+};
+use vmseal_api::host::version::{CDROM, HARDWARE, TPM};
+use vmseal_api::host::{Allocation, DiskLimits, DiskRole, NicSpec};
+use vmseal_api::id::{DiskId, HostId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Services;
+use crate::store::disks::Disk;
+use crate::store::policies::Policy;
+use crate::store::vms;
+
+/// Checks what can be checked without the host.
+pub(super) fn check(hardware: &Hardware, memory: u64) -> Result<(), Problem> {
+    let field = |name: &str| format!("hardware.{name}");
+    hardware.check(memory).map_err(|(name, what)| Problem::invalid(field(name), what))
+}
+
+/// Checks that a VM of this policy may have a TPM: what the TPM keeps is never in the clear.
+pub(super) fn check_tpm(hardware: &Hardware, policy: &Policy) -> Result<(), Problem> {
+    if !hardware.tpm || policy.encryption {
+        return Ok(());
+    }
+    let detail = format!(
+        "needs a policy that encrypts, as a TPM keeps keys, and policy '{}' does not",
+        policy.name
+    );
+    Err(Problem::invalid("hardware.tpm", detail))
+}
+
+/// Checks that a VM that starts from the network has a network card.
+pub(super) fn check_network_boot(order: &[BootDevice], cards: usize) -> Result<(), String> {
+    if cards == 0 && order.contains(&BootDevice::Network) {
+        return Err("has 'network', and the VM has no network card".to_owned());
+    }
+    Ok(())
+}
+
+/// Checks that a VM may be started from such a device first.
+pub(super) async fn check_boot_once(
+    services: &Services,
+    vm: &vms::Vm,
+    nics: &[NicSpec],
+    first: BootDevice,
+) -> Result<(), Problem> {
+    let field = "boot_once";
+    if first == BootDevice::Cdrom && vm.hardware.cdrom.is_none() {
+        return Err(Problem::invalid(field, NO_DRIVE));
+    }
+    check_network_boot(&[first], nics.len()).map_err(|what| Problem::invalid(field, what))?;
+    let description = services.hosts.connected(vm.host)?.describe().await?;
+    if description.features.iter().any(|feature| feature == CDROM) {
+        return Ok(());
+    }
+    Err(no_drives(&vm.host_name, &description.vmseal, field))
+}
+
+fn no_drives(host: &str, version: &str, field: &str) -> Problem {
+    let detail = format!(
+        "host '{host}' runs vmseal {version}, which gives VMs no CD-ROM drive and starts them from their disks alone: upgrade it"
+    );
+    Problem { field: Some(field.to_owned()), ..Problem::new(ErrorCode::Unsupported, detail) }
+}
+
+/// The disk for the variables of a firmware that has any.
+pub(super) fn variables(firmware: Firmware, others: &[Disk]) -> Option<Disk> {
+    let first = others.first().filter(|_| firmware.has_variables())?;
+    Some(beside(first, VARIABLES_DISK, VARIABLES_SIZE, DiskRole::UefiVariables))
+}
+
+/// The disk for the key of a TPM.
+pub(super) fn tpm(hardware: &Hardware, others: &[Disk]) -> Option<Disk> {
+    let first = others.first().filter(|_| hardware.tpm)?;
+    Some(beside(first, TPM_DISK, TPM_DISK_SIZE, DiskRole::Tpm))
+}
+
+/// A disk of the machine's own, on the datastore of the VM's first disk. It is small, and written seldom: nothing of it
+/// is cached, replicated or limited.
+fn beside(first: &Disk, name: &str, size: u64, role: DiskRole) -> Disk {
+    Disk {
+        id: DiskId::new(),
+        name: name.to_owned(),
+        size,
+        role,
+        allocation: Allocation::Thin,
+        limits: DiskLimits::default(),
+        cache: None,
+        replica: None,
+        image: None,
+        ..first.clone()
+    }
+}
+
+/// Asks the host whether it has what the machine needs, where that is not what every host has.
+pub(super) async fn examine(
+    services: &Services,
+    host: HostId,
+    host_name: &str,
+    hardware: &Hardware,
+) -> Result<(), Problem> {
+    if hardware.is_usual() {
+        return Ok(());
+    }
+    // Asked now: what the monitor has may be of an agent that is gone.
+    let agent = services.hosts.connected(host)?;
+    let description = agent.describe().await?;
+    if !description.features.iter().any(|feature| feature == HARDWARE) {
+        let detail = format!(
+            "host '{host_name}' runs vmseal {}, which gives VMs a BIOS, its own processor model and usual memory alone: upgrade it",
+            description.vmseal
+        );
+        let field = Some("hardware".to_owned());
+        return Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) });
+    }
+    if hardware.tpm && !description.features.iter().any(|feature| feature == TPM) {
+        let detail = format!(
+            "host '{host_name}' runs vmseal {}, which gives VMs no TPM: upgrade it",
+            description.vmseal
+        );
+        let field = Some("hardware.tpm".to_owned());
+        return Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) });
+    }
+    let boots = hardware.cdrom.is_some() || !hardware.boot.is_empty();
+    if boots && !description.features.iter().any(|feature| feature == CDROM) {
+        let field = if hardware.cdrom.is_some() { "hardware.cdrom" } else { "hardware.boot" };
+        return Err(no_drives(host_name, &description.vmseal, field));
+    }
+    agent.examine_hardware(hardware.clone()).await.map_err(|problem| Problem {
+        field: problem.field.map(|field| format!("hardware.{field}")),
+        ..problem
+    })
+}

@@ -1,0 +1,278 @@
+//! What users change of a storage policy, and what that means for the VMs that have it.
+
+use std::fmt;
+
+use vmseal_api::filter::check_caches;
+use vmseal_api::hardware::check_cpu_model;
+use vmseal_api::host::{Allocation, Power};
+use vmseal_api::id::check_name;
+use vmseal_api::model::{Plan, Policy, Replication};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::replica::REPLICA_RATE;
+use vmseal_api::request::SetPolicy;
+
+use super::caller::{Caller, Privilege};
+use super::policies::check_replica;
+use super::{Outcome, Services};
+use crate::store::events::NewEvent;
+use crate::store::{disks, policies, providers, vms};
+
+/// What a VM needs to be as its policy says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// Its disks get other limits or caches.
+    Settings { runs: bool },
+    /// Its disks must be encrypted, or decrypted.
+    Encryption { encrypt: bool },
+    /// Its key is another provider's.
+    Provider { vm: String, provider: String },
+    /// Its disks take their room at another time.
+    Allocation { now: Allocation },
+    /// Its disks have other replicas, or none.
+    Replica,
+    /// It has another processor model.
+    CpuModel { now: Option<String>, wanted: String },
+    /// The caches of its disks are too large together.
+    Caches { why: String },
+}
+
+impl Need {
+    /// Whether nobody has to do anything for it.
+    pub(super) fn is_met_by_itself(&self) -> bool {
+        matches!(self, Self::Settings { .. })
+    }
+
+    /// Whether the policy of a VM may not change so.
+    fn forbids(&self) -> bool {
+        matches!(self, Self::Encryption { .. } | Self::Caches { .. } | Self::CpuModel { .. })
+    }
+}
+
+impl fmt::Display for Need {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Settings { runs: false } => {
+                f.write_str("its disks get the limits and the cache when it is started")
+            }
+            Self::Settings { runs: true } => {
+                f.write_str("its disks get the limits and the cache at its next start")
+            }
+            Self::Encryption { encrypt } => write!(
+                f,
+                "its disks would have to be {}, which vmseal does not do in place yet: create a VM with another policy from an export of them",
+                if *encrypt { "encrypted" } else { "decrypted" }
+            ),
+            Self::Provider { vm, provider } => write!(
+                f,
+                "its key stays with its provider until it is recrypted (vmseal vm recrypt {vm} --provider {provider})"
+            ),
+            Self::Allocation { now } => write!(
+                f,
+                "its disks stay {}, as they were made",
+                match now {
+                    Allocation::Thin => "thin",
+                    Allocation::Preallocated => "preallocated",
+                }
+            ),
+            Self::Replica => {
+                f.write_str("its disks keep the replicas, or none, that they were made with")
+            }
+            Self::CpuModel { now, wanted } => write!(
+                f,
+                "its processor model is {}, and would have to be {wanted}, which a guest would take for another machine. Keep the policy, or make the VM anew: vmseal disk export, vmseal vm create",
+                now.as_deref().unwrap_or("the default one")
+            ),
+            Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
+        }
+    }
+}
+
+/// What a VM needs where its policy is `after` in place of `before`.
+pub(super) fn needs(
+    before: &policies::Policy,
+    after: &policies::Policy,
+    vm: &vms::Vm,
+    disks: &[disks::Disk],
+    runs: bool,
+) -> Vec<Need> {
+    let data = || disks.iter().filter(|disk| disk.role.is_data());
+    let mut needs = Vec::new();
+    if data().any(|disk| disk.encrypted != after.encryption) {
+        needs.push(Need::Encryption { encrypt: after.encryption });
+    }
+    if let (Some((id, name)), Some(known)) = (&after.provider, vm.provider)
+        && *id != known
+    {
+        needs.push(Need::Provider { vm: vm.name.clone(), provider: name.clone() });
+    }
+    if let Some(disk) = data().find(|disk| disk.allocation != after.allocation) {
+        needs.push(Need::Allocation { now: disk.allocation });
+    }
+    if before.replica != after.replica {
+        needs.push(Need::Replica);
+    }
+    if let Some(wanted) =
+        after.cpu_model.clone().filter(|_| vm.hardware.cpu_model != after.cpu_model)
+    {
+        needs.push(Need::CpuModel { now: vm.hardware.cpu_model.clone(), wanted });
+    }
+    let other = |disk: &disks::Disk| (disk.limits, disk.cache) != (after.limits, after.cache);
+    if data().any(other) {
+        let caches = disks.iter().map(|disk| match disk.role.is_data() {
+            true => after.cache,
+            false => disk.cache,
+        });
+        match check_caches(caches) {
+            Ok(()) => needs.push(Need::Settings { runs }),
+            Err((_, why)) => needs.push(Need::Caches { why }),
+        }
+    }
+    needs
+}
+
+/// Changes a policy, with the limits and caches of the disks of VMs that have it. A dry run says what each VM would need.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetPolicy,
+    dry_run: bool,
+) -> Result<Outcome<Policy>, Problem> {
+    caller.require(Privilege::ManagePolicies)?;
+    let mut write = services.store.write().await?;
+    let before = policies::find(&mut write, name).await?;
+    let before = before.ok_or_else(|| Problem::not_found("policy", name))?;
+    let provider = match request.provider.as_deref() {
+        // There is no key that it could be of.
+        None if request.encryption == Some(false) => None,
+        None => before.provider.clone(),
+        Some("") => None,
+        Some(name) => {
+            let found = providers::find(&mut write, name).await?;
+            let found = found.ok_or_else(|| Problem {
+                field: Some("provider".to_owned()),
+                ..Problem::not_found("provider", name)
+            })?;
+            Some((found.id, found.name))
+        }
+    };
+    let after = changed(&before, &request, provider)?;
+    if let Some(replica) = after.replica.as_ref().filter(|_| after.replica != before.replica) {
+        check_replica(&mut write, replica, ["replicate_to", "replicate_rate"]).await?;
+    }
+    policies::set(&mut write, &after).await?;
+    let (mut steps, mut forbidden) = (Vec::new(), Vec::new());
+    for vm in vms::of_policy(&mut write, before.id).await? {
+        let known = disks::of_vm(&mut write, vm.id).await?;
+        let view = services.hosts.view(vm.host);
+        let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
+        let needs = needs(&before, &after, &vm, &known, runs);
+        for need in &needs {
+            steps.push(format!("VM '{}': {need}", vm.name));
+        }
+        if needs.iter().any(Need::forbids) {
+            forbidden.push(vm.name.clone());
+        }
+        if needs.iter().any(Need::is_met_by_itself) {
+            for disk in known.iter().filter(|disk| disk.role.is_data()) {
+                disks::set_settings(&mut write, disk.id, after.limits, after.cache).await?;
+            }
+        }
+    }
+    if dry_run {
+        if steps.is_empty() {
+            steps.push("change the policy; no VM needs anything".to_owned());
+        }
+        let (kind, target) = ("policy.set".to_owned(), before.name);
+        return Ok(Outcome::Planned(Plan { kind, target, steps }));
+    }
+    if !forbidden.is_empty() {
+        let detail = format!(
+            "policy '{}' cannot change so while VMs have it that are otherwise: {}. A dry run says what each needs (--dry-run)",
+            before.name,
+            forbidden.join(", ")
+        );
+        return Err(Problem::new(ErrorCode::InUse, detail));
+    }
+    let detail = format!("for {} VMs", vms::of_policy(&mut write, before.id).await?.len());
+    let (kind, target, actor) = ("policy.changed", after.name.as_str(), caller.name());
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+    write.commit().await?;
+    super::policies::show(services, caller, &before.id.to_string()).await.map(Outcome::Done)
+}
+
+fn changed(
+    before: &policies::Policy,
+    request: &SetPolicy,
+    provider: Option<(vmseal_api::id::ProviderId, String)>,
+) -> Result<policies::Policy, Problem> {
+    let SetPolicy {
+        name,
+        encryption,
+        provider: _,
+        allocation,
+        iops,
+        bandwidth,
+        cache,
+        replicate_to,
+        replicate_rate,
+        cpu_model,
+    } = request;
+    // 0 is none, so that a limit can be taken away.
+    let given = |new: &Option<u64>, old: Option<u64>| match new {
+        None => old,
+        Some(0) => None,
+        some => *some,
+    };
+    let mut after = policies::Policy {
+        name: name.clone().unwrap_or_else(|| before.name.clone()),
+        encryption: encryption.unwrap_or(before.encryption),
+        provider,
+        allocation: allocation.unwrap_or(before.allocation),
+        ..before.clone()
+    };
+    after.limits.iops = given(iops, before.limits.iops);
+    after.limits.bandwidth = given(bandwidth, before.limits.bandwidth);
+    after.cache = given(cache, before.cache);
+    after.replica = replica(before.replica.as_ref(), replicate_to.as_deref(), *replicate_rate)?;
+    after.cpu_model = match cpu_model.as_deref() {
+        None => before.cpu_model.clone(),
+        Some("") => None,
+        Some(model) => {
+            check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
+            Some(model.to_owned())
+        }
+    };
+    check_name(&after.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    after.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
+    check_caches([after.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
+    if !after.encryption && after.provider.is_some() {
+        let detail = "a policy without encryption has no key provider";
+        return Err(Problem::invalid("provider", detail));
+    }
+    Ok(after)
+}
+
+fn replica(
+    before: Option<&Replication>,
+    to: Option<&str>,
+    rate: Option<u64>,
+) -> Result<Option<Replication>, Problem> {
+    let datastore = match to {
+        None => before.map(|before| before.datastore.clone()),
+        Some("") => None,
+        Some(name) => Some(name.to_owned()),
+    };
+    let Some(datastore) = datastore else {
+        return match rate {
+            None => Ok(None),
+            Some(_) => {
+                let detail = "is of a policy with replicas: say where they are kept as well";
+                Err(Problem::invalid("replicate_rate", detail))
+            }
+        };
+    };
+    let before = before.map(|before| before.bytes_per_second);
+    let bytes_per_second = rate.or(before).unwrap_or(REPLICA_RATE);
+    Ok(Some(Replication { datastore, bytes_per_second }))
+}

@@ -1,0 +1,265 @@
+//! What users change of a VM: its name, size, labels, autostart and policy.
+//!
+//! The inventory changes at once. What a guest that runs cannot get takes effect when it is started next, and is shown
+//! as such.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::boot::{BootDevice, Cdrom};
+use vmseal_api::hardware::Hardware;
+use vmseal_api::host::Power;
+use vmseal_api::host::version::SET_RUNNING;
+use vmseal_api::id::check_name;
+use vmseal_api::model::{Plan, Vm};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::SetVm;
+use vmseal_api::size::Size;
+
+use super::caller::{Caller, Privilege};
+use super::hardware::check_network_boot;
+use super::set_policy::{Need, needs};
+use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
+use super::vms::require_ready;
+use super::{Outcome, Services};
+use crate::store::events::NewEvent;
+use crate::store::{disks, nics, policies, tasks, vms};
+
+/// Changes a VM.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetVm,
+    dry_run: bool,
+) -> Result<Outcome<Vm>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    check(&request)?;
+    let found = vms::find(&mut *services.store.read().await?, name).await?;
+    let found = found.ok_or_else(|| Problem::not_found("VM", name))?;
+    let id = found.id;
+    // No transaction is held during a call to a host.
+    examine(services, &found, &request).await?;
+    let unchanged = services.hosts.lock(id).await;
+    let mut write = services.store.write().await?;
+    let before = vms::get(&mut write, id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
+    require_ready(&before)?;
+    require_free(&mut write, &before).await?;
+    let view = services.hosts.view(before.host);
+    let runs = view.vm(id).is_some_and(|seen| seen.power != Power::Off);
+    let mut after = changed(&before, &request)?;
+    check_boot(&mut write, &before, &after, runs).await?;
+    let mut steps = told(&before, &after, runs);
+    if let Some(wanted) = &request.policy {
+        let field = || Some("policy".to_owned());
+        let policy = policies::find(&mut write, wanted).await?;
+        let policy = policy
+            .ok_or_else(|| Problem { field: field(), ..Problem::not_found("policy", wanted) })?;
+        let old = policies::find(&mut write, &before.policy.to_string()).await?;
+        let known = disks::of_vm(&mut write, id).await?;
+        if let Some(old) = old.filter(|old| old.id != policy.id) {
+            let needs = needs(&old, &policy, &before, &known, runs);
+            if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
+                let detail = format!("policy '{}' asks for something else: {need}", policy.name);
+                return Err(Problem {
+                    field: field(),
+                    ..Problem::new(ErrorCode::WrongState, detail)
+                });
+            }
+            for disk in known.iter().filter(|disk| disk.role.is_data()) {
+                disks::set_settings(&mut write, disk.id, policy.limits, policy.cache).await?;
+            }
+            steps.push(format!("set policy to {}", policy.name));
+            steps.extend(needs.iter().map(Need::to_string));
+        }
+        (after.policy, after.policy_name) = (policy.id, policy.name);
+    }
+    vms::set(&mut write, &after).await?;
+    if dry_run {
+        let (kind, target) = ("vm.set".to_owned(), before.name);
+        return Ok(Outcome::Planned(Plan { kind, target, steps }));
+    }
+    if !steps.is_empty() {
+        let (detail, target) = (steps.join("; "), after.name.as_str());
+        let actor = caller.name();
+        write.event(NewEvent { kind: "vm.changed", actor, target, detail: &detail }).await?;
+    }
+    write.commit().await?;
+    drop(unchanged);
+    // The host learns of it now, if it is there and can; else when the VM is started next.
+    // Labels and the like are the inventory's alone. For them the VM is not registered again while it runs: it may have devices
+    // that a restored inventory lacks, and would lose them.
+    let same =
+        |vm: &vms::Vm| (vm.name.clone(), vm.vcpus, vm.memory, vm.policy, vm.hardware.clone());
+    let told = same(&before) != same(&after) || request.cdrom.is_some();
+    let learns = !runs || told && view.has(SET_RUNNING);
+    if learns
+        && let Err(problem) = crate::hosts::register(&services.store, &services.hosts, id).await
+    {
+        if runs && request.cdrom.is_some() {
+            return Err(not_in_drive(&after, problem));
+        }
+        tracing::info!(vm = after.name, %problem, "its host learns of the change later");
+    }
+    let state = services.hosts.agent(after.host)?.state_now().await;
+    if let Ok(state) = state {
+        services.hosts.until_shown(after.host, &state).await;
+    }
+    super::vms::show(services, caller, &id.to_string()).await.map(Outcome::Done)
+}
+
+/// Whether the VM can get the drive that it is to have, and has what it is to start from.
+async fn check_boot(
+    write: &mut sqlx::SqliteConnection,
+    before: &vms::Vm,
+    after: &vms::Vm,
+    runs: bool,
+) -> Result<(), Problem> {
+    if runs && before.hardware.cdrom.is_none() && after.hardware.cdrom.is_some() {
+        let detail = format!(
+            "VM '{}' has no CD-ROM drive, and a guest that runs gets none: stop it first",
+            before.name
+        );
+        let field = Some("cdrom".to_owned());
+        return Err(Problem { field, ..Problem::new(ErrorCode::WrongState, detail) });
+    }
+    if before.hardware.boot == after.hardware.boot {
+        return Ok(());
+    }
+    let cards = nics::of_vm(write, after.id).await?.len();
+    check_network_boot(&after.hardware.boot, cards).map_err(|what| Problem::invalid("boot", what))
+}
+
+fn not_in_drive(vm: &vms::Vm, why: Problem) -> Problem {
+    let detail = format!(
+        "what is to be in the drive of VM '{}' is on record, and the guest that runs does not have it: {why}. Do it again",
+        vm.name
+    );
+    Problem { detail, ..why }
+}
+
+/// Refuses while a task works on the VM: it may depend on what would change.
+pub(super) async fn require_free(
+    write: &mut sqlx::SqliteConnection,
+    vm: &vms::Vm,
+) -> Result<(), Problem> {
+    let Some(task) = tasks::holding(write, vm.id).await? else { return Ok(()) };
+    let detail = format!(
+        "task {} ({}) works on VM '{}': wait for it (vmseal task wait {}) or cancel it",
+        task.id,
+        task.operation.kind(),
+        vm.name,
+        task.id
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+fn check(request: &SetVm) -> Result<(), Problem> {
+    if let Some(name) = &request.name {
+        check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    }
+    request.vcpus.map_or(Ok(()), check_vcpus)?;
+    request.memory.map_or(Ok(()), check_memory)?;
+    request.description.as_deref().map_or(Ok(()), check_description)?;
+    let labels = request.labels.iter();
+    check_labels(labels.map(|(key, value)| (key.as_str(), value.as_deref().unwrap_or_default())))
+}
+
+fn changed(before: &vms::Vm, request: &SetVm) -> Result<vms::Vm, Problem> {
+    let SetVm { name, vcpus, memory, description, labels: _, autostart, .. } = request;
+    let labels = labelled(&before.labels, &request.labels);
+    check_count(&labels)?;
+    let hardware = machine(before, request);
+    hardware.check(memory.unwrap_or(before.memory)).map_err(|(field, what)| match field {
+        "cdrom.medium" | "boot" => Problem::invalid(field, what),
+        _ => Problem::invalid("memory", format!("of this VM {what}")),
+    })?;
+    Ok(vms::Vm {
+        name: name.clone().unwrap_or_else(|| before.name.clone()),
+        vcpus: vcpus.unwrap_or(before.vcpus),
+        memory: memory.unwrap_or(before.memory),
+        description: description.clone().unwrap_or_else(|| before.description.clone()),
+        labels,
+        autostart: autostart.unwrap_or(before.autostart),
+        hardware,
+        ..before.clone()
+    })
+}
+
+/// What the machine of a VM is to be.
+fn machine(before: &vms::Vm, request: &SetVm) -> Hardware {
+    let mut hardware = before.hardware.clone();
+    hardware.cdrom = request.cdrom.clone().or(hardware.cdrom);
+    hardware.boot = request.boot.clone().unwrap_or(hardware.boot);
+    hardware
+}
+
+/// Asks the VM's host whether it has what is to be in the drive, and can start the VM in such an order.
+async fn examine(services: &Services, vm: &vms::Vm, request: &SetVm) -> Result<(), Problem> {
+    if request.cdrom.is_none() && request.boot.is_none() {
+        return Ok(());
+    }
+    changed(vm, request)?;
+    let Hardware { cdrom, boot, .. } = machine(vm, request);
+    // What does not change, and a medium that stays, is no reason to refuse.
+    let cdrom = if request.cdrom.is_some() { cdrom } else { cdrom.map(|_| Cdrom::default()) };
+    let asked = Hardware { cdrom, boot, ..Hardware::default() };
+    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked).await;
+    examined.map_err(|problem| Problem {
+        field: problem.field.map(|field| field.trim_start_matches("hardware.").to_owned()),
+        ..problem
+    })
+}
+
+fn labelled(
+    before: &BTreeMap<String, String>,
+    wanted: &BTreeMap<String, Option<String>>,
+) -> BTreeMap<String, String> {
+    let mut labels = before.clone();
+    for (key, value) in wanted {
+        match value {
+            Some(value) => labels.insert(key.clone(), value.clone()),
+            None => labels.remove(key),
+        };
+    }
+    labels
+}
+
+/// What changes, for people.
+fn told(before: &vms::Vm, after: &vms::Vm, runs: bool) -> Vec<String> {
+    let later = if runs { ", at the next start" } else { "" };
+    let mut told = Vec::new();
+    if before.name != after.name {
+        told.push(format!("set name to {}, in place of {}", after.name, before.name));
+    }
+    if before.vcpus != after.vcpus {
+        told.push(format!("set vcpus to {}{later}", after.vcpus));
+    }
+    if before.memory != after.memory {
+        told.push(format!("set memory to {}{later}", Size(after.memory)));
+    }
+    if before.hardware.cdrom != after.hardware.cdrom {
+        told.push(match after.hardware.medium() {
+            Some(medium) => format!("put {} into the CD-ROM drive", medium.display()),
+            None => "empty the CD-ROM drive".to_owned(),
+        });
+    }
+    if before.hardware.boot != after.hardware.boot {
+        let order = after.hardware.boot_order();
+        let order: Vec<_> = order.into_iter().map(BootDevice::name).collect();
+        told.push(format!("set boot to {}{later}", order.join(",")));
+    }
+    if before.description != after.description {
+        told.push("set description".to_owned());
+    }
+    for (key, value) in &after.labels {
+        if before.labels.get(key) != Some(value) {
+            told.push(format!("set label {key} to '{value}'"));
+        }
+    }
+    let gone = before.labels.keys().filter(|key| !after.labels.contains_key(*key));
+    told.extend(gone.map(|key| format!("remove label {key}")));
+    if before.autostart != after.autostart {
+        told.push(format!("set autostart {}", if after.autostart { "on" } else { "off" }));
+    }
+    told
+}

@@ -1,0 +1,291 @@
+//! Disks and network cards that are added to VMs and removed from them, and disks that grow. The VM may run: then its
+//! guest gets them, or lets them go.
+
+use vmseal_api::cloud_init::CLOUD_INIT_DISK;
+use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
+use vmseal_api::host::version::{GROW_DISK, SET_RUNNING};
+use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power};
+use vmseal_api::model::Task;
+use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, ResizeDisk};
+use vmseal_api::size::Size;
+
+use super::caller::{Caller, Privilege};
+use super::create_vm::{check_disk, place};
+use super::vms::{begin, find, power, require_ready};
+use super::{Outcome, Services};
+use crate::operation::Operation;
+use crate::store::disks::{self, Disk};
+use crate::store::vms::Vm;
+use crate::store::{nics, policies};
+use crate::tasks::Engine;
+
+/// Adds a disk to a VM.
+pub async fn add_disk(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: CreateDisk,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
+    let (vm, known) = find(services, vm).await?;
+    require_ready(&vm)?;
+    if known.iter().any(|disk| disk.encrypted) {
+        caller.require(Privilege::EncryptNew)?;
+    }
+    check_name(&request, &known)?;
+    let agent = changeable(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    let policy = policies::find(&mut write, &vm.policy.to_string()).await?;
+    let policy = policy.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
+    let (host, mut made) = place(&mut write, std::slice::from_ref(&request), &policy)
+        .await
+        .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
+    if host.id != vm.host {
+        let detail = format!(
+            "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}'",
+            request.datastore, host.name, vm.name, vm.host_name
+        );
+        return Err(Problem::invalid("datastore", detail));
+    }
+    let Some(disk) = made.pop() else {
+        return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
+    };
+    if disk.encrypted && vm.key.is_none() {
+        let detail = format!("VM '{}' has no key, and its policy encrypts", vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let caches = known.iter().map(|disk| disk.cache).chain([disk.cache]);
+    check_caches(caches).map_err(|(_, what)| {
+        let detail = format!("policy '{}' gives each disk a cache: {what}", vm.policy_name);
+        Problem::invalid("cache", detail)
+    })?;
+    let position = disks::next_position(&mut write, vm.id).await?;
+    let disk = Disk { detached: true, ..disk };
+    disks::insert(&mut write, vm.id, position, &disk).await?;
+    let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
+    if dry_run {
+        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        let source = disk.image.clone();
+        agent.examine_disk(NewDisk { disk: crate::hosts::spec_of_disk(&disk), source }).await?;
+        return Ok(Outcome::Planned(super::vms::plan(&task, &vm)));
+    }
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The name of a field of `disks[0]`, for a request that has one disk.
+fn of_disk(field: String) -> String {
+    field.strip_prefix("disks[0].").map_or(field.clone(), str::to_owned)
+}
+
+fn check_name(request: &CreateDisk, known: &[Disk]) -> Result<(), Problem> {
+    if request.name == CLOUD_INIT_DISK {
+        let detail = format!("'{CLOUD_INIT_DISK}' is the name of the disk with cloud-init data");
+        return Err(Problem::invalid("name", detail));
+    }
+    if known.iter().any(|disk| disk.name == request.name) {
+        let detail = format!("'{}' is the name of another disk of this VM", request.name);
+        return Err(Problem {
+            field: Some("name".to_owned()),
+            ..Problem::new(ErrorCode::AlreadyExists, detail)
+        });
+    }
+    if known.len() >= DISKS_MAX {
+        let detail = format!("a VM has at most {DISKS_MAX} disks");
+        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
+    }
+    Ok(())
+}
+
+/// The agent of a VM's host, if it can do what is asked while the VM is as it is.
+async fn changeable(
+    services: &Services,
+    vm: &Vm,
+) -> Result<std::sync::Arc<dyn HostAgent>, Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    let runs = power(services, vm).await?.is_some_and(|power| power != Power::Off);
+    if runs && !services.hosts.view(vm.host).has(SET_RUNNING) {
+        let (host, name) = (&vm.host_name, &vm.name);
+        let detail = format!(
+            "the agent of host '{host}' cannot change VMs that run: upgrade vmseal there, or stop the VM first (vmseal vm stop {name})"
+        );
+        return Err(Problem::new(ErrorCode::Unsupported, detail));
+    }
+    Ok(agent)
+}
+
+fn find_disk<'a>(vm: &Vm, known: &'a [Disk], name: &str) -> Result<&'a Disk, Problem> {
+    let found = known.iter().find(|it| it.name == name || it.id.to_string() == name);
+    found.ok_or_else(|| has_no(vm, "disk", name))
+}
+
+fn has_no(vm: &Vm, what: &str, name: &str) -> Problem {
+    Problem::new(ErrorCode::NotFound, format!("VM '{}' has no {what} '{name}'", vm.name))
+}
+
+/// Removes a disk of a VM, with its data.
+pub async fn remove_disk(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    disk: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    changeable(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    // Read in the transaction: two requests would remove one of two disks each.
+    let known = disks::of_vm(&mut write, vm.id).await?;
+    let disk = find_disk(&vm, &known, disk)?;
+    let others = |it: &&Disk| it.id != disk.id && it.role.is_data() && !it.detached;
+    if disk.role.is_data() && !disk.detached && known.iter().find(others).is_none() {
+        let detail = format!(
+            "disk '{}' is the only one that VM '{}' can start from: delete the VM, or add another disk first",
+            disk.name, vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    if disk.role == DiskRole::UefiVariables {
+        let detail = format!("disk '{}' is a part of VM '{}''s firmware", disk.name, vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    if disk.role == DiskRole::Tpm {
+        let detail = format!("disk '{}' has the key of VM '{}''s TPM", disk.name, vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let operation = Operation::RemoveDisk { vm: vm.id, disk: disk.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Makes a disk longer.
+pub async fn resize_disk(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    disk: &str,
+    request: ResizeDisk,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, known) = find(services, vm).await?;
+    require_ready(&vm)?;
+    let disk = find_disk(&vm, &known, disk)?;
+    let size = request.size;
+    if size > DISK_SIZE_MAX || !size.is_multiple_of(CRYPT_SECTOR.into()) {
+        let detail = format!(
+            "must be a multiple of {} up to {}",
+            Size(CRYPT_SECTOR.into()),
+            Size(DISK_SIZE_MAX)
+        );
+        return Err(Problem::invalid("size", detail));
+    }
+    if size <= disk.size {
+        let detail = format!(
+            "disk '{}' has {}: it can only grow, as a smaller one would lose data",
+            disk.name,
+            Size(disk.size)
+        );
+        return Err(Problem::invalid("size", detail));
+    }
+    if disk.replica.is_some() {
+        let detail = format!("disk '{}' has a replica, and cannot grow", disk.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    if !disk.role.is_data() || disk.detached {
+        let detail = format!("disk '{}' cannot grow: it is not the guest's", disk.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    changeable(services, &vm).await?;
+    if !services.hosts.view(vm.host).has(GROW_DISK) {
+        let detail = format!(
+            "the agent of host '{}' cannot resize disks: upgrade vmseal there",
+            vm.host_name
+        );
+        return Err(Problem::new(ErrorCode::Unsupported, detail));
+    }
+    let write = services.store.write().await?;
+    let operation = Operation::GrowDisk { vm: vm.id, disk: disk.id, size };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Adds a network card to a VM.
+pub async fn add_nic(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: CreateNic,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    super::nics::known_to(services, vm.host, &vm.host_name)?;
+    let agent = changeable(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    let known = nics::of_vm(&mut write, vm.id).await?;
+    let request = CreateNic { name: Some(name_of(&request, &known)), ..request };
+    let mut placed = super::nics::place(&mut write, std::slice::from_ref(&request))
+        .await
+        .map_err(|problem| Problem { field: problem.field.map(of_nic), ..problem })?;
+    let Some(nic) = placed.pop() else {
+        return Err(Problem::new(ErrorCode::Internal, "no network card was placed"));
+    };
+    let all: Vec<_> = known.iter().chain([&nic]).collect();
+    let all: Vec<_> = all
+        .iter()
+        .map(|it| NicToCheck { name: &it.name, mac: Some(it.mac), backend: &it.backend })
+        .collect();
+    check_nics(&all).map_err(|(field, what)| {
+        let mine = format!("nics[{}].", known.len());
+        Problem::invalid(field.strip_prefix(&mine).map_or(field.clone(), str::to_owned), what)
+    })?;
+    let position = nics::next_position(&mut write, vm.id).await?;
+    let operation = Operation::AddNic { vm: vm.id, nic: nic.clone(), position };
+    if dry_run {
+        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        agent.examine_nic(vm.id, nic).await?;
+        return Ok(Outcome::Planned(super::vms::plan(&task, &vm)));
+    }
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+fn of_nic(field: String) -> String {
+    field.strip_prefix("nics[0].").map_or(field.clone(), str::to_owned)
+}
+
+/// The card's name: as given, or the first of `nic0`, `nic1`, ... that is free.
+fn name_of(request: &CreateNic, known: &[vmseal_api::host::NicSpec]) -> String {
+    let free = |name: &String| known.iter().all(|nic| nic.name != *name);
+    let named = (0..=NICS_MAX).map(|number| format!("nic{number}")).find(free);
+    request.name.clone().or(named).unwrap_or_default()
+}
+
+/// Removes a network card of a VM.
+pub async fn remove_nic(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    nic: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    changeable(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    let known = nics::of_vm(&mut write, vm.id).await?;
+    let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
+    let nic = found.ok_or_else(|| has_no(&vm, "network card", nic))?;
+    let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
+    let operation = Operation::RemoveNic { vm: vm.id, nic, position };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}

@@ -1,0 +1,74 @@
+//! What users may say of a VM, when it is made and when it is changed: processors, memory, description, labels.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::problem::Problem;
+use vmseal_api::request::{
+    DESCRIPTION_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
+};
+use vmseal_api::size::Size;
+
+/// The unit of a VM's memory, in bytes.
+const MEMORY_UNIT: u64 = 1 << 20;
+
+/// Whether a VM may have so many virtual processors.
+pub(super) fn check_vcpus(vcpus: u32) -> Result<(), Problem> {
+    if (1..=VCPUS_MAX).contains(&vcpus) {
+        return Ok(());
+    }
+    Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")))
+}
+
+/// Whether a VM may have so much memory, in bytes.
+pub(super) fn check_memory(memory: u64) -> Result<(), Problem> {
+    if (MEMORY_MIN..=MEMORY_MAX).contains(&memory) && memory.is_multiple_of(MEMORY_UNIT) {
+        return Ok(());
+    }
+    let detail = format!(
+        "must be {} to {}, a multiple of {}",
+        Size(MEMORY_MIN),
+        Size(MEMORY_MAX),
+        Size(MEMORY_UNIT)
+    );
+    Err(Problem::invalid("memory", detail))
+}
+
+/// Whether a VM may have this description.
+pub(super) fn check_description(text: &str) -> Result<(), Problem> {
+    if text.len() <= DESCRIPTION_MAX {
+        return Ok(());
+    }
+    Err(Problem::invalid("description", format!("has at most {DESCRIPTION_MAX} bytes")))
+}
+
+/// Whether these may be labels of a VM.
+pub(super) fn check_labels<'a>(
+    mut labels: impl Iterator<Item = (&'a str, &'a str)>,
+) -> Result<(), Problem> {
+    labels.try_for_each(|(key, value)| {
+        check_label(key, value).map_err(|detail| Problem::invalid("labels", detail))
+    })
+}
+
+/// Whether a VM may have so many labels.
+pub(super) fn check_count(labels: &BTreeMap<String, String>) -> Result<(), Problem> {
+    if labels.len() <= LABELS_MAX {
+        return Ok(());
+    }
+    Err(Problem::invalid("labels", format!("a VM has at most {LABELS_MAX} labels")))
+}
+
+fn check_label(key: &str, value: &str) -> Result<(), String> {
+    let plain = |text: &str| {
+        text.len() <= LABEL_MAX && text.chars().all(|c| !c.is_control() && c != '=' && c != ',')
+    };
+    if key.is_empty() || key.contains(char::is_whitespace) || !plain(key) {
+        return Err(format!(
+            "'{key}' cannot be the key of a label: it has 1 to {LABEL_MAX} bytes, and no space, comma or ="
+        ));
+    }
+    if plain(value) {
+        return Ok(());
+    }
+    Err(format!("the value of label '{key}' has more than {LABEL_MAX} bytes, or a comma or ="))
+}

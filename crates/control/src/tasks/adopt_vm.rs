@@ -1,0 +1,266 @@
+//! Adopts a VM that is on a datastore and not in the inventory. Nothing is written to the datastore, and there is no row
+//! of the VM before the commit step: what fails leaves it as it was found.
+//!
+//! ```text
+//!   registered on its host, with its key ─► the host has opened every disk with it ─► in the inventory, ready
+//! ```
+//!
+//! A VM that runs already is left alone by its host, which compares the key with that of the running VM.
+//!
+//! A VM that the inventory has with another key than its disks name, as it was recrypted after the backup from which the
+//! inventory was restored, gets that key the same way.
+
+use async_trait::async_trait;
+use vmseal_api::host::Power;
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::run::{Run, StepError, absent_is_fine, register, state_of};
+use super::start_vm::locked;
+use super::step::{Output, WaitPolicy};
+use crate::hosts::for_agent;
+use crate::hosts::keys::{self as delivery, Purpose};
+use crate::operation::{Definition, Operation};
+use crate::store::disks::{self, Disk};
+use crate::store::events::NewEvent;
+use crate::store::vms::{self, Vm};
+use crate::store::{keys, nics};
+
+/// The steps, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AdoptVmStep {
+    OpenDisks,
+    Adopt,
+}
+
+pub(crate) const STEPS: &[&dyn super::step::Step] = &[&AdoptVmStep::OpenDisks, &AdoptVmStep::Adopt];
+
+#[async_trait]
+impl super::step::Step for AdoptVmStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::OpenDisks => "open-disks",
+            Self::Adopt => "adopt",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::OpenDisks => "open every disk with the key that its header names",
+            Self::Adopt => "add it to the inventory",
+        }
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Adopt)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::OpenDisks => WaitPolicy::PROVIDER,
+            Self::Adopt => WaitPolicy::NONE,
+        }
+    }
+
+    fn is_undone_by_monitor(&self) -> bool {
+        // A VM that the inventory does not have is forgotten.
+        matches!(self, Self::OpenDisks)
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::OpenDisks => open_disks(run).await,
+            Self::Adopt => adopt(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::OpenDisks => forget(run).await,
+            Self::Adopt => remove_rows(run).await,
+        }
+    }
+}
+
+fn definition<'a>(run: &'a Run<'_>) -> Result<&'a Definition, StepError> {
+    match &run.task.operation {
+        Operation::AdoptVm { definition, .. } => Ok(definition),
+        _ => {
+            let what = "it is not an adoption";
+            Err(StepError::Final(Problem::new(ErrorCode::Internal, what)))
+        }
+    }
+}
+
+/// The VM as the inventory gets it.
+fn row(definition: &Definition) -> Vm {
+    let Definition { spec, host, host_name, policy, policy_name, replaces: _ } = definition;
+    Vm {
+        id: spec.vm,
+        name: spec.name.clone(),
+        // Those are the lost inventory's alone.
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
+        host: *host,
+        host_name: host_name.clone(),
+        policy: *policy,
+        policy_name: policy_name.clone(),
+        vcpus: spec.vcpus,
+        memory: spec.memory,
+        hardware: spec.hardware.clone(),
+        provider: spec.key.as_ref().map(|key| key.provider),
+        key: spec.key.clone(),
+        lifecycle: Lifecycle::Ready,
+        seen_power: None,
+        seen_stopped: None,
+    }
+}
+
+/// Has the host open every disk with the VM's key. Nothing is written.
+pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
+    let definition = definition(run)?;
+    let vm = row(definition);
+    // The monitor, which unregisters VMs that the inventory does not have, waits.
+    let _unchanged = run.hosts().lock(vm.id).await;
+    if let Some(known) = run.find_vm().await?
+        && (definition.replaces.is_none() || known.key != definition.replaces)
+    {
+        let detail = format!("the inventory has this VM already, as '{}'", known.name);
+        return Err(StepError::Final(Problem::new(ErrorCode::AlreadyExists, detail)));
+    }
+    let agent = run.agent(&vm)?;
+    let state = run.host_state(vm.host, None).await?;
+    let is_off = state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off);
+    if is_off {
+        let description = run.hosts().view(vm.host).description;
+        agent.register_vm(for_agent(definition.spec.clone(), description.as_deref())).await?;
+    }
+    let Some(key) = &vm.key else { return Ok(()) };
+    let kek = delivery::fetch(&run.context.providers, &vm, key, Purpose::Open).await;
+    let kek = kek.map_err(locked)?;
+    let key_box = agent.describe().await?.key_box;
+    delivery::hand_over(run.store(), &*agent, &key_box, &vm, key, kek).await?;
+    if is_off {
+        agent.check_key(vm.id, key.clone()).await?;
+    }
+    Ok(())
+}
+
+/// Undoes [`open_disks`]: the host forgets the VM, unless it runs it. Its disks stay.
+pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = row(definition(run)?);
+    let unchanged = run.hosts().lock(vm.id).await;
+    if run.find_vm().await?.is_some() {
+        drop(unchanged);
+        // With the key that the inventory has.
+        return register(run).await;
+    }
+    let state = run.host_state(vm.host, None).await?;
+    match state_of(&state, vm.id) {
+        Some(seen) if seen.power == Power::Off => {
+            absent_is_fine(run.agent(&vm)?.unregister_vm(vm.id).await)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Adds the VM to the inventory.
+pub(super) async fn adopt(run: &Run<'_>) -> Result<(), StepError> {
+    let definition = definition(run)?;
+    let vm = row(definition);
+    {
+        let _unchanged = run.hosts().lock(vm.id).await;
+        match run.find_vm().await? {
+            None => write_rows(run, definition, &vm).await?,
+            Some(known) if known.key != vm.key => set_key(run, &known, &vm).await?,
+            Some(_) => {}
+        }
+    }
+    // What the monitor raised about a VM that was unknown is over.
+    run.hosts().look_again(vm.host);
+    let shown = async {
+        let state = run.host_state(vm.host, None).await?;
+        if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
+            register(run).await?;
+        }
+        let state = run.host_state(vm.host, None).await?;
+        run.hosts().until_shown(vm.host, &state).await;
+        Ok::<_, StepError>(())
+    };
+    if let Err(error) = shown.await {
+        tracing::info!(vm = vm.name, problem = %error.as_problem(), "left to the host's monitor");
+    }
+    Ok(())
+}
+
+/// Gives a VM that the inventory has the key that its disks have.
+async fn set_key(run: &Run<'_>, from: &Vm, to: &Vm) -> Result<(), Problem> {
+    let Some(key) = &to.key else { return Ok(()) };
+    let mut write = run.store().write().await?;
+    vms::set_key(&mut write, to.id, key).await?;
+    keys::insert(&mut write, to.id, key).await?;
+    let (kind, actor) = ("vm.key-adopted", run.task.actor.as_str());
+    let old = from.key.as_ref().map_or("none", |key| key.key_id.as_str());
+    let detail = format!("key '{}', which its disks name, in place of '{old}'", key.key_id);
+    write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(), Problem> {
+    let mut write = run.store().write().await?;
+    vms::insert(&mut write, vm).await?;
+    if let Some(key) = &vm.key {
+        vms::set_key(&mut write, vm.id, key).await?;
+        keys::insert(&mut write, vm.id, key).await?;
+    }
+    for (position, disk) in definition.spec.disks().enumerate() {
+        let of_spec = Disk {
+            id: disk.disk,
+            name: disk.name.clone(),
+            datastore: disk.datastore.clone(),
+            // The inventory has the names of datastores elsewhere.
+            datastore_name: String::new(),
+            size: disk.size,
+            encrypted: disk.encrypted,
+            role: disk.role,
+            allocation: disk.allocation,
+            limits: disk.limits,
+            cache: disk.cache,
+            replica: disk.replica.clone().map(|place| (place, String::new())),
+            image: None,
+            facts: None,
+            deleting: false,
+            detached: false,
+        };
+        disks::insert(&mut write, vm.id, position, &of_spec).await?;
+        if let Some(facts) = &disk.facts {
+            disks::set_facts(&mut write, disk.disk, facts).await?;
+        }
+    }
+    for (position, nic) in definition.spec.nics().enumerate() {
+        nics::insert(&mut write, vm.id, position, nic).await?;
+    }
+    let (kind, actor) = ("vm.adopted", run.task.actor.as_str());
+    let key = vm.key.as_ref().map(|key| format!(", key '{}'", key.key_id)).unwrap_or_default();
+    let detail = format!("on host '{}', policy '{}'{key}", vm.host_name, vm.policy_name);
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Undoes [`adopt`]: the inventory forgets the VM. Its disks and its key stay.
+pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
+    let definition = definition(run)?;
+    let vm = row(definition);
+    let _unchanged = run.hosts().lock(vm.id).await;
+    let mut write = run.store().write().await?;
+    match &definition.replaces {
+        None => vms::delete(&mut write, vm.id).await?,
+        Some(key) => vms::set_key(&mut write, vm.id, key).await?,
+    }
+    if let Some(key) = &vm.key {
+        keys::forget(&mut write, vm.id, key).await?;
+    }
+    Ok(write.commit().await?)
+}

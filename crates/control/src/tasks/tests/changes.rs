@@ -1,0 +1,358 @@
+//! VMs that are changed: rebooted, started because their host has rebooted, given disks and network cards.
+
+use vmseal_api::host::{Exposing, NicSpec};
+use vmseal_api::id::NicId;
+use vmseal_api::nic::NicBackend;
+use vmseal_api::request::{SetVm, StopVm};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::{self, Caller, set_vm};
+use crate::store::{disks, nics, vms};
+
+/// What is changed; of VMs that run, but for a start.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Change {
+    Reboot,
+    Autostart,
+    AddDisk,
+    RemoveDisk,
+    GrowDisk,
+    AddNic,
+    RemoveNic,
+}
+
+/// The size of the disks of these tests, and what one grows to.
+const SIZE: u64 = 1 << 20;
+const GROWN: u64 = 4 << 20;
+
+fn card() -> NicSpec {
+    NicSpec {
+        nic: NicId::new(),
+        name: "nic0".to_owned(),
+        mac: "02:00:00:00:00:01".parse().unwrap(),
+        model: Default::default(),
+        backend: NicBackend::User { forwards: vec![] },
+        link: Default::default(),
+    }
+}
+
+/// A disk that is asked for: its row is there.
+async fn reserve(fixture: &Fixture, vm: VmId) -> DiskId {
+    let mut write = fixture.store.write().await.unwrap();
+    let disk = fixture.disks(vm).await.remove(0);
+    let name = "more".to_owned();
+    let disk = disks::Disk { id: DiskId::new(), name, facts: None, detached: true, ..disk };
+    let position = disks::next_position(&mut write, vm).await.unwrap();
+    disks::insert(&mut write, vm, position, &disk).await.unwrap();
+    write.commit().await.unwrap();
+    disk.id
+}
+
+impl Change {
+    pub(super) async fn before(self, fixture: &Fixture) -> VmId {
+        let vm = match self {
+            Self::Autostart => return fixture.made("web", "encrypted").await,
+            Self::RemoveDisk => fixture.made("web", "encrypted").await,
+            _ => fixture.running("web").await,
+        };
+        if self == Self::RemoveNic {
+            let task = self_made(fixture, vm, Operation::AddNic { vm, nic: card(), position: 0 });
+            task.await;
+        }
+        vm
+    }
+
+    pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
+        match self {
+            Self::Reboot => Operation::RebootVm { vm, timeout_seconds: 10 },
+            Self::Autostart => Operation::AutostartVm { vm },
+            Self::AddDisk => Operation::AddDisk { vm, disk: reserve(fixture, vm).await },
+            Self::RemoveDisk => Operation::RemoveDisk { vm, disk: fixture.disks(vm).await[1].id },
+            Self::GrowDisk => {
+                Operation::GrowDisk { vm, disk: fixture.disks(vm).await[1].id, size: GROWN }
+            }
+            Self::AddNic => Operation::AddNic { vm, nic: card(), position: 0 },
+            Self::RemoveNic => {
+                let nic = cards(fixture, vm).await.remove(0);
+                Operation::RemoveNic { vm, nic, position: 0 }
+            }
+        }
+    }
+
+    fn any(self) -> Operation {
+        let (vm, disk) = (VmId::new(), DiskId::new());
+        match self {
+            Self::Reboot => Operation::RebootVm { vm, timeout_seconds: 10 },
+            Self::Autostart => Operation::AutostartVm { vm },
+            Self::AddDisk => Operation::AddDisk { vm, disk },
+            Self::RemoveDisk => Operation::RemoveDisk { vm, disk },
+            Self::GrowDisk => Operation::GrowDisk { vm, disk, size: GROWN },
+            Self::AddNic => Operation::AddNic { vm, nic: card(), position: 0 },
+            Self::RemoveNic => Operation::RemoveNic { vm, nic: card(), position: 0 },
+        }
+    }
+
+    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+        steps::of(&self.any())
+    }
+
+    pub(super) fn is_past_commit(self, step: &str) -> bool {
+        let before = self.steps().iter().take_while(|it| it.name() != step);
+        before.into_iter().any(|step| step.commits())
+    }
+
+    pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
+        let power = if self == Self::RemoveDisk { Power::Off } else { Power::Running };
+        let count = match self {
+            Self::AddDisk => 3,
+            Self::RemoveDisk => 1,
+            _ => 2,
+        };
+        fixture.assert_whole_with(vm, power, count, what).await;
+        let disks = fixture.disks(vm).await;
+        match self {
+            Self::Reboot | Self::Autostart => {}
+            Self::AddDisk => {
+                assert!(disks.len() == 3 && !disks[2].detached, "{what}: {disks:?}");
+                let in_use = fixture.agent.disks_in_use(vm);
+                assert!(in_use.contains(&disks[2].id), "{what}: the guest does not have it");
+            }
+            Self::RemoveDisk => assert_eq!((disks.len(), fixture.agent.disks().len()), (1, 1)),
+            Self::GrowDisk => {
+                assert_eq!(disks[1].size, GROWN, "{what}");
+                let runs_with = fixture.agent.runs_with(vm).unwrap();
+                assert_eq!(runs_with.disk(disks[1].id).unwrap().size, GROWN, "{what}");
+            }
+            Self::AddNic => self.assert_cards(fixture, vm, 1, what).await,
+            Self::RemoveNic => self.assert_cards(fixture, vm, 0, what).await,
+        }
+    }
+
+    async fn assert_cards(self, fixture: &Fixture, vm: VmId, expected: usize, what: &str) {
+        let has = fixture.agent.runs_with(vm).unwrap().nics().count();
+        assert_eq!((cards(fixture, vm).await.len(), has), (expected, expected), "{what}");
+    }
+
+    pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
+        let power = match self {
+            // A guest that has shut down is not brought back; the server shows the real state.
+            Self::Reboot if !fixture.agent.running().contains(&vm) => Power::Off,
+            Self::Autostart | Self::RemoveDisk => Power::Off,
+            _ => Power::Running,
+        };
+        fixture.assert_whole(vm, power, what).await;
+        let disks = fixture.disks(vm).await;
+        assert_eq!((disks.len(), fixture.agent.disks().len()), (2, 2), "{what}");
+        assert!(disks.iter().all(|disk| disk.size == SIZE && !disk.detached), "{what}: {disks:?}");
+        match self {
+            Self::AddNic => self.assert_cards(fixture, vm, 0, what).await,
+            Self::RemoveNic => self.assert_cards(fixture, vm, 1, what).await,
+            _ => {}
+        }
+    }
+
+    /// The problem says what is left, and the same again once the cause is gone finishes it.
+    pub(super) async fn assert_unfinished(
+        self,
+        fixture: &mut Fixture,
+        vm: VmId,
+        problem: &Problem,
+        what: &str,
+    ) {
+        let told = match self {
+            Self::RemoveDisk => "remove the disk again",
+            Self::GrowDisk => "resize it again",
+            _ => panic!("{what}: {problem}"),
+        };
+        assert!(problem.detail.contains(told), "{what}: {problem}");
+        fixture.restart(|_| {}).await;
+        let disks = fixture.disks(vm).await;
+        if let Some(disk) = disks.get(1) {
+            let (disk, size) = (disk.id, GROWN);
+            let again = match self {
+                Self::RemoveDisk => Operation::RemoveDisk { vm, disk },
+                _ => Operation::GrowDisk { vm, disk, size },
+            };
+            self_made(fixture, vm, again).await;
+        }
+        self.assert_done(fixture, vm, what).await;
+    }
+}
+
+async fn cards(fixture: &Fixture, vm: VmId) -> Vec<NicSpec> {
+    nics::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
+}
+
+async fn self_made(fixture: &Fixture, vm: VmId, operation: Operation) {
+    let task = fixture.begin(operation, "web").await;
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Done, "{vm}: {:?}", ended.problem);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reboots_survive_every_fault_at_every_step() {
+    matrix(Kind::Change(Change::Reboot)).await;
+    matrix(Kind::Change(Change::Autostart)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn disks_that_come_and_go_survive_every_fault_at_every_step() {
+    matrix(Kind::Change(Change::AddDisk)).await;
+    matrix(Kind::Change(Change::RemoveDisk)).await;
+    matrix(Kind::Change(Change::GrowDisk)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn network_cards_that_come_and_go_survive_every_fault_at_every_step() {
+    matrix(Kind::Change(Change::AddNic)).await;
+    matrix(Kind::Change(Change::RemoveNic)).await;
+}
+
+/// A guest that does not let a device go keeps it, and the inventory says so.
+#[tokio::test]
+async fn a_device_that_a_guest_keeps_is_not_removed() {
+    let fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let operation = Change::AddDisk.operation(&fixture, vm).await;
+    self_made(&fixture, vm, operation).await;
+    fixture.agent.set_releases_devices(false);
+    let disk = fixture.disks(vm).await[2].id;
+    let nic = Change::RemoveNic.operation(&fixture, vm).await;
+    for operation in [Operation::RemoveDisk { vm, disk }, nic] {
+        let task = fixture.begin(operation, "web").await;
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Failed, "{:?}", ended.problem);
+        assert!(ended.problem.unwrap().detail.contains("does not let"));
+    }
+    assert_eq!((fixture.disks(vm).await.len(), cards(&fixture, vm).await.len()), (3, 1));
+    assert!(fixture.agent.disks_in_use(vm).contains(&disk));
+    // A disk that it was started with stays in any case.
+    fixture.agent.set_releases_devices(true);
+    let first = fixture.disks(vm).await[0].id;
+    let task = fixture.begin(Operation::RemoveDisk { vm, disk: first }, "web").await;
+    let ended = fixture.ended(task).await;
+    assert!(ended.problem.unwrap().detail.contains("Stop it first"));
+    self_made(&fixture, vm, Operation::RemoveDisk { vm, disk }).await;
+    assert_eq!(fixture.agent.disks().len(), 2);
+}
+
+/// VMs with autostart are started once after a reboot of their host, others are not, and a restart of the agent is none.
+#[tokio::test]
+async fn vms_start_after_their_host_has_rebooted() {
+    let fixture = Fixture::new().await;
+    let (starts, stays) = (fixture.running("web").await, fixture.made("db", "plain").await);
+    let mut write = fixture.store.write().await.unwrap();
+    let vm = vms::get(&mut write, starts).await.unwrap().unwrap();
+    vms::set(&mut write, &vms::Vm { autostart: true, ..vm }).await.unwrap();
+    write.commit().await.unwrap();
+    fixture.agent.restart();
+    fixture.connected().await;
+    super::super::autostart::begin_due(&fixture.engine).await.unwrap();
+    assert!(fixture.events("task.begun").await.iter().all(|it| !it.detail.contains("autostart")));
+    fixture.agent.reboot();
+    let due = async || {
+        let due = vms::starts_due(&mut fixture.store.read().await.unwrap()).await.unwrap();
+        (!due.is_empty()).then_some(due)
+    };
+    let due = fixture.eventually("the start is due", due).await;
+    assert_eq!(due.iter().map(|vm| vm.id).collect::<Vec<_>>(), [starts]);
+    for _ in 0..2 {
+        super::super::autostart::begin_due(&fixture.engine).await.unwrap();
+    }
+    fixture.assert_runs(starts).await;
+    let begun = fixture.events("task.begun").await;
+    let autostarts = begun.iter().filter(|it| it.detail.contains("vm.autostart")).count();
+    assert_eq!(autostarts, 1);
+    assert!(!fixture.agent.running().contains(&stays));
+}
+
+/// What the host does not know of does not have it look at a guest that runs: an inventory that was restored may lack
+/// devices that the guest has.
+#[tokio::test]
+async fn a_label_registers_no_running_vm_anew() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let set = async |request: SetVm| {
+        let before = fixture.calls(Call::RegisterVm);
+        set_vm::set(&services, &me, "web", request, false).await.unwrap();
+        fixture.calls(Call::RegisterVm) - before
+    };
+    // It lacks a disk of the guest's.
+    let disk = fixture.disks(vm).await[1].id;
+    let mut write = fixture.store.write().await.unwrap();
+    disks::delete(&mut write, disk).await.unwrap();
+    write.commit().await.unwrap();
+    let labels = [("tier".to_owned(), Some("gold".to_owned()))].into();
+    assert_eq!(set(SetVm { labels, ..SetVm::default() }).await, 0);
+    assert_eq!(set(SetVm { autostart: Some(true), ..SetVm::default() }).await, 0);
+    assert!(fixture.agent.disks_in_use(vm).contains(&disk));
+    assert_eq!(set(SetVm { vcpus: Some(2), ..SetVm::default() }).await, 1);
+}
+
+/// A user who stops the VM meanwhile does not want it started.
+#[tokio::test]
+async fn a_start_that_is_due_is_not_made_up_for_after_a_stop() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let mut write = fixture.store.write().await.unwrap();
+    let known = vms::get(&mut write, vm).await.unwrap().unwrap();
+    vms::set(&mut write, &vms::Vm { autostart: true, ..known }).await.unwrap();
+    vms::set_starts_due(&mut write, fixture.host).await.unwrap();
+    write.commit().await.unwrap();
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = StopVm { force: true, ..StopVm::default() };
+    let stop = services::vms::stop(&services, &me, "web", request, false).await.unwrap();
+    let services::Outcome::Done(task) = stop else { panic!("{stop:?}") };
+    assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+    super::super::autostart::begin_due(&fixture.engine).await.unwrap();
+    let begun = fixture.events("task.begun").await;
+    assert!(begun.iter().all(|it| !it.detail.contains("vm.autostart")), "{begun:?}");
+    fixture.assert_whole(vm, Power::Off, "it stays off").await;
+}
+
+#[tokio::test]
+async fn the_end_of_an_exposure_is_an_event_as_its_begin_is() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let disk = fixture.disks(vm).await[0].name.clone();
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let hold = Exposing::Hold { writable: false };
+    let held = services::disks::expose(&services, &me, "web", &disk, hold).await.unwrap();
+    assert_eq!(fixture.events("disk.exposed").await.len(), 1);
+    assert!(fixture.events("disk.unexposed").await.is_empty());
+    drop(held);
+    let ended = async || fixture.events("disk.unexposed").await.pop();
+    let event = fixture.eventually("its end is recorded", ended).await;
+    assert!(event.detail.contains(&format!("'{disk}'")) && event.detail.contains("seconds"));
+}
+
+/// The host is asked about the machine of a new VM while nobody is kept from writing to the inventory.
+#[tokio::test]
+async fn no_transaction_is_held_while_a_host_is_asked() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = serde_json::from_value(serde_json::json!({
+        "name": "web", "policy": "encrypted", "memory": 32 << 20,
+        "hardware": { "cpu_model": "max" },
+        "disks": [{ "name": "d", "datastore": "local", "size": SIZE }],
+    }));
+    // It waits for this one when its own begins.
+    let held = fixture.store.write().await.unwrap();
+    let create = services::create_vm::create(&services, &me, request.unwrap(), false);
+    tokio::pin!(create);
+    let asked = fixture.eventually("the host is asked", async || {
+        (fixture.calls(Call::ExamineHardware) > 0).then_some(())
+    });
+    tokio::select! {
+        _ = &mut create => panic!("two transactions at a time"),
+        () = asked => {}
+    }
+    drop(held);
+    create.await.unwrap();
+}

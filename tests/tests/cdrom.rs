@@ -1,0 +1,172 @@
+//! CD-ROM drives: guests start from what is in them, once or always, and read what is put in while they run.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use vmseal_tests::guest::{Console, medium};
+use vmseal_tests::installation::{Installation, text};
+
+/// What the guest on a medium says first.
+const STARTED: &str = "VMSEAL-STARTED-FROM-MEDIUM";
+
+fn make_medium(here: &Installation, name: &str) -> PathBuf {
+    let path = here.path(&format!("{name}, v1.iso"));
+    medium(&path, name).unwrap();
+    path
+}
+
+/// What the guest reads from its drive.
+fn reads(guest: &mut Console, expected: &str) {
+    guest.type_text("r").unwrap();
+    let read = guest.expect("VMSEAL-READ ", expected.len()).unwrap();
+    assert_eq!(read, expected);
+}
+
+/// Resets the guest, and has it start from what is in its drive now. The firmware cannot read a medium that was put in
+/// since it started.
+fn starts_again(guest: &mut Console, expected: &str) {
+    guest.type_text("b").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    reads(guest, expected);
+}
+
+fn create(here: &Installation, vm: &str, more: &[&str]) {
+    let disk = format!(
+        "datastore=local,format=raw,image={}",
+        text(&here.counter_image().unwrap()).unwrap()
+    );
+    let create =
+        ["vm", "create", vm, "--policy", "encrypted", "--memory", "32MiB", "--disk", &disk];
+    here.vmseal(&[&create[..], more].concat()).unwrap();
+}
+
+fn off(here: &Installation, vm: &str) {
+    here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+}
+
+#[test]
+fn guests_start_from_a_medium_once_or_always_and_read_what_is_put_in() {
+    let mut here = Installation::new().unwrap();
+    let (first, second) = (make_medium(&here, "first"), make_medium(&here, "second"));
+    let (first, second) = (text(&first).unwrap(), text(&second).unwrap());
+    create(&here, "web", &["--cdrom", first]);
+    let shown = here.vmseal(&["vm", "show", "web"]).unwrap();
+    assert!(shown.contains(first) && shown.contains("disk,cdrom"), "{shown}");
+
+    // The disk comes first, except this time, and again after a reset.
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    off(&here, "web");
+    here.vmseal(&["vm", "start", "web", "--boot-once", "cdrom"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    reads(&mut guest, "first");
+    guest.type_text("b").unwrap();
+    assert_eq!(guest.next_count().unwrap(), 2);
+    drop(guest);
+    off(&here, "web");
+    assert_eq!(here.boot_counter("web").unwrap(), 3);
+    let set = here.json(&["vm", "set", "web", "--boot", "cdrom,disk"]).unwrap();
+    assert_eq!(set["at_next_start"], serde_json::json!(["boot"]), "{set}");
+    off(&here, "web");
+
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    let planned = here.vmseal(&["vm", "cdrom", "insert", "web", second, "--dry-run"]).unwrap();
+    assert!(planned.contains(second), "{planned}");
+    reads(&mut guest, "first");
+    for _ in 0..2 {
+        here.vmseal(&["vm", "cdrom", "insert", "web", second]).unwrap();
+        starts_again(&mut guest, "second");
+    }
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"]["medium"], second);
+    // The next agent has the medium on record, and can take it out.
+    here.kill_agent();
+    std::fs::remove_file(second).unwrap();
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+    drop(guest);
+    let mut guest = here.console("web").unwrap();
+    // A console that is opened again shows what was said before: three starts, and what was read after the last.
+    for _ in 0..3 {
+        guest.expect(STARTED, 0).unwrap();
+    }
+    guest.expect("VMSEAL-READ second", 0).unwrap();
+    reads(&mut guest, "second");
+    here.vmseal(&["vm", "cdrom", "insert", "web", first]).unwrap();
+    starts_again(&mut guest, "first");
+    for _ in 0..2 {
+        here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
+    }
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], serde_json::json!({}));
+    // The firmware goes on to the disk.
+    guest.type_text("b").unwrap();
+    assert_eq!(guest.next_count().unwrap(), 4);
+    off(&here, "web");
+}
+
+#[test]
+fn a_guest_with_an_empty_disk_starts_from_the_medium_behind_it() {
+    let here = Installation::new().unwrap();
+    let iso = make_medium(&here, "installer");
+    let new = ["vm", "create", "web", "--policy", "encrypted", "--memory", "32MiB"];
+    let devices = ["--disk", "datastore=local,size=1MiB", "--cdrom", text(&iso).unwrap()];
+    here.vmseal(&[&new[..], &devices].concat()).unwrap();
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    reads(&mut guest, "installer");
+    off(&here, "web");
+}
+
+#[test]
+fn what_no_drive_takes_is_refused_and_nothing_changes() {
+    let here = Installation::new().unwrap();
+    let good = make_medium(&here, "good");
+    let good = text(&good).unwrap();
+    let short = here.path("short.iso");
+    std::fs::write(&short, "short").unwrap();
+    let missing = here.path("missing.iso");
+    let refused = |with: &[&str], option: &str, what: &str| {
+        let told = here.refused(with).unwrap();
+        assert!(told.contains(option) && told.contains(what), "{with:?}: {told}");
+    };
+    let disk = "datastore=local,size=1MiB";
+    let new = ["vm", "create", "web", "--policy", "plain", "--memory", "32MiB", "--disk", disk];
+    let with = |more: &[&'static str]| [&new[..], more].concat();
+    for dry in [&[][..], &["--dry-run"]] {
+        for (iso, what) in [
+            ("relative.iso", "not absolute"),
+            (text(&missing).unwrap(), "No such file"),
+            (text(&short).unwrap(), "5 bytes"),
+            ("/etc", "no regular file"),
+        ] {
+            refused(&[&new[..], &["--cdrom", iso], dry].concat(), "--cdrom", what);
+        }
+    }
+    refused(&with(&["--boot", "cdrom,disk"]), "--boot", "no CD-ROM drive");
+    refused(&with(&["--boot", "disk,disk"]), "--boot", "twice");
+    refused(&with(&["--boot", "network"]), "--boot", "no network card");
+    assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
+
+    create(&here, "web", &[]);
+    for (first, what) in [("cdrom", "no CD-ROM drive"), ("network", "no network card")] {
+        refused(&["vm", "start", "web", "--boot-once", first], "--boot-once", what);
+    }
+    refused(&["vm", "cdrom", "eject", "web"], "VM 'web'", "no CD-ROM drive");
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    refused(&["vm", "cdrom", "insert", "web", good], "VM 'web'", "stop it first");
+    off(&here, "web");
+    assert!(here.vm("web").unwrap()["hardware"].get("cdrom").is_none());
+    refused(&["vm", "cdrom", "insert", "web", "/etc"], "CDROM", "no regular file");
+    here.vmseal(&["vm", "cdrom", "insert", "web", good]).unwrap();
+
+    // What has gone since is missed when the VM starts, until it is taken out.
+    std::fs::remove_file(good).unwrap();
+    refused(&["vm", "start", "web"], good, "No such file");
+    here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 2);
+    off(&here, "web");
+}

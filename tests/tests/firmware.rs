@@ -1,0 +1,138 @@
+//! Guests that start by UEFI: their variables outlive them, kills of all that serves them, and a change of the key,
+//! and are ciphertext on the datastore. The guest is the firmware's own shell, on the serial console.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use serde_json::Value;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+
+/// The owner of the test's variables.
+const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
+
+/// What only such a variable's name holds.
+const NAME: &str = "VmsealMarker";
+
+/// The disk of the test's VMs: the firmware finds nothing on it, and starts its shell.
+const EMPTY: [&str; 2] = ["--disk", "datastore=local,size=1MiB"];
+
+fn create(here: &Installation, vm: &str, policy: &str, more: &[&str]) {
+    let create = ["vm", "create", vm, "--policy", policy, "--memory", "128MiB"];
+    here.vmseal(&[&create[..], &EMPTY, more].concat()).unwrap();
+}
+
+fn shell(here: &Installation, vm: &str) -> Console {
+    let mut console = here.console(vm).unwrap();
+    console.expect("Shell>", 0).unwrap();
+    console
+}
+
+/// Writes a variable that the firmware keeps.
+fn write(shell: &mut Console, name: &str, value: &str) {
+    shell.type_text(&format!("setvar {name} -guid {OWNER} -bs -rt -nv ={value}\r")).unwrap();
+    shell.expect("Shell>", 0).unwrap();
+}
+
+/// What the firmware shows of a variable, up to the next prompt.
+fn read(shell: &mut Console, name: &str, shown: &str) {
+    shell.type_text(&format!("setvar {name} -guid {OWNER}\r")).unwrap();
+    shell.expect(shown, 0).unwrap();
+    shell.expect("Shell>", 0).unwrap();
+}
+
+/// Whether the image of a VM's variables holds the name of the test's in the clear.
+fn is_readable(here: &Installation, vm: &str) -> bool {
+    let image = std::fs::read(&here.images(vm).unwrap()[1]).unwrap();
+    let name: Vec<u8> = NAME.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    image.windows(name.len()).any(|window| window == name)
+}
+
+#[test]
+fn variables_outlive_guests_and_kills_and_are_ciphertext() {
+    let mut here = Installation::new().unwrap();
+    create(&here, "web", "encrypted", &["--firmware", "uefi"]);
+    let shown = here.vm("web").unwrap();
+    let disk = &shown["disks"][1];
+    assert_eq!(
+        (&disk["name"], &disk["role"]),
+        (&"uefi-variables".into(), &"uefi_variables".into())
+    );
+    assert_eq!(disk["encrypted"], true);
+    assert_eq!(shown["hardware"]["firmware"], "uefi");
+
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = shell(&here, "web");
+    write(&mut guest, NAME, "112233");
+    read(&mut guest, NAME, "11 22 33");
+
+    let filter = here.processes_of("web", "vmseal-filter").unwrap()[0];
+    kill_hard(filter);
+    here.wait_alarm("web", "filter-restarted").unwrap();
+    write(&mut guest, "SecondOne", "44556677");
+    drop(guest);
+    here.kill_agent();
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+    let mut guest = here.console("web").unwrap();
+    read(&mut guest, "SecondOne", "44 55 66 77");
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = shell(&here, "web");
+    read(&mut guest, NAME, "11 22 33");
+    read(&mut guest, "SecondOne", "44 55 66 77");
+    for qemu in here.processes_of("web", "qemu-system-x86_64").unwrap() {
+        kill_hard(qemu);
+    }
+    here.wait_power("web", "off").unwrap();
+    drop(guest);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    read(&mut shell(&here, "web"), NAME, "11 22 33");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(!is_readable(&here, "web"), "the variables are in the clear on the datastore");
+
+    create(&here, "open", "plain", &["--firmware", "uefi"]);
+    here.vmseal(&["vm", "start", "open"]).unwrap();
+    write(&mut shell(&here, "open"), NAME, "112233");
+    here.vmseal(&["vm", "stop", "open", "--force"]).unwrap();
+    assert!(is_readable(&here, "open"), "the search does not find what is there");
+    let images = here.images("web").unwrap();
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    assert!(images.iter().all(|image| !image.exists()), "a disk is left");
+}
+
+#[test]
+fn secure_boot_starts_nothing_that_is_not_signed() {
+    let here = Installation::new().unwrap();
+    create(&here, "safe", "encrypted", &["--firmware", "uefi-secure-boot"]);
+    here.vmseal(&["vm", "start", "safe"]).unwrap();
+    here.console("safe").unwrap().expect("Security Violation", 0).unwrap();
+}
+
+#[test]
+fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
+    let here = Installation::new().unwrap();
+    for (more, said) in [
+        (&["--cpu-model", "host"][..], "--cpu-model: 'host' is this host's own processor"),
+        (&["--cpu-model", "i860"], "no processor model 'i860'"),
+        (&["--cpu-model", "max,+vmx"], "--cpu-model: is no name"),
+        (&["--memory-backing", "hugepages"], "sysctl vm.nr_hugepages"),
+        (&["--memory-backing", "hugepages", "--memory", "65MiB"], "--memory-backing"),
+        (&["--firmware", "openfirmware"], "uefi-secure-boot"),
+    ] {
+        let create = ["vm", "create", "web", "--policy", "encrypted"];
+        for dry in [&[][..], &["--dry-run"]] {
+            let message = here.refused(&[&create[..], &EMPTY, more, dry].concat()).unwrap();
+            assert!(message.contains(said), "{more:?}: {message}");
+        }
+    }
+    let named = "datastore=local,size=1MiB,name=uefi-variables";
+    let create =
+        ["vm", "create", "web", "--policy", "plain", "--firmware", "uefi", "--disk", named];
+    let message = here.refused(&create).unwrap();
+    assert!(message.contains("name of the disk"), "{message}");
+    assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
+}

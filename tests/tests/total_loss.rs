@@ -1,0 +1,217 @@
+//! The drills of docs/total-loss.md: a server is lost with its directory, and comes back from its backup; or it comes back
+//! from the backup of its key provider and the datastores alone. Guests that ran run on.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use serde_json::Value;
+use vmseal_tests::installation::{Installation, PASSPHRASE, create, text};
+
+/// The passphrase of backups of the server.
+const OF_BACKUP: &str = "another passphrase, of the backup";
+
+fn file(here: &Installation, name: &str, content: &str) -> String {
+    let path = here.path(name);
+    std::fs::write(&path, content).unwrap();
+    text(&path).unwrap().to_owned()
+}
+
+/// What `datastore adopt` says of a VM.
+fn line<'a>(adoption: &'a Value, name: &str) -> &'a Value {
+    let vms = adoption["vms"].as_array().unwrap();
+    vms.iter().find(|vm| vm["name"] == name).unwrap_or_else(|| panic!("no {name}: {adoption}"))
+}
+
+fn stop(here: &Installation, vm: &str) {
+    here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+}
+
+#[test]
+fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    let given = file(&here, "backup.passphrase", OF_BACKUP);
+    let backup = text(&here.path("server.backup")).unwrap().to_owned();
+    let data_dir = text(&here.path("server")).unwrap().to_owned();
+    let write = ["server", "backup", "--to", &backup, "--passphrase-file", &given];
+    here.vmseal(&[&write[..], &["--dry-run"]].concat()).unwrap();
+    assert!(!here.path("server.backup").exists());
+    here.vmseal(&write).unwrap();
+    let bytes = std::fs::read(&backup).unwrap();
+    assert!(here.refused(&write).unwrap().contains("exists already"));
+    assert!(std::fs::read(&backup).unwrap() == bytes);
+    // Newer than the backup: one that runs, and one that does not.
+    here.create_counter("later", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("later").unwrap(), 1);
+    here.create_counter("cold", "encrypted").unwrap();
+    let later = here.vm("later").unwrap()["id"].as_str().unwrap().to_owned();
+    let guests = here.guest_processes("qemu-system-x86_64");
+    assert_eq!(guests.len(), 2);
+
+    let restore =
+        ["server", "restore", &backup, "--data-dir", &data_dir, "--passphrase-file", &given];
+    assert!(here.refused(&restore).unwrap().contains("is not empty"), "over a server that runs");
+    here.lose_server().unwrap();
+    let wrong = file(&here, "wrong.passphrase", PASSPHRASE);
+    let refused = [&restore[..6], &[&wrong]].concat();
+    assert!(here.refused(&refused).unwrap().contains("passphrase is wrong"));
+    assert!(!here.path("server").exists());
+    here.vmseal(&[&restore[..], &["--dry-run"]].concat()).unwrap();
+    assert!(!here.path("server").exists());
+    let told: Value = here.json(&restore).unwrap();
+    assert_eq!((&told["vms"], &told["hosts"]), (&1.into(), &1.into()), "{told}");
+    here.start_server().unwrap();
+    here.wait_host().unwrap();
+
+    here.wait_power("web", "running").unwrap();
+    here.wait_alarm(&later, "vm-unknown").unwrap();
+    assert_eq!(here.guest_processes("qemu-system-x86_64"), guests, "a guest was ended");
+    let found = here.json(&["datastore", "adopt", "local"]).unwrap();
+    assert_eq!(line(&found, "web")["status"], "known");
+    assert_eq!(line(&found, "later")["status"], "begun", "{found}");
+    assert_eq!(line(&found, "cold")["status"], "begun", "{found}");
+    here.wait_no_alarm(&later, "vm-unknown").unwrap();
+    here.wait_power("later", "running").unwrap();
+    assert_eq!(here.guest_processes("qemu-system-x86_64"), guests);
+    for vm in ["web", "later"] {
+        stop(&here, vm);
+        assert_eq!(here.boot_counter(vm).unwrap(), 2, "{vm}: what its guest wrote is gone");
+    }
+    assert_eq!(here.boot_counter("cold").unwrap(), 1);
+}
+
+#[test]
+fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_their_data() {
+    let mut here = Installation::new().unwrap();
+    for (vm, policy) in
+        [("web", "encrypted"), ("cold", "encrypted"), ("bare", "encrypted"), ("open", "plain")]
+    {
+        let image = here.counter_image().unwrap();
+        let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
+        let card = ["--nic", "user,forward=tcp:22"];
+        let tpm: &[&str] = if vm == "web" { &["--tpm"] } else { &[] };
+        here.vmseal(&[&create(vm, policy, &disk)[..], &card, tpm].concat()).unwrap();
+        assert_eq!(here.boot_counter(vm).unwrap(), 1);
+    }
+    for vm in ["cold", "bare", "open"] {
+        stop(&here, vm);
+    }
+    let bare = here.vm("bare").unwrap()["id"].as_str().unwrap().to_owned();
+    let before = here.vm("cold").unwrap();
+    let guests = here.guest_processes("qemu-system-x86_64");
+    assert_eq!(guests.len(), 1);
+
+    here.lose_server().unwrap();
+    here.start_server().unwrap();
+    here.join_again().unwrap();
+    let given = file(&here, "passphrase", PASSPHRASE);
+    let store = text(&here.path("datastore")).unwrap().to_owned();
+    let add = ["datastore", "add", "local", "--host", "here", "--path", &store];
+    let refused = here.refused(&add).unwrap();
+    assert!(refused.contains("with VMs on it: 4") && refused.contains("--existing"), "{refused}");
+    here.vmseal(&[&add[..], &["--existing"]].concat()).unwrap();
+    // Nothing is adopted without its key, or without a policy.
+    let adopt = ["datastore", "adopt", "local"];
+    let refused = here.refused(&adopt).unwrap();
+    assert!(refused.contains("cannot be adopted as things are: 4"), "{refused}");
+    let backup = text(&here.path("keys.backup")).unwrap().to_owned();
+    here.vmseal(&[
+        "provider",
+        "add",
+        "keys",
+        "--restore",
+        &backup,
+        "--backup-passphrase-file",
+        &given,
+        "--passphrase-file",
+        &given,
+    ])
+    .unwrap();
+    here.vmseal(&["policy", "create", "encrypted", "--encrypt"]).unwrap();
+    here.vmseal(&["policy", "create", "plain", "--plain"]).unwrap();
+    // Somebody has given a VM more memory.
+    let cold = before["id"].as_str().unwrap();
+    let descriptor = here.path("datastore").join(cold).join("vm.json");
+    let text = std::fs::read_to_string(&descriptor).unwrap();
+    let changed = text.replace("\"memory\": 33554432", "\"memory\": 67108864");
+    assert_ne!(changed, text);
+    std::fs::write(&descriptor, changed).unwrap();
+    let refused = here.refused(&["datastore", "adopt", "local", "--vm", "cold"]).unwrap();
+    assert!(refused.contains("cannot be adopted as things are: 1"), "{refused}");
+    // As an earlier vmseal wrote it.
+    let mut older: Value = serde_json::from_str(&text).unwrap();
+    let disk = older["disks"][0].as_object_mut().unwrap();
+    disk.retain(|field, _| ["disk", "name", "size", "encrypted", "file"].contains(&&**field));
+    let fields = ["version", "vm", "name", "key", "disks"];
+    older.as_object_mut().unwrap().retain(|field, _| fields.contains(&&**field));
+    older["version"] = 1.into();
+    std::fs::write(&descriptor, older.to_string()).unwrap();
+    let one = ["datastore", "adopt", "local", "--vm", "cold", "--dry-run", "--policy", "encrypted"];
+    let sized = [&one[..], &["--vcpus", "1", "--memory", "32MiB"]].concat();
+    let said = |arguments: &[&str]| {
+        let output = here.try_vmseal(&[arguments, &["-o", "json"]].concat()).unwrap();
+        let told: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let line = line(&told, "cold");
+        format!("{} {}", line["status"], line["detail"])
+    };
+    assert!(said(&one).contains("--vcpus and --memory"), "{}", said(&one));
+    assert!(said(&sized).contains("--unauthenticated"), "{}", said(&sized));
+    let taken = said(&[&sized[..], &["--unauthenticated"]].concat());
+    assert!(taken.starts_with("\"possible\""), "{taken}");
+    std::fs::write(&descriptor, text).unwrap();
+
+    // Of one VM nothing is left but its disk: the header names its key, and the operator the rest.
+    std::fs::remove_file(here.path("datastore").join(&bare).join("vm.json")).unwrap();
+    let rename = format!("{bare}=bare");
+    let by_header = ["datastore", "adopt", "local", "--vm", &bare, "--rename", &rename];
+    let more = ["--vcpus", "1", "--memory", "32MiB", "--policy", "encrypted"];
+    let by_header = [&by_header[..], &more].concat();
+    let said = here.refused(&by_header).unwrap();
+    assert!(said.contains("cannot be adopted as things are: 1"), "{said}");
+    here.vmseal(&[&by_header[..], &["--unauthenticated"]].concat()).unwrap();
+
+    let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
+    for vm in ["web", "cold", "open"] {
+        assert_eq!(line(&tried, vm)["status"], "possible", "{tried}");
+    }
+    assert_eq!(here.json(&["vm", "list"]).unwrap().as_array().unwrap().len(), 1);
+    here.vmseal(&adopt).unwrap();
+    here.wait_power("web", "running").unwrap();
+    assert_eq!(here.guest_processes("qemu-system-x86_64"), guests, "a guest was ended");
+    let after = here.vm("cold").unwrap();
+    for field in ["id", "name", "vcpus", "memory", "key", "policy", "host", "nics"] {
+        assert_eq!(before[field], after[field], "{field}");
+    }
+    assert_eq!(before["disks"][0], after["disks"][0]);
+    assert_eq!(before["nics"].as_array().unwrap().len(), 1);
+    stop(&here, "web");
+    for vm in ["web", "cold", "bare", "open"] {
+        assert_eq!(here.boot_counter(vm).unwrap(), 2, "{vm}: what its guest wrote is gone");
+    }
+    // They are VMs like all others.
+    stop(&here, "cold");
+    here.vmseal(&["vm", "delete", "cold"]).unwrap();
+    assert!(!here.path("datastore").join(cold).exists());
+}
+
+#[test]
+fn a_host_that_joins_again_keeps_its_empty_datastore() {
+    let mut here = Installation::new().unwrap();
+    let store = text(&here.path("datastore")).unwrap().to_owned();
+    let before = here.json(&["datastore", "show", "local"]).unwrap();
+    here.vmseal(&["datastore", "remove", "local"]).unwrap();
+    here.vmseal(&["host", "remove", "here"]).unwrap();
+    here.join_again().unwrap();
+    here.vmseal(&["datastore", "add", "local", "--host", "here", "--path", &store]).unwrap();
+    let after = here.json(&["datastore", "show", "local"]).unwrap();
+    assert_eq!(before["id"], after["id"]);
+    // A copy of it has its mark, and is not it.
+    let copy = here.path("copy");
+    std::fs::create_dir(&copy).unwrap();
+    let mark = "vmseal-datastore.json";
+    std::fs::copy(here.path("datastore").join(mark), copy.join(mark)).unwrap();
+    let add = ["datastore", "add", "copy", "--host", "here", "--path", text(&copy).unwrap()];
+    assert!(here.refused(&add).unwrap().contains("the mark of datastore 'local'"));
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+}

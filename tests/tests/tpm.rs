@@ -1,0 +1,289 @@
+//! Guests with a TPM: what it keeps outlives them, kills of all that serves it, and a change of the VM's key; it is
+//! ciphertext on the datastore, and is used with its own disk alone.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use serde_json::Value;
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+
+/// What the guest has its TPM keep.
+const MARKER: &[u8; 16] = b"vmseal-tpm-state";
+
+/// The place in the TPM where the guest keeps it: an index that owners of TPMs may define.
+const INDEX: u32 = 0x0150_0001;
+
+/// `TPMA_NV_OWNERWRITE`, `OWNERREAD`, `AUTHREAD`, `AUTHWRITE` and `NO_DA` of that index.
+const ATTRIBUTES: u32 = 0x0206_0002;
+
+const OWNER: u32 = 0x4000_0001;
+const SHA256: u16 = 0x000b;
+
+/// The codes of `TPM2_NV_DefineSpace`, `TPM2_NV_Write` and `TPM2_NV_Read`.
+const DEFINE: u32 = 0x12a;
+const WRITE: u32 = 0x137;
+const READ: u32 = 0x14e;
+
+/// How many commands the guests' TPMs were sent.
+static ASKED: AtomicU32 = AtomicU32::new(0);
+
+/// An answer without an error: tag, length and code.
+const DONE: &str = "80020000001300000000";
+
+/// A command with an empty password of the owner's, which new TPMs have.
+fn command(code: u32, handles: &[u32], parameters: &[u8]) -> Vec<u8> {
+    let mut body: Vec<u8> = handles.iter().flat_map(|it| it.to_be_bytes()).collect();
+    body.extend([0, 0, 0, 9, 0x40, 0, 0, 9, 0, 0, 0, 0, 0]);
+    body.extend(parameters);
+    let length = u32::try_from(10 + body.len()).unwrap();
+    [&0x8002u16.to_be_bytes()[..], &length.to_be_bytes(), &code.to_be_bytes(), &body].concat()
+}
+
+fn sized(bytes: &[u8]) -> Vec<u8> {
+    [&u16::try_from(bytes.len()).unwrap().to_be_bytes()[..], bytes].concat()
+}
+
+fn define() -> Vec<u8> {
+    let public = [
+        &INDEX.to_be_bytes()[..],
+        &SHA256.to_be_bytes(),
+        &ATTRIBUTES.to_be_bytes(),
+        &sized(&[]),
+        &16u16.to_be_bytes(),
+    ];
+    command(DEFINE, &[OWNER], &[sized(&[]), sized(&public.concat())].concat())
+}
+
+fn write() -> Vec<u8> {
+    command(WRITE, &[OWNER, INDEX], &[sized(MARKER), vec![0, 0]].concat())
+}
+
+fn read() -> Vec<u8> {
+    command(READ, &[OWNER, INDEX], &[0, 16, 0, 0])
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
+
+/// Has the guest send a command to its TPM; the first `digits` hexadecimal digits of the answer.
+fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
+    let octal = command.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "\\{byte:03o}").unwrap();
+        text
+    });
+    let answer = "$(dd bs=4096 count=1 <&3 2>/dev/null | od -An -v -tx1 | tr -d ' \\n')";
+    // A console that is opened again shows what was said before.
+    let number = ASKED.fetch_add(1, Ordering::Relaxed);
+    let line = format!(
+        "exec 3<>/dev/tpm0; printf '{octal}' >&3; echo \"TPM{number}=\"\"{answer}............\"; exec 3>&-\r"
+    );
+    guest.type_text(&line).unwrap();
+    guest.expect(&format!("TPM{number}="), digits).unwrap()
+}
+
+/// Checks that the guest's TPM keeps what it was told.
+fn keeps(guest: &mut Console) {
+    // After the header: the length of the parameters, and that of the data.
+    let answer = ask(guest, &read(), 2 * (10 + 4 + 2 + 16));
+    assert!(answer.ends_with(&format!("0010{}", hex(MARKER))), "{answer}");
+}
+
+fn guest_image() -> String {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
+    let output = Command::new(script).stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "the guest could not be built");
+    String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
+}
+
+fn create(here: &Installation, vm: &str) {
+    let disk = format!("datastore=local,format=raw,image={}", guest_image());
+    let create = ["vm", "create", vm, "--policy", "encrypted", "--disk", &disk, "--tpm"];
+    here.vmseal(&[&create[..], &["--nic", "user", "--memory", "192MiB"]].concat()).unwrap();
+}
+
+/// Starts a VM, and waits for its guest's shell.
+fn start(here: &Installation, vm: &str) -> Console {
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    let mut guest = here.console(vm).unwrap();
+    guest.expect("VMSEAL-NET eth0", 0).unwrap();
+    guest
+}
+
+/// The user that a process runs as.
+fn user(pid: i32) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap();
+    users.split_whitespace().next().unwrap().to_owned()
+}
+
+/// The directory of what a VM's TPM keeps.
+fn state(here: &Installation, vm: &str) -> PathBuf {
+    here.images(vm).unwrap()[1].with_extension("tpm")
+}
+
+/// Whether the marker is in the clear in a directory.
+fn is_readable(directory: &Path) -> bool {
+    let files: Vec<_> = std::fs::read_dir(directory).unwrap().map(|it| it.unwrap()).collect();
+    assert!(!files.is_empty(), "nothing is kept");
+    files.iter().any(|file| {
+        let content = std::fs::read(file.path()).unwrap();
+        content.windows(MARKER.len()).any(|window| window == MARKER)
+    })
+}
+
+/// Has a TPM that does not encrypt keep the marker, in this directory.
+fn keep_in_the_clear(directory: &Path) {
+    std::fs::create_dir(directory).unwrap();
+    let socket = directory.with_extension("sock");
+    let mut swtpm = Command::new("swtpm");
+    swtpm.args(["socket", "--tpm2", "--flags", "not-need-init,startup-clear", "--terminate"]);
+    swtpm.args(["--tpmstate", &format!("dir={}", directory.display())]);
+    swtpm.args(["--server", &format!("type=unixio,path={}", socket.display())]);
+    let mut swtpm = swtpm.stdin(Stdio::null()).spawn().unwrap();
+    let mut stream = eventually("swtpm listens", || UnixStream::connect(&socket).ok()).unwrap();
+    for command in [define(), write()] {
+        stream.write_all(&command).unwrap();
+        let mut answer = [0; 4096];
+        let length = stream.read(&mut answer).unwrap();
+        assert!(hex(&answer[..length]).starts_with(DONE), "{}", hex(&answer[..length]));
+    }
+    drop(stream);
+    swtpm.wait().unwrap();
+}
+
+#[test]
+fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
+    let mut here = Installation::new().unwrap();
+    create(&here, "web");
+    let shown = here.vm("web").unwrap();
+    assert_eq!(shown["hardware"]["tpm"], true);
+    let disk = &shown["disks"][1];
+    assert_eq!(
+        (&disk["name"], &disk["role"], &disk["encrypted"]),
+        (&"tpm".into(), &"tpm".into(), &true.into())
+    );
+    let kept = state(&here, "web");
+    let at_first = std::fs::read(kept.join("tpm2-00.permall")).unwrap();
+
+    let mut guest = start(&here, "web");
+    guest.type_text("echo \"V\"\"ERSION=$(cat /sys/class/tpm/tpm0/tpm_version_major)\"\r").unwrap();
+    assert_eq!(guest.expect("VERSION=", 1).unwrap(), "2");
+    // The firmware has measured itself into the first register.
+    guest.type_text("echo \"P\"\"CR=$(cat /sys/class/tpm/tpm0/pcr-sha256/0)\"\r").unwrap();
+    let measured = guest.expect("PCR=", 64).unwrap();
+    assert!(measured.bytes().all(|it| it.is_ascii_hexdigit()), "{measured}");
+    assert_ne!(measured, "0".repeat(64));
+    assert_eq!(ask(&mut guest, &define(), 20), DONE);
+    assert_eq!(ask(&mut guest, &write(), 20), DONE);
+    keeps(&mut guest);
+    assert!(std::fs::read(kept.join("tpm2-00.permall")).unwrap() != at_first);
+
+    // It is no concern of agents and filters.
+    drop(guest);
+    here.kill_agent();
+    for filter in here.processes_of("web", "vmseal-filter").unwrap() {
+        kill_hard(filter);
+    }
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+    let mut guest = here.console("web").unwrap();
+    keeps(&mut guest);
+
+    // The guest goes on without it, and has it again at its next start.
+    let swtpm = here.processes_of("web", "swtpm").unwrap();
+    assert_eq!(swtpm.len(), 1);
+    if nix::unistd::geteuid().is_root() {
+        let others = ["vmseal-filter", "qemu-system-x86_64"]
+            .map(|name| user(here.processes_of("web", name).unwrap()[0]));
+        assert!(user(swtpm[0]) != "0" && !others.contains(&user(swtpm[0])), "{others:?}");
+    }
+    kill_hard(swtpm[0]);
+    let told = here.wait_alarm("web", "tpm-died").unwrap();
+    assert!(told.contains("vmseal vm start web"), "{told}");
+    guest.type_text("echo \"still\"\" there\"\r").unwrap();
+    guest.expect("still there", 0).unwrap();
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    here.wait_no_alarm("web", "tpm-died").unwrap();
+    keeps(&mut start(&here, "web"));
+
+    for qemu in here.processes_of("web", "qemu-system-x86_64").unwrap() {
+        kill_hard(qemu);
+    }
+    here.wait_power("web", "off").unwrap();
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(here.guest_processes("swtpm").is_empty(), "a TPM goes on without its guest");
+
+    assert!(!is_readable(&kept), "what the TPM keeps is in the clear on the datastore");
+    let clear = here.path("clear");
+    keep_in_the_clear(&clear);
+    assert!(is_readable(&clear), "the search does not find what is there");
+    let found = here.json(&["datastore", "scan", "local"]).unwrap();
+    assert_eq!(found["others"], 0, "{found}");
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    assert!(!kept.exists(), "what a TPM kept is left");
+}
+
+#[test]
+fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
+    let mut here = Installation::new().unwrap();
+    let with = |policy| {
+        let disk = "datastore=local,size=1MiB";
+        ["vm", "create", "web", "--policy", policy, "--memory", "32MiB", "--disk", disk, "--tpm"]
+    };
+    for dry in [&[][..], &["--dry-run"]] {
+        let told = here.refused(&[&with("plain")[..], dry].concat()).unwrap();
+        assert!(told.contains("--tpm") && told.contains("policy that encrypts"), "{told}");
+    }
+    here.kill_agent();
+    here.start_agent_with(&["--swtpm", "/nowhere/swtpm"]).unwrap();
+    here.wait_host().unwrap();
+    for dry in [&[][..], &["--dry-run"]] {
+        let told = here.refused(&[&with("encrypted")[..], dry].concat()).unwrap();
+        assert!(told.contains("--tpm") && told.contains("package swtpm"), "{told}");
+    }
+    assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
+    here.kill_agent();
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+
+    here.vmseal(&with("encrypted")).unwrap();
+    let mut other = with("encrypted");
+    other[2] = "other";
+    here.vmseal(&other).unwrap();
+    let told = here.refused(&["disk", "remove", "web", "tpm"]).unwrap();
+    assert!(told.contains("the key of VM 'web''s TPM"), "{told}");
+    let target = here.path("tpm.img");
+    let export = ["disk", "export", "web", "tpm", "--format", "sealed", "--to"];
+    let told = here.refused(&[&export[..], &[text(&target).unwrap()]].concat()).unwrap();
+    assert!(told.contains("nothing on its disk 'tpm'"), "{told}");
+    let (kept, others) = (state(&here, "web"), state(&here, "other"));
+    let aside = here.path("aside");
+    std::fs::rename(&kept, &aside).unwrap();
+    let told = here.refused(&["vm", "start", "web"]).unwrap();
+    assert!(told.contains("what the VM's TPM keeps is not there"), "{told}");
+    // That of another VM is of another key.
+    std::fs::rename(&others, &kept).unwrap();
+    let told = here.refused(&["vm", "start", "web"]).unwrap();
+    assert!(told.contains("cannot load what it keeps"), "{told}");
+    assert!(here.guest_processes("swtpm").is_empty(), "a TPM is left that no guest uses");
+    std::fs::rename(&kept, &others).unwrap();
+    std::fs::rename(&aside, &kept).unwrap();
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
