@@ -159,6 +159,22 @@ impl History {
         judged.collect()
     }
 
+    /// What was done to a unit and seen of it, a line each, for the message of a test that fails.
+    pub fn of_unit(&self, unit: u64) -> String {
+        let versions = self.versions(unit);
+        let writes = versions.iter().map(|version| {
+            let Version { value, asked, over, .. } = version;
+            (*asked, format!("{asked}..{over:?} {value:?} is written"))
+        });
+        let sights = self.sights(unit);
+        let reads = sights.iter().map(|Sight { value, asked, done }| {
+            (*asked, format!("{asked}..{done} {value:?} is read"))
+        });
+        let mut lines: Vec<_> = writes.chain(reads).collect();
+        lines.sort();
+        lines.into_iter().map(|(_, line)| format!("  {line}\n")).collect()
+    }
+
     /// All findings that a power cut cannot have caused: `after` is the content of each unit then.
     pub fn check_cut(&self, after: &[Found]) -> Vec<Finding> {
         let units = (0..).zip(after);

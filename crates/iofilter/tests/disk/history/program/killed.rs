@@ -45,7 +45,11 @@ fn check(kind: BackendKind, chain: &[Value], mut random: fastrand::Rng) -> usize
     kind.is_sound(place.path());
     let findings = guest.history.check();
     let first: Vec<_> = findings.iter().take(5).collect();
-    assert!(first.is_empty(), "{} wrong: {first:?}\n{}", findings.len(), program.log());
+    if let Some(one) = first.first() {
+        let unit = guest.history.of_unit(one.unit);
+        let (count, log) = (findings.len(), program.log());
+        panic!("{count} wrong: {first:?}\nunit {}:\n{unit}{log}", one.unit);
+    }
     program.judge(&guest);
     resumed
 }
