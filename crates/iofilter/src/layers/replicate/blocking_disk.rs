@@ -14,13 +14,21 @@ pub struct BlockingDisk {
     chain: Chain,
     /// The file below, where a failed flush may be tried again.
     file: Option<FileDisk>,
+    /// Whether zeroes become holes, where the file can have them.
+    punches: bool,
 }
 
 impl BlockingDisk {
     /// The chain to the disk.
     #[must_use]
     pub fn new(chain: Chain) -> Self {
-        Self { chain, file: None }
+        Self { chain, file: None, punches: false }
+    }
+
+    /// A chain over a file that only we write, as with [`BlockingDisk::file`]; `punches`: its zeroes become holes.
+    #[must_use]
+    pub fn over(chain: Chain, file: Option<FileDisk>, punches: bool) -> Self {
+        Self { chain, file, punches }
     }
 
     /// A file that only we write. After a failed flush the caller must write again everything since the last good one;
@@ -30,7 +38,7 @@ impl BlockingDisk {
     /// The system refuses what a chain needs.
     pub fn file(file: FileDisk, size: u64) -> io::Result<Self> {
         let chain = Chain::new(size, false, Vec::new(), file.blocking_queue())?;
-        Ok(Self { chain, file: Some(file) })
+        Ok(Self { chain, file: Some(file), punches: true })
     }
 
     /// Fills the segment from the disk.
@@ -60,7 +68,7 @@ impl BlockingDisk {
     /// Whether zeroes cost no more than a hole.
     #[must_use]
     pub fn punches(&self) -> bool {
-        self.file.as_ref().is_some_and(FileDisk::punches)
+        self.punches && self.file.as_ref().is_some_and(FileDisk::punches)
     }
 
     /// Makes earlier writes durable.

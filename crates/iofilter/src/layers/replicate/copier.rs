@@ -41,14 +41,14 @@ struct Page(#[expect(dead_code, reason = "its bytes are reached by a segment")] 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
     /// The disk cannot be read or flushed.
-    #[error("the disk cannot be copied to its replica: {0}")]
+    #[error("the disk cannot be read for its copy: {0}")]
     Source(IoError),
     /// The replica cannot be written or flushed.
-    #[error("the replica falls behind, it cannot be written: {0}")]
+    #[error("the copy falls behind, it cannot be written: {0}")]
     Replica(IoError),
     /// Somebody made its file shorter.
     #[error(
-        "the replica was truncated while it was in use: find out by whom, then stop and start the VM; the whole disk is then copied again"
+        "the copy was truncated while it was in use: find out by whom, then stop and start the VM; the whole disk is then copied again"
     )]
     Cut,
     /// The process ends.

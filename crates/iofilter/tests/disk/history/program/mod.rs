@@ -6,6 +6,7 @@ mod chains;
 mod forgetful;
 mod guest;
 mod killed;
+mod mirrored;
 mod unplugged;
 
 use std::os::unix::net::UnixStream;
