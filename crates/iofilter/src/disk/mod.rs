@@ -35,6 +35,9 @@ const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
 /// The limit for a chain that only reads, for reads that are not of whole sectors.
 pub const READER_POOL_BYTES: usize = 256 * 1024;
 
+/// The limit for a chain that copies: four pieces of 512 KiB, and a quarter for [`Align`].
+pub const COPY_POOL_BYTES: usize = 3 * 1024 * 1024;
+
 /// Where a disk's data is stored.
 #[derive(Clone, Debug)]
 pub enum DiskStorage {
@@ -187,15 +190,15 @@ impl Disk {
         self.make_chain(true, READER_POOL_BYTES, self.blocking_storage())
     }
 
-    /// A chain of everything below the first `count` layers above encryption, for a thread of its own. It can be made at
-    /// any time: it needs no ring. It marks no dirty bitmap.
+    /// A chain of everything below the first `count` layers above encryption, for a thread of its own. It marks no dirty
+    /// bitmap.
     ///
     /// # Errors
     /// As [`Disk::chain`].
     pub fn beneath(&self, count: usize, read_only: bool) -> Result<Chain, CryptError> {
         let above = self.above.get(count..).unwrap_or_default();
-        let storage = self.blocking_storage();
-        let filters = self.filters(above, READER_POOL_BYTES, storage.works_at_once())?;
+        let storage = self.queue_storage();
+        let filters = self.filters(above, COPY_POOL_BYTES, storage.works_at_once())?;
         Ok(Chain::new(self.size, read_only, filters, storage)?)
     }
 
@@ -207,8 +210,7 @@ impl Disk {
         self.file().filter(|_| zeroes).cloned()
     }
 
-    /// A chain of everything below the layer of this kind, for a thread of its own that reads there. It can be
-    /// made at any time: it needs no ring.
+    /// A chain of everything below the layer of this kind, for a thread of its own that reads there.
     ///
     /// # Errors
     /// The system refuses what it needs.
@@ -217,7 +219,7 @@ impl Disk {
         let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
         let filters = layers.iter().skip(above).map(|layer| layer.filter());
         let filters = filters.collect::<io::Result<_>>()?;
-        Chain::new(self.size, true, filters, self.blocking_storage())
+        Chain::new(self.size, true, filters, self.queue_storage())
     }
 
     /// The file that the disk is stored in, if that is a raw file or a device.

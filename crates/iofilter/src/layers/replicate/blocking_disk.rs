@@ -11,7 +11,7 @@ use crate::storage::file::FileDisk;
 
 /// See the module.
 pub struct BlockingDisk {
-    chain: Chain,
+    pub(super) chain: Chain,
     /// The file below, where a failed flush may be tried again.
     file: Option<FileDisk>,
     /// Whether zeroes become holes, where the file can have them.
@@ -83,6 +83,13 @@ impl BlockingDisk {
         flushed
     }
 
+    /// The caller will write all of a truncated file again if it gets its length back.
+    pub(super) fn forget_cut(&self) {
+        if let Some(file) = &self.file {
+            file.forget_cut();
+        }
+    }
+
     fn run(
         &mut self,
         operation: Operation,
@@ -96,8 +103,8 @@ impl BlockingDisk {
         }
         self.chain.submit(id, operation, offset, length, 0);
         let result = blocking::drain(&mut self.chain);
-        if let (Err(IoError::Truncated), Some(file)) = (result, &self.file) {
-            file.forget_cut();
+        if result == Err(IoError::Truncated) {
+            self.forget_cut();
         }
         result
     }

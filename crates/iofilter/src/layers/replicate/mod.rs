@@ -24,6 +24,7 @@ pub mod format;
 pub mod map;
 pub mod mirror;
 pub mod open;
+pub mod pipe;
 pub mod threads;
 
 use std::collections::VecDeque;
@@ -58,7 +59,7 @@ pub fn memory(disk: DiskId, size: u64) -> u64 {
     const THREAD_BYTES: usize = 2 << 20;
     let geometry = Geometry::new(disk, size);
     let tables = geometry.chunks() * 16 + geometry.map_bytes();
-    (tables + copier::PIECE + 2 * THREAD_BYTES) as u64
+    (tables + pipe::BYTES + 2 * THREAD_BYTES) as u64
 }
 
 /// What is wrong with the replica at present, for the disk's status.

@@ -110,11 +110,12 @@ impl OpenedReplica {
             lock_if_path(&file, handle, true)
                 .map_err(|error| ReplicaError::Handle { what, error })?;
         }
-        let place = |what, file, size| {
-            BlockingDisk::file(file, size).map_err(|error| ReplicaError::Look { what, error })
-        };
-        let (replicate, found) = Replicate::new(geometry, place(MAP, map, map_bytes)?);
-        let replica = place(REPLICA, replica, size)?;
+        let map = BlockingDisk::file(map, map_bytes)
+            .map_err(|error| ReplicaError::Look { what: MAP, error })?;
+        let (replicate, found) = Replicate::new(geometry, map);
+        let chain = Chain::new(size, false, Vec::new(), replica.queue())
+            .map_err(|error| ReplicaError::Look { what: REPLICA, error })?;
+        let replica = BlockingDisk::over(chain, Some(replica), true);
         tell(disk, &replicate, found);
         Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
     }

@@ -5,7 +5,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
-use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
+use crate::disk::{COPY_POOL_BYTES, POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::layers::cache;
 use crate::layers::replicate;
@@ -22,7 +22,7 @@ const QUEUE_BYTES: u64 = 2 << 20;
 const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
 
 /// For the buffers of the two chains of a copy.
-const COPY_CHAINS_BYTES: u64 = 2 * READER_POOL_BYTES as u64;
+const COPY_CHAINS_BYTES: u64 = 2 * COPY_POOL_BYTES as u64;
 
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
