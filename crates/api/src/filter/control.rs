@@ -1,0 +1,310 @@
+//! The control socket of a filter: what the agent asks, and what the filter says of its disks.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::{MirrorStatus, ReplicaStatus};
+use crate::id::{DiskId, VmId};
+use crate::problem::ErrorCode;
+
+/// A request of the agent to a filter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlRequest {
+    /// Report the status; answered by [`ControlReply::Status`].
+    Status,
+    /// Report the figures; answered by [`ControlReply::Figures`].
+    Figures,
+    /// Use these log levels until the process ends; answered by [`ControlReply::Done`].
+    SetLogLevel {
+        /// Directives, as operators write them.
+        levels: String,
+    },
+    /// Start, clear or remove a dirty bitmap; answered by [`ControlReply::Bitmaps`].
+    Bitmap {
+        /// The disk.
+        disk: DiskId,
+        /// Its name ([`crate::bitmap::check_name`]). NBD clients know it as `qemu:dirty-bitmap:NAME`.
+        name: String,
+        /// The change.
+        change: BitmapChange,
+    },
+    /// Tell the front end that a disk has another size than before; answered by [`ControlReply::Done`]. Refused while
+    /// no driver uses it, as QEMU does not look then.
+    AnnounceSize {
+        /// The disk.
+        disk: DiskId,
+    },
+    /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
+    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy lacks more
+    /// than [`PIVOT_BYTES_MAX`]; after any error the disk is served as before.
+    Pivot {
+        /// The disk.
+        disk: DiskId,
+    },
+    /// Finish the requests in flight, flush, answer [`ControlReply::Done`], and exit with 0.
+    Shutdown,
+}
+
+/// What happens to a dirty bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BitmapChange {
+    /// A new one: all is clean, and what changes from now on is dirty.
+    Start,
+    /// All is clean again. Not while a client reads it.
+    Clear,
+    /// It is forgotten. Not while a client reads it.
+    Remove,
+}
+
+/// How a dirty bitmap of a running VM's disk stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct BitmapStatus {
+    /// Its name.
+    pub name: String,
+    /// What changed after this is dirty: when it was started, or last cleared.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub since: Timestamp,
+    /// What one bit stands for, in bytes.
+    pub granularity: u64,
+    /// How much of the disk is dirty, in bytes.
+    pub dirty_bytes: u64,
+}
+
+/// An answer of a filter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "snake_case", deny_unknown_fields)]
+pub enum ControlReply {
+    /// The answer to [`ControlRequest::Status`].
+    Status(FilterStatus),
+    /// The answer to [`ControlRequest::Figures`].
+    Figures(FilterFigures),
+    /// A dirty bitmap is changed.
+    Bitmaps {
+        /// The bitmaps that the disk has now.
+        bitmaps: Vec<BitmapStatus>,
+    },
+    /// The request is done.
+    Done,
+    /// The request was refused, failed or could not be parsed.
+    Error {
+        /// The error code.
+        #[serde(default = "unnamed")]
+        code: ErrorCode,
+        /// What happened, to which disk, and what to do.
+        message: String,
+    },
+}
+
+fn unnamed() -> ErrorCode {
+    ErrorCode::Internal
+}
+
+/// The status of a filter process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilterStatus {
+    /// [`VERSION`] of the running process.
+    pub version: u32,
+    /// Its process id.
+    pub pid: u32,
+    /// The VM whose disks it serves.
+    pub vm: VmId,
+    /// The disks, in the configuration's order.
+    pub disks: Vec<DiskStatus>,
+    /// How it is confined; none from a filter of an earlier vmseal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confinement: Option<Confinement>,
+}
+
+/// What limits a filter process that an attacker has taken over to serving its disks. Its system calls are
+/// always filtered: otherwise it does not serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confinement {
+    /// Whether Landlock restricts its access to paths and ports.
+    pub files: FilesConfined,
+    /// The most private memory that it can have, in bytes; guest memory does not count.
+    pub memory_bytes: u64,
+}
+
+/// How much of the requested Landlock rules the kernel enforces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FilesConfined {
+    /// All of it.
+    Fully,
+    /// The part that this kernel supports.
+    Partly,
+    /// None: the kernel has no Landlock, or it is switched off.
+    No,
+}
+
+/// The status of one disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskStatus {
+    /// Which disk.
+    pub disk: DiskId,
+    /// Its activity.
+    pub state: DiskActivity,
+    /// Whether a guest's driver uses it. A filter of an earlier vmseal does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver: Option<bool>,
+    /// Its counters since the process started.
+    pub counters: DiskCounters,
+    /// The last error of the datastore that the guest got, and what to do about it; the disk continues.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
+    /// Its dirty bitmaps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapStatus>,
+    /// Its replica, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaStatus>,
+    /// Its copy, if it is mirrored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<MirrorStatus>,
+}
+
+/// The activity of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum DiskActivity {
+    /// An import runs.
+    Importing {
+        /// Bytes of the source that are processed.
+        done: u64,
+        /// Bytes of the source.
+        total: u64,
+        /// The part of `done` that is flushed: where another import may continue ([`ImportSpec::from`]).
+        durable: u64,
+    },
+    /// An export runs.
+    Exporting {
+        /// Bytes of the disk that are processed.
+        done: u64,
+        /// Bytes of the disk.
+        total: u64,
+    },
+    /// Nobody is connected; an import or export, if one was asked for, is finished and flushed.
+    Idle,
+    /// A front end is connected.
+    Connected,
+    /// It cannot continue.
+    Failed {
+        /// What happened and what to do.
+        message: String,
+    },
+}
+
+/// Requests and bytes as the guest counts them, since the process started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskCounters {
+    /// Reads completed.
+    pub reads: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Writes completed.
+    pub writes: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Flushes completed.
+    pub flushes: u64,
+    /// Discards and write-zeroes completed.
+    pub discards: u64,
+    /// Requests answered with an error.
+    pub errors: u64,
+}
+
+/// How many buckets a latency histogram has; the last one has no bound.
+pub const LATENCY_BUCKETS: usize = 22;
+
+/// The first bucket of a latency histogram ends at 2 to this power, in nanoseconds: about 8 µs.
+pub const LATENCY_FIRST_BITS: u32 = 13;
+
+/// The upper bound of a bucket of a latency histogram, in seconds; each is twice the one before, and the last
+/// bucket has none.
+#[must_use]
+pub fn latency_bound_seconds(bucket: usize) -> Option<f64> {
+    (bucket + 1 < LATENCY_BUCKETS)
+        .then(|| (1u64 << (LATENCY_FIRST_BITS as usize + bucket)) as f64 / 1e9)
+}
+
+/// The figures of a filter since it started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilterFigures {
+    /// The disks, in the configuration's order.
+    pub disks: Vec<DiskFigures>,
+    /// The most private memory that it can have, in bytes ([`Confinement::memory_bytes`]); none from a filter
+    /// of an earlier vmseal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_bytes: Option<u64>,
+}
+
+/// The figures of one disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskFigures {
+    /// Which disk.
+    pub disk: DiskId,
+    /// Requests and bytes.
+    pub counters: DiskCounters,
+    /// The latencies of the requests that succeeded.
+    pub latencies: LatencyFigures,
+    /// The CPU time of the cipher; none for a plain disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cipher: Option<CipherFigures>,
+    /// The other layers of its chain, from the guest downwards.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerFigures>,
+    /// How far its replica is behind, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica: Option<ReplicaStatus>,
+}
+
+/// The figures of a layer since the process started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerFigures {
+    /// Its kind, as in [`FilterSpec`].
+    pub kind: String,
+    /// Its counters, by name.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// Latencies, from taking a request from the front end until its answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatencyFigures {
+    /// Reads.
+    pub read: Histogram,
+    /// Writes.
+    pub write: Histogram,
+    /// Flushes.
+    pub flush: Histogram,
+    /// Discards and write-zeroes.
+    pub discard: Histogram,
+}
+
+/// Durations in buckets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Histogram {
+    /// The count of each bucket alone; [`LATENCY_BUCKETS`] of them.
+    pub counts: Vec<u64>,
+    /// Their sum.
+    pub nanoseconds: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { counts: vec![0; LATENCY_BUCKETS], nanoseconds: 0 }
+    }
+}
+
+/// The CPU time of a disk's cipher, estimated from samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CipherFigures {
+    /// Of writes, in nanoseconds.
+    pub encrypt_nanoseconds: u64,
+    /// Of reads, in nanoseconds.
+    pub decrypt_nanoseconds: u64,
+}
