@@ -18,6 +18,7 @@
 //! an image of one instant. See docs/decisions/043.
 
 pub mod blocking_disk;
+mod brake;
 pub mod chunks;
 pub mod copier;
 pub mod format;
@@ -37,6 +38,7 @@ use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::replicate::brake::Brake;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
 use crate::layers::replicate::format::{Geometry, Purpose};
 use crate::layers::replicate::map::{Copied, Map, MapLoad};
@@ -96,41 +98,6 @@ struct ReplicaState {
     brake: Brake,
     /// How many requests the guest has made while the disk is mirrored: the copier yields to them.
     requests: AtomicU64,
-}
-
-/// Slows a guest that changes a mirrored disk faster than it is copied, so that the copy comes to an end: only the first
-/// change of a clean chunk waits.
-#[derive(Debug, Default)]
-struct Brake {
-    /// The pause after each mark, in microseconds.
-    pause: AtomicU64,
-    /// How many chunks were marked when the last pass ended.
-    before: AtomicU64,
-}
-
-impl Brake {
-    /// The first pause: a mark's own time or two.
-    const FIRST: u64 = 1000;
-    /// The longest: a guest's request does not fail by it, and a few marks a second are fewer than any copier unmarks.
-    const LONGEST: u64 = 250_000;
-
-    /// A pass has ended, and this many chunks are marked again; a disk with `goal` or fewer can pivot.
-    fn adjust(&self, marked: u64, goal: u64) {
-        let before = self.before.swap(marked, Ordering::Relaxed);
-        let pause = self.pause.load(Ordering::Relaxed);
-        let next = if marked <= goal / 4 {
-            pause / 2
-        } else if marked > goal && marked > before / 2 {
-            (pause * 2).clamp(Self::FIRST, Self::LONGEST)
-        } else {
-            pause
-        };
-        self.pause.store(next, Ordering::Relaxed);
-    }
-
-    fn pause(&self) -> Duration {
-        Duration::from_micros(self.pause.load(Ordering::Relaxed))
-    }
 }
 
 #[derive(Debug, Default)]
