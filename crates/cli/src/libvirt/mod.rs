@@ -1,6 +1,7 @@
 //! libvirt domains: read for an import, and printed for a running VM.
 
 mod interfaces;
+mod machine;
 mod read;
 mod write;
 
