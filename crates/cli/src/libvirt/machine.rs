@@ -253,7 +253,8 @@ mod tests {
     #[test]
     fn a_drive_comes_with_its_file_or_empty() {
         let drive = |kind: &str, inside: &str| {
-            let text = format!("<disk type='{kind}' device='cdrom'>{inside}<target dev='sda'/></disk>");
+            let text =
+                format!("<disk type='{kind}' device='cdrom'>{inside}<target dev='sda'/></disk>");
             let (machine, said) = read("", &text);
             (machine.unwrap().cdrom.unwrap().medium, said)
         };
@@ -302,7 +303,12 @@ mod tests {
             ("<boot dev='cdrom'/>", String::new(), vec![], "'cdrom' of the boot order"),
             ("", disk(1) + &second, vec![], ""),
             ("", disk(5) + &third + card, vec![Network, Drive, Disk], ""),
-            ("", disk(1) + &second + &disk(3), vec![], "tries all of a kind together (disk, cdrom)"),
+            (
+                "",
+                disk(1) + &second + &disk(3),
+                vec![],
+                "tries all of a kind together (disk, cdrom)",
+            ),
             ("", disk(1) + "<hostdev><boot order='2'/></hostdev>", vec![], "such a <hostdev>"),
         ] {
             let (machine, said) = read(os, &devices);

@@ -61,7 +61,9 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
         line(format!("      <source type='unix' path='{}'/>", escaped(&path)));
         line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
         match disk.role {
-            DiskRole::Data => order.of_device(BootDevice::Disk, index).into_iter().for_each(&mut line),
+            DiskRole::Data => {
+                order.of_device(BootDevice::Disk, index).into_iter().for_each(&mut line)
+            }
             DiskRole::CloudInit | DiskRole::UefiVariables | DiskRole::Tpm => {
                 line("      <readonly/>".to_owned())
             }
@@ -254,8 +256,15 @@ mod tests {
         vm.hardware.cdrom = Some(Cdrom::default());
         vm.hardware.boot = vec![BootDevice::Network, BootDevice::Disk];
         let xml = said(&vm);
-        assert!(xml.contains("<driver name='qemu' type='raw'/><target dev='sda' bus='sata'/><readonly/></disk>"), "{xml}");
-        for place in ["<model type='virtio'/><boot order='1'/>", "<link state='down'/><boot order='2'/>"] {
+        assert!(
+            xml.contains(
+                "<driver name='qemu' type='raw'/><target dev='sda' bus='sata'/><readonly/></disk>"
+            ),
+            "{xml}"
+        );
+        for place in
+            ["<model type='virtio'/><boot order='1'/>", "<link state='down'/><boot order='2'/>"]
+        {
             assert!(xml.contains(place), "{place}: {xml}");
         }
         assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='4'/>"), "{xml}");
