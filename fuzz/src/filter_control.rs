@@ -13,6 +13,10 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::process::control::{self, Control, Event};
 
+use vmseal_iofilter::process::RunningDisk;
+use vmseal_iofilter::stack::orders::Orders;
+use vmseal_iofilter::stack::stop::Stop;
+
 use crate::INPUT_MAX;
 
 /// A control socket that is served until the process ends.
@@ -21,7 +25,9 @@ static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let address = SocketAddr::from_abstract_name(name).unwrap();
     let listener = UnixListener::bind_addr(&address).unwrap();
     let (events, asked) = mpsc::channel();
-    let disks = vec![Arc::new(DiskState::new(DiskId::new(), 1))];
+    let (state, stop) = (DiskState::new(DiskId::new(), 1), Stop::new().unwrap());
+    let orders = Arc::new(Orders::new(Arc::new(stop)).unwrap());
+    let disks = vec![RunningDisk { state: Arc::new(state), orders, pivot: None }];
     let uid = nix::unistd::geteuid().as_raw();
     let confinement = Confinement { files: FilesConfined::No, memory_bytes: 0 };
     let control = Arc::new(Control { vm: VmId::new(), uid, disks, confinement, events });

@@ -6,6 +6,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
 use std::thread;
 
 use nix::sys::eventfd::EventFd;
@@ -14,6 +15,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::mem::MemDisk;
 
@@ -109,10 +111,11 @@ pub fn run(data: &[u8]) {
     let data = &data[..data.len().min(INPUT_MAX)];
     let (disk, served) = disk(&MemDisk::new(SIZE), false, true, QUEUES);
     let chains: Vec<Chain> = (0..QUEUES).map(|_| disk.chain().unwrap()).collect();
-    let (stop, uid) = (Stop::new().unwrap(), nix::unistd::geteuid().as_raw());
+    let (stop, uid) = (Arc::new(Stop::new().unwrap()), nix::unistd::geteuid().as_raw());
+    let orders = Orders::new(Arc::clone(&stop)).unwrap();
     let chains = SERVER.with(|Server { socket, address }| {
         thread::scope(|scope| {
-            let serving = scope.spawn(|| serve(socket, uid, &served, chains, &stop));
+            let serving = scope.spawn(|| serve(socket, uid, &served, chains, &orders));
             vmm(address, data);
             stop.ask();
             serving.join().unwrap().unwrap()

@@ -146,6 +146,48 @@ pub enum FilterSpec {
     /// Copies the disk to a second place, with a lag. Below encryption, where there is any, so that it gets
     /// ciphertext.
     Replicate(ReplicateSpec),
+    /// Copies the disk to another stack while it is used, until it pivots to that stack ([`ControlRequest::Pivot`]).
+    Mirror(Box<MirrorSpec>),
+}
+
+/// Filters over a place where data is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackSpec {
+    /// The filters, from the guest downwards.
+    pub chain: Vec<FilterSpec>,
+    /// Where the data is stored.
+    pub backend: BackendSpec,
+}
+
+/// A copy that the disk is to pivot to. What stands below this filter is copied, decrypted; what stands above
+/// it stays above the copy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MirrorSpec {
+    /// What the disk is copied to: storage of the disk's size, which nobody else uses. A new one reads as zeroes.
+    pub to: StackSpec,
+    /// The map of what the copy lacks, and whether the disk has pivoted: a regular file beside the disk's own image; open
+    /// for reading and writing, its lock held. Empty for a new copy.
+    pub map: Handle,
+    /// The highest rate of copying; at least [`REPLICATE_RATE_MIN`].
+    pub bytes_per_second: u64,
+}
+
+/// The most that a copy may lack when the disk is to pivot, in bytes: the guest waits while it is copied, which is to
+/// take a fraction of a second.
+pub const PIVOT_BYTES_MAX: u64 = 64 << 20;
+
+/// How far the copy of a mirrored disk is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MirrorStatus {
+    /// Whether the disk has pivoted: it is served from the copy, and its former place is no longer used.
+    pub pivoted: bool,
+    /// How much the copy may lack, in bytes, in whole chunks.
+    pub dirty_bytes: u64,
+    /// What keeps the disk from being copied, or its map from being kept, at present.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
 }
 
 /// The lowest rate of a replica, in bytes a second: less than one chunk a second would only fall further
@@ -528,6 +570,13 @@ pub enum ControlRequest {
         /// The disk.
         disk: DiskId,
     },
+    /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
+    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy lacks more
+    /// than [`PIVOT_BYTES_MAX`]; after any error the disk is served as before.
+    Pivot {
+        /// The disk.
+        disk: DiskId,
+    },
     /// Finish the requests in flight, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
 }
@@ -647,6 +696,9 @@ pub struct DiskStatus {
     /// Its replica, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica: Option<ReplicaStatus>,
+    /// Its copy, if it is mirrored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<MirrorStatus>,
 }
 
 /// The activity of a disk.

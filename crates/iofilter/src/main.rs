@@ -120,7 +120,7 @@ fn begin(
     let control = Arc::new(Control {
         vm: config.vm,
         uid: config.control_uid.unwrap_or(nix::unistd::geteuid().as_raw()),
-        disks: running.states().to_vec(),
+        disks: running.disks().to_vec(),
         confinement,
         events: events.clone(),
     });

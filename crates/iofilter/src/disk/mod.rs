@@ -35,6 +35,9 @@ const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
 /// The limit for a chain that only reads, for reads that are not of whole sectors.
 pub const READER_POOL_BYTES: usize = 256 * 1024;
 
+/// The limit for a chain that copies: four pieces of 512 KiB, and a quarter for [`Align`].
+pub const COPY_POOL_BYTES: usize = 3 * 1024 * 1024;
+
 /// Where a disk's data is stored.
 #[derive(Clone, Debug)]
 pub enum DiskStorage {
@@ -111,6 +114,14 @@ impl Disk {
         Self { above, below, ..self }
     }
 
+    /// The same disk, as the copy that `disk` pivots to: both mark the same dirty bitmaps, and count the cipher's time
+    /// together.
+    #[must_use]
+    pub fn as_copy_of(self, disk: &Self) -> Self {
+        let (bitmaps, cipher_time) = (disk.bitmaps(), Arc::clone(&disk.cipher_time));
+        Self { bitmaps, cipher_time, ..self }
+    }
+
     /// All layers but encryption, from the guest downwards.
     #[must_use]
     pub fn layers(&self) -> Vec<Arc<dyn Layer>> {
@@ -179,8 +190,27 @@ impl Disk {
         self.make_chain(true, READER_POOL_BYTES, self.blocking_storage())
     }
 
-    /// A chain of everything below the layer of this kind, for a thread of its own that reads there. It can be
-    /// made at any time: it needs no ring.
+    /// A chain of everything below the first `count` layers above encryption, for a thread of its own. It marks no dirty
+    /// bitmap.
+    ///
+    /// # Errors
+    /// As [`Disk::chain`].
+    pub fn beneath(&self, count: usize, read_only: bool) -> Result<Chain, CryptError> {
+        let above = self.above.get(count..).unwrap_or_default();
+        let storage = self.queue_storage();
+        let filters = self.filters(above, COPY_POOL_BYTES, storage.works_at_once())?;
+        Ok(Chain::new(self.size, read_only, filters, storage)?)
+    }
+
+    /// The file of the disk, where its holes are zeroes to the guest.
+    #[must_use]
+    pub fn holes(&self) -> Option<FileDisk> {
+        let encryption = self.encryption.as_ref();
+        let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
+        self.file().filter(|_| zeroes).cloned()
+    }
+
+    /// A chain of everything below the layer of this kind, for a thread of its own that reads there.
     ///
     /// # Errors
     /// The system refuses what it needs.
@@ -189,7 +219,7 @@ impl Disk {
         let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
         let filters = layers.iter().skip(above).map(|layer| layer.filter());
         let filters = filters.collect::<io::Result<_>>()?;
-        Chain::new(self.size, true, filters, self.blocking_storage())
+        Chain::new(self.size, true, filters, self.queue_storage())
     }
 
     /// The file that the disk is stored in, if that is a raw file or a device.
@@ -207,14 +237,25 @@ impl Disk {
         pool_bytes: usize,
         storage: Box<dyn Storage>,
     ) -> Result<Chain, CryptError> {
+        let filters = self.filters(&self.above, pool_bytes, storage.works_at_once())?;
+        let chain = Chain::new(self.size, read_only, filters, storage)?;
+        Ok(chain.marking(self.bitmaps()))
+    }
+
+    /// The filters of a chain with these layers above encryption.
+    fn filters(
+        &self,
+        above: &[Arc<dyn Layer>],
+        pool_bytes: usize,
+        at_once: bool,
+    ) -> Result<Vec<Box<dyn Filter>>, CryptError> {
         let mut filters: Vec<Box<dyn Filter>> = Vec::new();
-        for layer in &self.above {
+        for layer in above {
             filters.push(layer.filter()?);
         }
         if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
-        let at_once = storage.works_at_once();
         if let Some(Encryption { key, holes }) = &self.encryption {
             filters.push(Box::new(Crypt::new(
                 key,
@@ -227,8 +268,7 @@ impl Disk {
         for layer in &self.below {
             filters.push(layer.filter()?);
         }
-        let chain = Chain::new(self.size, read_only, filters, storage)?;
-        Ok(chain.marking(self.bitmaps()))
+        Ok(filters)
     }
 
     fn queue_storage(&self) -> Box<dyn Storage> {

@@ -10,6 +10,7 @@ use vmseal_api::id::DiskId;
 
 use crate::layers;
 use crate::layers::replicate::Replicate;
+use crate::layers::replicate::mirror::Mirror;
 use crate::stack::chain::Done;
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::{CipherTime, Latencies};
@@ -73,6 +74,7 @@ pub struct DiskState {
     layers: Vec<Arc<dyn Layer>>,
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
+    mirror: Option<Arc<Mirror>>,
     /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,
     front_end: Mutex<FrontEnd>,
@@ -123,6 +125,7 @@ impl DiskState {
             layers: Vec::new(),
             bitmaps: None,
             replica: None,
+            mirror: None,
             beside: None,
             front_end: Mutex::default(),
         }
@@ -173,6 +176,12 @@ impl DiskState {
     #[must_use]
     pub fn with_replica(self, replica: Option<Replicate>) -> Self {
         Self { replica, ..self }
+    }
+
+    /// The same, of a disk that is mirrored.
+    #[must_use]
+    pub fn with_mirror(self, mirror: Option<Arc<Mirror>>) -> Self {
+        Self { mirror, ..self }
     }
 
     /// The disk's dirty bitmaps; none where nobody marks them.
@@ -284,6 +293,7 @@ impl DiskState {
             last_error: self.last_error(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
             replica: self.replica.as_ref().map(Replicate::status),
+            mirror: self.mirror.as_ref().map(|mirror| mirror.status()),
         }
     }
 }

@@ -25,12 +25,12 @@ pub fn figures(layer: &dyn Layer) -> LayerFigures {
     LayerFigures { kind: layer.kind().to_owned(), counters: counters.collect() }
 }
 
-/// Makes the layer that a configuration asks for; none for encryption and replication, which need open files or
-/// keys and belong to the disk.
+/// Makes the layer that a configuration asks for; none for encryption and copies, which need open files or keys and
+/// belong to the disk.
 #[must_use]
 pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
     match spec {
-        FilterSpec::Crypt { .. } | FilterSpec::Replicate(_) => None,
+        FilterSpec::Crypt { .. } | FilterSpec::Replicate(_) | FilterSpec::Mirror(_) => None,
         FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),

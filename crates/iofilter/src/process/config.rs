@@ -6,7 +6,7 @@ use std::io::Read;
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, LimitSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX,
+    FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX,
     REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
@@ -77,20 +77,32 @@ pub fn queues(disk: &DiskConfig) -> usize {
     }
 }
 
-/// How many pools of buffers a disk needs: one per chain, and one for the data of each NBD connection,
-/// which is not in guest memory.
+/// How many pools of buffers a disk needs: one per chain, those to the copy of a mirrored disk included, and one for the
+/// data of each NBD connection, which is not in guest memory.
 #[must_use]
 pub fn pools(disk: &DiskConfig) -> usize {
     match &disk.front_end {
         Some(FrontEndSpec::Nbd { .. }) => 2 * queues(disk),
+        Some(FrontEndSpec::VhostUserBlk { .. }) | None if mirror(disk).is_some() => {
+            2 * queues(disk)
+        }
         Some(FrontEndSpec::VhostUserBlk { .. }) | None => queues(disk),
     }
 }
 
-/// The disk's cache.
+/// The disk's mirror.
 #[must_use]
-pub fn cache(disk: &DiskConfig) -> Option<&CacheSpec> {
+pub fn mirror(disk: &DiskConfig) -> Option<&MirrorSpec> {
     disk.chain.iter().find_map(|link| match link {
+        FilterSpec::Mirror(mirror) => Some(&**mirror),
+        _ => None,
+    })
+}
+
+/// The disk's caches: its own, and that of its mirror.
+pub fn caches(disk: &DiskConfig) -> impl Iterator<Item = &CacheSpec> {
+    let copy = mirror(disk).map(|mirror| &mirror.to.chain[..]).unwrap_or_default();
+    disk.chain.iter().chain(copy).filter_map(|link| match link {
         FilterSpec::Cache(cache) => Some(cache),
         _ => None,
     })
@@ -123,9 +135,11 @@ fn check(config: &FilterConfig) -> Result<(), ConfigError> {
         return Err(ConfigError::Disks(message));
     }
     config.disks.iter().try_for_each(check_disk)?;
-    let caches = config.disks.iter().map(|disk| cache(disk).map(|cache| cache.bytes));
-    check_caches(caches)
-        .map_err(|(index, what)| ConfigError::Disk { disk: config.disks[index].disk, what })
+    let caches =
+        config.disks.iter().flat_map(|disk| caches(disk).map(|cache| (disk.disk, cache.bytes)));
+    let caches: Vec<_> = caches.collect();
+    check_caches(caches.iter().map(|(_, bytes)| Some(*bytes)))
+        .map_err(|(index, what)| ConfigError::Disk { disk: caches[index].0, what })
 }
 
 fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
@@ -155,6 +169,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
         return refuse("a disk in memory cannot have a replica".into());
     }
+    check_mirror(disk).or_else(refuse)?;
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -178,6 +193,7 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         // Its memory is checked with that of the other disks.
         FilterSpec::Cache(_) => Ok(()),
         FilterSpec::Replicate(replica) => check_replica(replica),
+        FilterSpec::Mirror(mirror) => check_copy(mirror),
     })?;
     check_place_of_replica(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
@@ -217,6 +233,51 @@ fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
     let harmless = |link: &FilterSpec| matches!(link, FilterSpec::Delay(_) | FilterSpec::Fault(_));
     if !below.iter().all(harmless) {
         return Err("only `delay` and `fault` may stand below `replicate`".into());
+    }
+    Ok(())
+}
+
+/// Checks what a disk is copied to.
+fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
+    let MirrorSpec { to, bytes_per_second, .. } = mirror;
+    if *bytes_per_second < REPLICATE_RATE_MIN {
+        return Err(format!(
+            "a copy that gets {bytes_per_second} bytes a second: give at least {REPLICATE_RATE_MIN}"
+        ));
+    }
+    let other_copy =
+        |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_) | FilterSpec::Replicate(_));
+    if to.chain.iter().any(other_copy) {
+        return Err("what a disk is mirrored to can be neither mirrored nor replicated".into());
+    }
+    if to.backend == (BackendSpec::Mem {}) {
+        return Err("a disk cannot be mirrored to memory".into());
+    }
+    check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
+}
+
+/// Checks the place of a mirror, and that nobody but the guest uses the disk meanwhile.
+fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
+    let is_mirror = |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_));
+    let mut parts = disk.chain.split(is_mirror);
+    let (above, Some(_)) = (parts.next().unwrap_or_default(), parts.next()) else { return Ok(()) };
+    if parts.next().is_some() {
+        return Err("it is mirrored more than once".into());
+    }
+    let stays = |link: &FilterSpec| {
+        matches!(link, FilterSpec::Limit(_) | FilterSpec::Delay(_) | FilterSpec::Fault(_))
+    };
+    if !above.iter().all(stays) {
+        return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
+    }
+    let served = matches!(disk.front_end, None | Some(FrontEndSpec::VhostUserBlk { .. }));
+    if !served || disk.beside.is_some() || disk.read_only {
+        return Err("only a disk that is written by its guest alone can be mirrored".into());
+    }
+    if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
+        return Err(
+            "a disk that is imported or exported, or is in memory, cannot be mirrored".into()
+        );
     }
     Ok(())
 }

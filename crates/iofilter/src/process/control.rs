@@ -7,7 +7,8 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
 
 use vmseal_api::filter::{
     BitmapChange, Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX,
@@ -16,14 +17,19 @@ use vmseal_api::filter::{
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 
-use crate::disk::status::DiskState;
 use crate::front_ends::peer;
+use crate::layers::replicate::mirror::NotPivoted;
+use crate::process::RunningDisk;
+use crate::stack::chain::Chain;
 
 /// The most connections at a time.
 const CONNECTIONS_MAX: usize = 8;
 
 /// The stack size of a connection's thread.
 const STACK: usize = 256 * 1024;
+
+/// How long the requests of a disk may take to end before it pivots: as long as Linux gives a request.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A request to the main thread.
 #[derive(Debug)]
@@ -38,14 +44,13 @@ pub enum Event {
 }
 
 /// What the socket serves.
-#[derive(Debug)]
 pub struct Control {
     /// The VM of the disks.
     pub vm: VmId,
     /// The only user that may connect.
     pub uid: u32,
     /// The disks, in the configuration's order.
-    pub disks: Vec<Arc<DiskState>>,
+    pub disks: Vec<RunningDisk>,
     /// Which restrictions are in force.
     pub confinement: Confinement,
     /// Where to send a shutdown.
@@ -114,6 +119,7 @@ impl Control {
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
+                Ok(ControlRequest::Pivot { disk }) => send(stream, &self.pivot(disk))?,
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
@@ -125,7 +131,7 @@ impl Control {
 
     fn figures(&self) -> FilterFigures {
         FilterFigures {
-            disks: self.disks.iter().map(|disk| disk.figures()).collect(),
+            disks: self.disks.iter().map(|disk| disk.state.figures()).collect(),
             memory_limit_bytes: Some(self.confinement.memory_bytes),
         }
     }
@@ -135,16 +141,24 @@ impl Control {
             version: VERSION,
             pid: std::process::id(),
             vm: self.vm,
-            disks: self.disks.iter().map(|disk| disk.status()).collect(),
+            disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }
     }
 
+    fn disk(&self, disk: DiskId) -> Result<&RunningDisk, ControlReply> {
+        self.disks.iter().find(|running| running.state.disk() == disk).ok_or_else(|| {
+            refusal(ErrorCode::NotFound, format!("this filter does not serve disk {disk}"))
+        })
+    }
+
     fn bitmap(&self, disk: DiskId, name: &str, change: BitmapChange) -> ControlReply {
-        let state = self.disks.iter().find(|state| state.disk() == disk);
-        let Some(bitmaps) = state.and_then(|state| state.bitmaps()) else {
-            let message = format!("this filter does not serve disk {disk}");
-            return refusal(ErrorCode::NotFound, message);
+        let running = match self.disk(disk) {
+            Ok(running) => running,
+            Err(refusal) => return refusal,
+        };
+        let Some(bitmaps) = running.state.bitmaps() else {
+            return refusal(ErrorCode::WrongState, format!("disk {disk} has no dirty bitmaps"));
         };
         match bitmaps.change(name, change) {
             Ok(()) => {
@@ -156,15 +170,27 @@ impl Control {
     }
 
     fn announce_size(&self, disk: DiskId) -> ControlReply {
-        match self.disks.iter().find(|state| state.disk() == disk) {
-            None => {
-                let message = format!("this filter does not serve disk {disk}");
-                refusal(ErrorCode::NotFound, message)
+        match self.disk(disk).map(|running| running.state.announce_size()) {
+            Ok(Ok(())) => ControlReply::Done,
+            Ok(Err(message)) => refusal(ErrorCode::WrongState, message),
+            Err(refusal) => refusal,
+        }
+    }
+
+    fn pivot(&self, disk: DiskId) -> ControlReply {
+        let running = match self.disk(disk) {
+            Ok(running) => running,
+            Err(refusal) => return refusal,
+        };
+        match pivot(running) {
+            Ok(()) => {
+                tracing::info!(%disk, "the disk is served from its copy");
+                ControlReply::Done
             }
-            Some(state) => match state.announce_size() {
-                Ok(()) => ControlReply::Done,
-                Err(message) => refusal(ErrorCode::WrongState, message),
-            },
+            Err(error) => {
+                tracing::warn!(%disk, %error, "the disk is not switched to its copy");
+                refusal(ErrorCode::WrongState, format!("disk {disk}: {error}"))
+            }
         }
     }
 
@@ -178,6 +204,32 @@ impl Control {
             Err(_) => gone(),
         };
         send(stream, &outcome)
+    }
+}
+
+/// Has the disk's own thread pivot.
+fn pivot(running: &RunningDisk) -> Result<(), NotPivoted> {
+    let pivot = Arc::clone(running.pivot.as_ref().ok_or(NotPivoted::NoMirror)?);
+    // Before the guest has to wait.
+    pivot.is_near()?;
+    let (tell, outcome) = mpsc::channel();
+    let exchange = move |chains: Vec<Chain>| {
+        let (chains, pivoted) = match pivot.pivot() {
+            Ok(Some(copy)) => (copy, Ok(())),
+            Ok(None) => (chains, Ok(())),
+            Err(error) => (chains, Err(error)),
+        };
+        let _ = tell.send(pivoted);
+        chains
+    };
+    let ending = || NotPivoted::Ending;
+    running.orders.ask(Box::new(exchange)).map_err(|_| NotPivoted::Asked)?;
+    match outcome.recv_timeout(DRAIN_TIMEOUT) {
+        Ok(outcome) => outcome,
+        Err(RecvTimeoutError::Timeout) if running.orders.take_back() => Err(NotPivoted::Busy),
+        // It has begun, and ends within its own timeout.
+        Err(RecvTimeoutError::Timeout) => outcome.recv().map_err(|_| ending())?,
+        Err(RecvTimeoutError::Disconnected) => Err(ending()),
     }
 }
 

@@ -4,10 +4,12 @@
 //!  disk:  [Importing | Exporting] → Idle ⇄ Connected → stopped: drained, flushed
 //!              └────────── any of them ──> Failed (says why; the other disks go on)
 //! ```
+//! A mirrored disk is copied meanwhile, and its thread exchanges its chains when it is told to pivot.
 
 pub mod config;
 pub mod confinement;
 pub mod control;
+mod mirror;
 
 use std::fs::File;
 use std::os::unix::net::UnixListener;
@@ -36,12 +38,14 @@ use crate::handle::{HandleError, Handles, Socket};
 use crate::layers;
 use crate::layers::crypt::CryptError;
 use crate::layers::replicate::copier::Copier;
+use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{self, Replicate};
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::layer::Layer;
+use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
@@ -116,6 +120,7 @@ struct Prepared {
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
+    pivot: Option<Arc<Pivot>>,
     /// The limit of a front end's own buffers, for each chain.
     pool_bytes: usize,
     served: Arc<ServedDisk>,
@@ -159,7 +164,18 @@ pub struct Opened {
 pub struct Running {
     stop: Arc<Stop>,
     threads: Vec<JoinHandle<bool>>,
-    states: Vec<Arc<DiskState>>,
+    disks: Vec<RunningDisk>,
+}
+
+/// A disk that is being served, as others see it.
+#[derive(Clone)]
+pub struct RunningDisk {
+    /// Its status.
+    pub state: Arc<DiskState>,
+    /// What its thread is told.
+    pub orders: Arc<Orders>,
+    /// What switches it to its copy, if it is mirrored.
+    pub pivot: Option<Arc<Pivot>>,
 }
 
 impl Opened {
@@ -182,26 +198,27 @@ impl Running {
     /// [`StartError`].
     pub fn start(opened: Opened) -> Result<Self, StartError> {
         let stop = Arc::new(Stop::new()?);
-        let mut running = Self { stop, threads: Vec::new(), states: Vec::new() };
+        let mut running = Self { stop, threads: Vec::new(), disks: Vec::new() };
         for disk in opened.disks {
-            running.states.push(Arc::clone(&disk.served.state));
-            let stop = Arc::clone(&running.stop);
+            let orders = Arc::new(Orders::new(Arc::clone(&running.stop))?);
+            let (state, pivot) = (Arc::clone(&disk.served.state), disk.pivot.clone());
+            running.disks.push(RunningDisk { state, orders: Arc::clone(&orders), pivot });
             // Not in the span of the request: later events of a disk are not part of the start.
             let span =
                 tracing::info_span!(parent: None, "filter", vm = %opened.vm, disk = %disk.disk);
             let thread = std::thread::Builder::new()
                 .name("disk".into())
                 .stack_size(STACK)
-                .spawn(move || span.in_scope(|| disk.run(&stop)))?;
+                .spawn(move || span.in_scope(|| disk.run(&orders)))?;
             running.threads.push(thread);
         }
         Ok(running)
     }
 
-    /// The status of the disks, in the configuration's order.
+    /// The disks, in the configuration's order.
     #[must_use]
-    pub fn states(&self) -> &[Arc<DiskState>] {
-        &self.states
+    pub fn disks(&self) -> &[RunningDisk] {
+        &self.disks
     }
 
     /// Finishes the requests in flight and flushes; false if some disk could not.
@@ -220,17 +237,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
     };
-    let (storage, sparse) = storage(config, handles)?;
-    let crypt = config.chain.iter().find_map(|link| match link {
-        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
-        _ => None,
-    });
-    let encryption = match crypt {
-        Some((key, holes)) => {
-            Some(Encryption { key: handles.key(key).map_err(named("its key"))?, holes })
-        }
-        None => None,
-    };
+    let (size, read_only) = (config.size, config.read_only);
+    let (storage, sparse) = storage(id, size, read_only, &config.backend, handles)?;
+    let encryption = encryption(id, &config.chain, handles)?;
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
@@ -269,20 +278,25 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let queues = config::queues(config);
-    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
     let replica = replica(config, handles, &storage)?;
-    let layer_of = |link: &FilterSpec| match (link, &replica) {
-        (FilterSpec::Replicate(_), Some(opened)) => {
-            Some(Arc::new(opened.replicate.clone()) as Arc<dyn Layer>)
+    let opened = mirror::open(config, handles)?;
+    let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
+        (FilterSpec::Replicate(_), Some(replica), _) => {
+            Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
         }
+        (FilterSpec::Mirror(_), _, Some(mirror)) => Some(mirror.layer()),
         _ => layers::of(link),
     };
-    let mut sides = config.chain.split(is_crypt).map(|side| side.iter().filter_map(layer_of));
-    let mut side = || sides.next().into_iter().flatten().collect();
-    let disk = Disk::new(config.size, config.read_only, encryption, storage, all)
-        .with_layers(side(), side());
+    let (above, below) = sides(&config.chain, layer_of);
+    let disk = Disk::new(size, read_only, encryption, storage, all).with_layers(above, below);
+    let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let (chains, pivot) = match mirrored {
+        Some(mirror::Mirrored { pivot, copy: Some(copy) }) => (copy, Some(pivot)),
+        Some(mirror::Mirrored { pivot, copy: None }) => (chains, Some(pivot)),
+        None => (chains, None),
+    };
     let state_beside = beside.is_some().then(|| {
         let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
         Arc::new(state.with_bitmaps(disk.bitmaps()))
@@ -297,6 +311,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
                 .with_layers(disk.layers())
                 .with_bitmaps(disk.bitmaps())
                 .with_replica(replica.as_ref().map(|opened| opened.replicate.clone()))
+                .with_mirror(pivot.as_ref().map(|pivot| pivot.mirror()))
                 .with_beside(state_beside.clone()),
         ),
         allocation: disk.allocation(),
@@ -334,6 +349,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         front_end,
         beside,
         replica,
+        pivot,
         pool_bytes,
         served,
         disk: id,
@@ -356,18 +372,46 @@ fn replica(
         .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
 
+/// The layers of a chain above and below its encryption.
+fn sides(
+    chain: &[FilterSpec],
+    layer_of: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
+) -> (Vec<Arc<dyn Layer>>, Vec<Arc<dyn Layer>>) {
+    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
+    let mut sides = chain.split(is_crypt).map(|side| side.iter().filter_map(&layer_of).collect());
+    (sides.next().unwrap_or_default(), sides.next().unwrap_or_default())
+}
+
+/// How the data below a chain is encrypted, if it is: the key is taken.
+fn encryption(
+    id: DiskId,
+    chain: &[FilterSpec],
+    handles: &mut Handles,
+) -> Result<Option<Encryption>, StartError> {
+    let crypt = chain.iter().find_map(|link| match link {
+        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
+        _ => None,
+    });
+    let Some((key, holes)) = crypt else { return Ok(None) };
+    let what = || format!("disk {id}, its key");
+    let key = handles.key(key).map_err(|error| StartError::Handle { what: what(), error })?;
+    Ok(Some(Encryption { key, holes }))
+}
+
 /// Where a disk's data is stored, and where its holes are, if that is known.
 fn storage(
-    config: &DiskConfig,
+    id: DiskId,
+    size: u64,
+    read_only: bool,
+    backend: &BackendSpec,
     handles: &mut Handles,
 ) -> Result<(DiskStorage, Option<Sparse>), StartError> {
-    let (id, size, read_only) = (config.disk, config.size, config.read_only);
     let named = |what: &str| {
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
     };
     let opened = |error| StartError::Open { disk: id, error };
-    match &config.backend {
+    match backend {
         BackendSpec::File { file, offset, direct, keeps_room } => {
             let fd = handles.image(file, !read_only).map_err(named("its image"))?;
             let sparse = Sparse(fd.try_clone()?.into(), *offset);
@@ -437,8 +481,12 @@ impl Beside {
 
 impl Prepared {
     /// Runs a disk until it ends; true if it ended well, with everything flushed.
-    fn run(mut self, stop: &Stop) -> bool {
-        match self.live(stop) {
+    fn run(mut self, orders: &Orders) -> bool {
+        let lived = self.live(orders);
+        if let Some(pivot) = &self.pivot {
+            pivot.end();
+        }
+        match lived {
             Ok(()) => true,
             Err(message) => {
                 tracing::error!(%message, "the disk cannot go on");
@@ -448,8 +496,11 @@ impl Prepared {
         }
     }
 
-    fn live(&mut self, stop: &Stop) -> Result<(), String> {
-        let state = &self.served.state;
+    fn live(&mut self, orders: &Orders) -> Result<(), String> {
+        let (state, stop) = (&self.served.state, orders.stop());
+        if let Some(pivot) = &self.pivot {
+            pivot.start().map_err(|error| format!("it cannot be copied: {error}"))?;
+        }
         let _until_all_is_flushed = match self.replica.take() {
             Some((replicate, copier)) => Some(
                 Replicating::start(&replicate, copier)
@@ -479,7 +530,7 @@ impl Prepared {
                 let _ends_with_the_front_end = beside.map(|beside| beside.spawn(scope, stop));
                 let ended = match front_end {
                     FrontEnd::VhostUser(socket, uid) => {
-                        vhost_user::serve(socket, *uid, served, chains, stop)
+                        vhost_user::serve(socket, *uid, served, chains, orders)
                     }
                     FrontEnd::Nbd(listener, uid) => {
                         nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
@@ -492,6 +543,9 @@ impl Prepared {
                 ended
             });
             self.chains = chains.map_err(|error| error.to_string())?;
+        } else if self.pivot.is_some() {
+            let idled = orders.idle(None, std::mem::take(&mut self.chains));
+            (self.chains, _) = idled.map_err(|error| error.to_string())?;
         }
         if let Some(chain) = self.chains.first_mut() {
             blocking::flush(chain).map_err(|error| format!("the last flush failed: {error}"))?;

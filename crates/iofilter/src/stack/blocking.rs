@@ -11,7 +11,7 @@ use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 
 /// How long to sleep between two checks when the system refuses to wait for requests in flight.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+pub const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Waits for all requests in flight; returns the first error, if there was one. Nothing is in flight when it
 /// returns, even after an error: the memory of requests may be freed.

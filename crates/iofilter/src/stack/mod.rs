@@ -7,6 +7,7 @@ pub mod dirty;
 pub mod figures;
 pub mod layer;
 pub mod memory;
+pub mod orders;
 pub mod pool;
 pub mod request;
 pub mod stop;

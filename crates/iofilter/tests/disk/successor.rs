@@ -25,7 +25,18 @@ impl Filter {
         size: u64,
         chain: &Value,
     ) -> (Self, UnixStream) {
-        let image = locked(&directory.join("disk"));
+        Self::start_on(directory, "disk", backend, size, chain)
+    }
+
+    /// The same on an image of another name.
+    pub fn start_on(
+        directory: &Path,
+        image: &str,
+        backend: &Value,
+        size: u64,
+        chain: &Value,
+    ) -> (Self, UnixStream) {
+        let image = locked(&directory.join(image));
         let (socket, of_vmm) = UnixStream::pair().unwrap();
         let path = |name: &str| directory.join(name);
         let mut backend = backend.clone();

@@ -26,6 +26,7 @@ use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::file::FileDisk;
@@ -79,9 +80,9 @@ impl Server {
             allocation: Allocation::Unknown,
         });
         let stop = Arc::new(Stop::new().unwrap());
-        let stopping = Arc::clone(&stop);
+        let orders = Orders::new(Arc::clone(&stop)).unwrap();
         let uid = nix::unistd::geteuid().as_raw();
-        let thread = std::thread::spawn(move || serve(&socket, uid, &served, chains, &stopping));
+        let thread = std::thread::spawn(move || serve(&socket, uid, &served, chains, &orders));
         Self { path, state, mem, stop, thread: Some(thread), _directory: directory }
     }
 

@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv};
 
-use crate::stack::stop::Stop;
+use crate::stack::orders::{Orders, Woken};
 
 /// The length of a header: request, flags, size of the body.
 const HEADER: usize = 12;
@@ -35,6 +35,8 @@ pub(super) enum Arrival {
     Message,
     /// Stop.
     Stop,
+    /// The disk's chains are to be exchanged.
+    Exchange,
     /// A part of a message, whose rest does not arrive.
     Part,
 }
@@ -43,22 +45,26 @@ pub(super) enum Arrival {
 ///
 /// # Errors
 /// The error of `poll`.
-pub(super) fn wait(stream: &UnixStream, stop: &Stop) -> io::Result<Arrival> {
+pub(super) fn wait(stream: &UnixStream, orders: &Orders) -> io::Result<Arrival> {
     let mut since = None;
-    while stop.wait_or_readable(stream.as_fd())? {
+    loop {
+        match orders.wait(Some(stream.as_fd()))? {
+            Woken::Stop => return Ok(Arrival::Stop),
+            Woken::Exchange => return Ok(Arrival::Exchange),
+            Woken::Readable => {}
+        }
         if is_whole(stream) {
             return Ok(Arrival::Message);
         }
         if since.get_or_insert_with(Instant::now).elapsed() > REST_MAX {
             return Ok(Arrival::Part);
         }
-        let mut stopping = [PollFd::new(stop.event(), PollFlags::POLLIN)];
+        let mut stopping = [PollFd::new(orders.stop().event(), PollFlags::POLLIN)];
         match poll(&mut stopping, PollTimeout::from(LOOK_AGAIN_MILLISECONDS)) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(Arrival::Stop)
 }
 
 /// Whether a message can be read without waiting: it is complete, or the connection ends after it.
@@ -94,14 +100,15 @@ mod tests {
     use std::thread;
 
     use super::*;
+    use crate::stack::stop::Stop;
 
     /// The result of waiting while `then` is done.
     fn waiting(then: impl FnOnce(&mut UnixStream, &Stop)) -> Option<Arrival> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let stop = Arc::new(Stop::new().unwrap());
-        let stopping = Arc::clone(&stop);
+        let orders = Orders::new(Arc::clone(&stop)).unwrap();
         let (send, receive) = mpsc::channel();
-        thread::spawn(move || send.send(wait(&ours, &stopping).unwrap()));
+        thread::spawn(move || send.send(wait(&ours, &orders).unwrap()));
         then(&mut theirs, &stop);
         let arrival = receive.recv_timeout(REST_MAX * 4).ok();
         drop(theirs);

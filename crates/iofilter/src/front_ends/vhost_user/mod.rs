@@ -35,7 +35,7 @@ use crate::front_ends::vhost_user::session::Session;
 use crate::front_ends::{self, ServedDisk};
 use crate::handle::Socket;
 use crate::stack::chain::Chain;
-use crate::stack::stop::Stop;
+use crate::stack::orders::Orders;
 
 /// Serves VMMs, one after the other, until told to stop; returns the chains. An error means that the
 /// disk cannot be served any more.
@@ -47,19 +47,21 @@ pub fn serve(
     peer_uid: u32,
     served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
     match socket {
-        Socket::Listening(listener) => serve_all(listener, peer_uid, served, chains, stop),
+        Socket::Listening(listener) => serve_all(listener, peer_uid, served, chains, orders),
         // The process that connected it has chosen the peer.
-        Socket::Connected(stream) => serve_one(stream, served, chains, stop),
+        Socket::Connected(stream) => serve_one(stream, served, chains, orders),
         Socket::Connecting(stream, pipe) => {
             // A pipe is readable when its other end is closed.
-            if stop.wait_or_readable(pipe.as_fd())? {
-                check_connected(stream)?;
-                return serve_one(stream, served, chains, stop);
+            match orders.idle(Some(pipe.as_fd()), chains)? {
+                (chains, true) => {
+                    check_connected(stream)?;
+                    serve_one(stream, served, chains, orders)
+                }
+                (chains, false) => Ok(chains),
             }
-            Ok(chains)
         }
     }
 }
@@ -68,11 +70,10 @@ fn serve_one(
     stream: &UnixStream,
     served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
-    let chains = session(stream.try_clone()?, served, chains, stop)?;
-    stop.wait()?;
-    Ok(chains)
+    let chains = session(stream.try_clone()?, served, chains, orders)?;
+    Ok(orders.idle(None, chains)?.0)
 }
 
 /// Checks that a socket is connected, or was: before that, `recv` fails with EINVAL (unix(7)).
@@ -91,15 +92,19 @@ fn serve_all(
     peer_uid: u32,
     served: &Arc<ServedDisk>,
     mut chains: Vec<Chain>,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
     listener.set_nonblocking(true)?;
-    while stop.wait_or_readable(listener.as_fd())? {
+    loop {
+        let connected;
+        (chains, connected) = orders.idle(Some(listener.as_fd()), chains)?;
+        if !connected {
+            return Ok(chains);
+        }
         if let Some(stream) = front_ends::accept(listener, peer_uid)? {
-            chains = session(stream, served, chains, stop)?;
+            chains = session(stream, served, chains, orders)?;
         }
     }
-    Ok(chains)
 }
 
 /// The time with one VMM.
@@ -107,11 +112,11 @@ fn session(
     stream: UnixStream,
     served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
     let queues = chains.len();
     stream.set_nonblocking(false)?;
-    let chains = converse(stream, served, chains, stop)?;
+    let chains = converse(stream, served, chains, orders)?;
     if chains.len() < queues {
         return Err(io::Error::other("a queue's thread died; restart the filter"));
     }
@@ -126,7 +131,7 @@ fn converse(
     stream: UnixStream,
     served: &Arc<ServedDisk>,
     chains: Vec<Chain>,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
     let session = Session::new(Arc::clone(served), chains).map_err(io::Error::other)?;
     let session = Arc::new(Mutex::new(session));
@@ -134,9 +139,16 @@ fn converse(
     let mut handler = BackendReqHandler::from_stream(stream, Arc::clone(&session));
     let mut spoken = false;
     loop {
-        match message::wait(&connection, stop)? {
+        match message::wait(&connection, orders)? {
             Arrival::Message => {}
             Arrival::Stop => break,
+            Arrival::Exchange => {
+                let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Err(error) = session.exchange(orders) {
+                    tracing::warn!(%error, "a queue cannot go on with the new chains");
+                }
+                continue;
+            }
             Arrival::Part => {
                 tracing::warn!("the VMM has sent a part of a message; the connection is ended");
                 break;

@@ -4,6 +4,7 @@
 //!  ring:  Stopped(chain) --enabled, kick and addresses known, memory mapped--> Running(thread)
 //!         Running --disabled | GET_VRING_BASE | any change to it or to memory | disconnect-->
 //!                   drained --> Stopped       (thread died --> Lost, for good)
+//!         Stopped(chain) --exchanged, all rings together--> Stopped(another chain)
 //! ```
 //! The parts that a running ring depends on change only while it is stopped: it is drained, changed, and
 //! started again if it still may run. All calls come from the disk's one protocol thread.
@@ -30,6 +31,7 @@ use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
 use crate::front_ends::vhost_user::queue::{RunningQueue, Setup};
 use crate::stack::chain::Chain;
+use crate::stack::orders::Orders;
 
 /// The most memory regions of a guest: what QEMU uses without memory slots, times four.
 pub const REGIONS_MAX: usize = 32;
@@ -108,6 +110,29 @@ impl Session {
                 Serving::Running(_) | Serving::Lost => None,
             })
             .collect()
+    }
+
+    /// Exchanges the chains of all rings while they are stopped. If the thread of one died, the exchange is dropped.
+    ///
+    /// # Errors
+    /// A ring cannot start again.
+    pub fn exchange(&mut self, orders: &Orders) -> Result<()> {
+        self.stop_all();
+        // Not before: whoever asked may have given up while requests were in flight.
+        let Some(exchange) = orders.take() else { return self.start_all() };
+        if self.rings.iter().all(|ring| matches!(ring.serving, Serving::Stopped(_))) {
+            let taken = self.rings.iter_mut().filter_map(|ring| {
+                match std::mem::replace(&mut ring.serving, Serving::Lost) {
+                    Serving::Stopped(chain) => Some(chain),
+                    Serving::Running(_) | Serving::Lost => None,
+                }
+            });
+            let chains = exchange(taken.collect());
+            for (ring, chain) in self.rings.iter_mut().zip(chains) {
+                ring.serving = Serving::Stopped(chain);
+            }
+        }
+        self.start_all()
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {

@@ -11,16 +11,24 @@ use crate::storage::file::FileDisk;
 
 /// See the module.
 pub struct BlockingDisk {
-    chain: Chain,
+    pub(super) chain: Chain,
     /// The file below, where a failed flush may be tried again.
     file: Option<FileDisk>,
+    /// Whether zeroes become holes, where the file can have them.
+    punches: bool,
 }
 
 impl BlockingDisk {
     /// The chain to the disk.
     #[must_use]
     pub fn new(chain: Chain) -> Self {
-        Self { chain, file: None }
+        Self { chain, file: None, punches: false }
+    }
+
+    /// A chain over a file that only we write, as with [`BlockingDisk::file`]; `punches`: its zeroes become holes.
+    #[must_use]
+    pub fn over(chain: Chain, file: Option<FileDisk>, punches: bool) -> Self {
+        Self { chain, file, punches }
     }
 
     /// A file that only we write. After a failed flush the caller must write again everything since the last good one;
@@ -30,7 +38,7 @@ impl BlockingDisk {
     /// The system refuses what a chain needs.
     pub fn file(file: FileDisk, size: u64) -> io::Result<Self> {
         let chain = Chain::new(size, false, Vec::new(), file.blocking_queue())?;
-        Ok(Self { chain, file: Some(file) })
+        Ok(Self { chain, file: Some(file), punches: true })
     }
 
     /// Fills the segment from the disk.
@@ -60,7 +68,7 @@ impl BlockingDisk {
     /// Whether zeroes cost no more than a hole.
     #[must_use]
     pub fn punches(&self) -> bool {
-        self.file.as_ref().is_some_and(FileDisk::punches)
+        self.punches && self.file.as_ref().is_some_and(FileDisk::punches)
     }
 
     /// Makes earlier writes durable.
@@ -73,6 +81,13 @@ impl BlockingDisk {
             file.forget_failed_flush();
         }
         flushed
+    }
+
+    /// The caller will write all of a truncated file again if it gets its length back.
+    pub(super) fn forget_cut(&self) {
+        if let Some(file) = &self.file {
+            file.forget_cut();
+        }
     }
 
     fn run(
@@ -88,8 +103,8 @@ impl BlockingDisk {
         }
         self.chain.submit(id, operation, offset, length, 0);
         let result = blocking::drain(&mut self.chain);
-        if let (Err(IoError::Truncated), Some(file)) = (result, &self.file) {
-            file.forget_cut();
+        if result == Err(IoError::Truncated) {
+            self.forget_cut();
         }
         result
     }

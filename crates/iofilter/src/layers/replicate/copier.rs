@@ -1,7 +1,7 @@
 //! Copies the marked chunks from the disk to the replica.
 //!
 //! ```text
-//!  batch: [ticket, read, write] of marked chunks ──> disk flushed, replica flushed ──> unmarked
+//!  batch: [ticket, read, write] of marked chunks ──> disk flushed, copy flushed ──> unmarked
 //!           │ on error: logged, tried again after the others
 //! ```
 //! A chunk may change while it is copied; then it stays marked, and the torn copy does no harm. A chunk that
@@ -12,15 +12,9 @@ use std::time::{Duration, Instant};
 use crate::layers::replicate::Replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::map::Copied;
-use crate::stack::memory::Segment;
+use crate::layers::replicate::pipe::{PIECE, Pipe, PipeError};
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
-
-/// How much is copied at a time, in bytes: the copier's buffer.
-pub const PIECE: usize = 1 << 20;
-
-/// The unit in which zeroes become a hole of the replica, in bytes: about what file systems allocate together.
-const RUN: usize = 64 * 1024;
 
 /// How much is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
 /// against the cost of a flush.
@@ -32,28 +26,32 @@ const BATCH_CHUNKS: usize = 256;
 /// The same limit in time: at a low rate a long batch would make the replica lag.
 const BATCH_TIME: Duration = Duration::from_secs(1);
 
-/// A page of the buffer, aligned for direct I/O.
-#[derive(Clone)]
-#[repr(align(4096))]
-struct Page(#[expect(dead_code, reason = "its bytes are reached by a segment")] [u8; 4096]);
-
 /// Why a copy was not made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
     /// The disk cannot be read or flushed.
-    #[error("the disk cannot be copied to its replica: {0}")]
+    #[error("the disk cannot be read for its copy: {0}")]
     Source(IoError),
     /// The replica cannot be written or flushed.
-    #[error("the replica falls behind, it cannot be written: {0}")]
+    #[error("the copy falls behind, it cannot be written: {0}")]
     Replica(IoError),
     /// Somebody made its file shorter.
     #[error(
-        "the replica was truncated while it was in use: find out by whom, then stop and start the VM; the whole disk is then copied again"
+        "the copy was truncated while it was in use: find out by whom, then stop and start the VM; the whole disk is then copied again"
     )]
     Cut,
     /// The process ends.
     #[error("the copy was interrupted")]
     Stopped,
+}
+
+impl From<PipeError> for CopyError {
+    fn from(error: PipeError) -> Self {
+        match error {
+            PipeError::Source(error) => Self::Source(error),
+            PipeError::Copy(error) => Self::Replica(error),
+        }
+    }
 }
 
 /// How far a batch got.
@@ -68,11 +66,9 @@ pub enum Batch {
 /// See the module.
 pub struct Copier {
     replicate: Replicate,
-    source: BlockingDisk,
+    pipe: Pipe,
     /// The file of the disk, where its holes can be found without reading them.
     holes: Option<FileDisk>,
-    replica: BlockingDisk,
-    buffer: Vec<Page>,
     /// The next chunk of the pass.
     next: usize,
     bytes_per_second: u64,
@@ -94,10 +90,8 @@ impl Copier {
     ) -> Self {
         Self {
             replicate: replicate.clone(),
-            source,
+            pipe: Pipe::new(source, replica),
             holes,
-            replica,
-            buffer: vec![Page([0; 4096]); PIECE / 4096],
             next: 0,
             bytes_per_second,
             not_before: Instant::now(),
@@ -123,38 +117,46 @@ impl Copier {
             };
             self.next = chunk + 1;
             let (began, ticket) = (shared.clock.now(), shared.chunks.ticket(chunk));
-            if let Err(error) = self.copy(chunk) {
-                break Err(error);
+            if let Err(stopped) = self.copy(chunk) {
+                break Err(stopped);
             }
             copied.push(Copied { chunk, ticket, began });
             bytes += shared.geometry.chunk();
-            if bytes >= BATCH_BYTES || copied.len() == BATCH_CHUNKS || begun.elapsed() > BATCH_TIME
-            {
+            let long = bytes >= BATCH_BYTES || copied.len() == BATCH_CHUNKS;
+            if long || begun.elapsed() > BATCH_TIME || self.pipe.has_failed() {
                 break Ok(Batch::More);
             }
         };
-        match outcome {
-            Err(CopyError::Replica(IoError::Truncated)) => return Err(self.found_cut()),
-            Err(CopyError::Stopped) => return outcome,
-            _ if copied.is_empty() => return outcome,
-            _ => {}
+        self.pipe.drain();
+        shared.counters.copied.add(self.pipe.take_written());
+        let failed = self.pipe.take_failed();
+        let batch = outcome?;
+        if failed.iter().any(|(_, error)| *error == PipeError::Copy(IoError::Truncated)) {
+            return Err(self.found_cut());
         }
-        // After a power cut the disk may be older than the data that was read from it, unless it was flushed.
-        self.source.flush().map_err(CopyError::Source)?;
-        match self.replica.flush() {
-            Err(IoError::Truncated) => return Err(self.found_cut()),
-            flushed => flushed.map_err(CopyError::Replica)?,
+        copied.retain(|copied| failed.iter().all(|(chunk, _)| *chunk != copied.chunk));
+        if !copied.is_empty() {
+            // After a power cut the disk may be older than the data that was read from it, unless it was flushed.
+            match self.pipe.flush() {
+                Err(PipeError::Copy(IoError::Truncated)) => return Err(self.found_cut()),
+                flushed => flushed?,
+            }
+            shared.unmark(&copied);
         }
-        shared.unmark(&copied);
-        outcome
+        match failed.first() {
+            Some((_, error)) => Err((*error).into()),
+            None => Ok(batch),
+        }
     }
 
     /// Marks everything: nothing in the replica can be relied on.
     fn found_cut(&mut self) -> CopyError {
+        self.pipe.forget_cut();
         self.cut = !self.replicate.0.mark_all();
         CopyError::Cut
     }
 
+    /// Begins to copy a chunk.
     fn copy(&mut self, chunk: usize) -> Result<(), CopyError> {
         let (mut at, end) = self.replicate.0.geometry.range(chunk);
         while at < end {
@@ -164,16 +166,16 @@ impl Copier {
             let hole = self.hole(at, end);
             if hole > at {
                 // Where holes cannot be punched, zeroes are written like data.
-                if !self.replica.punches() {
+                if !self.pipe.punches() {
                     self.wait_for_the_rate(hole - at)?;
                 }
-                self.zero(at, hole - at)?;
+                self.pipe.zero(chunk, at, hole - at);
                 at = hole;
                 continue;
             }
             let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
             self.wait_for_the_rate(length as u64)?;
-            self.piece(at, length)?;
+            self.pipe.piece(chunk, at, length);
             at += length as u64;
         }
         Ok(())
@@ -185,38 +187,6 @@ impl Copier {
         let hole = extent.filter(|extent| !extent.data);
         // Direct I/O takes whole blocks only.
         hole.map_or(at, |hole| if hole.end == end { end } else { hole.end / 4096 * 4096 })
-    }
-
-    /// Copies one buffer's worth.
-    fn piece(&mut self, at: u64, length: usize) -> Result<(), CopyError> {
-        let base = self.buffer.as_mut_ptr().cast::<u8>();
-        // SAFETY: the buffer is the copier's, `length` is at most its own, and no request outlives this call.
-        let all = unsafe { Segment::new(base, length) };
-        self.source.read(at, all).map_err(CopyError::Source)?;
-        let (mut from, mut zero) = (0, all.part(0, RUN).is_zero());
-        while from < length {
-            let mut to = from;
-            let mut next = zero;
-            while to < length && next == zero {
-                to = (to + RUN).min(length);
-                next = to < length && all.part(to, RUN).is_zero();
-            }
-            let place = at + from as u64;
-            if zero {
-                self.zero(place, (to - from) as u64)?;
-            } else {
-                self.replica.write(place, all.part(from, to - from)).map_err(CopyError::Replica)?;
-                self.replicate.0.counters.copied.add((to - from) as u64);
-            }
-            (from, zero) = (to, next);
-        }
-        Ok(())
-    }
-
-    fn zero(&mut self, at: u64, length: u64) -> Result<(), CopyError> {
-        self.replica.zero(at, length).map_err(CopyError::Replica)?;
-        self.replicate.0.counters.copied.add(length);
-        Ok(())
     }
 
     /// Sleeps until this many bytes may be read.

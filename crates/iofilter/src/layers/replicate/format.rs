@@ -1,12 +1,14 @@
-//! The map on disk: which chunks may differ from the replica (docs/formats/replica-map.md).
+//! The map on disk: which chunks may differ from the copy, a replica or a mirror's (docs/formats/replica-map.md).
 //!
 //! ```text
-//!  block 0   identity: magic, version, chunk, disk, size       each 512 bytes, the last 8 of which
-//!  block 1   up to when the replica has everything             are a checksum that is bound to the
-//!  block 2…  4032 chunks each, one bit a chunk                 map and to the block's place in it
+//!  block 0   identity: magic, version, chunk, disk, size,      each 512 bytes, the last 8 of which
+//!            and whether the disk has pivoted to a mirror      are a checksum that is bound to the
+//!  block 1   up to when the copy has everything                map and to the block's place in it
+//!  block 2…  4032 chunks each, one bit a chunk
 //! ```
 //! A block of bits with a wrong checksum means that all of its chunks may differ: it was torn, zeroed or
-//! damaged. A faulty first block means that all chunks of the disk may differ.
+//! damaged. A faulty first block means that all chunks of the disk may differ; but that of a mirror must be sound, or
+//! all zeroes: the disk may have pivoted, and then its former place is out of date.
 
 use crc::{CRC_64_XZ, Crc, Table};
 use vmseal_api::id::DiskId;
@@ -32,14 +34,35 @@ pub const CHUNK_MIN: u64 = 1 << 20;
 /// The most chunks: tables of 4 MiB and a map of 34 KiB. Disks beyond 256 GiB have larger chunks.
 pub const CHUNKS_MAX: u64 = 256 * 1024;
 
-const MAGIC: [u8; 8] = *b"vmsealRM";
 const VERSION: u32 = 1;
+
+/// Where block 0 says that the disk has pivoted: 1 there.
+const PIVOTED: usize = 40;
 
 static CRC: Crc<u64, Table<16>> = Crc::<u64, Table<16>>::new(&CRC_64_XZ);
 
-/// How a disk is divided into chunks, and which disk it is.
+/// What a copy is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// To follow the disk for good.
+    Replica,
+    /// To be what the disk pivots to.
+    Mirror,
+}
+
+impl Purpose {
+    fn magic(self) -> [u8; 8] {
+        match self {
+            Self::Replica => *b"vmsealRM",
+            Self::Mirror => *b"vmsealMM",
+        }
+    }
+}
+
+/// How a disk is divided into chunks, which disk it is, and what its copy is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
+    purpose: Purpose,
     disk: DiskId,
     size: u64,
     /// A chunk's length is 2 to this power.
@@ -47,14 +70,26 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// For a disk of `size` bytes, which must not be 0.
+    /// Of a replica of a disk of `size` bytes, which must not be 0.
     #[must_use]
     pub fn new(disk: DiskId, size: u64) -> Self {
         let mut shift = CHUNK_MIN.trailing_zeros();
         while size.div_ceil(1 << shift) > CHUNKS_MAX {
             shift += 1;
         }
-        Self { disk, size, shift }
+        Self { purpose: Purpose::Replica, disk, size, shift }
+    }
+
+    /// The same of a mirror.
+    #[must_use]
+    pub fn of_mirror(self) -> Self {
+        Self { purpose: Purpose::Mirror, ..self }
+    }
+
+    /// What the copy is for.
+    #[must_use]
+    pub fn purpose(&self) -> Purpose {
+        self.purpose
     }
 
     /// The same with chunks of 2 to the power of `shift` bytes: for tests, whose disks are small.
@@ -111,7 +146,7 @@ impl Geometry {
 
     fn identity(&self) -> [u8; 40] {
         let mut bytes = [0; 40];
-        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[..8].copy_from_slice(&self.purpose.magic());
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.shift.to_le_bytes());
         bytes[16..32].copy_from_slice(self.disk.0.as_bytes());
@@ -148,6 +183,9 @@ pub enum Foreign {
     /// A sound map of another disk or version.
     #[error("it is of another disk, of another size, or of another version of vmseal")]
     Other,
+    /// A mirror's that does not say whether the disk has pivoted.
+    #[error("it is damaged, and does not say which place has the disk's data")]
+    Damaged,
 }
 
 impl Image {
@@ -169,8 +207,13 @@ impl Image {
         let mut image = Self::new(geometry);
         let first = file.get(..BLOCK).ok_or(Foreign::NoMap)?;
         let sound = first[CONTENT..] == checksum(&first[..40], 0, &first[..CONTENT]);
-        if first[..8] != MAGIC || !sound {
-            return Err(Foreign::NoMap);
+        if first[..8] != geometry.purpose.magic() || !sound {
+            let damaged =
+                geometry.purpose == Purpose::Mirror && first.iter().any(|byte| *byte != 0);
+            return Err(if damaged { Foreign::Damaged } else { Foreign::NoMap });
+        }
+        if geometry.purpose == Purpose::Mirror && first[PIVOTED] == 1 {
+            image.set_pivoted(true);
         }
         if first != &image.bytes[..BLOCK] {
             return Err(Foreign::Other);
@@ -187,6 +230,18 @@ impl Image {
             }
         }
         Ok((image, damaged))
+    }
+
+    /// Whether the disk has pivoted to the copy.
+    #[must_use]
+    pub fn is_pivoted(&self) -> bool {
+        self.bytes[PIVOTED] == 1
+    }
+
+    /// Changes that; block 0 is sealed.
+    pub fn set_pivoted(&mut self, pivoted: bool) {
+        self.bytes[PIVOTED] = u8::from(pivoted);
+        self.seal(0);
     }
 
     /// How many blocks there are.

@@ -1,4 +1,4 @@
-//! The map of a replica: records durably which chunks may differ. Only it marks and unmarks them.
+//! The map of a copy: records durably which chunks may differ. Only it marks and unmarks them.
 //!
 //! ```text
 //!                                           loaded
@@ -23,9 +23,11 @@
 //! harm. But it is removed only after the copied data is durable, on the replica and on the disk itself: after a
 //! power cut a disk may be older than the data that was read from it.
 
+use std::fmt;
+
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, CopyTicket, NEVER, Span};
-use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image};
+use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image, Purpose};
 use crate::stack::memory::Segment;
 use crate::stack::request::IoError;
 
@@ -56,10 +58,50 @@ pub enum MapLoad {
         /// Damaged blocks, whose chunks are all copied again.
         damaged_blocks: usize,
     },
-    /// No valid map: everything is copied.
+    /// A mirror's, and the disk has pivoted: the copy has the disk's data.
+    Pivoted,
+    /// No valid map: everything is copied. Of a mirror's map that is not new, nothing is concluded, and it is left as
+    /// it is.
     Nothing(Foreign),
     /// The file cannot be read: everything is copied.
     Unreadable(IoError),
+}
+
+impl fmt::Display for MapLoad {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Map { damaged_blocks } => {
+                write!(formatter, "{damaged_blocks} blocks are damaged")
+            }
+            Self::Pivoted => formatter.write_str("it cannot be written"),
+            Self::Nothing(why) => why.fmt(formatter),
+            Self::Unreadable(error) => error.fmt(formatter),
+        }
+    }
+}
+
+impl MapLoad {
+    /// Whether it is known of a mirrored disk which place has its data.
+    #[must_use]
+    pub fn tells_the_place(&self) -> bool {
+        match self {
+            Self::Map { .. } | Self::Pivoted | Self::Nothing(Foreign::NoMap) => true,
+            Self::Nothing(Foreign::Other | Foreign::Damaged) | Self::Unreadable(_) => false,
+        }
+    }
+}
+
+/// Why a disk has not pivoted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PivotError {
+    /// The map says so: the disk's former place has its data.
+    #[error("the map of its copy cannot be written: {0}")]
+    NotRecorded(IoError),
+    /// The next process that reads the map will know.
+    #[error(
+        "the map of its copy cannot be written, so it is not known which place has its data: {0}"
+    )]
+    Unknown(IoError),
 }
 
 /// See the module.
@@ -75,6 +117,17 @@ impl Map {
     /// Reads the map, marks the chunks that it calls dirty, and writes a new map where there is none.
     pub fn open(file: BlockingDisk, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
         let (mut map, found) = Self::read(file, geometry);
+        if geometry.purpose() == Purpose::Mirror && !found.tells_the_place() {
+            return (map, found);
+        }
+        if found == MapLoad::Pivoted {
+            // Perhaps in the kernel's memory only. It is never wiped: the disk's former place is out of date.
+            match map.rewrite() {
+                Ok(()) => map.validity = MapValidity::Valid,
+                Err(error) => map.failure = Some(error),
+            }
+            return (map, found);
+        }
         let up_to = map.image.up_to();
         for chunk in (0..geometry.chunks()).filter(|chunk| map.image.is_dirty(*chunk)) {
             chunks.mark(Span { first: chunk, last: chunk }, up_to);
@@ -88,6 +141,7 @@ impl Map {
         // SAFETY: the bytes outlive the read, which is over when the call returns.
         let read = file.read(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
         let (image, found) = match read.map(|()| Image::read(geometry, &bytes)) {
+            Ok(Ok((image, _))) if image.is_pivoted() => (image, MapLoad::Pivoted),
             Ok(Ok((image, damaged_blocks))) => (image, MapLoad::Map { damaged_blocks }),
             Ok(Err(foreign)) => (Image::new(geometry), MapLoad::Nothing(foreign)),
             Err(error) => (Image::new(geometry), MapLoad::Unreadable(error)),
@@ -153,6 +207,31 @@ impl Map {
             self.fail(error);
         }
         self.repair(chunks);
+    }
+
+    /// Whether the file is as this value has it, durably.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        self.validity == MapValidity::Valid
+    }
+
+    /// Records durably that the disk has pivoted to its copy, which lacks nothing.
+    ///
+    /// # Errors
+    /// [`PivotError`].
+    pub fn pivot(&mut self, chunks: &Chunks) -> Result<(), PivotError> {
+        debug_assert_eq!(chunks.marked(), 0);
+        self.image.set_pivoted(true);
+        let Err(error) = self.put(0, 0).and_then(|()| self.file.flush()) else { return Ok(()) };
+        self.image.set_pivoted(false);
+        self.fail(error);
+        // After that the file says that the disk has not pivoted, or nothing.
+        self.repair(chunks);
+        if self.can_mark() {
+            Err(PivotError::NotRecorded(error))
+        } else {
+            Err(PivotError::Unknown(error))
+        }
     }
 
     fn fail(&mut self, error: IoError) {

@@ -1,4 +1,4 @@
-//! The filter `replicate`: keeps a copy of the disk in a second place, with a delay.
+//! The filters `replicate` and `mirror`: they keep a copy of the disk in a second place, with a delay.
 //!
 //! ```text
 //!  write, discard, write-zeroes    chunks marked ──> passed
@@ -12,6 +12,8 @@
 //! different before it changes on the disk, so a process that is killed at any instant is followed by one that can
 //! resume. The new process first records durably the marks that it finds.
 //!
+//! A mirror is the same, copied to another stack, until the disk pivots to it ([`mirror`]).
+//!
 //! The replica equals the disk when no chunk is marked. Until then its chunks are of different times, so it is not
 //! an image of one instant. See docs/decisions/043.
 
@@ -20,12 +22,14 @@ pub mod chunks;
 pub mod copier;
 pub mod format;
 pub mod map;
+pub mod mirror;
 pub mod open;
-
+pub mod pipe;
 pub mod threads;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -34,15 +38,18 @@ use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
-use crate::layers::replicate::format::Geometry;
+use crate::layers::replicate::format::{Geometry, Purpose};
 use crate::layers::replicate::map::{Copied, Map, MapLoad};
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::layer::{Counter, Layer};
 use crate::stack::request::RequestId;
 use crate::stack::waker::Waiters;
 
-/// The name of the filter.
+/// The name of the filter that keeps a replica.
 pub const KIND: &str = "replicate";
+
+/// The name of the filter that copies what the disk is to pivot to.
+pub const MIRROR: &str = "mirror";
 
 /// The memory that a replica takes, in bytes: tables, the copier's buffer, and for each of two threads the same as for
 /// each queue.
@@ -52,7 +59,7 @@ pub fn memory(disk: DiskId, size: u64) -> u64 {
     const THREAD_BYTES: usize = 2 << 20;
     let geometry = Geometry::new(disk, size);
     let tables = geometry.chunks() * 16 + geometry.map_bytes();
-    (tables + copier::PIECE + 2 * THREAD_BYTES) as u64
+    (tables + pipe::BYTES + 2 * THREAD_BYTES) as u64
 }
 
 /// What is wrong with the replica at present, for the disk's status.
@@ -69,6 +76,8 @@ struct MarkRequests {
     spans: Vec<Span>,
     /// The disk is no longer in use, or the process ends.
     closed: bool,
+    /// The guest waits for the copy: it makes no pauses.
+    hurried: bool,
 }
 
 /// What the queues, the marker and the copier of a disk share.
@@ -84,6 +93,42 @@ struct ReplicaState {
     clock: Clock,
     troubles: Mutex<ReplicaErrors>,
     counters: ReplicaCounters,
+    brake: Brake,
+}
+
+/// Slows a guest that changes a mirrored disk faster than it is copied, so that the copy comes to an end: only the first
+/// change of a clean chunk waits.
+#[derive(Debug, Default)]
+struct Brake {
+    /// The pause after each mark, in microseconds.
+    pause: AtomicU64,
+    /// How many chunks were marked when the last pass ended.
+    before: AtomicU64,
+}
+
+impl Brake {
+    /// The first pause: a mark's own time or two.
+    const FIRST: u64 = 1000;
+    /// The longest: a guest's request does not fail by it, and a few marks a second are fewer than any copier unmarks.
+    const LONGEST: u64 = 250_000;
+
+    /// A pass has ended, and this many chunks are marked again; a disk with `goal` or fewer can pivot.
+    fn adjust(&self, marked: u64, goal: u64) {
+        let before = self.before.swap(marked, Ordering::Relaxed);
+        let pause = self.pause.load(Ordering::Relaxed);
+        let next = if marked <= goal / 4 {
+            pause / 2
+        } else if marked > goal && marked > before / 2 {
+            (pause * 2).clamp(Self::FIRST, Self::LONGEST)
+        } else {
+            pause
+        };
+        self.pause.store(next, Ordering::Relaxed);
+    }
+
+    fn pause(&self) -> Duration {
+        Duration::from_micros(self.pause.load(Ordering::Relaxed))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -145,6 +190,7 @@ impl Replicate {
             clock: Clock::start(),
             troubles: Mutex::default(),
             counters: ReplicaCounters::default(),
+            brake: Brake::default(),
         };
         shared.tell_of_the_map(&lock(&shared.map));
         (Self(Arc::new(shared)), found)
@@ -183,7 +229,10 @@ impl fmt::Debug for Replicate {
 
 impl Layer for Replicate {
     fn kind(&self) -> &'static str {
-        KIND
+        match self.0.geometry.purpose() {
+            Purpose::Replica => KIND,
+            Purpose::Mirror => MIRROR,
+        }
     }
 
     fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
@@ -233,6 +282,9 @@ impl ReplicaState {
         let mut map = lock(&self.map);
         map.unmark(&self.chunks, copied, self.clock.now());
         self.tell_of_the_map(&map);
+        drop(map);
+        // For a pivot that waits for the last one.
+        self.notify();
     }
 
     /// The replica has lost data: everything must be copied again. False if that cannot be recorded now.
@@ -245,6 +297,10 @@ impl ReplicaState {
         marked
     }
 
+    fn copy_trouble(&self) -> Option<String> {
+        lock(&self.troubles).copy.clone()
+    }
+
     fn tell_of_the_map(&self, map: &Map) {
         let told = map.failure().map(|error| {
             let then = if map.can_mark() {
@@ -254,7 +310,7 @@ impl ReplicaState {
             } else {
                 "what the guest changes for the first time since it was copied waits until it can"
             };
-            format!("the map of the replica cannot be written, {error}: {then}")
+            format!("the map of its copy cannot be written, {error}: {then}")
         });
         self.tell(|troubles| &mut troubles.map, told);
     }
@@ -266,31 +322,38 @@ impl ReplicaState {
         if *known != what {
             match &what {
                 Some(what) => tracing::warn!("{what}"),
-                None => tracing::info!("the replica, or its map, works again"),
+                None => tracing::info!("the copy, or its map, works again"),
             }
             *known = what;
+            drop(troubles);
+            self.notify();
         }
     }
 
     /// Wakes the threads and the chains that wait. A thread that is about to sleep holds the lock, so it does not miss
     /// this.
     fn wake(&self) {
+        self.notify();
+        self.waiters.wake();
+    }
+
+    /// Wakes the threads alone.
+    fn notify(&self) {
         drop(lock(&self.inbox));
         self.news.notify_all();
-        self.waiters.wake();
     }
 
     fn is_closed(&self) -> bool {
         lock(&self.inbox).closed
     }
 
-    /// Sleeps, but not after the end was signalled; true if it was not.
+    /// Sleeps, but not after the end was signalled, nor while the guest waits for the copy; true if it may go on.
     fn sleep(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut inbox = lock(&self.inbox);
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            if inbox.closed || left.is_zero() {
+            if inbox.closed || inbox.hurried || left.is_zero() {
                 return !inbox.closed;
             }
             let woken = self.news.wait_timeout(inbox, left);

@@ -46,6 +46,11 @@ pub enum ReplicaError {
         /// Offset and size of the disk.
         needs: u64,
     },
+    /// A mirrored disk.
+    #[error(
+        "the map of its copy does not tell which of two places has the disk's data ({0}); restore the map, or remove it if the disk cannot have pivoted"
+    )]
+    NoPlace(MapLoad),
     /// Given twice.
     #[error("its image, its replica and the map of the replica must be three files")]
     Same,
@@ -105,11 +110,12 @@ impl OpenedReplica {
             lock_if_path(&file, handle, true)
                 .map_err(|error| ReplicaError::Handle { what, error })?;
         }
-        let place = |what, file, size| {
-            BlockingDisk::file(file, size).map_err(|error| ReplicaError::Look { what, error })
-        };
-        let (replicate, found) = Replicate::new(geometry, place(MAP, map, map_bytes)?);
-        let replica = place(REPLICA, replica, size)?;
+        let map = BlockingDisk::file(map, map_bytes)
+            .map_err(|error| ReplicaError::Look { what: MAP, error })?;
+        let (replicate, found) = Replicate::new(geometry, map);
+        let chain = Chain::new(size, false, Vec::new(), replica.queue())
+            .map_err(|error| ReplicaError::Look { what: REPLICA, error })?;
+        let replica = BlockingDisk::over(chain, Some(replica), true);
         tell(disk, &replicate, found);
         Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
     }
@@ -136,6 +142,8 @@ fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
         MapLoad::Map { damaged_blocks } => {
             tracing::warn!(%disk, damaged_blocks, dirty_bytes, "the map of the replica is damaged; the parts it does not describe are copied again");
         }
+        // A replica's map never says so.
+        MapLoad::Pivoted => {}
         MapLoad::Nothing(why) => {
             tracing::info!(%disk, %why, "there is no map of the replica; all of the disk is copied");
         }
@@ -164,7 +172,7 @@ fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
 }
 
 /// Opens the map and extends it to its length: a new one is empty.
-fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
+pub(super) fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
     let stat = stat(&map, MAP)?;
     let map = File::from(map);
     if is_regular(&stat) && u64::try_from(stat.st_size).unwrap_or(0) < bytes {

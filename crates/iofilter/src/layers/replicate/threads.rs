@@ -5,6 +5,9 @@
 //!  copier  sleeps ── something is marked ──> passes, a second apart ──> sleeps
 //!                                              │ an error: 1 s, 2 s, … 60 s, then the next chunk
 //! ```
+//! A mirror's copier passes more often, and its marker pauses after each mark while the guest changes the disk faster than
+//! it is copied.
+//!
 //! They end when told to. A copier that hangs because the replica's storage hangs is not waited for.
 
 use std::io;
@@ -12,8 +15,11 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use vmseal_api::filter::PIVOT_BYTES_MAX;
+
 use crate::layers::replicate::chunks::Span;
 use crate::layers::replicate::copier::{Batch, Copier, CopyError};
+use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::{ReplicaState, Replicate, lock};
 
 /// The stack size of each thread; it is locked memory.
@@ -21,6 +27,9 @@ const STACK: usize = 128 * 1024;
 
 /// The time between passes: a chunk that a guest changes again and again is copied once in this time.
 const PASS_EVERY: Duration = Duration::from_secs(1);
+
+/// The same for a mirror, which is to come to an end.
+const MIRROR_PASS_EVERY: Duration = Duration::from_millis(100);
 
 /// The pause after an error; it doubles with each error that follows.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
@@ -72,7 +81,7 @@ impl Drop for Replicating {
         let until = Instant::now() + END_WITHIN;
         while self.threads.iter().any(|thread| !thread.is_finished()) {
             if Instant::now() > until {
-                return tracing::warn!("the replica's storage hangs; its copy is abandoned");
+                return tracing::warn!("the storage of the copy hangs; the copy is abandoned");
             }
             std::thread::sleep(END_LOOKED_EVERY);
         }
@@ -100,6 +109,9 @@ fn mark(shared: &ReplicaState) {
             }
             wait = (wait * 2).min(MARK_RETRY_MAX);
         }
+        if !shared.sleep(shared.brake.pause()) {
+            return;
+        }
     }
 }
 
@@ -115,6 +127,9 @@ fn is_dirty(shared: &ReplicaState) -> bool {
 fn copy(shared: &ReplicaState, copier: &mut Copier) {
     let (mut wait, mut well) = (RETRY_FIRST, true);
     let mut begun = Instant::now();
+    let mirror = shared.geometry.purpose() == Purpose::Mirror;
+    let pass_every = if mirror { MIRROR_PASS_EVERY } else { PASS_EVERY };
+    let goal = PIVOT_BYTES_MAX / shared.geometry.chunk();
     while is_dirty(shared) {
         let pause = match copier.batch() {
             Ok(Batch::More) => Duration::ZERO,
@@ -123,7 +138,10 @@ fn copy(shared: &ReplicaState, copier: &mut Copier) {
                     shared.tell(|troubles| &mut troubles.copy, None);
                     wait = RETRY_FIRST;
                 }
-                let rest = PASS_EVERY.saturating_sub(begun.elapsed());
+                if mirror {
+                    shared.brake.adjust(shared.chunks.marked(), goal);
+                }
+                let rest = pass_every.saturating_sub(begun.elapsed());
                 (begun, well) = (Instant::now() + rest, true);
                 rest
             }

@@ -5,7 +5,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
-use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
+use crate::disk::{COPY_POOL_BYTES, POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::layers::cache;
 use crate::layers::replicate;
@@ -21,6 +21,9 @@ const QUEUE_BYTES: u64 = 2 << 20;
 /// For each reader beside a front end: the same, its buffers, and those of its chain.
 const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
 
+/// For the buffers of the two chains of a copy.
+const COPY_CHAINS_BYTES: u64 = 2 * COPY_POOL_BYTES as u64;
+
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
 
@@ -30,12 +33,17 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
     let readers =
         |disk: &DiskConfig| disk.beside.as_ref().map_or(0, |_| usize::from(NBD_CONNECTIONS));
-    let caches = config.disks.iter().filter_map(|disk| {
+    let caches = config.disks.iter().flat_map(|disk| {
         let chains = config::queues(disk) + readers(disk);
-        config::cache(disk).map(|cache| cache::memory(cache, chains))
+        config::caches(disk).map(move |cache| cache::memory(cache, chains))
     });
-    let replicated = config.disks.iter().filter(|disk| config::replica(disk).is_some());
-    let replicas = replicated.map(|disk| replicate::memory(disk.disk, disk.size)).sum::<u64>();
+    let copies = |disk: &&DiskConfig| {
+        usize::from(config::replica(disk).is_some()) + usize::from(config::mirror(disk).is_some())
+    };
+    let replicas = config.disks.iter().map(|disk| {
+        copies(&disk) as u64 * (replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES)
+    });
+    let replicas = replicas.sum::<u64>();
     let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
     let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
     BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>() + replicas

@@ -89,6 +89,25 @@ fn torn_misplaced_and_invented_data_is_found() {
 }
 
 #[test]
+fn where_reads_tear_beside_writes_only_those_are_excused() {
+    let excused = |writes: &[Write], reads: &[(Found, u64, u64)]| {
+        let mut history = history(writes, reads);
+        history.tears_beside_writes = true;
+        history.check().into_iter().map(|finding| finding.wrong).collect::<Vec<_>>()
+    };
+    let one = [done(1, 3, 6)];
+    for (asked, done) in [(1, 4), (4, 5), (5, 8)] {
+        let reads = [(Found::Torn, asked, done), (ONE, 9, 10)];
+        assert_eq!(excused(&one, &reads), [], "{asked}..{done}");
+        let doubled = [Wrong::Torn, Wrong::Doubled];
+        assert_eq!(wrong(&one, &reads), doubled, "storage that does not tear");
+    }
+    assert_eq!(excused(&one, &[(Found::Torn, 1, 2)]), [Wrong::Torn], "before the write");
+    assert_eq!(excused(&one, &[(Found::Torn, 7, 8)]), [Wrong::Torn], "after it");
+    assert_eq!(excused(&one, &[(ZERO, 7, 8)]), [Wrong::Lost]);
+}
+
+#[test]
 fn a_flush_that_a_power_cut_undoes_is_found() {
     let cut = |flushes: &[u64], writes: &[Write], found: Found| {
         let mut history = history(writes, &[]);

@@ -56,6 +56,9 @@ pub struct History {
     pub reads: Vec<Read>,
     /// When each flush that succeeded was submitted.
     pub flushes: Vec<Time>,
+    /// Whether a read may find a unit torn while it is being written: so it is with the page cache of ext4, which
+    /// copies without a lock (docs/decisions/051).
+    pub tears_beside_writes: bool,
     now: Time,
 }
 
@@ -107,7 +110,7 @@ struct Sight {
 impl History {
     pub fn new(start: Vec<Found>) -> Self {
         let (writes, reads, flushes) = (Vec::new(), Vec::new(), Vec::new());
-        Self { start, writes, reads, flushes, now: 0 }
+        Self { start, writes, reads, flushes, tears_beside_writes: false, now: 0 }
     }
 
     /// The next instant.
@@ -149,7 +152,10 @@ impl History {
     }
 
     fn check_unit(&self, unit: u64) -> Vec<Finding> {
-        let (versions, sights) = (self.versions(unit), self.sights(unit));
+        let (versions, mut sights) = (self.versions(unit), self.sights(unit));
+        if self.tears_beside_writes {
+            sights.retain(|sight| sight.value != Found::Torn || !beside_a_write(&versions, sight));
+        }
         let judged = sights.iter().enumerate().filter_map(|(index, sight)| {
             let wrong = garbled(sight.value)
                 .or_else(|| judge(&versions, &sights, sight))
@@ -200,6 +206,14 @@ impl History {
         let hidden = |version: &Version| durable.iter().any(|other| version.is_followed_by(other));
         same.all(hidden).then_some(Wrong::Unflushed)
     }
+}
+
+/// Whether some write was in flight during the read.
+fn beside_a_write(versions: &[Version], sight: &Sight) -> bool {
+    let met = |version: &Version| {
+        version.asked < sight.done && version.over.is_none_or(|over| over > sight.asked)
+    };
+    versions.iter().any(met)
 }
 
 fn garbled(found: Found) -> Option<Wrong> {

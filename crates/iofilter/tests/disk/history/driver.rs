@@ -16,6 +16,7 @@ use vmseal_iofilter::front_ends::nbd;
 use vmseal_iofilter::front_ends::vhost_user;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::stop::Stop;
 
 use crate::history::checker::{End, Finding, History, Write};
@@ -69,7 +70,8 @@ impl Server {
         let serve = move || match way {
             Way::Vhost { .. } => {
                 let socket = Socket::Listening(listener);
-                vhost_user::serve(&socket, uid, &served, chains, &stopping)
+                let orders = Orders::new(stopping)?;
+                vhost_user::serve(&socket, uid, &served, chains, &orders)
             }
             Way::Nbd { .. } => nbd::serve(&listener, uid, &served, chains, 1 << 20, &stopping),
         };

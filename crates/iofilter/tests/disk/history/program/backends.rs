@@ -42,6 +42,12 @@ impl BackendKind {
         }
     }
 
+    /// Whether a read may find a block half written by a write that is in flight. Buffered writes of io_uring are done
+    /// by threads of the kernel, beside reads from the same pages.
+    pub fn tears_beside_writes(self) -> bool {
+        self == Self::PageCache
+    }
+
     /// Whether the image in this directory is qcow2.
     fn is_qcow2(self, directory: &Path) -> bool {
         match self {

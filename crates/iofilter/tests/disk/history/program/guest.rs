@@ -85,11 +85,13 @@ impl Guest {
     pub fn reboot(&mut self, driver: Driver) -> (History, Vec<Found>) {
         self.driver = driver;
         self.under_way.clear();
+        let tears_beside_writes = self.history.tears_beside_writes;
         let before = std::mem::replace(&mut self.history, History::new(Vec::new()));
         self.read_all();
         let found: Vec<_> =
             self.history.reads.drain(..).flat_map(|read: Read| read.found).collect();
         self.history = History::new(found.clone());
+        self.history.tears_beside_writes = tears_beside_writes;
         (before, found)
     }
 

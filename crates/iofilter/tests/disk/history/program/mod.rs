@@ -6,6 +6,7 @@ mod chains;
 mod forgetful;
 mod guest;
 mod killed;
+mod mirrored;
 mod unplugged;
 
 use std::os::unix::net::UnixStream;
@@ -64,6 +65,7 @@ impl<'a> Program<'a> {
         let (mut filter, socket) = self.start(&mut random);
         let driver = Driver::connect_with_record(socket, u64::MAX);
         let mut guest = Guest::new(driver, random.fork());
+        guest.history.tears_beside_writes = self.kind.tears_beside_writes();
         if chains::holes(self.chain) == Some("ciphertext") || self.kind == BackendKind::Overlay {
             guest.write_all();
         }

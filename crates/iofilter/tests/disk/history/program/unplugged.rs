@@ -63,7 +63,7 @@ fn run(kind: BackendKind, chain: &[Value], syncs: bool, mut random: fastrand::Rn
 }
 
 /// Whether a file system of ours can be mounted here; says so if not.
-fn can_mount() -> bool {
+pub(super) fn can_mount() -> bool {
     let place = tempfile::tempdir().unwrap();
     let random = fastrand::Rng::new();
     match Forgetful::mount(place.path(), &[], BLOCK as u64, true, random) {

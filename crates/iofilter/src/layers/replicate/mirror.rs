@@ -1,0 +1,268 @@
+//! A mirror: the copy of a disk in another stack, which the disk pivots to.
+//!
+//! ```text
+//!  Copying ── asked to pivot: no request in flight, the rest copied, the map says so durably ──> Pivoted
+//!     ^              │ an error, or it takes too long
+//!     └──────────────┘
+//! ```
+//! The map's first block is the commit record: before it is written the former place has the disk's data, after it the
+//! copy has. So a process may die at any instant, and the next one, started with the same configuration, serves the
+//! right place. Only the disk's own thread pivots, with all of its queues stopped.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmseal_api::filter::{Direct, Handle, MirrorStatus, PIVOT_BYTES_MAX};
+use vmseal_api::id::DiskId;
+use vmseal_api::size::Size;
+
+use crate::handle::{Handles, lock_if_path};
+use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::replicate::copier::Copier;
+use crate::layers::replicate::format::Geometry;
+use crate::layers::replicate::map::{MapLoad, PivotError};
+use crate::layers::replicate::open::{ReplicaError, lengthened};
+use crate::layers::replicate::threads::Replicating;
+use crate::layers::replicate::{Replicate, lock};
+use crate::stack::chain::Chain;
+use crate::storage::file::FileDisk;
+
+const MAP: &str = "the map of its copy";
+
+/// How long a guest may wait for the last of the copy: a third of the time after which Linux calls a request of a
+/// disk hung.
+const PIVOT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a disk was not switched to its copy. It is served as before, unless the reason says otherwise.
+#[derive(Debug, thiserror::Error)]
+pub enum NotPivoted {
+    /// The guest would wait too long.
+    #[error("its copy lacks {} yet, more than {}; try again later", Size(*.0), Size(PIVOT_BYTES_MAX))]
+    TooMuch(u64),
+    /// The copy met an error.
+    #[error("{0}")]
+    Copy(String),
+    /// [`PIVOT_TIMEOUT`] has passed.
+    #[error("the last {} were not copied within {} seconds; the disk is served as before", Size(*.0), PIVOT_TIMEOUT.as_secs())]
+    Timeout(u64),
+    /// The map.
+    #[error("{0}")]
+    Map(#[from] PivotError),
+    /// The disk has no copy.
+    #[error("it is not mirrored")]
+    NoMirror,
+    /// Another request is there first.
+    #[error("it is asked to pivot already")]
+    Asked,
+    /// Storage does not answer, or the disk's thread does not.
+    #[error("its requests in flight do not end; the disk is served as before")]
+    Busy,
+    /// The process ends, or the disk has failed.
+    #[error("it is no longer served; the map of its copy says where its data is")]
+    Ending,
+}
+
+/// What is known of a mirrored disk, for its status.
+#[derive(Debug)]
+pub struct Mirror {
+    replicate: Replicate,
+    pivoted: AtomicBool,
+}
+
+impl Mirror {
+    /// For the disk's status.
+    #[must_use]
+    pub fn status(&self) -> MirrorStatus {
+        let pivoted = self.pivoted.load(Ordering::Acquire);
+        let status = self.replicate.status();
+        let dirty_bytes = if pivoted { 0 } else { status.dirty_bytes };
+        MirrorStatus { pivoted, dirty_bytes, last_error: status.last_error.filter(|_| !pivoted) }
+    }
+}
+
+/// A mirror whose map is open.
+pub struct OpenedMirror {
+    /// The layer.
+    pub replicate: Replicate,
+    /// Its status.
+    pub mirror: Arc<Mirror>,
+    bytes_per_second: u64,
+}
+
+impl OpenedMirror {
+    /// Opens the map of a disk's copy.
+    ///
+    /// # Errors
+    /// [`ReplicaError`]: among others, the map does not tell which place has the disk's data.
+    pub fn open(
+        disk: DiskId,
+        size: u64,
+        map: &Handle,
+        bytes_per_second: u64,
+        handles: &mut Handles,
+    ) -> Result<Self, ReplicaError> {
+        let geometry = Geometry::new(disk, size).of_mirror();
+        let of_handle = |error| ReplicaError::Handle { what: MAP, error };
+        let file = handles.file(map, true).map_err(of_handle)?;
+        lock_if_path(&file, map, true).map_err(of_handle)?;
+        let map_bytes = geometry.map_bytes() as u64;
+        let file = lengthened(file, map_bytes)?;
+        let file = FileDisk::open(file, 0, map_bytes, Direct::Off, false)
+            .map_err(|error| ReplicaError::Open { what: MAP, error })?;
+        let file = BlockingDisk::file(file, map_bytes)
+            .map_err(|error| ReplicaError::Look { what: MAP, error })?;
+        let (replicate, found) = Replicate::new(geometry, file);
+        let pivoted = found == MapLoad::Pivoted;
+        if !found.tells_the_place() || pivoted && !replicate.map_is_valid() {
+            return Err(ReplicaError::NoPlace(found));
+        }
+        tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
+        let mirror =
+            Arc::new(Mirror { replicate: replicate.clone(), pivoted: AtomicBool::new(pivoted) });
+        Ok(Self { replicate, mirror, bytes_per_second })
+    }
+
+    /// Copies from `source`, what is below the filter, with the file whose holes are zeroes, to `copy`. `chains` are those
+    /// of the copy, for the disk's queues.
+    #[must_use]
+    pub fn between(
+        self,
+        source: BlockingDisk,
+        holes: Option<FileDisk>,
+        copy: BlockingDisk,
+        chains: Vec<Chain>,
+    ) -> Pivot {
+        let Self { replicate, mirror, bytes_per_second } = self;
+        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second);
+        let place = Place::Former { copier: Some(copier), copying: None, chains };
+        Pivot { replicate, mirror, place: Mutex::new(place) }
+    }
+
+    /// Of a disk that has pivoted before.
+    #[must_use]
+    pub fn pivoted(self) -> Pivot {
+        let Self { replicate, mirror, .. } = self;
+        Pivot { replicate, mirror, place: Mutex::new(Place::Copy) }
+    }
+}
+
+/// Where a mirrored disk's data is.
+enum Place {
+    /// Where it was before.
+    Former {
+        /// Until it is started.
+        copier: Option<Copier>,
+        /// The running copy.
+        copying: Option<Replicating>,
+        /// Of the copy, for the disk's queues.
+        chains: Vec<Chain>,
+    },
+    /// In the copy.
+    Copy,
+}
+
+/// Switches a disk to its copy; see the module.
+pub struct Pivot {
+    replicate: Replicate,
+    mirror: Arc<Mirror>,
+    place: Mutex<Place>,
+}
+
+impl Pivot {
+    /// For the disk's status.
+    #[must_use]
+    pub fn mirror(&self) -> Arc<Mirror> {
+        Arc::clone(&self.mirror)
+    }
+
+    /// Starts the copy, unless the disk has pivoted.
+    ///
+    /// # Errors
+    /// The system has no thread.
+    pub fn start(&self) -> std::io::Result<()> {
+        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Place::Former { copier, copying, .. } = &mut *place
+            && let Some(copier) = copier.take()
+        {
+            *copying = Some(Replicating::start(&self.replicate, copier)?);
+        }
+        Ok(())
+    }
+
+    /// Ends the copy; the next process resumes it.
+    pub fn end(&self) {
+        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Place::Former { copier, copying, .. } = &mut *place {
+            (*copier, *copying) = (None, None);
+        }
+    }
+
+    /// Whether the disk can be asked to pivot: it has, or its copy lacks little.
+    ///
+    /// # Errors
+    /// [`NotPivoted::TooMuch`].
+    pub fn is_near(&self) -> Result<(), NotPivoted> {
+        match self.mirror.status().dirty_bytes {
+            few if few <= PIVOT_BYTES_MAX => Ok(()),
+            many => Err(NotPivoted::TooMuch(many)),
+        }
+    }
+
+    /// Pivots. The disk has no request in flight, in none of its queues, and gets none meanwhile. Returns the chains of
+    /// the copy; none if the disk had pivoted before.
+    ///
+    /// # Errors
+    /// [`NotPivoted`].
+    pub fn pivot(&self) -> Result<Option<Vec<Chain>>, NotPivoted> {
+        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
+        let Place::Former { chains, .. } = &mut *place else { return Ok(None) };
+        self.is_near()?;
+        self.replicate.copy_the_rest(PIVOT_TIMEOUT)?;
+        self.replicate.record_pivot()?;
+        let chains = std::mem::take(chains);
+        self.mirror.pivoted.store(true, Ordering::Release);
+        *place = Place::Copy;
+        Ok(Some(chains))
+    }
+}
+
+impl Replicate {
+    /// Whether the map is on record as it is in memory.
+    fn map_is_valid(&self) -> bool {
+        lock(&self.0.map).is_valid()
+    }
+
+    /// Waits until the copy lacks nothing, and has it durably. Nothing changes the disk meanwhile.
+    fn copy_the_rest(&self, timeout: Duration) -> Result<(), NotPivoted> {
+        let (shared, until) = (&*self.0, Instant::now() + timeout);
+        lock(&shared.troubles).copy = None;
+        let mut inbox = lock(&shared.inbox);
+        inbox.hurried = true;
+        shared.news.notify_all();
+        let outcome = loop {
+            if shared.chunks.marked() == 0 {
+                break Ok(());
+            }
+            if let Some(trouble) = shared.copy_trouble() {
+                break Err(NotPivoted::Copy(trouble));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break Err(NotPivoted::Timeout(shared.dirty_bytes()));
+            }
+            let woken = shared.news.wait_timeout(inbox, left);
+            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
+        };
+        inbox.hurried = false;
+        outcome
+    }
+
+    fn record_pivot(&self) -> Result<(), NotPivoted> {
+        let shared = &*self.0;
+        let mut map = lock(&shared.map);
+        let pivoted = map.pivot(&shared.chunks);
+        shared.tell_of_the_map(&map);
+        Ok(pivoted?)
+    }
+}
