@@ -7,7 +7,7 @@ use roxmltree::Node;
 use vmseal_api::boot::{BootDevice, Cdrom, check_medium};
 use vmseal_api::hardware::{Firmware, Hardware};
 
-use super::read::{child, unknown};
+use super::node::{child, unknown};
 
 /// Elements of a CD-ROM drive that are read, or that a VM has its own of.
 const KNOWN_OF_DRIVE: [&str; 8] =

@@ -2,6 +2,7 @@
 
 mod interfaces;
 mod machine;
+mod node;
 mod read;
 mod write;
 

@@ -2,7 +2,6 @@
 //! memory, disks with their formats, network cards and machine. The rest is reported as not imported; a domain that would
 //! lose data is refused.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use super::interfaces;
 use super::machine::machine;
+use super::node::{child, text_of, unknown};
 
 /// The longest domain, in bytes; libvirt's own have some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
@@ -157,14 +157,6 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     Ok(Domain { name, vcpus, memory, disks, nics, hardware, warnings })
 }
 
-pub(super) fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
-    of.children().find(|child| child.has_tag_name(name))
-}
-
-fn text_of<'a>(of: Node<'a, 'a>, name: &str) -> Option<&'a str> {
-    child(of, name)?.text().map(str::trim).filter(|text| !text.is_empty())
-}
-
 /// Checks that such a system can run.
 fn check_system<'a>(
     domain: Node<'a, 'a>,
@@ -293,18 +285,6 @@ fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: 
     for (element, _) in unknown(source, &KNOWN_OF_SOURCE) {
         warnings.push(format!("of disk '{name}': <{element}> of its source"));
     }
-}
-
-/// The elements that are not known, with their counts.
-pub(super) fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
-    let mut counts = BTreeMap::<String, u32>::new();
-    for child in of.children().filter(Node::is_element) {
-        let name = child.tag_name().name();
-        if !known.contains(&name) {
-            *counts.entry(name.to_owned()).or_default() += 1;
-        }
-    }
-    counts
 }
 
 /// Reports what is not imported.
