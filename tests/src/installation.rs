@@ -51,6 +51,8 @@ pub struct Installation {
     unlocks: bool,
     /// What server and agent log from their start on.
     levels: &'static str,
+    /// What runs the guests: the same for every test, as the probe has a test of its own.
+    accelerator: &'static str,
 }
 
 /// Every installation of this process gets an address of its own, so that ports never collide.
@@ -70,6 +72,15 @@ impl Installation {
 
     /// The same, with a server and an agent that log this.
     pub fn logging(levels: &'static str) -> anyhow::Result<Self> {
+        Self::made(levels, "tcg")
+    }
+
+    /// The same as [`Installation::new`], but that guests run under KVM where that works.
+    pub fn probing() -> anyhow::Result<Self> {
+        Self::made("info", "auto")
+    }
+
+    fn made(levels: &'static str, accelerator: &'static str) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("vmseal-test-").tempdir()?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o711))?;
         let mut this = Self {
@@ -80,6 +91,7 @@ impl Installation {
             others: Vec::new(),
             unlocks: true,
             levels,
+            accelerator,
         };
         this.start_server()?;
         this.join("here", AGENT_PORT, "agent")?;
@@ -144,8 +156,7 @@ impl Installation {
             .arg(self.path(run))
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
-            // The probe has a test of its own; here every guest runs under the same accelerator.
-            .args(["--accelerator", "tcg"])
+            .args(["--accelerator", self.accelerator])
             .env("RUST_LOG", self.levels);
         Ok(command)
     }

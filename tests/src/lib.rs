@@ -7,6 +7,7 @@
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
+//! | [`network`] | networks of a test's own, and the guest that is on them |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
@@ -20,6 +21,7 @@ pub mod first_boot;
 pub mod guest;
 pub mod header;
 pub mod installation;
+pub mod network;
 pub mod process;
 pub mod rest;
 pub mod scan;

@@ -3,15 +3,11 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::Command;
 
-use nix::sched::{CloneFlags, unshare};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::network::{bridge, connect, echoes, guest_image, own_namespace, page, taps};
 use vmseal_tests::process::kill_hard;
 
 /// The guest takes its address from its card's (`scripts/build-network-guest`).
@@ -21,27 +17,6 @@ const SECOND_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0b,name=lan";
 const SECOND: &str = "10.77.0.11";
 const USER_CARD: &str = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,name=out";
 
-/// How long a peer may take to answer.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn ip(arguments: &str) -> String {
-    let run = Command::new("ip").args(arguments.split(' ')).output().unwrap();
-    assert!(run.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&run.stderr));
-    String::from_utf8(run.stdout).unwrap()
-}
-
-/// The taps that vmseal has made.
-fn taps() -> usize {
-    ip("-o link").lines().filter(|line| line.contains("vmseal")).count()
-}
-
-fn guest_image() -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "the guest could not be built");
-    String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
-}
-
 /// Runs a client of redis; gives what it says.
 fn redis(program: &str, arguments: &[&str]) -> String {
     let output = Command::new("timeout").arg("60").arg(program).args(arguments).output().unwrap();
@@ -50,38 +25,8 @@ fn redis(program: &str, arguments: &[&str]) -> String {
     said.trim().to_owned()
 }
 
-fn connect(to: &str) -> TcpStream {
-    let address: SocketAddr = to.parse().unwrap();
-    eventually(&format!("{to} takes connections"), || {
-        let stream = TcpStream::connect_timeout(&address, PATIENCE).ok()?;
-        stream.set_read_timeout(Some(PATIENCE)).ok()?;
-        Some(stream)
-    })
-    .unwrap()
-}
-
-/// Has the guest send back what it is sent.
-fn echoes(stream: &mut TcpStream, text: &[u8]) {
-    stream.write_all(text).unwrap();
-    let mut back = vec![0; text.len()];
-    stream.read_exact(&mut back).unwrap();
-    assert_eq!(back, text);
-}
-
-/// The guest's page: the addresses of its cards.
-fn page(at: &str) -> String {
-    eventually(&format!("{at} has a page"), || {
-        let mut stream = connect(at);
-        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").ok()?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).ok()?;
-        text.contains(" 200 OK").then_some(text)
-    })
-    .unwrap()
-}
-
 fn create(here: &Installation, vm: &str, nics: &[&str]) {
-    let disk = format!("datastore=local,format=raw,image={}", guest_image());
+    let disk = format!("datastore=local,format=raw,image={}", guest_image().unwrap().display());
     let mut arguments = vec!["vm", "create", vm, "--policy", "encrypted", "--disk", &disk];
     arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
@@ -90,14 +35,10 @@ fn create(here: &Installation, vm: &str, nics: &[&str]) {
 
 #[test]
 fn guests_are_on_the_network() {
-    if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
-        eprintln!("skipped: no network namespace can be made: {error}");
+    if !own_namespace().unwrap() {
         return;
     }
-    ip("link set lo up");
-    ip("link add br0 type bridge");
-    ip("addr add 10.77.0.1/24 dev br0");
-    ip("link set br0 up");
+    bridge("br0", "10.77.0.1/24").unwrap();
     let mut here = Installation::new().unwrap();
     create(&here, "first", &[FIRST_CARD]);
     create(&here, "second", &[SECOND_CARD, USER_CARD]);
@@ -105,19 +46,19 @@ fn guests_are_on_the_network() {
 
     here.vmseal(&["vm", "start", "first"]).unwrap();
     here.vmseal(&["vm", "start", "second"]).unwrap();
-    assert_eq!(taps(), 2);
+    assert_eq!(taps().unwrap(), 2);
     let mut first = here.console("first").unwrap();
     first.expect(&format!("VMSEAL-NET eth0 {FIRST} 1"), 0).unwrap();
     here.console("second").unwrap().expect("VMSEAL-NET eth1 10.0.2.15 1", 0).unwrap();
 
     // Host to guests, over the bridge and at the forwarded port.
-    let mut held = connect(&format!("{FIRST}:7"));
-    echoes(&mut held, b"from the host");
+    let mut held = connect(&format!("{FIRST}:7")).unwrap();
+    echoes(&mut held, b"from the host").unwrap();
     let shown = here.vm("second").unwrap();
     let port = shown["nics"][1]["forwards"][0]["host_port"].as_u64().unwrap();
     let forwarded = format!("127.0.0.1:{port}");
-    assert!(page(&forwarded).contains("10.0.2.15"));
-    assert!(page(&format!("{SECOND}:80")).contains(SECOND));
+    assert!(page(&forwarded).unwrap().contains("10.0.2.15"));
+    assert!(page(&format!("{SECOND}:80")).unwrap().contains(SECOND));
     // Redis in the guest, its load from outside.
     redis(
         "redis-benchmark",
@@ -145,28 +86,28 @@ fn guests_are_on_the_network() {
     first.expect("CUT-42", 0).unwrap();
     assert_eq!(here.vm("second").unwrap()["nics"][0]["link"], "down");
     here.vmseal(&["nic", "set", "second", "lan", "--link", "up"]).unwrap();
-    assert!(page(&format!("{SECOND}:80")).contains(SECOND));
+    assert!(page(&format!("{SECOND}:80")).unwrap().contains(SECOND));
     assert!(
         here.refused(&["nic", "set", "second", "wan", "--link", "up"]).unwrap().contains("'wan'")
     );
 
     // Cards are QEMU's: they go on without the agent, and the next one knows them.
     here.kill_agent();
-    echoes(&mut held, b"without an agent");
+    echoes(&mut held, b"without an agent").unwrap();
     here.start_agent().unwrap();
     here.wait_power("second", "running").unwrap();
-    echoes(&mut held, b"with another agent");
-    assert!(page(&forwarded).contains("10.0.2.15"));
+    echoes(&mut held, b"with another agent").unwrap();
+    assert!(page(&forwarded).unwrap().contains("10.0.2.15"));
     assert_eq!(here.vm("second").unwrap()["nics"][1]["forwards"][0]["host_port"], port);
     // And they go with QEMU.
     let qemu = here.processes_of("first", "qemu-system-x86_64").unwrap();
     qemu.into_iter().for_each(kill_hard);
     here.wait_power("first", "off").unwrap();
-    assert_eq!(taps(), 1);
+    assert_eq!(taps().unwrap(), 1);
 
     // The port is kept for the VM.
     here.vmseal(&["vm", "stop", "second", "--force"]).unwrap();
-    assert_eq!(taps(), 0);
+    assert_eq!(taps().unwrap(), 0);
     here.vmseal(&["vm", "start", "second"]).unwrap();
     assert_eq!(here.vm("second").unwrap()["nics"][1]["forwards"][0]["host_port"], port);
     here.vmseal(&["vm", "stop", "second", "--force"]).unwrap();
@@ -174,11 +115,9 @@ fn guests_are_on_the_network() {
 
 #[test]
 fn what_a_card_cannot_be_connected_to_is_refused_and_nothing_is_left() {
-    if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
-        eprintln!("skipped: no network namespace can be made: {error}");
+    if !own_namespace().unwrap() {
         return;
     }
-    ip("link set lo up");
     let here = Installation::new().unwrap();
     let disk = "datastore=local,size=1MiB";
     let create = |vm: &str, nics: &[&str]| {
@@ -211,7 +150,7 @@ fn what_a_card_cannot_be_connected_to_is_refused_and_nothing_is_left() {
         }
         assert_eq!(here.vm(vm).unwrap()["power"], "off");
     }
-    assert_eq!((taps(), here.all_guest_processes()), (0, vec![]));
+    assert_eq!((taps().unwrap(), here.all_guest_processes()), (0, vec![]));
     // Addresses that are made up differ; one that is asked for twice is refused.
     let mac = |vm: &str| here.vm(vm).unwrap()["nics"][0]["mac"].as_str().unwrap().to_owned();
     let (one, other) = (mac("no-bridge"), mac("no-tap"));

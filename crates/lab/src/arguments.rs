@@ -111,7 +111,7 @@ pub fn run(
     arguments: &BenchArguments,
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Report, BenchError> {
-    let goals = goals::read(&arguments.goals)?;
+    let goals = goals::read(&arguments.goals, goals::DISK)?;
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(&arguments.storage_daemon, &arguments.nbdkit);
     let (mut sections, mut obstacles, mut all) = (Vec::new(), Vec::new(), Outcome::default());

@@ -12,7 +12,7 @@ use vmseal_api::host::NicSpec;
 use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::NicModel;
 
-use super::network::{Card, OpenTap};
+use super::network::{Card, OpenTap, QUEUES_MAX};
 use super::qemu;
 use super::qmp::{Qmp, QmpError};
 
@@ -22,6 +22,10 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause between looks.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The descriptors of a network card: those of its tap, and those of the kernel's virtio-net.
+const QUEUE: &str = "queue";
+const VHOST: &str = "vhost";
 
 /// The path of QEMU's objects that have an id (docs/devel/qom.rst).
 pub const DEVICES: &str = "/machine/peripheral";
@@ -130,10 +134,10 @@ pub async fn nic(qmp: &Qmp, port: u32, nic: &NicSpec, card: &Card) -> Result<(),
         }
         Some(tap) => {
             backend["type"] = "tap".into();
-            backend["fds"] = pass(qmp, "queue", nic.nic, tap.queues()).await?.into();
+            backend["fds"] = pass(qmp, QUEUE, nic.nic, tap.queues()).await?.into();
             if tap.vhost().next().is_some() {
                 backend["vhost"] = true.into();
-                backend["vhostfds"] = pass(qmp, "vhost", nic.nic, tap.vhost()).await?.into();
+                backend["vhostfds"] = pass(qmp, VHOST, nic.nic, tap.vhost()).await?.into();
             }
         }
     }
@@ -168,19 +172,34 @@ async fn pass(
 ) -> Result<String, QmpError> {
     let mut names = Vec::new();
     for (index, descriptor) in descriptors.enumerate() {
-        let name = format!("{kind}{index}-{nic}");
+        let name = descriptor_name(kind, index, nic);
         qmp.pass_descriptor(&name, descriptor).await?;
         names.push(name);
     }
     Ok(names.join(":"))
 }
 
-/// Removes what a network card was connected to; one that is not there is no error.
+/// Removes what a network card was connected to; one that is not there is no error. Descriptors that an agent has passed
+/// before it ended are closed, too: a tap is there, and taken, as long as QEMU has one of them.
 pub async fn drop_network(qmp: &Qmp, nic: NicId) {
     let removed = qmp.execute("netdev_del", json!({"id": qemu::network_id(nic)})).await;
     if let Err(error) = removed {
         tracing::debug!(%error, %nic, "the network of a card is not QEMU's");
     }
+    for kind in [QUEUE, VHOST] {
+        for index in 0..QUEUES_MAX as usize {
+            let name = descriptor_name(kind, index, nic);
+            let closed = qmp.execute("closefd", json!({"fdname": name})).await;
+            if let Err(error) = closed {
+                tracing::trace!(%error, name, "QEMU has no such descriptor");
+            }
+        }
+    }
+}
+
+/// What a descriptor of a network card is called while it is passed.
+fn descriptor_name(kind: &str, index: usize, nic: NicId) -> String {
+    format!("{kind}{index}-{nic}")
 }
 
 /// Asks the guest to let a device go, and waits a while; whether QEMU no longer has it.

@@ -335,6 +335,7 @@ mod tests {
                     last_error: None,
                     bitmaps: Vec::new(),
                     replica: None,
+                    mirror: None,
                 })
                 .into(),
             confinement: None,
@@ -391,6 +392,7 @@ mod tests {
                 last_error: None,
                 bitmaps: Vec::new(),
                 replica,
+                mirror: None,
             }],
             confinement: None,
         };

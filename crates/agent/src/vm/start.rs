@@ -266,6 +266,10 @@ async fn arrived(qmp: &Qmp, record: &Record) -> Result<(VmSpec, Live), Problem> 
     let devices = plug::devices(qmp).await.map_err(internal)?;
     let there = |device: String| devices.contains(&device);
     live.disks.retain(|disk| disk.port.is_none() || there(plug::disk_device(disk.disk)));
+    for nic in live.nics.iter().filter(|nic| !there(plug::nic_device(nic.nic))) {
+        // The agent ended before it plugged the card in, or after the guest let it go.
+        plug::drop_network(qmp, nic.nic).await;
+    }
     live.nics.retain(|nic| there(plug::nic_device(nic.nic)));
     live.nic_ports.retain(|nic, _| there(plug::nic_device(*nic)));
     spec.devices.retain(|device| live.has(device));

@@ -484,7 +484,7 @@ mod tests {
             (json!([copy(10, 11, 0, REPLICATE_RATE_MIN - 1)]), "give at least 1048576"),
             (json!([copy(10, 11, 512, REPLICATE_RATE_MIN)]), "begins at 512"),
             (json!([copy(10, 10, 0, REPLICATE_RATE_MIN)]), "the same file"),
-            (json!([{ "kind": "mirror" }]), "mirror"),
+            (json!([{ "kind": "tape" }]), "tape"),
             (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
         ];
         for (chain, reason) in bad {
@@ -492,6 +492,63 @@ mod tests {
             config["disks"][0]["chain"] = chain.clone();
             let refusal = read_value(&config).expect_err(&chain.to_string()).to_string();
             assert!(refusal.contains(reason), "{chain}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn a_mirror_is_checked_for_sense() {
+        let crypt = |fd: i32| json!({ "kind": "crypt", "key": { "fd": fd }, "holes": "zero" });
+        let file = |fd: i32| json!({ "kind": "file", "file": { "fd": fd }, "offset": 0 });
+        let mirror = |chain: Value, backend: Value, rate: u64| {
+            json!({
+                "kind": "mirror", "to": { "chain": chain, "backend": backend },
+                "map": { "fd": 12 }, "bytes_per_second": rate
+            })
+        };
+        let good_mirror = || mirror(json!([crypt(10)]), file(11), REPLICATE_RATE_MIN);
+        let limit = json!({ "kind": "limit", "requests": { "per_second": 9, "burst": 9 } });
+        let cache = json!({ "kind": "cache", "bytes": 1 << 20 });
+        let replica = json!({
+            "kind": "replicate", "replica": { "fd": 20 }, "map": { "fd": 21 },
+            "bytes_per_second": REPLICATE_RATE_MIN
+        });
+        let with = |chain: &Value| {
+            let mut config = good();
+            config["disks"][0]["chain"] = chain.clone();
+            config
+        };
+        for chain in [
+            json!([good_mirror()]),
+            json!([limit, good_mirror(), crypt(5), cache, replica]),
+            json!([mirror(json!([]), file(11), REPLICATE_RATE_MIN), crypt(5)]),
+        ] {
+            let config = read_value(&with(&chain));
+            let config = config.unwrap_or_else(|error| panic!("{chain}: {error}"));
+            assert_eq!(pools(&config.disks[0]), 4, "a queue of the disk, and one of the copy");
+        }
+        let rate = REPLICATE_RATE_MIN;
+        for (chain, reason) in [
+            (json!([crypt(5), good_mirror()]), "above `mirror`"),
+            (json!([cache, good_mirror()]), "above `mirror`"),
+            (json!([good_mirror(), good_mirror()]), "mirrored more than once"),
+            (json!([mirror(json!([]), file(11), rate - 1)]), "give at least"),
+            (json!([mirror(json!([replica]), file(11), rate)]), "neither mirrored nor"),
+            (json!([mirror(json!([good_mirror()]), file(11), rate)]), "neither mirrored nor"),
+            (json!([mirror(json!([]), json!({ "kind": "mem" }), rate)]), "to memory"),
+            (json!([mirror(json!([crypt(8), crypt(9)]), file(11), rate)]), "more than once"),
+        ] {
+            let refusal = read_value(&with(&chain)).expect_err(&chain.to_string()).to_string();
+            assert!(refusal.contains(reason), "{chain}: {refusal}");
+        }
+        for (pointer, value) in [
+            ("/disks/0/read_only", json!(true)),
+            ("/disks/0/beside", json!({ "listen": { "fd": 9 } })),
+            ("/disks/0/front_end", json!({ "kind": "nbd", "listen": { "fd": 7 } })),
+        ] {
+            let mut config = with(&json!([good_mirror()]));
+            config["disks"][0][pointer.rsplit('/').next().unwrap()] = value;
+            let refusal = read_value(&config).expect_err(pointer).to_string();
+            assert!(refusal.contains("its guest alone"), "{pointer}: {refusal}");
         }
     }
 

@@ -22,7 +22,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use self::tap::{Tap, TapError};
 
 /// The most queues of a card: a pair for each processor of the guest gains little beyond.
-const QUEUES_MAX: u32 = 8;
+pub(super) const QUEUES_MAX: u32 = 8;
 
 /// What every interface that is made for a card is called; the kernel puts a number for `%d`.
 const TAP_NAMES: &str = "vmseal%d";

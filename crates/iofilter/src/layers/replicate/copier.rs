@@ -7,6 +7,7 @@
 //! A chunk may change while it is copied; then it stays marked, and the torn copy does no harm. A chunk that
 //! changes all the time is still copied once a pass, so the replica has a version of it as old as that pass.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::layers::replicate::Replicate;
@@ -15,6 +16,10 @@ use crate::layers::replicate::map::Copied;
 use crate::layers::replicate::pipe::{PIECE, Pipe, PipeError};
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
+
+/// How long a copy rests beside a busy guest, in times of what a piece took: a fifth of storage's time is left to the copy,
+/// and the guest's slow requests are about as slow as without it (docs/decisions/111).
+const REST: u32 = 4;
 
 /// How much is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
 /// against the cost of a flush.
@@ -74,6 +79,9 @@ pub struct Copier {
     bytes_per_second: u64,
     /// When the next piece may be copied.
     not_before: Instant,
+    /// The guest's requests when the last piece began, and when that was.
+    requests: u64,
+    begun: Instant,
     /// The replica was truncated, and the map does not say so yet.
     cut: bool,
 }
@@ -95,6 +103,8 @@ impl Copier {
             next: 0,
             bytes_per_second,
             not_before: Instant::now(),
+            requests: 0,
+            begun: Instant::now(),
             cut: false,
         }
     }
@@ -175,6 +185,7 @@ impl Copier {
             }
             let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
             self.wait_for_the_rate(length as u64)?;
+            self.yield_to_the_guest()?;
             self.pipe.piece(chunk, at, length);
             at += length as u64;
         }
@@ -187,6 +198,20 @@ impl Copier {
         let hole = extent.filter(|extent| !extent.data);
         // Direct I/O takes whole blocks only.
         hole.map_or(at, |hole| if hole.end == end { end } else { hole.end / 4096 * 4096 })
+    }
+
+    /// A mirror is copied as fast as storage works while the guest is idle. Where it has made requests since the last piece,
+    /// the next one waits for the end of that one and for [`REST`] times as long.
+    fn yield_to_the_guest(&mut self) -> Result<(), CopyError> {
+        let requests = self.replicate.0.requests.load(Ordering::Relaxed);
+        if std::mem::replace(&mut self.requests, requests) != requests {
+            self.pipe.drain();
+            if !self.replicate.0.sleep(self.begun.elapsed() * REST) {
+                return Err(CopyError::Stopped);
+            }
+        }
+        self.begun = Instant::now();
+        Ok(())
     }
 
     /// Sleeps until this many bytes may be read.

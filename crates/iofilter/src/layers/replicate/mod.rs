@@ -94,6 +94,8 @@ struct ReplicaState {
     troubles: Mutex<ReplicaErrors>,
     counters: ReplicaCounters,
     brake: Brake,
+    /// How many requests the guest has made while the disk is mirrored: the copier yields to them.
+    requests: AtomicU64,
 }
 
 /// Slows a guest that changes a mirrored disk faster than it is copied, so that the copy comes to an end: only the first
@@ -191,6 +193,7 @@ impl Replicate {
             troubles: Mutex::default(),
             counters: ReplicaCounters::default(),
             brake: Brake::default(),
+            requests: AtomicU64::new(0),
         };
         shared.tell_of_the_map(&lock(&shared.map));
         (Self(Arc::new(shared)), found)
@@ -404,6 +407,9 @@ impl Filter for ReplicateFilter {
 
     fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
         let request = io.request(id);
+        if self.shared.geometry.purpose() == Purpose::Mirror {
+            self.shared.requests.fetch_add(1, Ordering::Relaxed);
+        }
         if !request.operation.changes() {
             return io.pass(id);
         }

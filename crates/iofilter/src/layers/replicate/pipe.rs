@@ -114,6 +114,8 @@ impl Pipe {
         let segment = self.segment(free, length);
         self.source.chain.data_mut(id).push(segment);
         self.source.chain.submit(id, Operation::Read, at, length as u64, free as u64);
+        // Handed over now, not when the next piece comes.
+        self.source.chain.poll();
     }
 
     /// Begins to make a part of a chunk zeroes; waits until there is room for it.

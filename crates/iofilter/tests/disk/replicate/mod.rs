@@ -2,6 +2,7 @@
 //! power fails, and whichever of disk, replica and map gives errors. And in the end it is equal.
 
 mod killed;
+mod mirror;
 mod rig;
 mod troubles;
 

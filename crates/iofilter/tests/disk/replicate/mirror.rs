@@ -1,0 +1,154 @@
+//! What a mirror does beside copying: it yields to its guest, and a pivot that cannot be done changes nothing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use vmseal_api::filter::{DelaySpec, FaultKind, OperationKind, PIVOT_BYTES_MAX};
+use vmseal_api::id::DiskId;
+use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::layers::replicate::Replicate;
+use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
+use vmseal_iofilter::layers::replicate::copier::Copier;
+use vmseal_iofilter::layers::replicate::format::Geometry;
+use vmseal_iofilter::layers::replicate::mirror::{NotPivoted, OpenedMirror, Pivot};
+use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
+use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::memory::Segment;
+use vmseal_iofilter::stack::request::{Operation, RequestId};
+use vmseal_iofilter::storage::mem::MemDisk;
+
+use super::faults;
+use vmseal_iofilter::layers;
+
+const SIZE: u64 = 8 << 20;
+
+fn chain(size: u64, disk: &MemDisk, filters: Vec<Box<dyn Filter>>) -> Chain {
+    Chain::new(size, false, filters, disk.queue()).unwrap()
+}
+
+fn noise(size: u64) -> MemDisk {
+    let disk = MemDisk::new(size as usize);
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut bytes = vec![0; size as usize];
+    random.fill(&mut bytes);
+    let mut place = BlockingDisk::new(chain(size, &disk, vec![]));
+    // SAFETY: the bytes outlive the write, which is over when the call returns.
+    place.write(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) }).unwrap();
+    disk
+}
+
+fn mirror(size: u64) -> Replicate {
+    let geometry = Geometry::new(DiskId::new(), size).of_mirror();
+    let map_bytes = geometry.map_bytes();
+    let map = BlockingDisk::new(chain(map_bytes as u64, &MemDisk::new(map_bytes), vec![]));
+    Replicate::new(geometry, map).0
+}
+
+/// Counts the reads in flight below it, and makes a request of the guest at each, if there is one.
+struct Busy {
+    now: usize,
+    most: Arc<AtomicUsize>,
+    guest: Option<Chain>,
+}
+
+impl Filter for Busy {
+    fn limits(&self) -> Limits {
+        Limits { children: 0 }
+    }
+
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.now += 1;
+        self.most.fetch_max(self.now, Ordering::Relaxed);
+        if let Some(guest) = &mut self.guest {
+            let request = guest.begin().unwrap();
+            guest.submit(request, Operation::Flush, 0, 0, 0);
+            guest.poll();
+            while guest.next_done().is_some() {}
+        }
+        io.pass(id);
+    }
+
+    fn up(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.now -= 1;
+        io.complete(id, io.request(id).result);
+    }
+}
+
+/// The most pieces that were read at a time.
+fn pieces_at_a_time(busy: bool) -> usize {
+    let (replicate, source, copy) = (mirror(SIZE), noise(SIZE), MemDisk::new(SIZE as usize));
+    let guest = busy.then(|| chain(SIZE, &source, vec![replicate.filter().unwrap()]));
+    let most = Arc::new(AtomicUsize::new(0));
+    let counting: Box<dyn Filter> = Box::new(Busy { now: 0, most: Arc::clone(&most), guest });
+    let slow = DelaySpec {
+        operations: vec![OperationKind::Read],
+        microseconds: 500,
+        jitter_microseconds: 0,
+        reorders: false,
+        seed: 0,
+    };
+    let filters = vec![counting, Delay::new(slow).filter().unwrap()];
+    let from = BlockingDisk::new(chain(SIZE, &source, filters));
+    let to = BlockingDisk::new(chain(SIZE, &copy, vec![]));
+    let mut copier = Copier::new(&replicate, from, None, to, u64::MAX);
+    while replicate.status().dirty_bytes > 0 {
+        copier.batch().unwrap();
+    }
+    assert_eq!(source.bytes(), copy.bytes());
+    most.load(Ordering::Relaxed)
+}
+
+#[test]
+fn a_mirror_has_several_pieces_in_flight_beside_an_idle_guest_and_one_beside_a_busy_one() {
+    assert!(pieces_at_a_time(false) > 1);
+    assert_eq!(pieces_at_a_time(true), 1);
+}
+
+/// A mirror of a disk of this size, whose copy has these faults.
+fn pivot(size: u64, broken: bool) -> (Pivot, Vec<Chain>) {
+    let place = tempfile::tempdir().unwrap();
+    let map = place.path().join("map");
+    std::fs::File::create(&map).unwrap();
+    let handle = vmseal_api::filter::Handle::Path(map);
+    let opened =
+        OpenedMirror::open(DiskId::new(), size, &handle, u64::MAX, &mut Default::default());
+    let opened = opened.unwrap();
+    let (source, copy) = (MemDisk::new(size as usize), MemDisk::new(size as usize));
+    let error = FaultKind::Error { errno: libc::EIO };
+    let errors = if broken { faults(&[error], &[OperationKind::Discard], 1) } else { vec![] };
+    let errors = errors.iter().map(|spec| layers::of(spec).unwrap().filter().unwrap()).collect();
+    let own = vec![chain(size, &source, vec![opened.replicate.filter().unwrap()])];
+    let of_copy = vec![chain(size, &copy, vec![])];
+    let source = BlockingDisk::new(chain(size, &source, vec![]));
+    let copy = BlockingDisk::new(chain(size, &copy, errors));
+    (opened.between(source, None, copy, of_copy), own)
+}
+
+#[test]
+fn a_pivot_that_cannot_be_done_changes_nothing() {
+    let (far, _) = pivot(PIVOT_BYTES_MAX + (1 << 20), false);
+    assert!(matches!(far.pivot(), Err(NotPivoted::TooMuch(_))), "nothing is copied yet");
+    assert!(!far.mirror().status().pivoted);
+
+    let (broken, _) = pivot(SIZE, true);
+    broken.start().unwrap();
+    match broken.pivot() {
+        Err(NotPivoted::Copy(why)) => assert!(why.contains("cannot be written"), "{why}"),
+        other => panic!("{:?}", other.map(|_| "pivoted")),
+    }
+    let status = broken.mirror().status();
+    assert!(!status.pivoted && status.dirty_bytes > 0, "{status:?}");
+}
+
+#[test]
+fn a_pivot_copies_the_rest_first_and_is_done_once() {
+    let (pivot, _) = pivot(SIZE, false);
+    pivot.start().unwrap();
+    assert_eq!(pivot.pivot().unwrap().map(|chains| chains.len()), Some(1));
+    let status = pivot.mirror().status();
+    assert!(status.pivoted && status.dirty_bytes == 0, "{status:?}");
+    assert!(pivot.pivot().unwrap().is_none(), "once");
+    pivot.end();
+}

@@ -1,0 +1,199 @@
+//! Network cards that come to a guest that runs, and go: on bridges and taps of a network of the test's own.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::thread::sleep;
+use std::time::Duration;
+
+use serde_json::Value;
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::network::{bridge, connect, echoes, guest_image, ip, own_namespace, page, taps};
+
+const VM: &str = "web";
+
+/// A bridge and a tap, the host's addresses there, and the guest's.
+const ON_BRIDGE: &str = "10.77.0.10";
+const ON_TAP: &str = "10.78.0.10";
+
+/// What the bridge's frames hold at most; the guest is told.
+const MTU: &str = "1400";
+
+/// Runs a command in the guest and waits until it succeeds. The shell does not echo what is typed.
+fn holds(console: &mut Console, what: &str) {
+    let wait = format!("until {what}; do sleep 0.2; done; echo HOLDS-$((6 * 7))\n");
+    console.type_text(&wait).unwrap();
+    console.expect("HOLDS-42", 0).unwrap();
+}
+
+/// The guest sets up the card with this address, whatever it calls it.
+fn set_up(console: &mut Console, mac: &str, address: &str) {
+    let card = format!("$(basename $(dirname $(grep -l {mac} /sys/class/net/*/address)))");
+    holds(console, &format!("grep -q {mac} /sys/class/net/*/address"));
+    holds(console, &format!("ip link set {card} up"));
+    holds(console, &format!("ip addr add {address}/24 dev {card}"));
+}
+
+fn gone(console: &mut Console, mac: &str) {
+    holds(console, &format!("! grep -q {mac} /sys/class/net/*/address"));
+}
+
+/// A guest with two processors and one card, which is not one of those that come and go; on a host with a bridge `br0` and
+/// a tap `lan0`.
+fn running() -> (Installation, Console) {
+    bridge("br0", "10.77.0.1/24").unwrap();
+    ip(&format!("link set br0 mtu {MTU}")).unwrap();
+    ip("tuntap add lan0 mode tap").unwrap();
+    ip("addr add 10.78.0.1/24 dev lan0").unwrap();
+    ip("link set lan0 up").unwrap();
+    let here = Installation::new().unwrap();
+    let disk = format!("datastore=local,format=raw,image={}", guest_image().unwrap().display());
+    let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk];
+    let card = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,name=out";
+    let hardware = ["--memory", "192MiB", "--vcpus", "2", "--nic", card];
+    here.vmseal(&[&create[..], &hardware].concat()).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = here.console(VM).unwrap();
+    console.expect("VMSEAL-NET eth0", 0).unwrap();
+    (here, console)
+}
+
+fn nics(here: &Installation) -> Vec<Value> {
+    here.vm(VM).unwrap()["nics"].as_array().unwrap().clone()
+}
+
+/// Whether somebody has the tap open.
+fn is_connected(tap: &str) -> bool {
+    ip(&format!("-o link show {tap}")).unwrap().contains("LOWER_UP")
+}
+
+#[test]
+fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
+    if !own_namespace().unwrap() {
+        return;
+    }
+    let (mut here, mut console) = running();
+
+    // What is not there is refused, before and at the attempt, and leaves nothing.
+    for (nic, why) in [("bridge=br7", "no bridge 'br7'"), ("tap=lan7", "no tap 'lan7'")] {
+        for dry_run in [&["--dry-run"][..], &[]] {
+            let add = ["nic", "add", VM, "--nic", nic];
+            let said = here.refused(&[&add[..], dry_run].concat()).unwrap();
+            assert!(said.contains(why), "{said}");
+        }
+    }
+    assert_eq!((nics(&here).len(), taps().unwrap()), (1, 0));
+
+    // On a bridge.
+    let lan = "bridge=br0,mac=52:54:0a:4d:00:0a,name=lan";
+    let planned = here.vmseal(&["nic", "add", VM, "--nic", lan, "--dry-run"]).unwrap();
+    assert!(planned.contains("give it to the VM"), "{planned}");
+    assert_eq!((nics(&here).len(), taps().unwrap()), (1, 0));
+    here.vmseal(&["nic", "add", VM, "--nic", lan]).unwrap();
+    assert_eq!(taps().unwrap(), 1);
+    set_up(&mut console, "52:54:0a:4d:00:0a", ON_BRIDGE);
+    holds(&mut console, &format!("[ $(cat /sys/class/net/eth1/mtu) = {MTU} ]"));
+    // A queue for each processor.
+    holds(&mut console, "[ -e /sys/class/net/eth1/queues/rx-1 ]");
+    let mut on_bridge = connect(&format!("{ON_BRIDGE}:7")).unwrap();
+    echoes(&mut on_bridge, b"over the bridge").unwrap();
+
+    // On a tap, which has one queue.
+    here.vmseal(&["nic", "add", VM, "--nic", "tap=lan0,mac=52:54:0a:4e:00:0a,name=wire"]).unwrap();
+    set_up(&mut console, "52:54:0a:4e:00:0a", ON_TAP);
+    let mut on_tap = connect(&format!("{ON_TAP}:7")).unwrap();
+    echoes(&mut on_tap, b"over the tap").unwrap();
+    eventually("the guest's addresses are shown", || {
+        let shown = nics(&here);
+        let addresses = [&shown[1]["addresses"][0], &shown[2]["addresses"][0]];
+        (addresses == [ON_BRIDGE, ON_TAP]).then_some(())
+    })
+    .unwrap();
+    let taken = here.refused(&["nic", "add", VM, "--nic", "tap=lan0"]).unwrap();
+    assert!(taken.contains("another card's of this VM"), "{taken}");
+    assert_eq!(nics(&here).len(), 3);
+
+    // The cards are QEMU's: they go on without the agent, and the next one knows them.
+    here.kill_agent();
+    echoes(&mut on_bridge, b"without an agent").unwrap();
+    echoes(&mut on_tap, b"without an agent").unwrap();
+    here.start_agent().unwrap();
+    here.wait_power(VM, "running").unwrap();
+    // A console ends with the agent that has passed it on.
+    drop(console);
+    let mut console = here.console(VM).unwrap();
+    echoes(&mut on_bridge, b"with another agent").unwrap();
+    assert_eq!(nics(&here).len(), 3);
+    here.vmseal(&["nic", "set", VM, "lan", "--link", "down"]).unwrap();
+    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 0 ]");
+    here.vmseal(&["nic", "set", VM, "lan", "--link", "up"]).unwrap();
+    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 1 ]");
+    echoes(&mut on_bridge, b"plugged in again").unwrap();
+
+    // A guest that stands still does not let a card go; it does when it goes on.
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    let kept = here.refused(&["nic", "remove", VM, "lan"]).unwrap();
+    assert!(kept.contains("'lan'"), "{kept}");
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    gone(&mut console, "52:54:0a:4d:00:0a");
+    here.vmseal(&["nic", "remove", VM, "lan"]).unwrap();
+    eventually("the tap on the bridge is gone", || (taps().unwrap() == 0).then_some(())).unwrap();
+    // The tap of somebody else stays, free for the next.
+    here.vmseal(&["nic", "remove", VM, "wire"]).unwrap();
+    gone(&mut console, "52:54:0a:4e:00:0a");
+    assert!(!is_connected("lan0"));
+    here.vmseal(&["nic", "add", VM, "--nic", "tap=lan0,mac=52:54:0a:4e:00:0b,name=wire"]).unwrap();
+    set_up(&mut console, "52:54:0a:4e:00:0b", ON_TAP);
+    echoes(&mut connect(&format!("{ON_TAP}:7")).unwrap(), b"again").unwrap();
+
+    // At the next start it is a card as any other: the guest gives the first two addresses itself.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    let mut console = here.console(VM).unwrap();
+    console.expect("VMSEAL-NET eth1 10.78.0.11 1", 0).unwrap();
+    assert!(page("10.78.0.11:80").unwrap().contains("10.78.0.11"));
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    assert!(!is_connected("lan0"));
+}
+
+/// The agent dies at any instant while a card is added and removed: the task goes on with the next one, and the guest is
+/// reached over the card. A tap with one queue is the harder case: nobody else may have it.
+#[test]
+fn an_agent_that_dies_while_cards_come_and_go_leaves_nothing_half_done() {
+    if !own_namespace().unwrap() {
+        return;
+    }
+    let (mut here, mut console) = running();
+    let wait_for = |here: &mut Installation, task: &Value, milliseconds| {
+        sleep(Duration::from_millis(milliseconds));
+        here.kill_agent();
+        here.start_agent().unwrap();
+        here.vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+    };
+    for (round, milliseconds) in [0, 20, 40, 60, 80, 110, 150, 200].into_iter().enumerate() {
+        let (mac, network, address) = match round % 2 {
+            0 => (format!("52:54:0a:4d:00:1{round}"), "bridge=br0", ON_BRIDGE),
+            _ => (format!("52:54:0a:4e:00:1{round}"), "tap=lan0", ON_TAP),
+        };
+        let nic = format!("{network},mac={mac},name=hot");
+        let adding = here.json(&["nic", "add", VM, "--nic", &nic, "--no-wait"]).unwrap();
+        wait_for(&mut here, &adding, milliseconds);
+        drop(console);
+        console = here.console(VM).unwrap();
+        set_up(&mut console, &mac, address);
+        echoes(&mut connect(&format!("{address}:7")).unwrap(), b"is there").unwrap();
+        let removing = here.json(&["nic", "remove", VM, "hot", "--no-wait"]).unwrap();
+        wait_for(&mut here, &removing, milliseconds);
+        drop(console);
+        console = here.console(VM).unwrap();
+        gone(&mut console, &mac);
+        assert_eq!((nics(&here).len(), taps().unwrap()), (1, 0), "round {round}");
+        assert!(!is_connected("lan0"), "round {round}");
+    }
+    // The card that was there all the time still is.
+    let port = nics(&here)[0]["forwards"][0]["host_port"].as_u64().unwrap();
+    assert!(page(&format!("127.0.0.1:{port}")).unwrap().contains("10.0.2.15"));
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
