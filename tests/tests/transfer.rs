@@ -376,7 +376,10 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let image = counter_qcow2(&here);
     let second = here.path("data.img");
     File::create(&second).unwrap().set_len(4 << 20).unwrap();
+    let iso = here.path("install.iso");
+    std::fs::write(&iso, [7; 4096]).unwrap();
     let domain = include_str!("../../crates/cli/tests/libvirt/web.xml")
+        .replace("/srv/install.iso", text(&iso).unwrap())
         .replace("/var/lib/libvirt/images/web.qcow2", text(&image).unwrap())
         .replace("/srv/data.img", text(&second).unwrap())
         // A host of these tests has no bridge.
@@ -391,6 +394,7 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let output = here.try_vmseal(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && said.contains("not imported: the network card"), "{said}");
+    assert!(said.contains("not imported: what the TPM keeps"), "{said}");
     let shown = here.vm("web").unwrap();
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
@@ -403,6 +407,11 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     );
 
     let printed = here.vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
+    // As it came: a TPM, a file in the drive, and a start from the network after the disks.
+    let in_drive = format!("<source file='{}'/>", text(&iso).unwrap());
+    for taken in ["<tpm model='tpm-crb'>", &in_drive, "<boot order='3'/>"] {
+        assert!(printed.contains(taken), "{taken}: {printed}");
+    }
     let sockets =
         printed.lines().filter_map(|line| line.trim().strip_prefix("<source type='unix' path='"));
     let sockets: Vec<&str> = sockets.map(|rest| rest.split('\'').next().unwrap()).collect();

@@ -19,7 +19,7 @@ pub const TPM_DISK: &str = "tpm";
 pub const TPM_DISK_SIZE: u64 = 4096;
 
 /// The longest name of a processor model, in bytes; QEMU's longest has some 30.
-const CPU_MODEL_MAX: usize = 64;
+pub const CPU_MODEL_MAX: usize = 64;
 
 /// The size of a huge page, in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;

@@ -504,6 +504,9 @@ pub struct Plan {
     pub target: String,
     /// What would be done, in order, for people.
     pub steps: Vec<String>,
+    /// What would be done, and may turn out to be too much.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// Something that happened; never changed, kept in order. Every use of a key is one.

@@ -90,7 +90,8 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
     let path = saved_path().context("there is no home directory: set HOME")?;
     if options.dry_run.dry_run {
         let steps = vec![format!("save it in {}", path.display())];
-        let plan = Plan { kind: "login".to_owned(), target: server.clone(), steps };
+        let plan =
+            Plan { kind: "login".to_owned(), target: server.clone(), steps, warnings: Vec::new() };
         return plan::show(global.output, &plan);
     }
     save(

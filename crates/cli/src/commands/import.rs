@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use vmseal_api::boot::BootDevice;
 use vmseal_api::client::ServerClient;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::request::{CreateDisk, CreateVm};
@@ -44,13 +45,33 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     };
     request.nics.extend(nics);
     request.disks.iter_mut().for_each(|disk| disk.force = options.force);
-    let of_domain = request.hardware.firmware;
-    let asked = options.hardware.firmware.is_some();
-    request.hardware = options.hardware.into();
-    if !asked {
-        request.hardware.firmware = of_domain;
-    }
+    let asked_firmware = options.hardware.firmware.is_some();
+    let of_domain = without_network(request.hardware, request.nics.len());
+    request.hardware = machine(of_domain, options.hardware.into(), asked_firmware);
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+}
+
+/// The machine of a domain whose VM has so many network cards: without one it does not start from the network.
+fn without_network(mut of_domain: Hardware, cards: usize) -> Hardware {
+    if cards == 0 && of_domain.boot.contains(&BootDevice::Network) {
+        print::say(format_args!(
+            "not imported: 'network' of the boot order: the VM has no network card"
+        ));
+        of_domain.boot.retain(|device| *device != BootDevice::Network);
+    }
+    of_domain
+}
+
+/// The machine of a domain, with what is asked for in place of it.
+fn machine(of_domain: Hardware, asked: Hardware, asked_firmware: bool) -> Hardware {
+    Hardware {
+        firmware: if asked_firmware { asked.firmware } else { of_domain.firmware },
+        tpm: asked.tpm || of_domain.tpm,
+        cdrom: asked.cdrom.or(of_domain.cdrom),
+        boot: if asked.boot.is_empty() { of_domain.boot } else { asked.boot },
+        cpu_model: asked.cpu_model,
+        memory_backing: asked.memory_backing,
+    }
 }
 
 /// What to do if the image of a domain cannot be read.
@@ -100,10 +121,44 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
         memory,
         disks,
         nics,
-        hardware: Hardware { firmware: domain.firmware, ..Hardware::default() },
+        hardware: domain.hardware,
         description: String::new(),
         labels: Default::default(),
         autostart: false,
         cloud_init: None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::boot::Cdrom;
+    use vmseal_api::hardware::Firmware;
+
+    use super::*;
+
+    #[test]
+    fn what_is_asked_for_is_in_place_of_the_domains() {
+        let drive = |iso: &str| Some(Cdrom { medium: Some(iso.into()) });
+        let of_domain = Hardware {
+            firmware: Firmware::Uefi,
+            tpm: true,
+            cdrom: drive("/old.iso"),
+            boot: vec![BootDevice::Cdrom, BootDevice::Network],
+            ..Hardware::default()
+        };
+        let usual = machine(of_domain.clone(), Hardware::default(), false);
+        assert_eq!(usual, of_domain);
+        let asked = Hardware {
+            cdrom: drive("/new.iso"),
+            boot: vec![BootDevice::Disk],
+            cpu_model: Some("max".to_owned()),
+            ..Hardware::default()
+        };
+        let expected = Hardware { firmware: Firmware::Bios, tpm: true, ..asked.clone() };
+        assert_eq!(machine(of_domain.clone(), asked, true), expected);
+        let with_tpm = Hardware { tpm: true, ..Hardware::default() };
+        assert!(machine(Hardware::default(), with_tpm, false).tpm);
+        assert_eq!(without_network(of_domain.clone(), 0).boot, [BootDevice::Cdrom]);
+        assert_eq!(without_network(of_domain.clone(), 1), of_domain);
+    }
 }

@@ -127,7 +127,8 @@ pub async fn restore(
         let target = data_dir.display().to_string();
         let files = list.files.len();
         let steps = vec![format!("restore {files} files as of {:.0}", list.made)];
-        return plan::show(output, &Plan { kind: "server.restore".to_owned(), target, steps });
+        let kind = "server.restore".to_owned();
+        return plan::show(output, &Plan { kind, target, steps, warnings: Vec::new() });
     }
     let restored = backup::restore(from, &given, data_dir).await?;
     let RestoredServer { made, vmseal, inventory, has_token } = restored;

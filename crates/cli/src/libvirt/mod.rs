@@ -1,6 +1,8 @@
 //! libvirt domains: read for an import, and printed for a running VM.
 
 mod interfaces;
+mod machine;
+mod node;
 mod read;
 mod write;
 

@@ -1,19 +1,20 @@
 //! Reads from a libvirt domain (<https://libvirt.org/formatdomain.html>) what becomes a VM: name, processors,
-//! memory, disks with their formats, and network cards. The rest is reported as not imported; a domain that would
+//! memory, disks with their formats, network cards and machine. The rest is reported as not imported; a domain that would
 //! lose data is refused.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
-use vmseal_api::hardware::Firmware;
+use vmseal_api::hardware::Hardware;
 use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
 use super::interfaces;
+use super::machine::machine;
+use super::node::{child, text_of, unknown};
 
 /// The longest domain, in bytes; libvirt's own have some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
@@ -37,8 +38,8 @@ pub struct Domain {
     pub disks: Vec<Disk>,
     /// The network cards.
     pub nics: Vec<CreateNic>,
-    /// The firmware.
-    pub firmware: Firmware,
+    /// Firmware, TPM, CD-ROM drive, and what it starts from.
+    pub hardware: Hardware,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -82,8 +83,9 @@ const KNOWN: [&str; 22] = [
 ];
 
 /// Devices that a VM has its own of, or needs none of.
-const OWN_DEVICES: [&str; 10] = [
+const OWN_DEVICES: [&str; 11] = [
     "disk",
+    "tpm",
     "interface",
     "emulator",
     "controller",
@@ -141,7 +143,7 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let domain = document.root_element();
     ensure!(domain.tag_name().name() == "domain", "it is not a libvirt domain");
     let mut warnings = Vec::new();
-    let firmware = check_system(domain, &mut warnings)?;
+    let os = check_system(domain, &mut warnings)?;
     let name = text_of(domain, "name").context("it has no name")?.to_owned();
     let vcpus = text_of(domain, "vcpu").unwrap_or("1");
     let vcpus =
@@ -149,21 +151,17 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let memory = memory(child(domain, "memory").context("it names no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
     let disks = disks(devices, &mut warnings)?;
+    let hardware = machine(os, devices, &mut warnings)?;
     let nics = interfaces::nics(devices, &mut warnings);
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, nics, firmware, warnings })
+    Ok(Domain { name, vcpus, memory, disks, nics, hardware, warnings })
 }
 
-fn child<'a>(of: Node<'a, 'a>, name: &str) -> Option<Node<'a, 'a>> {
-    of.children().find(|child| child.has_tag_name(name))
-}
-
-fn text_of<'a>(of: Node<'a, 'a>, name: &str) -> Option<&'a str> {
-    child(of, name)?.text().map(str::trim).filter(|text| !text.is_empty())
-}
-
-/// Checks that such a system can run, and says which firmware it has.
-fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Firmware> {
+/// Checks that such a system can run.
+fn check_system<'a>(
+    domain: Node<'a, 'a>,
+    warnings: &mut Vec<String>,
+) -> anyhow::Result<Node<'a, 'a>> {
     let os = child(domain, "os").context("it names no operating system")?;
     let kind = child(os, "type").context("it names no type of operating system")?;
     let name = kind.text().unwrap_or_default().trim();
@@ -174,38 +172,13 @@ fn check_system(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Res
     let devices = child(domain, "devices");
     let has = |device| devices.is_some_and(|devices| child(devices, device).is_some());
     ensure!(
-        !has("tpm"),
-        "it has a TPM, whose state is not imported: the guest could not open what it has sealed to it. Have the guest unseal that, and remove <tpm>"
-    );
-    ensure!(
         !has("nvram") && !has("shmem"),
         "it has memory devices (nvram, shmem), whose content is not imported: remove them first"
     );
-    let firmware = firmware(os);
-    if firmware.has_variables() {
-        let what = "the variables of its UEFI firmware: the guest's boot entries are gone, and it starts from the loader at \\EFI\\BOOT of its disk";
-        warnings.push(what.to_owned());
-    }
     if child(os, "kernel").is_some() {
-        warnings.push("a kernel outside of the disks: a VM boots from its first disk".to_owned());
+        warnings.push("a kernel outside of the disks: a VM boots from its disks".to_owned());
     }
-    Ok(firmware)
-}
-
-/// The firmware that a domain asks for, or names the file of: without secure boot unless it says so.
-fn firmware(os: Node<'_, '_>) -> Firmware {
-    let loader = child(os, "loader");
-    // A loader of type `rom` is a BIOS.
-    let is_flash = loader.is_some_and(|it| it.attribute("type") == Some("pflash"));
-    if os.attribute("firmware") != Some("efi") && !is_flash {
-        return Firmware::Bios;
-    }
-    let features = child(os, "firmware").into_iter().flat_map(|of| of.children());
-    let secure_boot = features
-        .filter(|feature| feature.attribute("name") == Some("secure-boot"))
-        .any(|feature| feature.attribute("enabled") == Some("yes"));
-    let secure_loader = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
-    if secure_boot || secure_loader { Firmware::UefiSecureBoot } else { Firmware::Uefi }
+    Ok(os)
 }
 
 /// An amount of memory (`<memory unit='KiB'>`), in bytes.
@@ -240,8 +213,8 @@ fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Ve
                 let disk = disk(node, target, warnings);
                 found.push(disk.with_context(|| format!("disk '{target}'"))?);
             }
-            // Removable media: their content is elsewhere too.
-            media @ ("cdrom" | "floppy") => warnings.push(format!("the {media} '{target}'")),
+            // Of the machine: no disks of the VM.
+            "cdrom" | "floppy" => {}
             other => bail!("disk '{target}' is a {other}, which cannot be imported"),
         }
     }
@@ -314,18 +287,6 @@ fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: 
     }
 }
 
-/// The elements that are not known, with their counts.
-fn unknown(of: Node<'_, '_>, known: &[&str]) -> BTreeMap<String, u32> {
-    let mut counts = BTreeMap::<String, u32>::new();
-    for child in of.children().filter(Node::is_element) {
-        let name = child.tag_name().name();
-        if !known.contains(&name) {
-            *counts.entry(name.to_owned()).or_default() += 1;
-        }
-    }
-    counts
-}
-
 /// Reports what is not imported.
 fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<String>) {
     for (device, count) in unknown(devices, &OWN_DEVICES) {
@@ -351,6 +312,9 @@ fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<S
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::boot::{BootDevice, Cdrom};
+    use vmseal_api::hardware::Firmware;
+
     use super::*;
 
     /// A domain as virt-install makes it, shortened.
@@ -381,7 +345,7 @@ mod tests {
             "network 'default'",
             "its model, none",
             "1 devices of the host",
-            "cdrom 'sda'",
+            "what the TPM keeps",
             "UEFI",
             "<cputune>",
             "read-only",
@@ -390,7 +354,14 @@ mod tests {
         ] {
             assert!(said.contains(left), "{left}: {said}");
         }
-        assert_eq!(domain.firmware, Firmware::Uefi);
+        let machine = Hardware {
+            firmware: Firmware::Uefi,
+            tpm: true,
+            cdrom: Some(Cdrom { medium: Some("/srv/install.iso".into()) }),
+            boot: vec![BootDevice::Disk, BootDevice::Network],
+            ..Hardware::default()
+        };
+        assert_eq!(domain.hardware, machine);
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
     }
@@ -447,7 +418,7 @@ mod tests {
             ),
             (source, "<source file='/x'/><blockio logical_block_size='4096'/>", "of 4096 bytes"),
             ("device='disk'", "device='lun'", "is a lun"),
-            ("<devices>", "<devices><tpm model='tpm-crb'/>", "TPM"),
+            ("version='2.0'", "version='1.2'", "version 1.2"),
             ("arch='x86_64'", "arch='aarch64'", "aarch64"),
             (">hvm<", ">exe<", "'exe'"),
             ("unit='KiB'>2097152", "unit='furlong'>2097152", "'furlong'"),

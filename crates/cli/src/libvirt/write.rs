@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
 use vmseal_api::model::{Nic, Vm};
@@ -12,7 +13,8 @@ const NOTE: &str = "
   What vmseal runs, as a libvirt domain. The disks' sockets are where its QEMU and the running
   vmseal-filter meet. libvirt cannot start it as it is: vmseal's QEMU listens there and the agent connects
   the filter, so that a guest outlives its filter, where libvirt's would connect; a filter serves one QEMU
-  at a time; and the sockets go when the VM stops.
+  at a time; and the sockets go when the VM stops. A TPM that libvirt makes is empty: what the VM's own
+  keeps is encrypted, and opens with the VM's key alone.
 ";
 
 /// The domain of a VM that runs on the described host.
@@ -49,6 +51,7 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line(format!("  <cpu mode='{cpu}'/>"));
     line("  <clock offset='utc'/>".to_owned());
     line("  <devices>".to_owned());
+    let order = Order::of(vm);
     // The firmware's variables are served to vmseal's own QEMU alone, and that of a TPM to nobody.
     let seen = vm.disks.iter().enumerate();
     for (index, disk) in seen.filter(|(_, it)| it.role.attachment() == Attachment::Disk) {
@@ -58,14 +61,23 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
         line(format!("      <source type='unix' path='{}'/>", escaped(&path)));
         line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
         match disk.role {
-            DiskRole::Data => line(format!("      <boot order='{}'/>", index + 1)),
+            DiskRole::Data => {
+                order.of_device(BootDevice::Disk, index).into_iter().for_each(&mut line)
+            }
             DiskRole::CloudInit | DiskRole::UefiVariables | DiskRole::Tpm => {
                 line("      <readonly/>".to_owned())
             }
         }
         line("    </disk>".to_owned());
     }
-    vm.nics.iter().flat_map(interface).for_each(&mut line);
+    vm.hardware.cdrom.iter().flat_map(|it| drive(it, &order)).for_each(&mut line);
+    let cards = vm.nics.iter().enumerate();
+    cards.flat_map(|(index, nic)| interface(nic, index, &order)).for_each(&mut line);
+    if vm.hardware.tpm {
+        line("    <tpm model='tpm-crb'>".to_owned());
+        line("      <backend type='emulator' version='2.0'/>".to_owned());
+        line("    </tpm>".to_owned());
+    }
     line("    <serial type='pty'/>".to_owned());
     line("    <rng model='virtio'><backend model='builtin'/></rng>".to_owned());
     line("  </devices>".to_owned());
@@ -73,8 +85,46 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     xml
 }
 
+/// The places of a VM's devices in the order in which its firmware tries them.
+struct Order(Vec<(BootDevice, usize)>);
+
+impl Order {
+    fn of(vm: &Vm) -> Self {
+        let disks = vm.disks.iter().enumerate().filter(|(_, disk)| disk.role == DiskRole::Data);
+        let disks: Vec<_> = disks.map(|(index, _)| (BootDevice::Disk, index)).collect();
+        let of_kind = |kind| match kind {
+            BootDevice::Disk => disks.clone(),
+            BootDevice::Cdrom => vec![(kind, 0)],
+            BootDevice::Network => (0..vm.nics.len()).map(|index| (kind, index)).collect(),
+        };
+        Self(vm.hardware.boot_order().into_iter().flat_map(of_kind).collect())
+    }
+
+    /// What is said of the place of a device, if it has one.
+    fn of_device(&self, kind: BootDevice, index: usize) -> Option<String> {
+        let place = self.0.iter().position(|device| *device == (kind, index))? + 1;
+        Some(format!("      <boot order='{place}'/>"))
+    }
+}
+
+/// The CD-ROM drive.
+fn drive(cdrom: &Cdrom, order: &Order) -> Vec<String> {
+    let mut lines = vec![
+        "    <disk type='file' device='cdrom'>".to_owned(),
+        "      <driver name='qemu' type='raw'/>".to_owned(),
+    ];
+    if let Some(medium) = &cdrom.medium {
+        lines.push(format!("      <source file='{}'/>", escaped(&medium.display().to_string())));
+    }
+    lines.push("      <target dev='sda' bus='sata'/>".to_owned());
+    lines.push("      <readonly/>".to_owned());
+    lines.extend(order.of_device(BootDevice::Cdrom, 0));
+    lines.push("    </disk>".to_owned());
+    lines
+}
+
 /// A network card. The ports that are forwarded to one of kind `user` are not said: libvirt has them for passt alone.
-fn interface(nic: &Nic) -> Vec<String> {
+fn interface(nic: &Nic, index: usize, order: &Order) -> Vec<String> {
     let (kind, connected) = match &nic.backend {
         NicBackend::User { .. } => ("user", None),
         NicBackend::Bridge { bridge } => {
@@ -94,6 +144,7 @@ fn interface(nic: &Nic) -> Vec<String> {
     if nic.link == NicLink::Down {
         lines.push("      <link state='down'/>".to_owned());
     }
+    lines.extend(order.of_device(BootDevice::Network, index));
     lines.push("    </interface>".to_owned());
     lines
 }
@@ -182,6 +233,41 @@ mod tests {
             .expect("virt-xml-validate is installed (scripts/prerequisites)");
         let said = String::from_utf8_lossy(&judged.stderr).into_owned();
         assert!(judged.status.success(), "{said}\n{xml}");
+    }
+
+    #[test]
+    fn drive_tpm_and_boot_order_are_said() {
+        let mut vm = vm(2);
+        vm.disks[0].role = DiskRole::CloudInit;
+        vm.hardware.tpm = true;
+        vm.hardware.cdrom = Some(Cdrom { medium: Some("/srv/a & b.iso".into()) });
+        let said = |vm: &Vm| {
+            let xml = domain(vm, &host("/run/vmseal"));
+            validate(&xml);
+            xml.lines().map(str::trim).collect::<Vec<_>>().join("")
+        };
+        let xml = said(&vm);
+        let tpm = "<tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
+        assert!(xml.contains(tpm), "{xml}");
+        let drive = "<source file='/srv/a &amp; b.iso'/><target dev='sda' bus='sata'/><readonly/><boot order='2'/></disk>";
+        assert!(xml.contains(drive), "{xml}");
+        // The disk with the cloud-init data has no place.
+        assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='1'/>"), "{xml}");
+        vm.hardware.cdrom = Some(Cdrom::default());
+        vm.hardware.boot = vec![BootDevice::Network, BootDevice::Disk];
+        let xml = said(&vm);
+        assert!(
+            xml.contains(
+                "<driver name='qemu' type='raw'/><target dev='sda' bus='sata'/><readonly/></disk>"
+            ),
+            "{xml}"
+        );
+        for place in
+            ["<model type='virtio'/><boot order='1'/>", "<link state='down'/><boot order='2'/>"]
+        {
+            assert!(xml.contains(place), "{place}: {xml}");
+        }
+        assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='4'/>"), "{xml}");
     }
 
     #[test]

@@ -15,6 +15,9 @@ pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
     for (index, step) in plan.steps.iter().enumerate() {
         words(&format!("{:>3}. {step}", index + 1))?;
     }
+    for warning in &plan.warnings {
+        say(format!("warning: {warning}"));
+    }
     say("dry run: nothing was changed");
     Ok(())
 }

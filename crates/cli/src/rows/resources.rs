@@ -360,6 +360,7 @@ impl Row for Plan {
         usual("kind", |it| (&it.kind).into()),
         usual("target", |it| (&it.target).into()),
         usual("steps", |it| it.steps.join("; ").into()),
+        usual("warnings", |it| it.warnings.join("; ").into()),
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.kind, self.target)

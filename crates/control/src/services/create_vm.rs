@@ -7,7 +7,7 @@ use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::hardware::{Hardware, TPM_DISK, VARIABLES_DISK};
 use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk, NicSpec};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
-use vmseal_api::model::{Lifecycle, Task};
+use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{CreateDisk, CreateVm, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX};
@@ -18,7 +18,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init, hardware};
+use super::{Outcome, Services, cloud_init, hardware, room};
 use crate::operation::Operation;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
@@ -52,6 +52,7 @@ pub async fn create(
     let provider = provider_of(services, &mut write, &policy).await?;
     let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
     services.hosts.connected(host.id)?;
+    room::check_memory(services, host.id, &host.name, request.memory)?;
     let Some(key_box) = asked.filter(|(asked, _)| *asked == host.id).map(|(_, key_box)| key_box)
     else {
         let detail = "the datastore was moved to another host meanwhile: try again";
@@ -101,7 +102,10 @@ pub async fn create(
         // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made, &cards).await?;
-        return Ok(Outcome::Planned(plan(&task, &vm)));
+        let warnings = room::examine(services, &vm, &made).await?;
+        let mut planned = Plan { warnings, ..plan(&task, &vm) };
+        planned.steps.insert(0, room::understood(&vm, &made));
+        return Ok(Outcome::Planned(planned));
     }
     let sealed = match (documents, for_cloud_init, key_box) {
         (Some(documents), Some(disk), Some(key_box)) => {

@@ -148,7 +148,12 @@ pub async fn add(
             "add it to the inventory".to_owned(),
         ];
         let kind = "datastore.add".to_owned();
-        return Ok(Outcome::Planned(Plan { kind, target: request.name, steps }));
+        return Ok(Outcome::Planned(Plan {
+            kind,
+            target: request.name,
+            steps,
+            warnings: Vec::new(),
+        }));
     }
     let usage = agent.probe_datastore(spec).await?;
     let datastore = datastores::Datastore {

@@ -39,6 +39,7 @@ pub mod passphrases;
 pub mod policies;
 pub mod providers;
 pub mod recrypt;
+mod room;
 mod scan;
 pub mod server_backup;
 pub mod set_nic;
@@ -97,7 +98,12 @@ pub enum Outcome<T> {
 impl<T> Outcome<T> {
     /// A plan of one step.
     fn planned(kind: &str, target: &str, step: String) -> Self {
-        Self::Planned(Plan { kind: kind.to_owned(), target: target.to_owned(), steps: vec![step] })
+        Self::Planned(Plan {
+            kind: kind.to_owned(),
+            target: target.to_owned(),
+            steps: vec![step],
+            warnings: Vec::new(),
+        })
     }
 
     /// Maps the answer, if it is done.

@@ -184,7 +184,7 @@ pub async fn set(
             steps.push("change the policy; no VM needs anything".to_owned());
         }
         let (kind, target) = ("policy.set".to_owned(), before.name);
-        return Ok(Outcome::Planned(Plan { kind, target, steps }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings: Vec::new() }));
     }
     if !forbidden.is_empty() {
         let detail = format!(
@@ -268,7 +268,13 @@ fn replica(
             None => Ok(None),
             Some(_) => {
                 let detail = "is of a policy with replicas: say where they are kept as well";
-                Err(Problem::invalid("replicate_rate", detail))
+                // Whether the policy has them is not a matter of the request alone.
+                let code = match to {
+                    None => ErrorCode::WrongState,
+                    Some(_) => ErrorCode::InvalidRequest,
+                };
+                let field = Some("replicate_rate".to_owned());
+                Err(Problem { field, ..Problem::new(code, detail) })
             }
         };
     };

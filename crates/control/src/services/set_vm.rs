@@ -20,7 +20,7 @@ use super::hardware::check_network_boot;
 use super::set_policy::{Need, needs};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::require_ready;
-use super::{Outcome, Services};
+use super::{Outcome, Services, room};
 use crate::store::events::NewEvent;
 use crate::store::{disks, nics, policies, tasks, vms};
 
@@ -47,6 +47,9 @@ pub async fn set(
     let view = services.hosts.view(before.host);
     let runs = view.vm(id).is_some_and(|seen| seen.power != Power::Off);
     let mut after = changed(&before, &request)?;
+    if after.memory > before.memory {
+        room::check_memory(services, before.host, &before.host_name, after.memory)?;
+    }
     check_boot(&mut write, &before, &after, runs).await?;
     let mut steps = told(&before, &after, runs);
     if let Some(wanted) = &request.policy {
@@ -76,7 +79,7 @@ pub async fn set(
     vms::set(&mut write, &after).await?;
     if dry_run {
         let (kind, target) = ("vm.set".to_owned(), before.name);
-        return Ok(Outcome::Planned(Plan { kind, target, steps }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings: Vec::new() }));
     }
     if !steps.is_empty() {
         let (detail, target) = (steps.join("; "), after.name.as_str());

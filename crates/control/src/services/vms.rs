@@ -221,6 +221,7 @@ pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
         kind: task.operation.kind().to_owned(),
         target: vm.name.clone(),
         steps: steps.map(|step| step.title().to_owned()).collect(),
+        warnings: Vec::new(),
     }
 }
 

@@ -4,16 +4,21 @@ use serde_json::{Value, json};
 use vmseal_api::bitmap::NAME_PATTERN as BITMAP_NAME;
 use vmseal_api::datastore::LIMIT_MAX;
 use vmseal_api::filter::{
-    BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, SERIAL_MAX,
+    BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
 };
 use vmseal_api::guest::EXEC_SECONDS_MAX;
+use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
 use vmseal_api::kmip::SERVERS_MAX;
+use vmseal_api::model::ChangeKind;
 use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
 use vmseal_api::request::{
-    DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
+    DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN,
+    VCPUS_MAX,
 };
+use vmseal_api::transfer::ExportFormat;
+use vmseal_secret::sealed_box::BOX_OVERHEAD;
 
 /// A name that a person chooses.
 fn name() -> Value {
@@ -63,6 +68,132 @@ fn image_with_format() -> Value {
     ] })
 }
 
+/// A format that is in the clear is said to be so, one with a passphrase has it, and no other has either.
+fn format_with_protection() -> Value {
+    let of = |format: ExportFormat| {
+        let plaintext = json!({ "const": format.is_plain() });
+        let passphrase = if format.has_passphrase() { "object" } else { "null" };
+        let required = [("plaintext", format.is_plain()), ("passphrase", format.has_passphrase())];
+        let required: Vec<_> =
+            required.iter().filter(|(_, is)| *is).map(|(name, _)| name).collect();
+        json!({
+            "properties": {
+                "format": { "const": format.name() },
+                "plaintext": plaintext,
+                "passphrase": { "type": passphrase },
+            },
+            "required": required,
+        })
+    };
+    use ExportFormat::{Luks2, Qcow2, Raw, Sealed};
+    let formats = [Raw, Qcow2, Luks2, Sealed].map(of);
+    json!({ "anyOf": formats })
+}
+
+/// A replica that is nowhere has no rate.
+fn replica_with_rate() -> Value {
+    let named = json!({ "type": "string", "minLength": 1 });
+    let nothing = json!({ "type": "null" });
+    json!({ "anyOf": [
+        { "properties": { "replicate_to": named }, "required": ["replicate_to"] },
+        { "properties": { "replicate_to": nothing } },
+        { "properties": { "replicate_rate": nothing } },
+    ] })
+}
+
+/// A provider from a backup is native, and has the backup's passphrase.
+fn backup_with_passphrase() -> Value {
+    let nothing = json!({ "type": "null" });
+    let object = json!({ "type": "object" });
+    let text = json!({ "type": "string" });
+    json!({ "anyOf": [
+        { "properties": { "backup": nothing, "backup_passphrase": nothing } },
+        {
+            "properties": { "kmip": nothing, "backup": text, "backup_passphrase": object },
+            "required": ["backup", "backup_passphrase"],
+        },
+    ] })
+}
+
+/// A VM that starts from the network has a network card.
+fn card_with_order() -> Value {
+    let network = json!({ "const": "network" });
+    json!({ "anyOf": [
+        { "properties": { "nics": { "minItems": 1 } }, "required": ["nics"] },
+        { "properties": { "hardware": { "properties": { "boot": { "not": { "contains": network } } } } } },
+    ] })
+}
+
+/// What is sealed to a box, in base64: at least the box without a secret.
+fn sealed() -> Value {
+    json!({ "minLength": BOX_OVERHEAD.div_ceil(3) * 4, "pattern": "^[A-Za-z0-9+/]+=*$" })
+}
+
+/// A policy without encryption has no provider of keys.
+fn encryption_with_provider() -> Value {
+    json!({ "anyOf": [
+        { "properties": { "encryption": { "const": true } } },
+        { "properties": { "provider": { "type": "null" } } },
+    ] })
+}
+
+/// A machine that starts from its CD-ROM drive has one.
+fn drive_with_order() -> Value {
+    let drive = json!({ "const": "cdrom" });
+    json!({ "anyOf": [
+        { "properties": { "cdrom": { "type": "object" } }, "required": ["cdrom"] },
+        { "properties": { "boot": { "not": { "contains": drive } } } },
+    ] })
+}
+
+/// A limit that 0 takes away.
+fn none_or(limit: Value) -> Value {
+    json!({ "anyOf": [{ "type": "null" }, { "const": 0 }, limit] })
+}
+
+/// A name of a processor model.
+fn cpu_model(least: u32) -> Value {
+    json!({ "minLength": least, "maxLength": CPU_MODEL_MAX, "pattern": "^[A-Za-z0-9._-]*$" })
+}
+
+/// The keys and the values of labels.
+fn labels(value: &Value) -> Value {
+    json!({
+        "maxProperties": LABELS_MAX,
+        "propertyNames": { "type": "string", "minLength": 1, "maxLength": LABEL_MAX, "pattern": LABEL_KEY },
+        "additionalProperties": { "type": value, "maxLength": LABEL_MAX, "pattern": LABEL_VALUE },
+    })
+}
+
+/// What is no control character, `=` or comma, nor a space where it is a key.
+const LABEL_KEY: &str = r"^[^\s\x00-\x1f\x7f-\x9f=,]+$";
+const LABEL_VALUE: &str = r"^[^\x00-\x1f\x7f-\x9f=,]*$";
+
+/// Log levels: `LEVEL` at most once and `TARGET=LEVEL`, separated by commas. That a target is given once is not said.
+fn levels() -> Value {
+    let any_case = |name: &str| -> String {
+        let letters = name.chars().map(|c| format!("[{}{c}]", c.to_ascii_uppercase()));
+        letters.collect()
+    };
+    let names = ["off", "error", "warn", "info", "debug", "trace"].map(any_case).join("|");
+    let all = format!(" *({names}) *");
+    let one = format!(" *[A-Za-z0-9_]+(::[A-Za-z0-9_]+)*=({names}) *");
+    let pattern = format!("^({all}(,{one})*|{one}(,{one})*(,{all}(,{one})*)?)$");
+    json!({ "pattern": pattern, "maxLength": vmseal_log::LEN_MAX })
+}
+
+/// The kinds of changes, separated by commas.
+fn kinds() -> Value {
+    let names = ChangeKind::ALL.iter().filter_map(|kind| serde_json::to_value(kind).ok());
+    let names: Vec<_> = names.filter_map(|name| Some(name.as_str()?.to_owned())).collect();
+    let one = names.join("|");
+    json!({ "pattern": format!("^({one})(,({one}))*$") })
+}
+
+fn replica_rate() -> Value {
+    json!({ "minimum": REPLICATE_RATE_MIN, "maximum": LIMIT_MAX })
+}
+
 fn port(least: u16) -> Value {
     json!({ "minimum": least, "maximum": u16::MAX })
 }
@@ -83,6 +214,9 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("MoveKmipServer/properties/place", json!({ "minimum": 1, "maximum": SERVERS_MAX })),
         ("AddKmip/properties/servers", json!({ "minItems": 1, "maxItems": SERVERS_MAX })),
         ("CreateVm/properties/name", name()),
+        ("CreateVm", card_with_order()),
+        ("SealedPassphrase/properties/sealed", sealed()),
+        ("SealedKey/properties/sealed", sealed()),
         ("CreateVm/properties/vcpus", vcpus()),
         ("CreateVm/properties/memory", memory()),
         ("CreateVm/properties/disks", json!({ "minItems": 1, "maxItems": DISKS_MAX })),
@@ -93,7 +227,13 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("CreateDisk/properties/image", file()),
         ("CreateDisk", image_with_format()),
         ("CreateNic/properties/name", name()),
-        ("MacAddress", json!({ "pattern": "^[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$" })),
+        (
+            "MacAddress",
+            json!({
+                "pattern": "^[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$",
+                "not": { "const": "00:00:00:00:00:00" },
+            }),
+        ),
         ("NicBackend/oneOf/0/properties/forwards", json!({ "maxItems": FORWARDS_MAX })),
         ("NicBackend/oneOf/1/properties/tap", interface()),
         ("NicBackend/oneOf/2/properties/bridge", interface()),
@@ -113,7 +253,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("SetVm/properties/vcpus", vcpus()),
         ("SetVm/properties/memory", memory()),
         ("SetPolicy/properties/name", name()),
-        ("AddPolicy/properties/cache", cache),
+        ("AddPolicy/properties/cache", cache.clone()),
         ("AdoptVms/properties/vcpus", vcpus()),
         ("AdoptVms/properties/memory", memory()),
         ("Rename/properties/name", name()),
@@ -126,14 +266,43 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("NicBackend/oneOf/1", closed()),
         ("NicBackend/oneOf/2", closed()),
         ("DatastoreLocation/oneOf/0", closed()),
-        ("SetLogLevel/properties/levels", json!({ "minLength": 1 })),
+        ("SetLogLevel/properties/levels", levels()),
+        ("GuestCommand/oneOf/0", closed()),
+        ("GuestCommand/oneOf/1", closed()),
+        ("GuestCommand/oneOf/2", closed()),
+        ("GuestCommand/oneOf/3", closed()),
+        ("CreateVm/properties/labels", labels(&json!("string"))),
+        ("SetVm/properties/labels", labels(&json!(["string", "null"]))),
+        ("Replication/properties/bytes_per_second", replica_rate()),
+        ("SetPolicy/properties/replicate_rate", replica_rate()),
+        ("SetPolicy", replica_with_rate()),
+        ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
+        (
+            "SetPolicy/properties/bandwidth",
+            none_or(json!({ "minimum": BANDWIDTH_MIN, "maximum": LIMIT_MAX })),
+        ),
+        ("SetPolicy/properties/cache", none_or(cache.clone())),
+        ("SetPolicy/properties/cpu_model", cpu_model(0)),
+        ("AddPolicy/properties/cpu_model", cpu_model(1)),
+        ("AddPolicy", encryption_with_provider()),
+        ("AddProvider", backup_with_passphrase()),
+        ("Hardware/properties/cpu_model", cpu_model(1)),
+        ("Hardware/properties/boot", json!({ "uniqueItems": true })),
+        ("SetVm/properties/boot", json!({ "uniqueItems": true })),
+        ("Hardware", drive_with_order()),
+        ("Cdrom/properties/medium", json!({ "pattern": r"^/[^\x00-\x1f\x7f-\x9f]*$" })),
+        ("ExportDisk", format_with_protection()),
         ("TrustServer", json!({ "minProperties": 1, "maxProperties": 1 })),
     ]
 }
 
 /// What parameters get, by name: on all routes that have them.
 fn of_parameters() -> Vec<(&'static str, Value)> {
-    vec![("bitmap", bitmap()), ("label", json!({ "pattern": "^[^=, ]+(=[^=,]*)?$" }))]
+    vec![
+        ("bitmap", bitmap()),
+        ("kinds", kinds()),
+        ("label", json!({ "pattern": "^[^=, ]+(=[^=,]*)?$" })),
+    ]
 }
 
 /// Adds the limits to the document.
@@ -229,6 +398,43 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn grammars_accept_what_the_checks_accept() {
+        let levels = levels()["pattern"].as_str().unwrap().to_owned();
+        for text in [
+            "info",
+            "TRACE",
+            "warn, vmseal_agent=debug",
+            "vmseal_agent::vm=trace",
+            "a=info,off,b=warn",
+            "00",
+            "",
+            "info,info",
+            "a=info,off,off",
+            "a b=info",
+            "a:=info",
+            "info,",
+            "a=",
+        ] {
+            assert_eq!(
+                matches(&levels, text),
+                text.parse::<vmseal_log::Levels>().is_ok(),
+                "{text}"
+            );
+        }
+        let kinds = kinds()["pattern"].as_str().unwrap().to_owned();
+        for (text, is) in
+            [("vm", true), ("vm,task", true), ("", false), ("vm,", false), ("vms", false)]
+        {
+            assert_eq!(matches(&kinds, text), is, "{text}");
+        }
+        for (key, is) in [("a", true), ("a.b/c", true), ("", false), ("a b", false), ("a=", false)]
+        {
+            assert_eq!(matches(LABEL_KEY, key), is, "{key}");
+        }
+        assert!(matches(LABEL_VALUE, "a b") && !matches(LABEL_VALUE, "a,b"));
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! What the API document (OpenAPI 3.1) has beside what the routes say of themselves: the limits that the services
-//! enforce, and the errors that each route may give.
+//! enforce, the headers of WebSockets, and the errors that each route may give.
 
 mod constraints;
 mod errors;
+mod sockets;
 
 use serde_json::Value;
 use utoipa::openapi::OpenApi;
@@ -13,6 +14,7 @@ pub(crate) fn complete(described: &OpenApi) -> Value {
     // It is made by the program alone, of strings and numbers.
     let mut document = serde_json::to_value(described).unwrap_or_default();
     constraints::add(&mut document);
+    sockets::add(&mut document);
     errors::add(&mut document);
     document
 }

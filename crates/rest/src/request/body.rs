@@ -56,6 +56,47 @@ async fn collect(mut body: Body) -> Result<Bytes, ProblemResponse> {
 
 /// Parses JSON; an error names the field by its path.
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    if bytes.trim_ascii_start().starts_with(b"[") {
+        // serde would take its items as the fields in their order.
+        let detail = "the body is not valid for this request: it is an array, not an object";
+        return Err(Problem::new(ErrorCode::InvalidRequest, detail));
+    }
+    parse_exactly(bytes).or_else(|problem| {
+        let plain = with_plain_integers(bytes).ok_or_else(|| problem.clone())?;
+        parse_exactly(&plain).map_err(|_| problem)
+    })
+}
+
+/// The same JSON with `1` in place of `1.0`: JSON Schema has both as the integer, and serde only the first. None where
+/// there is no such number.
+fn with_plain_integers(json: &[u8]) -> Option<Vec<u8>> {
+    let mut plain = Vec::with_capacity(json.len());
+    let (mut in_text, mut rest) = (false, json);
+    while let Some((&byte, after)) = rest.split_first() {
+        let taken = match byte {
+            b'\\' if in_text => rest.len().min(2),
+            b'"' => {
+                in_text = !in_text;
+                1
+            }
+            b'.' if !in_text && plain.last().is_some_and(u8::is_ascii_digit) => {
+                let zeroes = after.iter().take_while(|byte| **byte == b'0').count();
+                let goes_on = after.get(zeroes).is_some_and(|byte| b"0123456789.eE".contains(byte));
+                if zeroes > 0 && !goes_on {
+                    rest = &after[zeroes..];
+                    continue;
+                }
+                1
+            }
+            _ => 1,
+        };
+        plain.extend_from_slice(&rest[..taken]);
+        rest = &rest[taken..];
+    }
+    (plain.len() < json.len()).then_some(plain)
+}
+
+fn parse_exactly<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
@@ -170,5 +211,44 @@ impl<S: Send + Sync> FromRequestParts<S> for ThreePathSegments {
             Ok(Path((first, second, third))) => Ok(Self(first, second, third)),
             Err(error) => Err(Problem::new(ErrorCode::InvalidRequest, error.body_text()).into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Sized {
+        size: u64,
+        name: String,
+    }
+
+    #[test]
+    fn an_integer_may_be_written_with_a_fraction_of_zero() {
+        let sized = |size: &str| {
+            parse::<Sized>(format!(r#"{{"name": "a \" 1.0", "size": {size}}}"#).as_bytes())
+        };
+        for (text, size) in
+            [("1", 1), ("1.0", 1), ("20.00", 20), ("18446744073709551615.0", u64::MAX)]
+        {
+            let name = r#"a " 1.0"#.to_owned();
+            assert_eq!(sized(text).unwrap(), Sized { size, name }, "{text}");
+        }
+        for text in ["1.5", "1.05", "1.0e1", "-1.0", ".0", "1.", "1.0.0", "1.0, \"size\": 2.0"] {
+            assert!(sized(text).is_err(), "{text}");
+        }
+        assert_eq!(sized("1.5").unwrap_err().field.as_deref(), Some("size"));
+        // Where a fraction may be, it stays.
+        assert_eq!(parse::<Value>(br#"{"a": 1.0}"#).unwrap(), json!({ "a": 1.0 }));
+    }
+
+    #[test]
+    fn an_array_is_no_body() {
+        let refused = parse::<Sized>(br#" [1, "a"]"#).unwrap_err();
+        assert!(refused.detail.contains("an array"), "{refused}");
     }
 }

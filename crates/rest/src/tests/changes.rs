@@ -203,9 +203,10 @@ async fn a_policy_that_changes_says_what_its_vms_need() {
     let missing = json!({ "replicate_to": "nowhere" });
     let missing = api.patch("policies/encrypted", missing).await;
     assert_eq!(missing.assert_problem(404, "not-found").body["field"], "replicate_to");
-    api.patch("policies/encrypted", json!({ "replicate_rate": 1 << 20 }))
-        .await
-        .assert_field("replicate_rate");
+    let rate = api.patch("policies/encrypted", json!({ "replicate_rate": 1 << 20 })).await;
+    assert_eq!(rate.assert_problem(409, "wrong-state").body["field"], "replicate_rate");
+    let nowhere = json!({ "replicate_rate": 1 << 20, "replicate_to": "" });
+    api.patch("policies/encrypted", nowhere).await.assert_field("replicate_rate");
     let there = json!({ "replicate_to": "local", "replicate_rate": 2 << 20 });
     let planned = api.raw(Method::PATCH, "policies/encrypted?dry_run=true", there.to_string());
     assert!(planned.await.body["steps"].to_string().contains("keep the replicas, or none"));

@@ -134,3 +134,67 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
     api.post("vms/web/start?dryrun=true", Value::Null).await.assert_field("query");
     assert_eq!(everything(&api).await, before);
 }
+
+/// The request for a VM with so much memory, so many processors, and disks of these sizes.
+fn larger(memory: u64, vcpus: u32, disks: &[u64]) -> Value {
+    let disks: Vec<_> = disks
+        .iter()
+        .enumerate()
+        .map(|(index, size)| json!({ "name": format!("d{index}"), "datastore": "local", "size": size }))
+        .collect();
+    let mut request = vm_with("/name", json!("large"));
+    request["memory"] = json!(memory);
+    request["vcpus"] = json!(vcpus);
+    request["disks"] = json!(disks);
+    request
+}
+
+#[tokio::test]
+async fn what_the_host_has_no_room_for_is_refused_or_said() {
+    const DISK: u64 = 3 << 20;
+    let api = Api::new().await;
+    let dry = |request: Value| api.post("vms?dry_run=true", request);
+    // The host has 64 GiB and 8 processors.
+    let fits = dry(larger(64 << 30, 8, &[DISK])).await;
+    assert_eq!((fits.status.as_u16(), fits.body.get("warnings")), (200, None), "{}", fits.body);
+    let understood = "choose host 'here': virtual processors 8; memory 64 GiB; disks d0 (3 MiB on datastore 'local')";
+    assert_eq!(fits.body["steps"][0], understood);
+    for path in ["vms?dry_run=true", "vms"] {
+        let refused = api.post(path, larger((64 << 30) + (1 << 20), 1, &[DISK])).await;
+        refused.assert_field("memory");
+        let said = refused.body["detail"].to_string();
+        assert!(said.contains("has 64 GiB in all"), "{said}");
+    }
+    let set = api.raw(Method::PATCH, "vms/web", json!({ "memory": 65u64 << 30 }).to_string());
+    let mut running = larger(40 << 30, 1, &[DISK]);
+    running["name"] = json!("web");
+    api.done(api.post("vms", running).await).await;
+    set.await.assert_field("memory");
+    let warned = |answer: &Answer, word: &str| {
+        assert_eq!(answer.status.as_u16(), 200, "{}", answer.body);
+        let said = answer.body["warnings"].to_string();
+        assert!(said.contains(word), "{word}: {said}");
+        assert_eq!(answer.body["warnings"].as_array().unwrap().len(), 1, "{said}");
+    };
+    // A VM that is off takes none of it.
+    assert_eq!(dry(larger(30 << 30, 1, &[DISK])).await.body.get("warnings"), None);
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+    let beside = dry(larger(30 << 30, 1, &[DISK])).await;
+    warned(&beside, "have 40 GiB of its 64 GiB of memory: there is not enough for 30 GiB");
+    assert_eq!(dry(larger(24 << 30, 1, &[DISK])).await.body.get("warnings"), None);
+    warned(&dry(larger(1 << 30, 9, &[DISK])).await, "has 8 processors, which 9 virtual ones");
+    // Each disk has room, and both have not.
+    api.fixture.agent.set_free(4 << 20);
+    assert_eq!(dry(larger(1 << 30, 1, &[DISK])).await.body.get("warnings"), None);
+    warned(&dry(larger(1 << 30, 1, &[DISK, DISK])).await, "grow to 6 MiB on datastore 'local'");
+    let whole = json!({ "name": "whole", "encryption": false, "allocation": "preallocated" });
+    assert_eq!(api.post("policies", whole).await.status, 201);
+    let mut request = larger(1 << 30, 1, &[DISK]);
+    request["policy"] = json!("whole");
+    let one = dry(request.clone()).await;
+    assert!(one.body["steps"][0].to_string().contains("'local', preallocated)"), "{}", one.body);
+    request["disks"] = larger(1 << 30, 1, &[DISK, DISK])["disks"].clone();
+    let both = dry(request).await;
+    assert_eq!(both.status.as_u16(), 507, "{}", both.body);
+    assert!(both.body["detail"].to_string().contains("6 MiB"), "{}", both.body);
+}

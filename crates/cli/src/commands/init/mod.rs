@@ -241,7 +241,12 @@ impl Init {
         if steps.is_empty() && output == Output::Table {
             return print::words("nothing is to be done: all is there already");
         }
-        let plan = Plan { kind: "init".to_owned(), target: self.host.clone(), steps };
+        let plan = Plan {
+            kind: "init".to_owned(),
+            target: self.host.clone(),
+            steps,
+            warnings: Vec::new(),
+        };
         plan::show(output, &plan)
     }
 

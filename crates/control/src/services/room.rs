@@ -1,0 +1,136 @@
+//! Whether a host has the room for a VM that is to be made: memory, processors, and its datastores.
+//!
+//! What can never be is refused. What may be, and is more than the host has beside its other VMs, is said in a dry run:
+//! memory and processors are shared, and thin disks grow with what is written to them.
+
+use std::collections::HashMap;
+
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::{Allocation, DatastoreSpec, HostAgent};
+use vmseal_api::id::{DatastoreId, HostId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+
+use super::{Services, usage};
+use crate::store::disks::Disk;
+use crate::store::vms;
+
+/// Checks that a VM does not have more memory than its host has in all, as far as that is known.
+pub(super) fn check_memory(
+    services: &Services,
+    host: HostId,
+    host_name: &str,
+    memory: u64,
+) -> Result<(), Problem> {
+    let Some(description) = services.hosts.view(host).description else { return Ok(()) };
+    if memory <= description.memory {
+        return Ok(());
+    }
+    let detail = format!(
+        "is {}, and host '{host_name}' has {} in all",
+        Size(memory),
+        Size(description.memory)
+    );
+    Err(Problem::invalid("memory", detail))
+}
+
+/// What is to be made, with the sizes as they were understood.
+pub(super) fn understood(vm: &vms::Vm, made: &[Disk]) -> String {
+    let disks = made.iter().map(|disk| {
+        let all_of_it = match disk.allocation {
+            Allocation::Preallocated => ", preallocated",
+            Allocation::Thin => "",
+        };
+        let (name, size, datastore) = (&disk.name, Size(disk.size), &disk.datastore_name);
+        format!("{name} ({size} on datastore '{datastore}'{all_of_it})")
+    });
+    format!(
+        "choose host '{}': virtual processors {}; memory {}; disks {}",
+        vm.host_name,
+        vm.vcpus,
+        Size(vm.memory),
+        disks.collect::<Vec<_>>().join(", ")
+    )
+}
+
+/// Checks that the VM's disks have room together, and says what its host does not have beside its other VMs.
+pub(super) async fn examine(
+    services: &Services,
+    vm: &vms::Vm,
+    made: &[Disk],
+) -> Result<Vec<String>, Problem> {
+    let view = services.hosts.view(vm.host);
+    let mut warnings = Vec::new();
+    if let Some(description) = &view.description {
+        let room = usage::room(&mut *services.store.read().await?, vm.host, &view).await?;
+        let host = &vm.host_name;
+        if room.memory_left.is_some_and(|left| left < vm.memory) {
+            warnings.push(format!(
+                "the VMs that run on host '{host}' have {} of its {} of memory: there is not enough for {} beside them",
+                Size(room.memory_running),
+                Size(description.memory),
+                Size(vm.memory)
+            ));
+        }
+        if vm.vcpus > description.cpus {
+            warnings.push(format!(
+                "host '{host}' has {} processors, which {} virtual ones would share",
+                description.cpus, vm.vcpus
+            ));
+        }
+    }
+    let agent = services.hosts.connected(vm.host)?;
+    let mut stores = HashMap::<DatastoreId, Store<'_>>::new();
+    for disk in made {
+        let store = stores.entry(disk.datastore.datastore).or_insert_with(|| Store {
+            name: &disk.datastore_name,
+            place: &disk.datastore,
+            taken: 0,
+            wanted: 0,
+        });
+        store.wanted = store.wanted.saturating_add(disk.size);
+        if disk.allocation == Allocation::Preallocated {
+            store.taken = store.taken.saturating_add(disk.size);
+        }
+    }
+    for store in stores.values() {
+        warnings.extend(store.examine(&*agent).await?);
+    }
+    Ok(warnings)
+}
+
+/// What disks of a VM take of a datastore.
+struct Store<'a> {
+    name: &'a str,
+    place: &'a DatastoreSpec,
+    /// What they take when they are made, in bytes.
+    taken: u64,
+    /// What they take when they are full.
+    wanted: u64,
+}
+
+impl Store<'_> {
+    async fn examine(&self, agent: &dyn HostAgent) -> Result<Option<String>, Problem> {
+        // What is wrong with a datastore has been said when each disk was examined.
+        let DatastoreCondition::Available { usage } =
+            agent.measure_datastore(self.place.clone()).await?
+        else {
+            return Ok(None);
+        };
+        let (name, free) = (self.name, Size(usage.free));
+        if self.taken > usage.free {
+            let detail = format!(
+                "the preallocated disks take {} of datastore '{name}', and {free} are free: free some room or use another datastore",
+                Size(self.taken)
+            );
+            let field = Some("disks".to_owned());
+            return Err(Problem { field, ..Problem::new(ErrorCode::NoSpace, detail) });
+        }
+        Ok((self.wanted > usage.free).then(|| {
+            format!(
+                "the disks may grow to {} on datastore '{name}', and {free} are free",
+                Size(self.wanted)
+            )
+        }))
+    }
+}
