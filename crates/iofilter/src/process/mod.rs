@@ -372,11 +372,13 @@ fn replica(
         .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
 
+type Layers = Vec<Arc<dyn Layer>>;
+
 /// The layers of a chain above and below its encryption.
 fn sides(
     chain: &[FilterSpec],
     layer_of: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
-) -> (Vec<Arc<dyn Layer>>, Vec<Arc<dyn Layer>>) {
+) -> (Layers, Layers) {
     let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
     let mut sides = chain.split(is_crypt).map(|side| side.iter().filter_map(&layer_of).collect());
     (sides.next().unwrap_or_default(), sides.next().unwrap_or_default())

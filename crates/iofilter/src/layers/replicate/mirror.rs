@@ -135,7 +135,7 @@ impl OpenedMirror {
     ) -> Pivot {
         let Self { replicate, mirror, bytes_per_second } = self;
         let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second);
-        let place = Place::Former { copier: Some(copier), copying: None, chains };
+        let place = Place::Former { copier: Some(Box::new(copier)), copying: None, chains };
         Pivot { replicate, mirror, place: Mutex::new(place) }
     }
 
@@ -152,7 +152,7 @@ enum Place {
     /// Where it was before.
     Former {
         /// Until it is started.
-        copier: Option<Copier>,
+        copier: Option<Box<Copier>>,
         /// The running copy.
         copying: Option<Replicating>,
         /// Of the copy, for the disk's queues.
@@ -185,7 +185,7 @@ impl Pivot {
         if let Place::Former { copier, copying, .. } = &mut *place
             && let Some(copier) = copier.take()
         {
-            *copying = Some(Replicating::start(&self.replicate, copier)?);
+            *copying = Some(Replicating::start(&self.replicate, *copier)?);
         }
         Ok(())
     }
