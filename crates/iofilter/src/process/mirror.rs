@@ -12,8 +12,9 @@ use crate::layers::crypt::CryptError;
 use crate::layers::replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::mirror::{OpenedMirror, Pivot};
-use crate::process::{StartError, config, encryption, sides, storage};
+use crate::process::{Layers, StartError, config, encryption, sides, storage};
 use crate::stack::chain::Chain;
+use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
 
 /// Everything that the copy of a disk needs, open.
@@ -31,6 +32,10 @@ pub(super) struct Mirrored {
     pub pivot: Arc<Pivot>,
     /// The chains to serve, if the disk has pivoted before.
     pub copy: Option<Vec<Chain>>,
+    /// The layers of the copy alone.
+    pub layers: Layers,
+    /// The time of the copy's cipher, if it has one.
+    pub cipher_time: Option<Arc<CipherTime>>,
 }
 
 /// Opens what the copy of a disk needs; none if it is not mirrored.
@@ -77,17 +82,20 @@ impl OpenedCopy<'_> {
         let count = shared.len();
         let layer_of = |link: &FilterSpec| layers::of(link);
         let (above, below) = sides(&self.spec.to.chain, layer_of);
+        let own = [&above[..], &below].concat();
         let copy = Disk::new(self.size, false, self.encryption, self.storage, pools)
             .with_layers([shared, above].concat(), below)
             .as_copy_of(disk);
         let chains = (0..queues).map(|_| copy.chain()).collect::<Result<Vec<_>, _>>()?;
+        let (layers, cipher_time) = (own, copy.cipher_time());
         if self.opened.mirror.status().pivoted {
-            return Ok(Mirrored { pivot: Arc::new(self.opened.pivoted()), copy: Some(chains) });
+            let pivot = Arc::new(self.opened.pivoted());
+            return Ok(Mirrored { pivot, copy: Some(chains), layers, cipher_time });
         }
         let source = BlockingDisk::new(disk.beneath(count + 1, true)?);
         let target = copy.beneath(count, false)?;
         let target = BlockingDisk::over(target, copy.file().cloned(), copy.holes().is_some());
         let pivot = self.opened.between(source, disk.holes(), target, chains);
-        Ok(Mirrored { pivot: Arc::new(pivot), copy: None })
+        Ok(Mirrored { pivot: Arc::new(pivot), copy: None, layers, cipher_time })
     }
 }

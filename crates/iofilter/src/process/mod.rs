@@ -292,9 +292,14 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let mut layers = disk.layers();
+    let mut cipher_time = disk.cipher_time();
     let (chains, pivot) = match mirrored {
-        Some(mirror::Mirrored { pivot, copy: Some(copy) }) => (copy, Some(pivot)),
-        Some(mirror::Mirrored { pivot, copy: None }) => (chains, Some(pivot)),
+        Some(mirrored) => {
+            layers.extend(mirrored.layers);
+            cipher_time = cipher_time.or(mirrored.cipher_time);
+            (mirrored.copy.unwrap_or(chains), Some(mirrored.pivot))
+        }
         None => (chains, None),
     };
     let state_beside = beside.is_some().then(|| {
@@ -307,8 +312,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         serial: config.serial.as_str().into(),
         state: Arc::new(
             DiskState::new(id, queues)
-                .with_cipher(disk.cipher_time())
-                .with_layers(disk.layers())
+                .with_cipher(cipher_time)
+                .with_layers(layers)
                 .with_bitmaps(disk.bitmaps())
                 .with_replica(replica.as_ref().map(|opened| opened.replicate.clone()))
                 .with_mirror(pivot.as_ref().map(|pivot| pivot.mirror()))

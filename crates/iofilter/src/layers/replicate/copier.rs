@@ -79,9 +79,10 @@ pub struct Copier {
     bytes_per_second: u64,
     /// When the next piece may be copied.
     not_before: Instant,
-    /// The guest's requests when the last piece began, and when that was.
+    /// The guest's requests when the last piece began.
     requests: u64,
-    begun: Instant,
+    /// When the piece began that was the last, while nothing else was done since.
+    begun: Option<Instant>,
     /// The replica was truncated, and the map does not say so yet.
     cut: bool,
 }
@@ -104,7 +105,7 @@ impl Copier {
             bytes_per_second,
             not_before: Instant::now(),
             requests: 0,
-            begun: Instant::now(),
+            begun: None,
             cut: false,
         }
     }
@@ -138,6 +139,7 @@ impl Copier {
             }
         };
         self.pipe.drain();
+        self.begun = None;
         shared.counters.copied.add(self.pipe.take_written());
         let failed = self.pipe.take_failed();
         let batch = outcome?;
@@ -184,8 +186,9 @@ impl Copier {
                 continue;
             }
             let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
-            self.wait_for_the_rate(length as u64)?;
             self.yield_to_the_guest()?;
+            self.wait_for_the_rate(length as u64)?;
+            self.begun = Some(Instant::now());
             self.pipe.piece(chunk, at, length);
             at += length as u64;
         }
@@ -206,11 +209,11 @@ impl Copier {
         let requests = self.replicate.0.requests.load(Ordering::Relaxed);
         if std::mem::replace(&mut self.requests, requests) != requests {
             self.pipe.drain();
-            if !self.replicate.0.sleep(self.begun.elapsed() * REST) {
+            let rest = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed() * REST);
+            if !self.replicate.0.sleep(rest) {
                 return Err(CopyError::Stopped);
             }
         }
-        self.begun = Instant::now();
         Ok(())
     }
 

@@ -97,7 +97,8 @@ pub enum PivotError {
     /// The map says so: the disk's former place has its data.
     #[error("the map of its copy cannot be written: {0}")]
     NotRecorded(IoError),
-    /// The next process that reads the map will know.
+    /// The next process that reads the map will know. Until then both places have the same data: no chunk is marked, so
+    /// every change waits for the map, which can only be rewritten as one of a disk that has not pivoted.
     #[error(
         "the map of its copy cannot be written, so it is not known which place has its data: {0}"
     )]
