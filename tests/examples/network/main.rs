@@ -157,9 +157,9 @@ fn main() -> anyhow::Result<()> {
         machine::commit(),
     );
     println!(
-        "| load | vmseal, encrypted | QEMU by hand | ratio [95 %] | two by hand [95 %] | goal |"
+        "| load | vmseal, encrypted / QEMU by hand | ratio [95 %] | of two by hand | ratio by CPU time | of two by hand | goal |"
     );
-    println!("|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|");
     let mut outcome = Outcome::default();
     for network in Network::ALL {
         for load in Load::ALL.into_iter().filter(|load| load.is_of(network)) {

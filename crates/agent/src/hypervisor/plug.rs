@@ -189,9 +189,14 @@ pub async fn drop_network(qmp: &Qmp, nic: NicId) {
     for kind in [QUEUE, VHOST] {
         for index in 0..QUEUES_MAX as usize {
             let name = descriptor_name(kind, index, nic);
-            let closed = qmp.execute("closefd", json!({"fdname": name})).await;
-            if let Err(error) = closed {
-                tracing::trace!(%error, name, "QEMU has no such descriptor");
+            match qmp.execute("closefd", json!({"fdname": name})).await {
+                Ok(_) => {}
+                Err(error @ QmpError::Refused { .. }) => {
+                    tracing::trace!(%error, name, "QEMU has no such descriptor");
+                }
+                Err(error) => {
+                    return tracing::warn!(%error, %nic, "QEMU may still have a card's tap");
+                }
             }
         }
     }

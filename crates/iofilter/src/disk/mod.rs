@@ -49,6 +49,17 @@ pub enum DiskStorage {
     Mem(MemDisk),
 }
 
+impl DiskStorage {
+    /// The file, if it is a raw one or a device.
+    #[must_use]
+    pub fn file(&self) -> Option<&FileDisk> {
+        match self {
+            Self::File(file) => Some(file),
+            Self::Qcow2(_) | Self::Mem(_) => None,
+        }
+    }
+}
+
 /// How a disk is encrypted.
 #[derive(Debug)]
 pub struct Encryption {
@@ -225,10 +236,7 @@ impl Disk {
     /// The file that the disk is stored in, if that is a raw file or a device.
     #[must_use]
     pub fn file(&self) -> Option<&FileDisk> {
-        match &self.storage {
-            DiskStorage::File(file) => Some(file),
-            DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
-        }
+        self.storage.file()
     }
 
     fn make_chain(

@@ -21,6 +21,7 @@ use crate::front_ends::peer;
 use crate::layers::replicate::mirror::NotPivoted;
 use crate::process::RunningDisk;
 use crate::stack::chain::Chain;
+use crate::stack::orders::NotAsked;
 
 /// The most connections at a time.
 const CONNECTIONS_MAX: usize = 8;
@@ -210,7 +211,11 @@ impl Control {
 /// Has the disk's own thread pivot.
 fn pivot(running: &RunningDisk) -> Result<(), NotPivoted> {
     let pivot = Arc::clone(running.pivot.as_ref().ok_or(NotPivoted::NoMirror)?);
+    let mirror = pivot.mirror();
     // Before the guest has to wait.
+    if mirror.status().pivoted {
+        return Ok(());
+    }
     pivot.is_near()?;
     let (tell, outcome) = mpsc::channel();
     let exchange = move |chains: Vec<Chain>| {
@@ -222,14 +227,17 @@ fn pivot(running: &RunningDisk) -> Result<(), NotPivoted> {
         let _ = tell.send(pivoted);
         chains
     };
-    let ending = || NotPivoted::Ending;
-    running.orders.ask(Box::new(exchange)).map_err(|_| NotPivoted::Asked)?;
+    let asked = running.orders.ask(Box::new(exchange)).map_err(|why| match why {
+        NotAsked::Another => NotPivoted::Asked,
+        NotAsked::Ended => NotPivoted::Ending,
+    })?;
+    let ending = || if mirror.status().pivoted { Ok(()) } else { Err(NotPivoted::Ending) };
     match outcome.recv_timeout(DRAIN_TIMEOUT) {
         Ok(outcome) => outcome,
-        Err(RecvTimeoutError::Timeout) if running.orders.take_back() => Err(NotPivoted::Busy),
+        Err(RecvTimeoutError::Timeout) if running.orders.take_back(asked) => Err(NotPivoted::Busy),
         // It has begun, and ends within its own timeout.
-        Err(RecvTimeoutError::Timeout) => outcome.recv().map_err(|_| ending())?,
-        Err(RecvTimeoutError::Disconnected) => Err(ending()),
+        Err(RecvTimeoutError::Timeout) => outcome.recv().unwrap_or_else(|_| ending()),
+        Err(RecvTimeoutError::Disconnected) => ending(),
     }
 }
 

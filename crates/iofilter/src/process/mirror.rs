@@ -12,6 +12,7 @@ use crate::layers::crypt::CryptError;
 use crate::layers::replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::mirror::{OpenedMirror, Pivot};
+use crate::layers::replicate::open::ReplicaError;
 use crate::process::{Layers, StartError, config, encryption, sides, storage};
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
@@ -41,14 +42,23 @@ pub(super) struct Mirrored {
 /// Opens what the copy of a disk needs; none if it is not mirrored.
 pub(super) fn open<'a>(
     config: &'a DiskConfig,
+    image: &DiskStorage,
     handles: &mut Handles,
 ) -> Result<Option<OpenedCopy<'a>>, StartError> {
     let Some(spec) = config::mirror(config) else { return Ok(None) };
     let (disk, size) = (config.disk, config.size);
     let (storage, _) = storage(disk, size, false, &spec.to.backend, handles)?;
     let encryption = encryption(disk, &spec.to.chain, handles)?;
-    let opened = OpenedMirror::open(disk, size, &spec.map, spec.bytes_per_second, handles)
-        .map_err(|error| StartError::Replica { disk, error })?;
+    let refused = |error| StartError::Replica { disk, error };
+    let places: Vec<_> = [image, &storage].into_iter().filter_map(DiskStorage::file).collect();
+    if let [image, copy] = places[..]
+        && image.is_same_file(copy)
+    {
+        return Err(refused(ReplicaError::Same));
+    }
+    let rate = spec.bytes_per_second;
+    let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
+    let opened = opened.map_err(refused)?;
     Ok(Some(OpenedCopy { disk, size, spec, opened, storage, encryption }))
 }
 

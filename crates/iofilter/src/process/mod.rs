@@ -279,7 +279,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let queues = config::queues(config);
     let replica = replica(config, handles, &storage)?;
-    let opened = mirror::open(config, handles)?;
+    let opened = mirror::open(config, &storage, handles)?;
     let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
         (FilterSpec::Replicate(_), Some(replica), _) => {
             Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
@@ -368,10 +368,7 @@ fn replica(
     storage: &DiskStorage,
 ) -> Result<Option<replicate::open::OpenedReplica>, StartError> {
     let Some(spec) = config::replica(config) else { return Ok(None) };
-    let image = match storage {
-        DiskStorage::File(file) => Some(file),
-        DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => None,
-    };
+    let image = storage.file();
     replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
         .map(Some)
         .map_err(|error| StartError::Replica { disk: config.disk, error })
@@ -490,6 +487,7 @@ impl Prepared {
     /// Runs a disk until it ends; true if it ended well, with everything flushed.
     fn run(mut self, orders: &Orders) -> bool {
         let lived = self.live(orders);
+        orders.close();
         if let Some(pivot) = &self.pivot {
             pivot.end();
         }

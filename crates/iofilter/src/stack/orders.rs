@@ -32,11 +32,32 @@ pub enum Woken {
     Stop,
 }
 
+/// Why an exchange is not asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotAsked {
+    /// Another one is.
+    Another,
+    /// The disk's thread has ended.
+    Ended,
+}
+
+/// An exchange that was asked for, to take that one back and no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked(u64);
+
+#[derive(Default)]
+struct Asking {
+    exchange: Option<Exchange>,
+    /// The number of the last one.
+    last: u64,
+    ended: bool,
+}
+
 /// See the module.
 pub struct Orders {
     stop: Arc<Stop>,
     event: EventFd,
-    exchange: Mutex<Option<Exchange>>,
+    asking: Mutex<Asking>,
 }
 
 impl Orders {
@@ -47,7 +68,7 @@ impl Orders {
     pub fn new(stop: Arc<Stop>) -> io::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let event = EventFd::from_value_and_flags(0, flags)?;
-        Ok(Self { stop, event, exchange: Mutex::default() })
+        Ok(Self { stop, event, asking: Mutex::default() })
     }
 
     /// The request to stop.
@@ -56,29 +77,42 @@ impl Orders {
         &self.stop
     }
 
-    fn exchange(&self) -> MutexGuard<'_, Option<Exchange>> {
-        self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
+    fn asking(&self) -> MutexGuard<'_, Asking> {
+        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for an exchange; returns it if another one is asked for already.
+    /// Asks for an exchange.
     ///
     /// # Errors
-    /// The exchange that was not asked for.
-    pub fn ask(&self, exchange: Exchange) -> Result<(), Exchange> {
-        let mut asked = self.exchange();
-        if asked.is_some() {
-            return Err(exchange);
+    /// [`NotAsked`]; the exchange is dropped.
+    pub fn ask(&self, exchange: Exchange) -> Result<Asked, NotAsked> {
+        let mut asking = self.asking();
+        if asking.ended {
+            return Err(NotAsked::Ended);
         }
-        *asked = Some(exchange);
-        drop(asked);
+        if asking.exchange.is_some() {
+            return Err(NotAsked::Another);
+        }
+        asking.exchange = Some(exchange);
+        asking.last += 1;
+        let asked = Asked(asking.last);
+        drop(asking);
         // Fails only when the counter is full, and then it is readable anyway.
         let _ = self.event.write(1);
-        Ok(())
+        Ok(asked)
     }
 
-    /// Takes back an exchange; false if the disk's thread has it already, or none was asked for.
-    pub fn take_back(&self) -> bool {
-        self.exchange().take().is_some()
+    /// Takes back an exchange; false if the disk's thread has it already.
+    pub fn take_back(&self, asked: Asked) -> bool {
+        let mut asking = self.asking();
+        asking.last == asked.0 && asking.exchange.take().is_some()
+    }
+
+    /// The disk's thread ends: no exchange is done any more.
+    pub fn close(&self) {
+        let mut asking = self.asking();
+        asking.ended = true;
+        asking.exchange = None;
     }
 
     fn carry_out(&self, chains: Vec<Chain>) -> Vec<Chain> {
@@ -111,7 +145,7 @@ impl Orders {
     pub fn take(&self) -> Option<Exchange> {
         // Before it is taken: one that comes after that is announced again.
         let _ = self.event.read();
-        self.exchange().take()
+        self.asking().exchange.take()
     }
 
     /// Sleeps until `fd`, if there is one, is readable or its peer is gone, or until there is something else to do.

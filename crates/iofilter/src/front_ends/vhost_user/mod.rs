@@ -145,7 +145,8 @@ fn converse(
             Arrival::Exchange => {
                 let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Err(error) = session.exchange(orders) {
-                    tracing::warn!(%error, "a queue cannot go on with the new chains");
+                    tracing::warn!(%error, "a queue cannot go on with the new chains; the connection is ended");
+                    break;
                 }
                 continue;
             }

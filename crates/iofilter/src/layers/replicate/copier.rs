@@ -12,14 +12,18 @@ use std::time::{Duration, Instant};
 
 use crate::layers::replicate::Replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
-use crate::layers::replicate::pipe::{PIECE, Pipe, PipeError};
+use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
 
 /// How long a copy rests beside a busy guest, in times of what a piece took: a fifth of storage's time is left to the copy,
 /// and the guest's slow requests are about as slow as without it (docs/decisions/111).
 const REST: u32 = 4;
+
+/// The longest rest: storage that hangs for a while does not stop the copy for a multiple of that.
+const REST_MAX: Duration = Duration::from_secs(1);
 
 /// How much is copied before both sides are flushed, in bytes: small against what a device writes in a second, large
 /// against the cost of a flush.
@@ -97,9 +101,14 @@ impl Copier {
         replica: BlockingDisk,
         bytes_per_second: u64,
     ) -> Self {
+        // A replica is copied for good, so it must not be felt.
+        let pieces = match replicate.0.geometry.purpose() {
+            Purpose::Replica => 1,
+            Purpose::Mirror => DEPTH,
+        };
         Self {
             replicate: replicate.clone(),
-            pipe: Pipe::new(source, replica),
+            pipe: Pipe::new(source, replica, pieces),
             holes,
             next: 0,
             bytes_per_second,
@@ -203,13 +212,15 @@ impl Copier {
         hole.map_or(at, |hole| if hole.end == end { end } else { hole.end / 4096 * 4096 })
     }
 
-    /// A mirror is copied as fast as storage works while the guest is idle. Where it has made requests since the last piece,
-    /// the next one waits for the end of that one and for [`REST`] times as long.
+    /// A mirror is copied as fast as storage works while the guest is idle, or is slowed itself. Where it has made requests
+    /// since the last piece, the next one waits for the end of that one and for [`REST`] times as long.
     fn yield_to_the_guest(&mut self) -> Result<(), CopyError> {
         let requests = self.replicate.0.requests.load(Ordering::Relaxed);
-        if std::mem::replace(&mut self.requests, requests) != requests {
+        let busy = std::mem::replace(&mut self.requests, requests) != requests;
+        if busy && self.replicate.0.mark_pause.pause().is_zero() {
             self.pipe.drain();
-            let rest = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed() * REST);
+            let took = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed());
+            let rest = (took * REST).min(REST_MAX);
             if !self.replicate.0.sleep(rest) {
                 return Err(CopyError::Stopped);
             }

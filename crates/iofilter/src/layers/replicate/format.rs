@@ -11,6 +11,7 @@
 //! all zeroes: the disk may have pivoted, and then its former place is out of date.
 
 use crc::{CRC_64_XZ, Crc, Table};
+use vmseal_api::filter::PIVOT_BYTES_MAX;
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::chunks::{NEVER, Span};
@@ -35,6 +36,10 @@ pub const CHUNK_MIN: u64 = 1 << 20;
 pub const CHUNKS_MAX: u64 = 256 * 1024;
 
 const VERSION: u32 = 1;
+
+/// How many chunks a copy may lack in any case when the disk is to pivot: a guest may always have changed some since the last
+/// pass. Those of the largest disks, of 256 MiB, take a second or two.
+const PIVOT_CHUNKS_MIN: u64 = 4;
 
 /// Where block 0 says that the disk has pivoted: 1 there.
 const PIVOTED: usize = 40;
@@ -102,6 +107,13 @@ impl Geometry {
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// The most chunks that a copy may lack when the disk is to pivot: [`PIVOT_BYTES_MAX`], and of large disks a few
+    /// chunks, which take longer.
+    #[must_use]
+    pub fn pivot_chunks(&self) -> u64 {
+        (PIVOT_BYTES_MAX >> self.shift).max(PIVOT_CHUNKS_MIN)
     }
 
     /// A chunk's length in bytes.

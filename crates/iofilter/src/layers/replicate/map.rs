@@ -73,7 +73,7 @@ impl fmt::Display for MapLoad {
             Self::Map { damaged_blocks } => {
                 write!(formatter, "{damaged_blocks} blocks are damaged")
             }
-            Self::Pivoted => formatter.write_str("it cannot be written"),
+            Self::Pivoted => formatter.write_str("the disk has pivoted"),
             Self::Nothing(why) => why.fmt(formatter),
             Self::Unreadable(error) => error.fmt(formatter),
         }
@@ -95,12 +95,12 @@ impl MapLoad {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PivotError {
     /// The map says so: the disk's former place has its data.
-    #[error("the map of its copy cannot be written: {0}")]
+    #[error("the map of its copy cannot be written: {0}; the disk is served as before")]
     NotRecorded(IoError),
     /// The next process that reads the map will know. Until then both places have the same data: no chunk is marked, so
     /// every change waits for the map, which can only be rewritten as one of a disk that has not pivoted.
     #[error(
-        "the map of its copy cannot be written, so it is not known which place has its data: {0}"
+        "the map of its copy cannot be written: {0}; the disk is served as before, and what the guest changes waits until it can"
     )]
     Unknown(IoError),
 }
@@ -165,6 +165,10 @@ impl Map {
     /// Marks chunks that are about to change: recorded first. The replica has every change of them made before `now`,
     /// or, if that is [`NEVER`], nothing. False if that cannot be recorded: ask again.
     pub fn mark(&mut self, chunks: &Chunks, spans: &[Span], now: u64) -> bool {
+        if self.image.is_pivoted() {
+            // What was asked for before the pivot, by a request that another one's mark let pass.
+            return true;
+        }
         let mut touched = Touched::default();
         for span in spans {
             touched.add(self.image.set(*span, true));
@@ -192,6 +196,9 @@ impl Map {
 
     /// Unmarks copied chunks that have not changed since the copy began.
     pub fn unmark(&mut self, chunks: &Chunks, copied: &[Copied], now: u64) {
+        if self.image.is_pivoted() {
+            return;
+        }
         let mut touched = Touched::default();
         for Copied { chunk, ticket, began } in copied {
             if ticket.is_some_and(|ticket| chunks.unmark(*chunk, ticket)) {
@@ -216,14 +223,17 @@ impl Map {
         self.validity == MapValidity::Valid
     }
 
-    /// Records durably that the disk has pivoted to its copy, which lacks nothing.
+    /// Records durably that the disk has pivoted to its copy; false if that lacks something. Nothing is marked or written
+    /// after that.
     ///
     /// # Errors
     /// [`PivotError`].
-    pub fn pivot(&mut self, chunks: &Chunks) -> Result<(), PivotError> {
-        debug_assert_eq!(chunks.marked(), 0);
+    pub fn pivot(&mut self, chunks: &Chunks) -> Result<bool, PivotError> {
+        if chunks.marked() > 0 {
+            return Ok(false);
+        }
         self.image.set_pivoted(true);
-        let Err(error) = self.put(0, 0).and_then(|()| self.file.flush()) else { return Ok(()) };
+        let Err(error) = self.put(0, 0).and_then(|()| self.file.flush()) else { return Ok(true) };
         self.image.set_pivoted(false);
         self.fail(error);
         // After that the file says that the disk has not pivoted, or nothing.

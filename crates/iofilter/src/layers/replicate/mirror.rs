@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Direct, Handle, MirrorStatus, PIVOT_BYTES_MAX};
+use vmseal_api::filter::{Direct, Handle, MirrorStatus};
 use vmseal_api::id::DiskId;
 use vmseal_api::size::Size;
 
@@ -30,16 +30,16 @@ use crate::storage::file::FileDisk;
 
 const MAP: &str = "the map of its copy";
 
-/// How long a guest may wait for the last of the copy: a third of the time after which Linux calls a request of a
-/// disk hung.
+/// How long a guest may wait for the last of the copy, once its requests in flight have ended: a third of the time that
+/// Linux gives a request.
 const PIVOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a disk was not switched to its copy. It is served as before, unless the reason says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum NotPivoted {
     /// The guest would wait too long.
-    #[error("its copy lacks {} yet, more than {}; try again later", Size(*.0), Size(PIVOT_BYTES_MAX))]
-    TooMuch(u64),
+    #[error("its copy lacks {} yet, more than {}; try again later", Size(*.0), Size(*.1))]
+    TooMuch(u64, u64),
     /// The copy met an error.
     #[error("{0}")]
     Copy(String),
@@ -56,7 +56,7 @@ pub enum NotPivoted {
     #[error("it is asked to pivot already")]
     Asked,
     /// Storage does not answer, or the disk's thread does not.
-    #[error("its requests in flight do not end; the disk is served as before")]
+    #[error("its requests in flight do not end; it goes on where it was when they do")]
     Busy,
     /// The process ends, or the disk has failed.
     #[error("it is no longer served; the map of its copy says where its data is")]
@@ -91,7 +91,7 @@ pub struct OpenedMirror {
 }
 
 impl OpenedMirror {
-    /// Opens the map of a disk's copy.
+    /// Opens the map of a disk's copy; `places` are the files of the disk and of its copy.
     ///
     /// # Errors
     /// [`ReplicaError`]: among others, the map does not tell which place has the disk's data.
@@ -100,6 +100,7 @@ impl OpenedMirror {
         size: u64,
         map: &Handle,
         bytes_per_second: u64,
+        places: &[&FileDisk],
         handles: &mut Handles,
     ) -> Result<Self, ReplicaError> {
         let geometry = Geometry::new(disk, size).of_mirror();
@@ -107,15 +108,21 @@ impl OpenedMirror {
         let file = handles.file(map, true).map_err(of_handle)?;
         lock_if_path(&file, map, true).map_err(of_handle)?;
         let map_bytes = geometry.map_bytes() as u64;
-        let file = lengthened(file, map_bytes)?;
+        let file = lengthened(file, map_bytes, MAP)?;
         let file = FileDisk::open(file, 0, map_bytes, Direct::Off, false)
             .map_err(|error| ReplicaError::Open { what: MAP, error })?;
+        if places.iter().any(|place| place.is_same_file(&file)) {
+            return Err(ReplicaError::Same);
+        }
         let file = BlockingDisk::file(file, map_bytes)
             .map_err(|error| ReplicaError::Look { what: MAP, error })?;
         let (replicate, found) = Replicate::new(geometry, file);
         let pivoted = found == MapLoad::Pivoted;
-        if !found.tells_the_place() || pivoted && !replicate.map_is_valid() {
+        if !found.tells_the_place() {
             return Err(ReplicaError::NoPlace(found));
+        }
+        if pivoted && !replicate.map_is_valid() {
+            return Err(ReplicaError::PivotedMap);
         }
         tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let mirror =
@@ -203,9 +210,11 @@ impl Pivot {
     /// # Errors
     /// [`NotPivoted::TooMuch`].
     pub fn is_near(&self) -> Result<(), NotPivoted> {
+        let shared = &self.replicate.0;
+        let most = shared.geometry.pivot_chunks() * shared.geometry.chunk();
         match self.mirror.status().dirty_bytes {
-            few if few <= PIVOT_BYTES_MAX => Ok(()),
-            many => Err(NotPivoted::TooMuch(many)),
+            few if few <= most => Ok(()),
+            many => Err(NotPivoted::TooMuch(many, most)),
         }
     }
 
@@ -218,8 +227,13 @@ impl Pivot {
         let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
         let Place::Former { chains, .. } = &mut *place else { return Ok(None) };
         self.is_near()?;
-        self.replicate.copy_the_rest(PIVOT_TIMEOUT)?;
-        self.replicate.record_pivot()?;
+        let until = Instant::now() + PIVOT_TIMEOUT;
+        loop {
+            self.replicate.copy_the_rest(until)?;
+            if self.replicate.record_pivot()? {
+                break;
+            }
+        }
         let chains = std::mem::take(chains);
         self.mirror.pivoted.store(true, Ordering::Release);
         *place = Place::Copy;
@@ -234,11 +248,13 @@ impl Replicate {
     }
 
     /// Waits until the copy lacks nothing, and has it durably. Nothing changes the disk meanwhile.
-    fn copy_the_rest(&self, timeout: Duration) -> Result<(), NotPivoted> {
-        let (shared, until) = (&*self.0, Instant::now() + timeout);
+    fn copy_the_rest(&self, until: Instant) -> Result<(), NotPivoted> {
+        let shared = &*self.0;
         lock(&shared.troubles).copy = None;
         let mut inbox = lock(&shared.inbox);
-        inbox.hurried = true;
+        // Of requests that have passed by the marks of others: nobody waits any more.
+        inbox.spans.clear();
+        inbox.no_pauses = true;
         shared.news.notify_all();
         let outcome = loop {
             if shared.chunks.marked() == 0 {
@@ -254,11 +270,12 @@ impl Replicate {
             let woken = shared.news.wait_timeout(inbox, left);
             inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
         };
-        inbox.hurried = false;
+        inbox.no_pauses = false;
         outcome
     }
 
-    fn record_pivot(&self) -> Result<(), NotPivoted> {
+    /// False if something was marked meanwhile.
+    fn record_pivot(&self) -> Result<bool, NotPivoted> {
         let shared = &*self.0;
         let mut map = lock(&shared.map);
         let pivoted = map.pivot(&shared.chunks);

@@ -18,11 +18,11 @@
 //! an image of one instant. See docs/decisions/043.
 
 pub mod blocking_disk;
-mod brake;
 pub mod chunks;
 pub mod copier;
 pub mod format;
 pub mod map;
+mod mark_pause;
 pub mod mirror;
 pub mod open;
 pub mod pipe;
@@ -38,10 +38,10 @@ use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
-use crate::layers::replicate::brake::Brake;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
 use crate::layers::replicate::format::{Geometry, Purpose};
 use crate::layers::replicate::map::{Copied, Map, MapLoad};
+use crate::layers::replicate::mark_pause::MarkPause;
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::layer::{Counter, Layer};
 use crate::stack::request::RequestId;
@@ -79,7 +79,7 @@ struct MarkRequests {
     /// The disk is no longer in use, or the process ends.
     closed: bool,
     /// The guest waits for the copy: it makes no pauses.
-    hurried: bool,
+    no_pauses: bool,
 }
 
 /// What the queues, the marker and the copier of a disk share.
@@ -95,7 +95,7 @@ struct ReplicaState {
     clock: Clock,
     troubles: Mutex<ReplicaErrors>,
     counters: ReplicaCounters,
-    brake: Brake,
+    mark_pause: MarkPause,
     /// How many requests the guest has made while the disk is mirrored: the copier yields to them.
     requests: AtomicU64,
 }
@@ -159,7 +159,7 @@ impl Replicate {
             clock: Clock::start(),
             troubles: Mutex::default(),
             counters: ReplicaCounters::default(),
-            brake: Brake::default(),
+            mark_pause: MarkPause::default(),
             requests: AtomicU64::new(0),
         };
         shared.tell_of_the_map(&lock(&shared.map));
@@ -323,7 +323,7 @@ impl ReplicaState {
         let mut inbox = lock(&self.inbox);
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            if inbox.closed || inbox.hurried || left.is_zero() {
+            if inbox.closed || inbox.no_pauses || left.is_zero() {
                 return !inbox.closed;
             }
             let woken = self.news.wait_timeout(inbox, left);

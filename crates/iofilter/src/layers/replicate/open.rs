@@ -51,8 +51,15 @@ pub enum ReplicaError {
         "the map of its copy does not tell which of two places has the disk's data ({0}); restore the map, or remove it if the disk cannot have pivoted"
     )]
     NoPlace(MapLoad),
+    /// A mirrored disk whose data is in its copy.
+    #[error(
+        "the disk has pivoted to its copy, and the map that says so cannot be written: make it writable, and do not remove it"
+    )]
+    PivotedMap,
     /// Given twice.
-    #[error("its image, its replica and the map of the replica must be three files")]
+    #[error(
+        "its image, the place that it is copied to and the map of the copy must be three files"
+    )]
     Same,
     /// It cannot be opened as a disk.
     #[error("{what}: {error}")]
@@ -100,8 +107,9 @@ impl OpenedReplica {
         let replica = FileDisk::open(replica, spec.offset, size, Direct::Auto, false)
             .map_err(|error| ReplicaError::Open { what: REPLICA, error })?;
         let map_bytes = geometry.map_bytes() as u64;
-        let map = FileDisk::open(lengthened(map, map_bytes)?, 0, map_bytes, Direct::Off, false)
-            .map_err(|error| ReplicaError::Open { what: MAP, error })?;
+        let map =
+            FileDisk::open(lengthened(map, map_bytes, MAP)?, 0, map_bytes, Direct::Off, false)
+                .map_err(|error| ReplicaError::Open { what: MAP, error })?;
         let image_is = |other: &FileDisk| image.is_some_and(|image| image.is_same_file(other));
         if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
             return Err(ReplicaError::Same);
@@ -172,11 +180,15 @@ fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
 }
 
 /// Opens the map and extends it to its length: a new one is empty.
-pub(super) fn lengthened(map: OwnedFd, bytes: u64) -> Result<OwnedFd, ReplicaError> {
-    let stat = stat(&map, MAP)?;
+pub(super) fn lengthened(
+    map: OwnedFd,
+    bytes: u64,
+    what: &'static str,
+) -> Result<OwnedFd, ReplicaError> {
+    let stat = stat(&map, what)?;
     let map = File::from(map);
     if is_regular(&stat) && u64::try_from(stat.st_size).unwrap_or(0) < bytes {
-        map.set_len(bytes).map_err(|error| ReplicaError::Look { what: MAP, error })?;
+        map.set_len(bytes).map_err(|error| ReplicaError::Look { what, error })?;
     }
     Ok(map.into())
 }

@@ -6,6 +6,8 @@
 //! ```
 //! Nothing is in flight after [`Pipe::drain`], whatever failed, so no request outlives the buffers.
 
+use std::cell::UnsafeCell;
+
 use nix::errno::Errno;
 use nix::poll::PollFlags;
 
@@ -17,8 +19,8 @@ use crate::stack::request::{IoError, Operation};
 /// The most that is copied as one piece, in bytes: large enough for any device's own best.
 pub const PIECE: usize = 512 * 1024;
 
-/// How many pieces are in flight: one that is read, one that is written, and one that waits for each.
-const DEPTH: usize = 4;
+/// The most pieces in flight: one that is read, one that is written, and one that waits for each.
+pub const DEPTH: usize = 4;
 
 /// The buffers of a pipe, in bytes.
 pub const BYTES: usize = PIECE * DEPTH;
@@ -30,7 +32,6 @@ const RUN: usize = 64 * 1024;
 const NO_SLOT: u64 = u64::MAX;
 
 /// A page of the buffers, aligned for direct I/O.
-#[derive(Clone)]
 #[repr(align(4096))]
 struct Page(#[expect(dead_code, reason = "its bytes are reached by a segment")] [u8; 4096]);
 
@@ -63,8 +64,9 @@ enum Slot {
 pub struct Pipe {
     source: BlockingDisk,
     copy: BlockingDisk,
-    slots: [Slot; DEPTH],
-    buffers: Vec<Page>,
+    slots: Vec<Slot>,
+    /// Those of all slots. Cells, as the kernel writes into some while others are handed out.
+    buffers: Box<[UnsafeCell<Page>]>,
     /// Zeroes in flight that belong to no slot, by their tag, which counts down from [`NO_SLOT`].
     zeroes: Vec<(u64, usize)>,
     next_tag: u64,
@@ -73,14 +75,15 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// From one disk to another of the same size.
+    /// From one disk to another of the same size, with this many pieces in flight.
     #[must_use]
-    pub fn new(source: BlockingDisk, copy: BlockingDisk) -> Self {
+    pub fn new(source: BlockingDisk, copy: BlockingDisk, pieces: usize) -> Self {
+        let page = |_| UnsafeCell::new(Page([0; 4096]));
         Self {
             source,
             copy,
-            slots: [Slot::Free; DEPTH],
-            buffers: vec![Page([0; 4096]); BYTES / 4096],
+            slots: vec![Slot::Free; pieces],
+            buffers: (0..pieces * PIECE / 4096).map(page).collect(),
             zeroes: Vec::new(),
             next_tag: NO_SLOT,
             failed: Vec::new(),
@@ -158,9 +161,9 @@ impl Pipe {
         self.copy.forget_cut();
     }
 
-    fn segment(&mut self, slot: usize, length: usize) -> Segment {
+    fn segment(&self, slot: usize, length: usize) -> Segment {
         debug_assert!(length <= PIECE);
-        let base = self.buffers[slot * (PIECE / 4096)..].as_mut_ptr().cast::<u8>();
+        let base = self.buffers[slot * (PIECE / 4096)..].as_ptr().cast_mut().cast::<u8>();
         // SAFETY: the slot's own part of the buffers, which are as long as all slots together and live as long as the
         // chains: no slot is used for two pieces, and `drop` drains.
         unsafe { Segment::new(base, length) }

@@ -15,8 +15,6 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::PIVOT_BYTES_MAX;
-
 use crate::layers::replicate::chunks::Span;
 use crate::layers::replicate::copier::{Batch, Copier, CopyError};
 use crate::layers::replicate::format::Purpose;
@@ -102,15 +100,19 @@ fn asked(shared: &ReplicaState) -> Option<Vec<Span>> {
 
 fn mark(shared: &ReplicaState) {
     while let Some(spans) = asked(shared) {
-        let mut wait = MARK_RETRY_FIRST;
-        while !shared.mark(&spans) {
-            if !shared.sleep(wait) {
+        // One flush for all who wait, unless they are to be slowed.
+        let at_once = if shared.mark_pause.pause().is_zero() { spans.len() } else { 1 };
+        for spans in spans.chunks(at_once.max(1)) {
+            let mut wait = MARK_RETRY_FIRST;
+            while !shared.mark(spans) {
+                if !shared.sleep(wait) {
+                    return;
+                }
+                wait = (wait * 2).min(MARK_RETRY_MAX);
+            }
+            if !shared.sleep(shared.mark_pause.pause()) {
                 return;
             }
-            wait = (wait * 2).min(MARK_RETRY_MAX);
-        }
-        if !shared.sleep(shared.brake.pause()) {
-            return;
         }
     }
 }
@@ -129,7 +131,7 @@ fn copy(shared: &ReplicaState, copier: &mut Copier) {
     let mut begun = Instant::now();
     let mirror = shared.geometry.purpose() == Purpose::Mirror;
     let pass_every = if mirror { MIRROR_PASS_EVERY } else { PASS_EVERY };
-    let goal = PIVOT_BYTES_MAX / shared.geometry.chunk();
+    let goal = shared.geometry.pivot_chunks();
     while is_dirty(shared) {
         let pause = match copier.batch() {
             Ok(Batch::More) => Duration::ZERO,
@@ -138,8 +140,8 @@ fn copy(shared: &ReplicaState, copier: &mut Copier) {
                     shared.tell(|troubles| &mut troubles.copy, None);
                     wait = RETRY_FIRST;
                 }
-                if mirror {
-                    shared.brake.adjust(shared.chunks.marked(), goal);
+                if mirror && well {
+                    shared.mark_pause.adjust(shared.chunks.marked(), goal);
                 }
                 let rest = pass_every.saturating_sub(begun.elapsed());
                 (begun, well) = (Instant::now() + rest, true);

@@ -3,14 +3,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vmseal_api::filter::{DelaySpec, FaultKind, OperationKind, PIVOT_BYTES_MAX};
+use vmseal_api::filter::{
+    DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, OperationKind, PIVOT_BYTES_MAX,
+};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::layers::replicate::Replicate;
 use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
+use vmseal_iofilter::layers::replicate::chunks::Chunks;
 use vmseal_iofilter::layers::replicate::copier::Copier;
 use vmseal_iofilter::layers::replicate::format::Geometry;
+use vmseal_iofilter::layers::replicate::map::{Copied, Map, MapLoad, PivotError};
 use vmseal_iofilter::layers::replicate::mirror::{NotPivoted, OpenedMirror, Pivot};
+use vmseal_iofilter::layers::replicate::open::ReplicaError;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::memory::Segment;
@@ -106,15 +111,92 @@ fn a_mirror_has_several_pieces_in_flight_beside_an_idle_guest_and_one_beside_a_b
     assert_eq!(pieces_at_a_time(true), 1);
 }
 
+fn open(map: &std::path::Path, disk: DiskId, size: u64) -> Result<OpenedMirror, ReplicaError> {
+    let map = Handle::Path(map.into());
+    OpenedMirror::open(disk, size, &map, u64::MAX, &[], &mut Default::default())
+}
+
+#[test]
+fn a_map_that_does_not_tell_where_the_data_is_is_refused_and_left_as_it_is() {
+    let place = tempfile::tempdir().unwrap();
+    let (map, disk) = (place.path().join("map"), DiskId::new());
+    std::fs::File::create(&map).unwrap();
+    drop(open(&map, disk, SIZE).unwrap());
+    drop(open(&map, disk, SIZE).unwrap());
+    let sound = std::fs::read(&map).unwrap();
+    let refused = |bytes: &[u8], disk, size| {
+        std::fs::write(&map, bytes).unwrap();
+        let refused = open(&map, disk, size).map(drop);
+        assert!(matches!(refused, Err(ReplicaError::NoPlace(_))), "{refused:?}");
+        assert_eq!(std::fs::read(&map).unwrap()[..bytes.len()], *bytes, "it was written to");
+    };
+    for place in [0, 20, 40, 511] {
+        let mut damaged = sound.clone();
+        damaged[place] ^= 1;
+        refused(&damaged, disk, SIZE);
+    }
+    refused(&sound, DiskId::new(), SIZE);
+    refused(&sound, disk, SIZE * 2);
+    std::fs::write(&map, vec![0; sound.len()]).unwrap();
+    drop(open(&map, disk, SIZE).unwrap());
+}
+
+/// How a pivot ends whose map fails after this many writes, this often, and what the next process reads of it.
+fn pivot_with_a_broken_map(after: u64, times: Option<u64>) -> (Result<bool, PivotError>, MapLoad) {
+    let geometry = Geometry::new(DiskId::new(), SIZE).of_mirror();
+    let (memory, chunks) = (MemDisk::new(geometry.map_bytes()), Chunks::new(geometry.chunks()));
+    let error = FaultKind::Error { errno: libc::EIO };
+    let operations = vec![OperationKind::Write, OperationKind::Flush];
+    let rule = FaultRule { kind: error, operations, range: None, one_in: 1, after, times };
+    let broken = FilterSpec::Fault(FaultSpec { seed: 1, rules: vec![rule] });
+    let broken = layers::of(&broken).unwrap().filter().unwrap();
+    let size = geometry.map_bytes() as u64;
+    let map = |filters| BlockingDisk::new(chain(size, &memory, filters));
+    let (mut of_disk, _) = Map::open(map(vec![broken]), geometry, &chunks);
+    let copied: Vec<_> = (0..geometry.chunks())
+        .map(|chunk| Copied { chunk, ticket: chunks.ticket(chunk), began: 1 })
+        .collect();
+    of_disk.unmark(&chunks, &copied, 1);
+    let pivoted = of_disk.pivot(&chunks);
+    if pivoted == Ok(true) {
+        // A mark that comes too late changes nothing, whether the map can be written or not.
+        assert!(of_disk.mark(&chunks, &[geometry.all()], 2));
+        of_disk.unmark(&chunks, &copied, 3);
+    }
+    drop(of_disk);
+    (pivoted, Map::open(map(vec![]), geometry, &Chunks::new(geometry.chunks())).1)
+}
+
+#[test]
+fn a_pivot_is_on_record_or_is_not_whenever_the_map_fails() {
+    let (mut pivoted, mut not, mut unknown) = (0, 0, 0);
+    for times in [Some(1), Some(2), Some(3), None] {
+        for after in 0..16 {
+            let (outcome, read) = pivot_with_a_broken_map(after, times);
+            let case = format!("{times:?} after {after}: {outcome:?}, {read:?}");
+            match outcome {
+                Ok(true) => {
+                    assert_eq!(read, MapLoad::Pivoted, "{case}");
+                    pivoted += 1;
+                }
+                Err(PivotError::NotRecorded(_)) => {
+                    assert!(read != MapLoad::Pivoted && read.tells_the_place(), "{case}");
+                    not += 1;
+                }
+                Err(PivotError::Unknown(_)) => unknown += 1,
+                Ok(false) => panic!("{case}"),
+            }
+        }
+    }
+    assert!(pivoted > 0 && not > 0 && unknown > 0, "{pivoted}, {not}, {unknown}");
+}
+
 /// A mirror of a disk of this size, whose copy has these faults.
 fn pivot(size: u64, broken: bool) -> (Pivot, Vec<Chain>) {
     let place = tempfile::tempdir().unwrap();
     let map = place.path().join("map");
     std::fs::File::create(&map).unwrap();
-    let handle = vmseal_api::filter::Handle::Path(map);
-    let opened =
-        OpenedMirror::open(DiskId::new(), size, &handle, u64::MAX, &mut Default::default());
-    let opened = opened.unwrap();
+    let opened = open(&map, DiskId::new(), size).unwrap();
     let (source, copy) = (MemDisk::new(size as usize), MemDisk::new(size as usize));
     let error = FaultKind::Error { errno: libc::EIO };
     let errors = if broken { faults(&[error], &[OperationKind::Discard], 1) } else { vec![] };
@@ -129,7 +211,7 @@ fn pivot(size: u64, broken: bool) -> (Pivot, Vec<Chain>) {
 #[test]
 fn a_pivot_that_cannot_be_done_changes_nothing() {
     let (far, _) = pivot(PIVOT_BYTES_MAX + (1 << 20), false);
-    assert!(matches!(far.pivot(), Err(NotPivoted::TooMuch(_))), "nothing is copied yet");
+    assert!(matches!(far.pivot(), Err(NotPivoted::TooMuch(..))), "nothing is copied yet");
     assert!(!far.mirror().status().pivoted);
 
     let (broken, _) = pivot(SIZE, true);

@@ -7,25 +7,26 @@ use std::time::Duration;
 /// The first pause: a mark's own time or two, in microseconds.
 const FIRST: u64 = 1000;
 
-/// The longest: a guest's request does not fail by it, and a few marks a second are fewer than any copier unmarks.
+/// The longest: of thirty-two requests that all wait for marks the last waits eight seconds, which no guest takes for a
+/// failure, and four marks a second are fewer than a copier without a lower rate unmarks.
 const LONGEST: u64 = 250_000;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Brake {
+pub(super) struct MarkPause {
     /// The pause after each mark, in microseconds.
     pause: AtomicU64,
     /// How many chunks were marked when the last pass ended.
     before: AtomicU64,
 }
 
-impl Default for Brake {
+impl Default for MarkPause {
     fn default() -> Self {
         Self { pause: AtomicU64::new(0), before: AtomicU64::new(u64::MAX) }
     }
 }
 
-impl Brake {
+impl MarkPause {
     /// A pass has ended, and this many chunks are marked again; a disk with `goal` or fewer can pivot.
     pub(super) fn adjust(&self, marked: u64, goal: u64) {
         let before = self.before.swap(marked, Ordering::Relaxed);
@@ -52,10 +53,10 @@ mod tests {
 
     #[test]
     fn a_guest_is_slowed_while_passes_do_not_halve_the_rest_and_let_go_when_little_is_left() {
-        let (brake, goal) = (Brake::default(), 64);
+        let (pause, goal) = (MarkPause::default(), 64);
         let after = |marked| {
-            brake.adjust(marked, goal);
-            brake.pause().as_micros() as u64
+            pause.adjust(marked, goal);
+            pause.pause().as_micros() as u64
         };
         assert_eq!(after(1000), 0, "the first pass tells nothing");
         assert_eq!(after(500), 0, "halved");
