@@ -166,9 +166,12 @@ fn an_agent_that_dies_while_cards_come_and_go_leaves_nothing_half_done() {
         return;
     }
     let (mut here, mut console) = running();
-    let wait_for = |here: &mut Installation, task: &Value, milliseconds| {
+    let mut interrupted = 0;
+    let mut wait_for = |here: &mut Installation, task: &Value, milliseconds| {
         sleep(Duration::from_millis(milliseconds));
         here.kill_agent();
+        let shown = here.json(&["task", "show", task["id"].as_str().unwrap()]).unwrap();
+        interrupted += usize::from(shown["state"] != "done");
         here.start_agent().unwrap();
         here.vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
     };
@@ -192,6 +195,7 @@ fn an_agent_that_dies_while_cards_come_and_go_leaves_nothing_half_done() {
         assert_eq!((nics(&here).len(), taps().unwrap()), (1, 0), "round {round}");
         assert!(!is_connected("lan0"), "round {round}");
     }
+    assert!(interrupted > 0, "no agent was killed during a task");
     // The card that was there all the time still is.
     let port = nics(&here)[0]["forwards"][0]["host_port"].as_u64().unwrap();
     assert!(page(&format!("127.0.0.1:{port}")).unwrap().contains("10.0.2.15"));
