@@ -5,6 +5,7 @@ use super::*;
 #[tokio::test]
 async fn the_change_number_changes_with_what_is_shown_and_only_then() {
     let api = Api::new().await;
+    api.get("changes?kinds=vm,tape").await.assert_field("kinds");
     api.done(api.post("vms", vm()).await).await;
     let number = async || api.get("changes").await.body["change"].as_u64().unwrap();
     // The changes that the task made are visible.
