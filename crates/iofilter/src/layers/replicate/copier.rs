@@ -18,9 +18,11 @@ use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
 
-/// How long a copy rests beside a busy guest, in times of what a piece took: a fifth of storage's time is left to the copy,
-/// and the guest's slow requests are about as slow as without it (docs/decisions/111).
+/// How long a copy rests beside a busy guest, in times of what a piece took: the copy has a fifth of storage's time.
 const REST: u32 = 4;
+
+/// How much is copied at a time beside a busy guest, in bytes: what a guest's request waits for at most (docs/decisions/111).
+const BUSY_PIECE: usize = 128 * 1024;
 
 /// The longest rest: storage that hangs for a while does not stop the copy for a multiple of that.
 const REST_MAX: Duration = Duration::from_secs(1);
@@ -194,8 +196,8 @@ impl Copier {
                 at = hole;
                 continue;
             }
-            let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
-            self.yield_to_the_guest()?;
+            let most = if self.yield_to_the_guest()? { BUSY_PIECE } else { PIECE };
+            let length = usize::try_from(end - at).unwrap_or(most).min(most);
             self.wait_for_the_rate(length as u64)?;
             self.begun = Some(Instant::now());
             self.pipe.piece(chunk, at, length);
@@ -213,11 +215,13 @@ impl Copier {
     }
 
     /// A mirror is copied as fast as storage works while the guest is idle, or is slowed itself. Where it has made requests
-    /// since the last piece, the next one waits for the end of that one and for [`REST`] times as long.
-    fn yield_to_the_guest(&mut self) -> Result<(), CopyError> {
+    /// since the last piece, the next one is small, and waits for the end of that one and for [`REST`] times as long. True
+    /// if so.
+    fn yield_to_the_guest(&mut self) -> Result<bool, CopyError> {
         let requests = self.replicate.0.requests.load(Ordering::Relaxed);
         let busy = std::mem::replace(&mut self.requests, requests) != requests;
-        if busy && self.replicate.0.mark_pause.pause().is_zero() {
+        let yields = busy && self.replicate.0.mark_pause.pause().is_zero();
+        if yields {
             self.pipe.drain();
             let took = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed());
             let rest = (took * REST).min(REST_MAX);
@@ -225,7 +229,7 @@ impl Copier {
                 return Err(CopyError::Stopped);
             }
         }
-        Ok(())
+        Ok(yields)
     }
 
     /// Sleeps until this many bytes may be read.
