@@ -26,8 +26,8 @@ pub enum ServerCommand {
     },
     /// Write a backup of the server to a local file while it runs: inventory, authority, sealed provider files
     ///
-    /// It is sealed under a passphrase of its own, and read again when it is written. Whoever has the file and its
-    /// passphrase can act as this server; keys of VMs still need the providers' passphrases, or the KMS.
+    /// The backup is encrypted under a passphrase of its own. vmseal reads the file back to check it. Whoever has the file
+    /// and its passphrase can act as this server; keys of VMs still need the providers' passphrases, or the KMS.
     Backup {
         /// The file to write; it must not exist
         #[arg(long, value_name = "FILE")]

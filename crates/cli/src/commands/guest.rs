@@ -1,4 +1,4 @@
-//! `vmseal vm guest`: what is asked of the agent in a guest.
+//! `vmseal vm guest`: sends requests to the guest agent and prints its answers.
 
 use std::io::Write;
 

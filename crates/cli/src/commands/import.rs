@@ -62,7 +62,7 @@ fn without_network(mut of_domain: Hardware, cards: usize) -> Hardware {
     of_domain
 }
 
-/// The machine of a domain, with what is asked for in place of it.
+/// The machine of a libvirt domain; options of the command replace its values.
 fn machine(of_domain: Hardware, asked: Hardware, asked_firmware: bool) -> Hardware {
     Hardware {
         firmware: if asked_firmware { asked.firmware } else { of_domain.firmware },

@@ -59,7 +59,7 @@ pub async fn screen(
     Ok(screen)
 }
 
-/// Asks the agent in a guest. What is asked is an event before it is asked; arguments, which may be secret, are not in it.
+/// Sends a request to the guest agent. An event records it first, without its arguments, which may be secret.
 pub async fn ask(
     services: &Services,
     caller: &Caller,

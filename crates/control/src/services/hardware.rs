@@ -1,4 +1,4 @@
-//! What the machine of a VM that is to be made is: what is asked for, and whether its host has it.
+//! The machine of a new VM: takes what the user asks for, and checks whether the host has it.
 
 use vmseal_api::boot::{BootDevice, NO_DRIVE};
 use vmseal_api::hardware::{

@@ -1,7 +1,7 @@
-//! Whether a host has the room for a VM that is to be made: memory, processors, and its datastores.
+//! Checks whether a host has enough memory, processors and disk space for a new VM.
 //!
-//! What can never be is refused. What may be, and is more than the host has beside its other VMs, is said in a dry run:
-//! memory and processors are shared, and thin disks grow with what is written to them.
+//! A VM that can never fit is refused. A dry run warns where the host lacks room beside its other VMs: VMs share memory
+//! and processors, and thin disks grow as guests write to them.
 
 use std::collections::HashMap;
 

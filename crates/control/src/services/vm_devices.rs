@@ -128,6 +128,15 @@ fn has_no(vm: &Vm, what: &str, name: &str) -> Problem {
     Problem::new(ErrorCode::NotFound, format!("VM '{}' has no {what} '{name}'", vm.name))
 }
 
+/// A VM whose devices the caller may change now.
+async fn vm_to_change(services: &Services, caller: &Caller, name: &str) -> Result<Vm, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    changeable(services, &vm).await?;
+    Ok(vm)
+}
+
 /// Removes a disk of a VM, with its data.
 pub async fn remove_disk(
     services: &Services,
@@ -136,10 +145,7 @@ pub async fn remove_disk(
     disk: &str,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    caller.require(Privilege::VmConfigure)?;
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    changeable(services, &vm).await?;
+    let vm = vm_to_change(services, caller, vm).await?;
     let mut write = services.store.write().await?;
     // Read in the transaction: two requests would remove one of two disks each.
     let known = disks::of_vm(&mut write, vm.id).await?;
@@ -277,10 +283,7 @@ pub async fn remove_nic(
     nic: &str,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    caller.require(Privilege::VmConfigure)?;
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    changeable(services, &vm).await?;
+    let vm = vm_to_change(services, caller, vm).await?;
     let mut write = services.store.write().await?;
     let known = nics::of_vm(&mut write, vm.id).await?;
     let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
