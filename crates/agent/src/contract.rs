@@ -8,6 +8,7 @@ mod cdrom;
 mod cloud_init;
 mod exclusion;
 mod jobs;
+mod mirror;
 mod nics;
 mod replicas;
 mod running;
@@ -245,6 +246,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     cloud_init::disks(agent, &session).await;
     tpm::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
+    mirror::disks(agent, &mut session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
     running(agent, &session).await;

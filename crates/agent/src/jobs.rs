@@ -34,6 +34,16 @@ impl Job {
         matches!(self.state, JobState::Waiting | JobState::Running)
     }
 
+    /// Whether it keeps its disks from other work: the copy of a mirrored disk goes on until the job is committed.
+    fn holds_disks(&self) -> bool {
+        let copies = matches!(self.spec, JobSpec::Mirror(_));
+        self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(self.state, JobState::Done | JobState::Failed { .. } | JobState::Cancelled)
+    }
+
     fn done(&self) -> u64 {
         self.parts.iter().map(|part| part.done).sum()
     }
@@ -60,7 +70,8 @@ impl Job {
 pub struct Jobs(BTreeMap<TaskId, Job>);
 
 impl Jobs {
-    /// The state of a task's job, which must be this one; none where it is unknown.
+    /// The state of a task's job, which must be this one; none where it is unknown, or where the task's last job has
+    /// ended and was of another kind.
     ///
     /// # Errors
     /// `conflict`: the task has another job.
@@ -68,6 +79,7 @@ impl Jobs {
         match self.0.get(&task) {
             None => Ok(None),
             Some(job) if job.spec == *spec => Ok(Some(&job.state)),
+            Some(job) if job.has_ended() && job.spec.kind() != spec.kind() => Ok(None),
             Some(_) => {
                 let what = format!("task {task} has another job on this VM");
                 Err(Problem::new(ErrorCode::Conflict, what))
@@ -79,7 +91,7 @@ impl Jobs {
     pub fn begin(&mut self, task: TaskId, spec: JobSpec) {
         let disks = spec.disks();
         self.0.retain(|_, job| {
-            job.is_at_work() || !job.parts.iter().any(|part| disks.contains(&part.disk))
+            job.holds_disks() || !job.parts.iter().any(|part| disks.contains(&part.disk))
         });
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
@@ -127,7 +139,7 @@ impl Jobs {
         self.finished(disk, JobState::Done);
     }
 
-    /// Records that a disk's export is complete.
+    /// Records that a disk's export, or its copy, is complete.
     pub fn written(&mut self, disk: DiskId) {
         self.finished(disk, JobState::ReadyToCommit);
     }
@@ -159,7 +171,7 @@ impl Jobs {
     /// whose work must be stopped.
     pub fn remove_disk(&mut self, disk: DiskId) -> Vec<DiskId> {
         let of_disk = |job: &Job| job.parts.iter().any(|part| part.disk == disk);
-        self.0.retain(|_, job| job.is_at_work() || !of_disk(job));
+        self.0.retain(|_, job| job.holds_disks() || !of_disk(job));
         let tasks: Vec<_> =
             self.0.iter().filter(|(_, job)| of_disk(job)).map(|(id, _)| *id).collect();
         tasks.into_iter().flat_map(|task| self.cancel(task)).collect()
@@ -173,12 +185,17 @@ impl Jobs {
 
     /// The work in progress on disks.
     pub fn activities(&self) -> impl Iterator<Item = (DiskId, Activity)> {
-        self.0.values().filter(|job| job.is_at_work()).flat_map(|job| {
+        self.0.values().filter(|job| job.holds_disks()).flat_map(|job| {
             let activity = match job.spec {
                 JobSpec::Create(_) => Activity::Creating,
                 JobSpec::Export(_) => Activity::Exporting,
+                JobSpec::Mirror(_) | JobSpec::DropSources(_) => Activity::Mirroring,
             };
-            job.unfinished().into_iter().map(move |disk| (disk, activity))
+            let disks = match job.spec {
+                JobSpec::Mirror(_) => job.spec.disks(),
+                _ => job.unfinished(),
+            };
+            disks.into_iter().map(move |disk| (disk, activity))
         })
     }
 

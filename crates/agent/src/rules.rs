@@ -12,8 +12,8 @@ use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::{
-    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, KeyReference,
-    KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
+    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, ExportJob, JobSpec,
+    KeyReference, KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
@@ -161,14 +161,9 @@ pub fn check_job(
 ) -> Result<(), Problem> {
     match job {
         JobSpec::Create(create) => {
-            if create.disks.is_empty() {
-                return Err(Problem::invalid("disks", "none is named"));
-            }
+            each_once(create.disks.iter().map(|disk| disk.disk))?;
             for (index, wanted) in create.disks.iter().enumerate() {
                 let disk = find_disk(spec, wanted.disk)?;
-                if create.disks[..index].iter().any(|other| other.disk == wanted.disk) {
-                    return Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice"));
-                }
                 check_source(disk, wanted)
                     .map_err(|what| Problem::invalid(format!("disks[{index}].cloud_init"), what))?;
                 needs_key(spec, disk, key)?;
@@ -187,7 +182,61 @@ pub fn check_job(
             }
             if sealed { Ok(()) } else { needs_key(spec, disk, key) }
         }
+        JobSpec::Mirror(mirror) => {
+            each_once(mirror.disks.iter().map(|disk| disk.disk))?;
+            mirror.disks.iter().enumerate().try_for_each(|(index, wanted)| {
+                let disk = find_disk(spec, wanted.disk)?;
+                needs_to_be_made(spec, disk, made(disk))?;
+                check_mirror(spec, disk, wanted, key)
+                    .map_err(|problem| Problem { field: field_of(index, &problem), ..problem })
+            })
+        }
+        JobSpec::DropSources(job) => {
+            each_once(job.disks.iter().copied())?;
+            job.disks.iter().try_for_each(|disk| find_disk(spec, *disk).map(drop))
+        }
     }
+}
+
+fn field_of(index: usize, problem: &Problem) -> Option<String> {
+    problem.field.as_ref().map(|field| format!("disks[{index}].{field}"))
+}
+
+/// A job names at least one disk, and each once.
+fn each_once(disks: impl Iterator<Item = DiskId>) -> Result<(), Problem> {
+    let disks: Vec<_> = disks.collect();
+    if disks.is_empty() {
+        return Err(Problem::invalid("disks", "none is named"));
+    }
+    match (1..disks.len()).find(|index| disks[..*index].contains(&disks[*index])) {
+        Some(index) => Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice")),
+        None => Ok(()),
+    }
+}
+
+/// What a disk that is copied to another image needs.
+fn check_mirror(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    wanted: &DiskToMirror,
+    key: KeyState,
+) -> Result<(), Problem> {
+    holds_data(spec, disk)?;
+    if !disk.encrypted && !wanted.encrypted {
+        let what = format!("disk '{}' is not encrypted already", disk.name);
+        return Err(Problem::invalid("encrypted", what));
+    }
+    if wanted.encrypted && spec.key.is_none() {
+        return Err(Problem::invalid("encrypted", "the VM has no key"));
+    }
+    if disk.replica.is_some() {
+        let what = format!(
+            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it",
+            disk.name
+        );
+        return Err(wrong_state(spec, &what));
+    }
+    if key == KeyState::Held { Ok(()) } else { Err(locked(spec)) }
 }
 
 /// A disk for cloud-init is made of its documents, and no other one is.
@@ -374,6 +423,23 @@ pub const NOT_READY_TO_COMMIT: &str =
 #[must_use]
 pub fn nothing_to_commit(task: TaskId) -> Problem {
     Problem::not_found("job to commit on this host", task)
+}
+
+/// A disk that is to be copied has a copy of another task, or still its former image.
+#[must_use]
+pub fn other_mirror(disk: &DiskSpec, task: TaskId) -> Problem {
+    let what = format!(
+        "task {task} has copied disk '{}', or still does: wait for that task (vmseal task wait {task}), or cancel it",
+        disk.name
+    );
+    Problem::new(ErrorCode::WrongState, what)
+}
+
+/// What a cancelled mirror job would take back is in use: the copies are the disks' images.
+#[must_use]
+pub fn is_mirrored(spec: &VmSpec) -> Problem {
+    let what = format!("VM '{}' uses the copies of its disks already", spec.name);
+    Problem::new(ErrorCode::AlreadyExists, what)
 }
 
 /// The file of an export that should be removed as uncommitted is committed already.

@@ -6,14 +6,15 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmseal_api::expose::LET_GO;
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
-    Allocation, ConsoleClaim, ConsoleStream, ExportJob, Exposing, GuestControl, HostAgent, JobSpec,
-    JobState, KeyState, Power, PowerOff,
+    Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
+    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff,
 };
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
 use super::jobs::{creation, image};
+use super::mirror::copy;
 use super::{Session, done};
 use crate::rules::exclusion::{ACTIVITIES, Action, Activity, Rule, TABLE, rule};
 
@@ -27,6 +28,8 @@ const STOPPING_SECONDS: u32 = 600;
 enum Ongoing {
     ByItself,
     Job(TaskId),
+    /// A copy, which goes on until it is committed or cancelled.
+    Copy(TaskId),
     Stream(ConsoleStream),
 }
 
@@ -45,7 +48,10 @@ pub async fn walk(agent: &dyn HostAgent, session: &Session) {
 
 /// What the table says of a VM that is off while its disk is worked on.
 fn expected(action: Action, activity: Activity) -> Rule {
-    let of_disk = matches!(activity, Activity::Creating | Activity::Exporting | Activity::Exposed);
+    let of_disk = matches!(
+        activity,
+        Activity::Creating | Activity::Exporting | Activity::Exposed | Activity::Mirroring
+    );
     match rule(action, Activity::Off) {
         Rule::Allowed | Rule::Ends => rule(action, activity),
         while_off if of_disk => while_off,
@@ -65,7 +71,7 @@ async fn pair(agent: &dyn HostAgent, session: &Session, action: Action, activity
             (Rule::Ends, Ok(())) => !goes_on,
             _ => false,
         };
-        release(ongoing).await;
+        release(agent, session, ongoing).await;
         if as_expected {
             return;
         }
@@ -134,6 +140,10 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
             done(agent.put_job(vm, task, export(session, task)).await, "exporting a disk");
             return Ongoing::Job(task);
         }
+        Activity::Mirroring => {
+            done(agent.put_job(vm, task, copy(disk, true)).await, "copying a disk");
+            return Ongoing::Copy(task);
+        }
         Activity::Exposed => {
             let hold = Exposing::Hold { writable: false };
             return Ongoing::Stream(done(agent.expose_disk(vm, disk, hold).await, "exposing"));
@@ -172,10 +182,19 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             let task = TaskId::new();
             agent.put_job(vm, task, export(session, task)).await
         }
+        Action::MirrorDisk => {
+            let task = TaskId::new();
+            agent.put_job(vm, task, copy(disk, true)).await?;
+            agent.cancel_job(vm, task, copy(disk, true)).await
+        }
+        Action::DropSource => {
+            let job = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });
+            agent.put_job(vm, TaskId::new(), job).await
+        }
         Action::ExposeToRead | Action::ExposeToWrite => {
             let hold = Exposing::Hold { writable: action == Action::ExposeToWrite };
             let stream = agent.expose_disk(vm, disk, hold).await?;
-            release(Ongoing::Stream(stream)).await;
+            release(agent, session, Ongoing::Stream(stream)).await;
             Ok(())
         }
         Action::PowerOn => agent.power_on(vm).await,
@@ -213,6 +232,10 @@ async fn goes_on(
         (Ongoing::Job(task), _) => seen.jobs.iter().any(|job| {
             job.task == *task && matches!(job.state, JobState::Waiting | JobState::Running)
         }),
+        (Ongoing::Copy(task), _) => seen.jobs.iter().any(|job| {
+            let goes_on = [JobState::Waiting, JobState::Running, JobState::ReadyToCommit];
+            job.task == *task && goes_on.contains(&job.state)
+        }),
         (Ongoing::Stream(_), _) => true,
         (Ongoing::ByItself, Activity::Off) => seen.power == Power::Off,
         (Ongoing::ByItself, Activity::Starting) => seen.power == Power::Starting,
@@ -223,11 +246,22 @@ async fn goes_on(
     }
 }
 
-/// Ends the activity; jobs end by themselves.
-async fn release(ongoing: Ongoing) {
-    if let Ongoing::Stream(mut stream) = ongoing {
-        // It may have ended with its VM.
-        let _ = stream.write_all(&[LET_GO]).await;
-        let _ = stream.read_to_end(&mut Vec::new()).await;
+/// Ends the activity; other jobs than copies end by themselves.
+async fn release(agent: &dyn HostAgent, session: &Session, ongoing: Ongoing) {
+    match ongoing {
+        Ongoing::Stream(mut stream) => {
+            // It may have ended with its VM.
+            let _ = stream.write_all(&[LET_GO]).await;
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        }
+        Ongoing::Copy(task) => {
+            if session.seen(agent).await.is_none() {
+                // It was unregistered: the copy is there still.
+                done(agent.register_vm(session.spec.clone()).await, "registering");
+            }
+            let job = copy(session.disk(0).disk, true);
+            done(agent.cancel_job(session.vm(), task, job).await, "cancelling a copy");
+        }
+        Ongoing::ByItself | Ongoing::Job(_) => {}
     }
 }

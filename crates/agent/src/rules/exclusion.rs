@@ -23,6 +23,10 @@ pub enum Action {
     GrowDisk,
     /// To export a disk. The same job again is not an action.
     ExportDisk,
+    /// To copy a disk and use the copy in its place. The same job again is not an action.
+    MirrorDisk,
+    /// To remove the image that a disk had before it was mirrored. The same job again is not an action.
+    DropSource,
     /// To expose a disk for reading.
     ExposeToRead,
     /// To expose a disk for writing.
@@ -71,6 +75,8 @@ pub enum Activity {
     Exporting,
     /// A disk is exposed.
     Exposed,
+    /// A disk is being copied and the copy put in its place, or what it was before is being removed.
+    Mirroring,
 }
 
 /// The result of an action during an activity: a cell of the table.
@@ -86,7 +92,9 @@ pub enum Rule {
     Refused(ErrorCode),
 }
 
-use Activity::{Creating, Exporting, Exposed, KeyChange, Off, Paused, Running, Starting, Stopping};
+use Activity::{
+    Creating, Exporting, Exposed, KeyChange, Mirroring, Off, Paused, Running, Starting, Stopping,
+};
 use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
 
 const STATE: Rule = Rule::Refused(ErrorCode::WrongState);
@@ -95,33 +103,35 @@ const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
 const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 
 /// The columns of [`TABLE`].
-pub const ACTIVITIES: [Activity; 9] =
-    [Off, Starting, Running, Stopping, Paused, KeyChange, Creating, Exporting, Exposed];
+pub const ACTIVITIES: [Activity; 10] =
+    [Off, Starting, Running, Stopping, Paused, KeyChange, Creating, Exporting, Exposed, Mirroring];
 
-/// What may be done during what. For an action on a disk the last three columns are about that disk, for one
+/// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 19] = [
-    //                       off    starting running stopping paused  key change creating exporting exposed
-    (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    YES,     YES,      YES]),
-    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    ENDS,    ENDS,     IN_USE]),
-    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  AGAIN,     IN_USE,  IN_USE,   IN_USE]),
-    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    ENDS,    IN_USE,   IN_USE]),
-    (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE]),
-    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  IN_USE,    STATE,   STATE,    IN_USE]),
-    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  YES,       YES,     YES,      YES]),
-    (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     YES,       YES,     YES,      YES]),
-    (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    YES,       YES,     YES,      YES]),
-    (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
-    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
-    (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
-    (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
-    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
-    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES]),
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 21] = [
+    //                       off    starting running stopping paused  key change creating exporting exposed mirroring
+    (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    YES,     YES,      YES,    YES]),
+    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    ENDS,    ENDS,     IN_USE, ENDS]),
+    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  AGAIN,     IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    ENDS,    IN_USE,   IN_USE, ENDS]),
+    (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   YES,    IN_USE]),
+    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
+    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  IN_USE,    STATE,   STATE,    IN_USE, YES]),
+    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  YES,       YES,     YES,      YES,    YES]),
+    (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     YES,       YES,     YES,      YES,    YES]),
+    (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    YES,       YES,     YES,      YES,    YES]),
+    (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
+    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
+    (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
+    (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
+    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    IN_USE]),
+    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
 ];
 
 /// The result of an action during an activity.
@@ -149,7 +159,7 @@ pub struct Situation<'a> {
     pub power: Power,
     /// Whether the keys of its disks are being checked or changed.
     pub changing_keys: bool,
-    /// The disks that are being made or exported, or are exposed.
+    /// The disks that are being made, exported or mirrored, or are exposed.
     pub disks: Vec<(DiskId, Activity)>,
     /// The disks that a VM that runs does not have: for them it is as one that is off.
     pub unused: Vec<DiskId>,
@@ -210,6 +220,9 @@ impl Situation<'_> {
             (Action::GrowDisk, Starting | Stopping | Paused) => {
                 "is starting, stopping or paused: its disks cannot grow meanwhile. Wait until it runs or is off"
             }
+            (Action::MirrorDisk | Action::DropSource, Starting | Stopping | Paused) => {
+                "is starting, stopping or paused: the copy of a disk cannot begin meanwhile. Wait until it runs or is off"
+            }
             (Action::PowerOn, Stopping) => "is stopping. Wait until it is off",
             (Action::PowerOn, Paused) => "is paused: unpause it",
             (Action::ShutDown, Paused) => {
@@ -244,6 +257,12 @@ impl Situation<'_> {
             }
             (_, Exporting) => {
                 let what = format!("{disk} is being exported: wait, or cancel the task");
+                return Problem::new(code, what);
+            }
+            (_, Mirroring) => {
+                let what = format!(
+                    "{disk} is being copied to another image, or its former image is being removed: wait, or cancel the task"
+                );
                 return Problem::new(code, what);
             }
             (_, Exposed) => {
@@ -289,7 +308,7 @@ mod tests {
         };
         for (action, row) in &TABLE {
             for (activity, cell) in ACTIVITIES.iter().zip(row) {
-                let on_disk = matches!(activity, Creating | Exporting | Exposed);
+                let on_disk = matches!(activity, Creating | Exporting | Exposed | Mirroring);
                 let situation = match activity {
                     Off => at_rest(),
                     Starting => Situation { power: Power::Starting, ..at_rest() },

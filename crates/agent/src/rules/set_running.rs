@@ -3,6 +3,7 @@
 //! | what | when |
 //! |---|---|
 //! | its name, the links of its network cards, what is in its CD-ROM drive | at once |
+//! | its key, while none of its disks is encrypted | at once |
 //! | a disk or network card more or less | at once: it is plugged in or out |
 //! | processors, memory, boot order, limits and caches of disks | at its next start |
 //! | anything else | refused |
@@ -43,7 +44,9 @@ pub fn difference(
         let what = format!("is not off, and {what} cannot change while it runs. Stop it first");
         Err(wrong_state(known, &what))
     };
-    if known.vm != new.vm || known.key != new.key {
+    // A key that opens nothing yet, or no longer, is no more than a word.
+    let encrypted = |spec: &VmSpec| spec.disks().any(|disk| disk.encrypted);
+    if known.vm != new.vm || (known.key != new.key && (encrypted(known) || encrypted(new))) {
         return refused("its key".to_owned());
     }
     if known.hardware.cdrom.is_some() != new.hardware.cdrom.is_some() {
@@ -117,7 +120,7 @@ pub fn before_plugging(known: &VmSpec, new: &VmSpec, in_use: impl Fn(DiskId) -> 
     }
     let unused = new.disks().filter(|disk| !in_use(disk.disk));
     devices.extend(unused.cloned().map(Device::Disk));
-    VmSpec { name: new.name.clone(), devices, ..known.clone() }
+    VmSpec { name: new.name.clone(), key: new.key.clone(), devices, ..known.clone() }
 }
 
 #[cfg(test)]

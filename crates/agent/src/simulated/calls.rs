@@ -297,6 +297,7 @@ impl Inside {
         known.jobs.remove_disk(disk);
         known.made.remove(&disk);
         self.persisted.disks.remove(&disk);
+        self.forget_copies(disk);
         if !self.persisted.disks.values().any(|other| other.vm == vm) {
             self.persisted.descriptors.retain(|(_, of), _| *of != vm);
         }
@@ -438,7 +439,7 @@ impl Inside {
 }
 
 /// The facts that the real host would return.
-fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
+pub(super) fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     if !disk.encrypted {
         return Ok(DiskFacts::Raw);
     }
@@ -570,7 +571,7 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
-        self.call(Call::ExamineJob, |inside| inside.ready(vm, &spec))
+        self.call(Call::ExamineJob, |inside| inside.ready(vm, TaskId::new(), &spec))
     }
 
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::{ExportJob, JobSpec, JobState};
+use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -31,11 +31,13 @@ impl Exports {
 
 impl Inside {
     /// Checks that a job can begin.
-    pub fn ready(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
+    pub fn ready(&mut self, vm: VmId, task: TaskId, job: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation(vm)?;
         let action = match job {
             JobSpec::Create(_) => Action::CreateDisk,
             JobSpec::Export(_) => Action::ExportDisk,
+            JobSpec::Mirror(_) => Action::MirrorDisk,
+            JobSpec::DropSources(_) => Action::DropSource,
         };
         for disk in job.disks() {
             situation.may(action, Some(find_disk(situation.spec, disk)?))?;
@@ -43,7 +45,11 @@ impl Inside {
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
-        let JobSpec::Export(export) = job else { return Ok(()) };
+        let export = match job {
+            JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
+            JobSpec::Export(export) => export,
+            JobSpec::Create(_) | JobSpec::DropSources(_) => return Ok(()),
+        };
         if self.persisted.exports.named.contains_key(&export.to) {
             let what = format!("{} is there already", export.to.display());
             return Err(Problem::new(ErrorCode::AlreadyExists, what));
@@ -59,7 +65,10 @@ impl Inside {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
             Some(_) => return Ok(None),
         }
-        self.ready(vm, &job)?;
+        self.ready(vm, task, &job)?;
+        if let JobSpec::Mirror(mirror) = &job {
+            self.begin_mirror(task, mirror);
+        }
         let lost = self.lost_documents(vm, &job);
         let known = self.known(vm)?;
         known.jobs.begin(task, job.clone());
@@ -72,7 +81,9 @@ impl Inside {
         for disk in job.disks() {
             let total = match &job {
                 JobSpec::Create(_) => 0,
-                JobSpec::Export(_) => find_disk(&known.spec, disk)?.size,
+                JobSpec::Export(_) | JobSpec::Mirror(_) | JobSpec::DropSources(_) => {
+                    find_disk(&known.spec, disk)?.size
+                }
             };
             known.jobs.progress(disk, 0, total, Instant::now());
         }
@@ -106,13 +117,18 @@ impl Inside {
             return;
         }
         match status.kind {
-            vmseal_api::host::JobKind::Export if full => {
+            JobKind::Mirror => status.disks.into_iter().for_each(|disk| known.jobs.written(disk)),
+            JobKind::DropSources => {
+                status.disks.iter().for_each(|disk| known.jobs.made(*disk));
+                status.disks.into_iter().for_each(|disk| self.drop_source(disk));
+            }
+            JobKind::Export if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
                 status.disks.into_iter().for_each(|disk| {
                     known.jobs.failed(disk, problem.clone());
                 });
             }
-            vmseal_api::host::JobKind::Export => {
+            JobKind::Export => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk));
                 self.persisted.exports.unnamed.insert(task);
             }
@@ -143,8 +159,9 @@ impl Inside {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
         match job {
-            JobSpec::Create(_) if state == Some(JobState::Done) => Ok(()),
-            JobSpec::Create(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Create(_) | JobSpec::DropSources(_) if state == Some(JobState::Done) => Ok(()),
+            JobSpec::Create(_) | JobSpec::DropSources(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Mirror(mirror) => self.commit_mirror(vm, task, &mirror),
             JobSpec::Export(export) => {
                 self.check_export(vm, &export)?;
                 self.name(task, &export)?;
@@ -164,7 +181,11 @@ impl Inside {
             known.work.remove(&Work::Job(task));
             self.agent.publish(vm);
         }
-        let JobSpec::Export(export) = job else { return Ok(()) };
+        let export = match job {
+            JobSpec::Mirror(mirror) => return self.cancel_mirror(vm, task, &mirror),
+            JobSpec::Export(export) => export,
+            JobSpec::Create(_) | JobSpec::DropSources(_) => return Ok(()),
+        };
         if state == Some(JobState::Cancelled) {
             return Ok(());
         }

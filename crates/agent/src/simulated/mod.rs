@@ -15,6 +15,7 @@ mod exposed;
 mod faults;
 mod jobs;
 mod keys;
+mod mirror;
 mod replica;
 mod running;
 mod survey;
@@ -53,6 +54,7 @@ use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
 use jobs::Exports;
+use mirror::Copies;
 use running::RunningGuest;
 
 /// The default duration of simulated work: long enough for a caller to see it begin.
@@ -89,6 +91,7 @@ struct Persisted {
     /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
+    copies: Copies,
 }
 
 /// A registered VM.

@@ -168,6 +168,10 @@ impl Inside {
         guest.spec = until.clone();
         let in_use = guest.disks.clone();
         let known = self.known(vm)?;
+        if known.spec.key != new.key {
+            known.key_held = false;
+            known.kek = None;
+        }
         known.in_use = in_use;
         known.made.retain(|disk, _| new.disk(*disk).is_some());
         known.jobs.keep_disks_of(&new);

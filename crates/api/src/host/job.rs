@@ -1,14 +1,15 @@
 //! Long work on the disks of a VM: a job of a task.
 //!
 //! ```text
-//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export)
-//!                      │  └──────────────────────────────► Done      (create: nothing to commit)
+//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror)
+//!                      │  └──────────────────────────────► Done      (create, drop sources: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
 //!                      └── an error ────► Failed:    nothing is left of it
 //! ```
 //! Putting the same job again continues it, or begins it again if it failed or was cancelled. A job that an
-//! agent has lost with a restart is put again, too, and continues with what it had written.
+//! agent has lost with a restart is put again, too, and continues with what it had written. A task has one job at
+//! a time; one of another kind may follow a job that has ended.
 
 use std::path::PathBuf;
 
@@ -28,6 +29,10 @@ pub enum JobSpec {
     Create(CreateJob),
     /// Write a disk to a file on the host.
     Export(ExportJob),
+    /// Copy disks, and use the copies in their place.
+    Mirror(MirrorJob),
+    /// Remove the images that disks had before they were mirrored.
+    DropSources(DropSourcesJob),
 }
 
 /// Makes disks of a registered VM that is off. A complete disk is not touched.
@@ -69,6 +74,35 @@ pub struct ExportJob {
     pub passphrase: Option<SealedKey>,
 }
 
+/// Copies disks of a VM, which may run, to new images on the same datastores. While that goes on the disks are used as
+/// before, and the copies follow. Committing the job makes the copies the disks' images, at one instant for each disk; the
+/// former images stay beside them until they are dropped ([`DropSourcesJob`]). Until it is committed it can be
+/// cancelled. It outlives the agent and the guest: the copy goes on where it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MirrorJob {
+    /// The disks, each once.
+    pub disks: Vec<DiskToMirror>,
+}
+
+/// A disk to copy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskToMirror {
+    /// The disk.
+    pub disk: DiskId,
+    /// Whether its copy is encrypted, with a key of its own under the VM's key.
+    pub encrypted: bool,
+}
+
+/// Overwrites and removes the images that disks had before they were mirrored, as far as they are there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DropSourcesJob {
+    /// The disks, each once.
+    pub disks: Vec<DiskId>,
+}
+
 /// The context that the passphrase of an export is sealed with.
 #[must_use]
 pub fn export_info(vm: VmId, disk: DiskId) -> Vec<u8> {
@@ -82,6 +116,8 @@ impl JobSpec {
         match self {
             Self::Create(_) => JobKind::Create,
             Self::Export(_) => JobKind::Export,
+            Self::Mirror(_) => JobKind::Mirror,
+            Self::DropSources(_) => JobKind::DropSources,
         }
     }
 
@@ -91,6 +127,8 @@ impl JobSpec {
         match self {
             Self::Create(create) => create.disks.iter().map(|disk| disk.disk).collect(),
             Self::Export(export) => vec![export.disk],
+            Self::Mirror(mirror) => mirror.disks.iter().map(|disk| disk.disk).collect(),
+            Self::DropSources(job) => job.disks.clone(),
         }
     }
 }
@@ -103,6 +141,10 @@ pub enum JobKind {
     Create,
     /// [`ExportJob`]
     Export,
+    /// [`MirrorJob`]
+    Mirror,
+    /// [`DropSourcesJob`]
+    DropSources,
     /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,
@@ -131,7 +173,7 @@ pub enum JobState {
     Waiting,
     /// It is in progress.
     Running,
-    /// Its result is complete and flushed, but not visible yet.
+    /// Its result is complete and flushed, or a copy as good as complete, but not visible yet.
     ReadyToCommit,
     /// It is finished.
     Done,

@@ -76,8 +76,8 @@ pub use self::disk::{
     NewDisk,
 };
 pub use self::job::{
-    CreateJob, DiskToCreate, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus,
-    export_info,
+    CreateJob, DiskToCreate, DiskToMirror, DropSourcesJob, ExportJob, JobKind, JobProgress,
+    JobSpec, JobState, JobStatus, MirrorJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{

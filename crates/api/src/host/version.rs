@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 13] = [
+pub const FEATURES: [&str; 14] = [
     "job-create",
     "job-export",
     NICS,
@@ -38,6 +38,7 @@ pub const FEATURES: [&str; 13] = [
     SCREEN_AND_GUEST,
     TPM,
     CDROM,
+    MIRROR,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -73,6 +74,10 @@ pub const TPM: &str = "tpm";
 
 /// The feature of agents that give VMs a CD-ROM drive, and start them from what they are told.
 pub const CDROM: &str = "cdrom";
+
+/// The feature of agents that copy disks and use the copies in their place, and that take a key for a VM that runs and has
+/// none of its disks encrypted.
+pub const MIRROR: &str = "job-mirror";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

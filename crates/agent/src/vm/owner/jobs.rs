@@ -58,6 +58,7 @@ impl Owner {
                 let request = self.ready_to_export(task, export, spec).await;
                 request.map(|request| Ready::Export(Box::new(request)))
             }
+            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
         }
     }
 
@@ -120,6 +121,7 @@ impl Owner {
         match spec {
             JobSpec::Create(_) if state == Some(JobState::Done) => Ok(()),
             JobSpec::Create(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
             JobSpec::Export(job) => {
                 let record = self.record_of(&job)?;
                 let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
@@ -143,6 +145,7 @@ impl Owner {
         match spec {
             // The worker removes what it was making.
             JobSpec::Create(_) => Ok(()),
+            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
             JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
             JobSpec::Export(job) => {
                 let record = self.record_of(&job)?;
@@ -197,4 +200,8 @@ impl Owner {
     pub(super) fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
         disk.facts.clone().or_else(|| self.made.get(&disk.disk).cloned())
     }
+}
+
+fn not_yet() -> Problem {
+    internal("not yet")
 }

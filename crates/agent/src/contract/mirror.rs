@@ -1,0 +1,89 @@
+//! Disks are copied to other images, and the copies used in their place: each step repeated, every refusal provoked.
+
+use vmseal_api::host::{
+    DiskFacts, DiskToMirror, DropSourcesJob, HostAgent, JobKind, JobSpec, JobState, MirrorJob,
+};
+use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::problem::ErrorCode;
+
+use super::{Session, done, refused};
+
+/// The job that copies one disk.
+pub fn copy(disk: DiskId, encrypted: bool) -> JobSpec {
+    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted }] })
+}
+
+impl Session {
+    /// Puts a job that copies a disk, and waits until it can be committed.
+    async fn copied(&self, agent: &dyn HostAgent, task: TaskId, job: &JobSpec) {
+        let put = || agent.put_job(self.vm(), task, job.clone());
+        done(put().await, "a copy");
+        done(put().await, "the same, while it is copied");
+        assert_eq!(self.worked(agent, task).await, JobState::ReadyToCommit);
+        done(put().await, "the same, when it is copied");
+    }
+}
+
+/// The plain disk is encrypted, and decrypted again.
+pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
+    let vm = session.vm();
+    let [system, data] = [0, 1].map(|index| session.disk(index).disk);
+    let put = |task, job| agent.put_job(vm, task, job);
+    let code = ErrorCode::InvalidRequest;
+    refused(put(TaskId::new(), copy(data, false)).await, code, "decrypting a plain disk");
+    let none = JobSpec::Mirror(MirrorJob { disks: vec![] });
+    refused(put(TaskId::new(), none).await, code, "a copy of no disk");
+    let strange = put(TaskId::new(), copy(DiskId::new(), true)).await;
+    refused(strange, ErrorCode::NotFound, "a disk that the VM does not have");
+    let (task, job) = (TaskId::new(), copy(data, true));
+    let cancel = || agent.cancel_job(vm, task, job.clone());
+    let commit = || agent.commit_job(vm, task, job.clone());
+    refused(commit().await, ErrorCode::NotFound, "committing an unknown copy");
+    done(agent.examine_job(vm, job.clone()).await, "examining it");
+    session.copied(agent, task, &job).await;
+    let other = put(TaskId::new(), copy(data, true)).await;
+    refused(other, ErrorCode::InUse, "a second copy of a disk");
+    done(cancel().await, "cancelling it");
+    assert_eq!(session.worked(agent, task).await, JobState::Cancelled);
+    done(cancel().await, "cancelling it again");
+    refused(commit().await, ErrorCode::NotFound, "committing a cancelled copy");
+
+    for encrypted in [true, false] {
+        let facts = mirrored(agent, session, data, encrypted).await;
+        assert_eq!(matches!(facts, DiskFacts::Luks2 { .. }), encrypted, "{facts:?}");
+        let disk = session.spec.disks_mut().find(|disk| disk.disk == data).expect("the disk");
+        (disk.encrypted, disk.facts) = (encrypted, Some(facts));
+        // As the server does when it has recorded that.
+        done(agent.register_vm(session.spec.clone()).await, "registering the disk as it is");
+    }
+    let facts = mirrored(agent, session, system, true).await;
+    assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
+}
+
+/// Copies a disk and commits that; its facts then.
+async fn mirrored(
+    agent: &dyn HostAgent,
+    session: &Session,
+    disk: DiskId,
+    encrypted: bool,
+) -> DiskFacts {
+    let vm = session.vm();
+    let (task, job) = (TaskId::new(), copy(disk, encrypted));
+    session.copied(agent, task, &job).await;
+    let commit = || agent.commit_job(vm, task, job.clone());
+    done(commit().await, "committing it");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    done(commit().await, "committing it again");
+    let cancelled = agent.cancel_job(vm, task, job.clone()).await;
+    refused(cancelled, ErrorCode::AlreadyExists, "cancelling what is committed");
+    let next = agent.put_job(vm, TaskId::new(), copy(disk, true)).await;
+    refused(next, ErrorCode::WrongState, "another copy while the former image is there");
+    let known = session.now(agent).await.disks.into_iter().find(|known| known.disk == disk);
+    let drop = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });
+    done(agent.put_job(vm, task, drop.clone()).await, "removing the former image");
+    done(agent.put_job(vm, task, drop.clone()).await, "the same again");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    assert_eq!(done(agent.job(vm, task).await, "the job").kind, JobKind::DropSources);
+    done(agent.put_job(vm, TaskId::new(), drop).await, "removing what is gone");
+    known.expect("the disk's facts").facts
+}

@@ -1,0 +1,142 @@
+//! The copies of mirrored disks on a simulated host: they outlive the agent, as those of a real one do.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::host::{DiskFacts, DiskSpec, MirrorJob, VmSpec};
+use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::calls::facts;
+use super::{Inside, SimulatedHost};
+use crate::rules::{self, find_disk};
+
+/// The copies of disks, and their former images.
+#[derive(Default)]
+pub struct Copies {
+    unfinished: BTreeMap<DiskId, TaskId>,
+    sources: BTreeMap<DiskId, TaskId>,
+}
+
+impl SimulatedHost {
+    /// The disks that are being copied, and those whose former images are there.
+    #[must_use]
+    pub fn mirrored(&self) -> (Vec<DiskId>, Vec<DiskId>) {
+        let inside = self.inside();
+        let Copies { unfinished, sources } = &inside.persisted.copies;
+        (unfinished.keys().copied().collect(), sources.keys().copied().collect())
+    }
+}
+
+impl Inside {
+    /// Checks that no other copy of these disks is there.
+    pub fn ready_to_mirror(
+        &mut self,
+        vm: VmId,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        let spec = self.known(vm)?.spec.clone();
+        let Copies { unfinished, sources } = &self.persisted.copies;
+        for disk in &job.disks {
+            let other = unfinished.get(&disk.disk).filter(|other| **other != task);
+            if let Some(other) = other.or_else(|| sources.get(&disk.disk)) {
+                return Err(rules::other_mirror(find_disk(&spec, disk.disk)?, *other));
+            }
+        }
+        match self.full {
+            true => Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full")),
+            false => Ok(()),
+        }
+    }
+
+    pub fn begin_mirror(&mut self, task: TaskId, job: &MirrorJob) {
+        let begun = job.disks.iter().map(|disk| (disk.disk, task));
+        self.persisted.copies.unfinished.extend(begun);
+    }
+
+    /// Puts the copies in the place of their disks.
+    pub fn commit_mirror(
+        &mut self,
+        vm: VmId,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        for wanted in &job.disks {
+            let spec = self.known(vm)?.spec.clone();
+            let disk = find_disk(&spec, wanted.disk)?;
+            let Copies { unfinished, sources } = &mut self.persisted.copies;
+            match (unfinished.get(&disk.disk), sources.get(&disk.disk)) {
+                (Some(of), _) if *of == task => {
+                    unfinished.remove(&disk.disk);
+                    sources.insert(disk.disk, task);
+                }
+                (_, Some(of)) if *of == task => {}
+                _ => return Err(rules::nothing_to_commit(task)),
+            }
+            self.use_copy(vm, &spec, disk, wanted.encrypted)?;
+        }
+        self.known(vm)?.jobs.committed(task);
+        self.describe_on_datastores(vm)?;
+        self.agent.publish(vm);
+        Ok(())
+    }
+
+    fn use_copy(
+        &mut self,
+        vm: VmId,
+        spec: &VmSpec,
+        disk: &DiskSpec,
+        encrypted: bool,
+    ) -> Result<(), Problem> {
+        let facts = facts(&DiskSpec { encrypted, ..disk.clone() })?;
+        let offset = match &facts {
+            DiskFacts::Raw => 0,
+            DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+        };
+        let key = spec.key.clone().filter(|_| encrypted);
+        if let Some(image) = self.persisted.disks.get_mut(&disk.disk) {
+            image.facts = facts.clone();
+            image.checks = key.iter().map(|key| key.check.clone()).collect();
+            image.keys = key.into_iter().collect();
+            image.length = disk.size + offset;
+        }
+        let change = |spec: &mut VmSpec| {
+            for known in spec.disks_mut().filter(|known| known.disk == disk.disk) {
+                (known.encrypted, known.facts) = (encrypted, Some(facts.clone()));
+            }
+        };
+        let known = self.known(vm)?;
+        known.made.insert(disk.disk, facts.clone());
+        change(&mut known.spec);
+        known.next.as_mut().map(change);
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            change(&mut guest.spec);
+        }
+        Ok(())
+    }
+
+    /// Removes what a cancelled job has copied.
+    pub fn cancel_mirror(
+        &mut self,
+        vm: VmId,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        let Copies { unfinished, sources } = &mut self.persisted.copies;
+        if job.disks.iter().any(|disk| sources.get(&disk.disk) == Some(&task)) {
+            return Err(rules::is_mirrored(&self.known(vm)?.spec));
+        }
+        unfinished.retain(|_, of| *of != task);
+        Ok(())
+    }
+
+    pub fn drop_source(&mut self, disk: DiskId) {
+        self.persisted.copies.sources.remove(&disk);
+    }
+
+    /// A disk is removed, with all of it.
+    pub fn forget_copies(&mut self, disk: DiskId) {
+        self.persisted.copies.sources.remove(&disk);
+        self.persisted.copies.unfinished.remove(&disk);
+    }
+}
