@@ -8,6 +8,7 @@
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
+//! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
@@ -25,6 +26,7 @@ pub mod network;
 pub mod process;
 pub mod rest;
 pub mod scan;
+pub mod shell_guest;
 pub mod test_guest;
 
 use std::path::PathBuf;

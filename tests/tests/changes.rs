@@ -3,8 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -12,6 +11,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest;
 
 /// Names may hold dots and underscores.
 const VM: &str = "web.example_1";
@@ -19,45 +19,24 @@ const VM: &str = "web.example_1";
 /// Long enough to see that a paused guest says nothing.
 const STILL: Duration = Duration::from_secs(2);
 
-fn guest_image() -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "the guest could not be built");
-    String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
-}
-
-/// Runs a command in the guest; `done` is its output's end. The shell does not echo what is typed.
+/// Runs a command in the guest; `done` is its output's end.
 fn run(console: &mut Console, command: &str, done: &str) {
-    console.type_text(&format!("{command}\n")).unwrap();
-    console.expect(done, 0).unwrap();
+    shell_guest::run(console, command, done).unwrap();
 }
 
 /// Waits until the guest says that a shell expression holds.
 fn holds(console: &mut Console, what: &str) {
-    let wait = format!("until {what}; do sleep 0.2; done; echo HOLDS-$((6 * 7))");
-    run(console, &wait, "HOLDS-42");
+    shell_guest::holds(console, what).unwrap();
 }
 
 /// The guest has a shell, and the driver of its disks.
 fn booted(here: &Installation) -> Console {
-    let mut console = here.console(VM).unwrap();
-    boots(&mut console);
-    console
-}
-
-/// The guest boots, and gets the driver of its disks.
-fn boots(console: &mut Console) {
-    console.expect("VMSEAL-NET eth0", 0).unwrap();
-    run(console, "insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))", "DRIVER-42");
+    shell_guest::booted(here, VM).unwrap()
 }
 
 fn made(policy: &str) -> Installation {
     let here = Installation::new().unwrap();
-    let disk = format!("datastore=local,format=raw,image={},size=64MiB", guest_image());
-    let card = "user,mac=52:54:0a:00:02:0f";
-    let create = ["vm", "create", VM, "--policy", policy, "--disk", &disk, "--nic", card];
-    here.vmseal(&[&create[..], &["--memory", "192MiB"]].concat()).unwrap();
-    here.vmseal(&["vm", "start", VM]).unwrap();
+    shell_guest::start(&here, VM, policy).unwrap();
     here
 }
 
@@ -101,7 +80,7 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
     console.expect("WOKE-42", 0).unwrap();
     here.vmseal(&["vm", "reset", VM]).unwrap();
 
-    boots(&mut console);
+    shell_guest::boots(&mut console).unwrap();
 
     // A disk that grows.
     let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();

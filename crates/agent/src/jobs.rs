@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, VmSpec};
+use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -196,6 +196,20 @@ impl Jobs {
                 _ => job.unfinished(),
             };
             disks.into_iter().map(move |disk| (disk, activity))
+        })
+    }
+
+    /// The disks whose copies are not as good as complete.
+    pub fn unfinished_copies(&self) -> Vec<DiskId> {
+        let copies = |job: &&Job| matches!(job.spec, JobSpec::Mirror(_)) && job.is_at_work();
+        self.0.values().filter(copies).flat_map(Job::unfinished).collect()
+    }
+
+    /// The job that copies a disk.
+    pub fn mirror_of(&self, disk: DiskId) -> Option<(TaskId, MirrorJob)> {
+        self.0.iter().filter(|(_, job)| job.holds_disks()).find_map(|(task, job)| {
+            let JobSpec::Mirror(mirror) = &job.spec else { return None };
+            mirror.disks.iter().any(|it| it.disk == disk).then(|| (*task, mirror.clone()))
         })
     }
 

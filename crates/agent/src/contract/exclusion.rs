@@ -184,12 +184,21 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         }
         Action::MirrorDisk => {
             let task = TaskId::new();
-            agent.put_job(vm, task, copy(disk, true)).await?;
-            agent.cancel_job(vm, task, copy(disk, true)).await
+            match agent.put_job(vm, task, copy(disk, true)).await {
+                // The suite's guest has no driver for its disks, and an old QEMU takes no other filter then.
+                Err(problem) if problem.code == ErrorCode::TimedOut => Ok(()),
+                put => {
+                    put?;
+                    agent.cancel_job(vm, task, copy(disk, true)).await
+                }
+            }
         }
         Action::DropSource => {
             let job = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });
-            agent.put_job(vm, TaskId::new(), job).await
+            let task = TaskId::new();
+            agent.put_job(vm, task, job).await?;
+            assert_eq!(session.worked(agent, task).await, JobState::Done);
+            Ok(())
         }
         Action::ExposeToRead | Action::ExposeToWrite => {
             let hold = Exposing::Hold { writable: action == Action::ExposeToWrite };

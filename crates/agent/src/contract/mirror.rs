@@ -1,7 +1,8 @@
 //! Disks are copied to other images, and the copies used in their place: each step repeated, every refusal provoked.
 
 use vmseal_api::host::{
-    DiskFacts, DiskToMirror, DropSourcesJob, HostAgent, JobKind, JobSpec, JobState, MirrorJob,
+    DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, HostAgent, JobKind, JobSpec, JobState,
+    MirrorJob,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::ErrorCode;
@@ -29,6 +30,10 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let vm = session.vm();
     let [system, data] = [0, 1].map(|index| session.disk(index).disk);
     let put = |task, job| agent.put_job(vm, task, job);
+    let kept = put(TaskId::new(), copy(data, true)).await;
+    refused(kept, ErrorCode::WrongState, "a copy of a disk with a replica");
+    let replica = disk_mut(session, data).replica.take();
+    done(agent.register_vm(session.spec.clone()).await, "registering without the replica");
     let code = ErrorCode::InvalidRequest;
     refused(put(TaskId::new(), copy(data, false)).await, code, "decrypting a plain disk");
     let none = JobSpec::Mirror(MirrorJob { disks: vec![] });
@@ -51,13 +56,19 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     for encrypted in [true, false] {
         let facts = mirrored(agent, session, data, encrypted).await;
         assert_eq!(matches!(facts, DiskFacts::Luks2 { .. }), encrypted, "{facts:?}");
-        let disk = session.spec.disks_mut().find(|disk| disk.disk == data).expect("the disk");
+        let disk = disk_mut(session, data);
         (disk.encrypted, disk.facts) = (encrypted, Some(facts));
         // As the server does when it has recorded that.
         done(agent.register_vm(session.spec.clone()).await, "registering the disk as it is");
     }
     let facts = mirrored(agent, session, system, true).await;
     assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
+    disk_mut(session, data).replica = replica;
+    done(agent.register_vm(session.spec.clone()).await, "registering with the replica");
+}
+
+fn disk_mut(session: &mut Session, disk: DiskId) -> &mut DiskSpec {
+    session.spec.disks_mut().find(|known| known.disk == disk).expect("the disk")
 }
 
 /// Copies a disk and commits that; its facts then.
@@ -84,6 +95,8 @@ async fn mirrored(
     done(agent.put_job(vm, task, drop.clone()).await, "the same again");
     assert_eq!(session.worked(agent, task).await, JobState::Done);
     assert_eq!(done(agent.job(vm, task).await, "the job").kind, JobKind::DropSources);
-    done(agent.put_job(vm, TaskId::new(), drop).await, "removing what is gone");
+    let again = TaskId::new();
+    done(agent.put_job(vm, again, drop).await, "removing what is gone");
+    assert_eq!(session.worked(agent, again).await, JobState::Done);
     known.expect("the disk's facts").facts
 }

@@ -20,8 +20,8 @@ use tokio::time::timeout;
 use vmseal_api::filter::{
     BackendSpec, BesideSpec, BitmapChange, BitmapStatus, Budget, CacheSpec, ControlReply,
     ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig, FilterFigures, FilterSpec,
-    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, ReplicateSpec,
-    SERIAL_MAX, TargetFormat, VERSION,
+    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, MirrorSpec,
+    ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat, VERSION,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::{DiskId, VmId};
@@ -44,6 +44,13 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest that flush and exit may take: a slow datastore with data that the kernel has not written yet.
 pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The longest that a disk may take to pivot: its requests end, the rest is copied, and all is flushed; the filter itself
+/// gives up before.
+const PIVOT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How fast a copy may grow, in bytes a second: it yields to the guest by itself, so nothing else limits it.
+const MIRROR_RATE: u64 = 1 << 40;
 
 /// The pause between status requests while a filter starts.
 const READY_INTERVAL: Duration = Duration::from_millis(20);
@@ -92,6 +99,21 @@ pub struct Replica {
     pub bytes_per_second: u64,
 }
 
+/// The open copy that is to take a disk's place, for a filter.
+#[derive(Debug)]
+pub struct Mirror {
+    /// The copy's image; its lock is held.
+    pub file: File,
+    /// Where the guest's first byte is in it, in bytes.
+    pub offset: u64,
+    /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
+    pub key: Option<(SecretFd, Holes)>,
+    /// The map of what the copy lacks; its lock is held.
+    pub map: File,
+    /// Whether the copy stays allocated when the guest discards.
+    pub keeps_room: bool,
+}
+
 /// A disk for a filter to serve, fill or export.
 pub struct Disk {
     /// Which.
@@ -112,6 +134,8 @@ pub struct Disk {
     pub beside: Option<UnixListener>,
     /// The replica that gets a copy of each write ([`crate::storage::replica`]).
     pub replica: Option<Replica>,
+    /// The copy that is to take its place ([`crate::storage::mirror`]).
+    pub mirror: Option<Mirror>,
 }
 
 /// A socket that the filter has, too, and that this process connects to QEMU when the filter is ready. The filter keeps the
@@ -188,6 +212,8 @@ pub enum Work {
         /// Where to continue, in bytes.
         from: u64,
     },
+    /// Copies it to its mirror, for nobody.
+    Mirror,
     /// Writes all of it to a file.
     Export {
         /// The file, which is new.
@@ -244,17 +270,20 @@ impl Work {
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let (one, other) = match self {
-            Self::Serve { socket, connected, .. } => (socket.as_fd(), Some(connected.as_fd())),
+            Self::Mirror => (None, None),
+            Self::Serve { socket, connected, .. } => {
+                (Some(socket.as_fd()), Some(connected.as_fd()))
+            }
             Self::Expose { socket, .. } | Self::ServeFirmware { socket, .. } => {
-                (socket.as_fd(), None)
+                (Some(socket.as_fd()), None)
             }
-            Self::Import { source, .. } => (source.as_fd(), None),
+            Self::Import { source, .. } => (Some(source.as_fd()), None),
             Self::Export { target, format: Volume::Luks2 { key, .. } } => {
-                (target.as_fd(), Some(key.as_fd()))
+                (Some(target.as_fd()), Some(key.as_fd()))
             }
-            Self::Export { target, .. } => (target.as_fd(), None),
+            Self::Export { target, .. } => (Some(target.as_fd()), None),
         };
-        std::iter::once(one).chain(other)
+        one.into_iter().chain(other)
     }
 }
 
@@ -268,6 +297,23 @@ impl Disk {
         // The limit is above encryption, so that delayed requests are not encrypted yet. The cache is below
         // it, so that it holds ciphertext.
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
+        // Above encryption, as the copy has a key of its own or none.
+        let mirror = self.mirror.as_ref().map(|mirror| {
+            FilterSpec::Mirror(Box::new(MirrorSpec {
+                to: StackSpec {
+                    chain: mirror.key.iter().map(crypt).collect(),
+                    backend: BackendSpec::File {
+                        file: fd(mirror.file.as_fd()),
+                        offset: mirror.offset,
+                        direct: Direct::Auto,
+                        keeps_room: mirror.keeps_room,
+                    },
+                },
+                map: fd(mirror.map.as_fd()),
+                bytes_per_second: MIRROR_RATE,
+            }))
+        });
+        let chain = chain.chain(mirror);
         let chain = chain.chain(self.key.iter().map(crypt));
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
         // Last, so that it copies what the image holds and takes no room in the cache.
@@ -311,11 +357,13 @@ impl Disk {
                     let peer_uid = Some(user.unwrap_or(peer));
                     Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid })
                 }
-                Work::Import { .. } | Work::Export { .. } => None,
+                Work::Import { .. } | Work::Export { .. } | Work::Mirror => None,
             },
+            // A copy follows what the guest alone does.
             beside: self
                 .beside
                 .as_ref()
+                .filter(|_| self.mirror.is_none())
                 .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
             import: match &self.work {
                 Work::Import { source, format, from } => {
@@ -324,6 +372,7 @@ impl Disk {
                 Work::Serve { .. }
                 | Work::ServeFirmware { .. }
                 | Work::Expose { .. }
+                | Work::Mirror
                 | Work::Export { .. } => None,
             },
             export: match &self.work {
@@ -333,6 +382,7 @@ impl Disk {
                 Work::Serve { .. }
                 | Work::ServeFirmware { .. }
                 | Work::Expose { .. }
+                | Work::Mirror
                 | Work::Import { .. } => None,
             },
         }
@@ -344,7 +394,8 @@ impl Disk {
             Work::Export { format: Volume::Luks2 { key, .. }, .. } => Some(key),
             _ => None,
         };
-        self.key.map(|(key, _)| key).into_iter().chain(volume)
+        let mirror = self.mirror.and_then(|mirror| mirror.key);
+        self.key.into_iter().chain(mirror).map(|(key, _)| key).chain(volume)
     }
 
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
@@ -352,7 +403,11 @@ impl Disk {
         let beside = self.beside.as_ref().map(AsFd::as_fd);
         let file = std::iter::once(self.file.as_fd());
         let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
-        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica)
+        let mirror = self.mirror.iter().flat_map(|it| {
+            let key = it.key.as_ref().map(|(key, _)| key.as_fd());
+            [it.file.as_fd(), it.map.as_fd()].into_iter().chain(key)
+        });
+        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
     }
 }
 
@@ -508,6 +563,18 @@ impl Control {
         }
     }
 
+    /// Has a disk served from its copy from now on.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`] when the disk is served as before. After any other error either may be the case, and the
+    /// copy's map says which.
+    pub async fn pivot(&self, disk: DiskId) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::Pivot { disk }, PIVOT_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
     /// Waits until it serves.
     ///
     /// # Errors
@@ -657,6 +724,7 @@ mod tests {
                 map: tempfile::tempfile().unwrap(),
                 bytes_per_second: 5 << 20,
             }),
+            mirror: None,
         };
         assert_eq!(
             disk.descriptors().count(),

@@ -119,7 +119,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 21] = [
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
     (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
     (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   YES,    IN_USE]),
+    (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  IN_USE,    STATE,   STATE,    IN_USE, YES]),

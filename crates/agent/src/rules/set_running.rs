@@ -201,7 +201,8 @@ mod tests {
 
     #[test]
     fn what_cannot_change_while_it_runs_is_refused() {
-        let (known, in_use) = running();
+        let (mut known, in_use) = running();
+        known.disk_at_mut(0).unwrap().encrypted = true;
         let mut size = known.clone();
         size.disk_at_mut(0).unwrap().size += 4096;
         let mut mac = known.clone();
@@ -212,13 +213,21 @@ mod tests {
             key_id: "7".to_owned(),
             check: String::new(),
         };
-        let key = VmSpec { key: Some(key), ..known.clone() };
-        for (new, what) in [(size, "disk 'system'"), (mac, "card 'nic0'"), (key, "its key")] {
+        let mut key = VmSpec { key: Some(key), ..known.clone() };
+        let cases = [(size, "disk 'system'"), (mac, "card 'nic0'"), (key.clone(), "its key")];
+        for (new, what) in cases {
             let refusal = difference(&known, &new, in_use.clone()).unwrap_err();
             assert!(refusal.detail.contains(what), "{refusal}");
         }
         let mut link = known.clone();
         link.nic_mut(id).unwrap().link = NicLink::Down;
-        assert_eq!(difference(&known, &link, in_use).unwrap().links.len(), 1);
+        assert_eq!(difference(&known, &link, in_use.clone()).unwrap().links.len(), 1);
+        // A key that opens nothing yet.
+        known.disk_at_mut(0).unwrap().encrypted = false;
+        key.disk_at_mut(0).unwrap().encrypted = false;
+        assert_eq!(difference(&known, &key, &in_use).unwrap(), Difference::default());
+        assert_eq!(before_plugging(&known, &key, &in_use).key, key.key);
+        key.disk_at_mut(0).unwrap().encrypted = true;
+        difference(&known, &key, &in_use).unwrap_err();
     }
 }

@@ -47,6 +47,9 @@ const CLAIMS_MAX: usize = 4;
 /// The most bytes of paths and key ids in all: even at six bytes each in JSON, the answer is accepted.
 const TEXT_MAX: usize = 1536 * 1024;
 
+/// The extensions of files beside a disk that are not images, and of those that come and go with a mirror.
+const OURS: [&str; 7] = ["importing", "map", "pair", "mirror", "mirror-map", "copy", "source"];
+
 /// The magic numbers of the two copies of a LUKS header, and their places.
 const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];
 
@@ -180,8 +183,9 @@ impl Scan {
         let kept_until = kept_until.and_then(|until| Timestamp::try_from(until).ok());
         match look(at) {
             Ok(Some((metadata, content))) => {
-                if named.is_none() && content == ImageContent::Raw {
-                    if !ours(&place) {
+                let ours = ours(&place);
+                if named.is_none() && (ours || content == ImageContent::Raw) {
+                    if !ours {
                         self.contents.others += 1;
                     }
                     return;
@@ -254,8 +258,7 @@ fn named(place: &Path) -> Option<NamedImage> {
 /// Whether it is a file of vmseal's that is not an image.
 fn ours(place: &Path) -> bool {
     let of_home = place.parent().and_then(Path::to_str).is_some_and(|home| {
-        let ours =
-            |extension: &OsStr| ["importing", "map", "pair"].iter().any(|it| extension == *it);
+        let ours = |extension: &OsStr| OURS.iter().any(|it| extension == *it);
         let note = place.extension().is_some_and(ours);
         let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
         home.parse::<VmId>().is_ok() && (described || note)

@@ -258,7 +258,9 @@ fn begin(
     let keeps_room = true;
     let disk = disk.disk;
     let (beside, replica) = (None, None);
-    let disk = filter::Disk { disk, size, file, offset, key, keeps_room, work, beside, replica };
+    let mirror = None;
+    let disk =
+        filter::Disk { disk, size, file, offset, key, keeps_room, work, beside, replica, mirror };
     Ok((target, disk))
 }
 

@@ -141,6 +141,7 @@ impl Filling<'_> {
             // No map is believed before the disk is complete: its replica begins empty
             // (crate::storage::replica).
             replica: None,
+            mirror: None,
         })
     }
 

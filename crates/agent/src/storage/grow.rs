@@ -10,7 +10,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::disk;
 use crate::storage::home::Home;
+use crate::storage::locked::Access;
 use crate::storage::mark::failed;
+use crate::storage::mirror;
 
 /// Whether a process of the VM has the image, and its lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +37,7 @@ pub fn grow(
     check: impl FnOnce(&File) -> Result<(), Problem>,
 ) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
+    mirror::as_it_is(spec, disk, facts, Access::Write)?;
     let path = home.image(disk.disk);
     let file = match holder {
         Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {

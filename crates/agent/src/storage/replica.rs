@@ -27,11 +27,12 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
-use self::pair::{FileIdentity, Pair};
+use self::pair::Pair;
 use vmseal_secret::SecretBytes;
 
 use crate::filter::Replica;
 use crate::storage::builder::internal;
+use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
 use crate::storage::timed;

@@ -212,6 +212,7 @@ async fn start(
         },
         beside: None,
         replica,
+        mirror: None,
     };
     let (process, keys) =
         filter::start(&builder.filter, vm, directory, vec![served], slot.filter())

@@ -94,6 +94,21 @@ pub fn check(directory: &ProcessDir, opened: &[(&DiskSpec, &File)]) -> Result<()
     if known.len() == before { Ok(()) } else { write(directory, known) }
 }
 
+/// Records that a disk has another file from now on: its copy has taken its place.
+///
+/// # Errors
+/// Those of reading and writing the record.
+pub fn replace(directory: &ProcessDir, disk: DiskId, file: &File) -> Result<(), Problem> {
+    let image = Image::of(disk, file).map_err(internal)?;
+    let Some(mut known) = read(directory)? else { return Ok(()) };
+    match known.iter_mut().find(|known| known.disk == disk) {
+        Some(known) if *known == image => return Ok(()),
+        Some(known) => *known = image,
+        None => known.push(image),
+    }
+    write(directory, known)
+}
+
 fn write(directory: &ProcessDir, images: Vec<Image>) -> Result<(), Problem> {
     serde_json::to_vec(&Record { version: VERSION, images })
         .map_err(io::Error::from)

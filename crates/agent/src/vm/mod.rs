@@ -20,6 +20,7 @@ mod adopt;
 mod exposed;
 mod images;
 mod left_running;
+mod mirroring;
 mod owner;
 mod reconnect;
 mod report;

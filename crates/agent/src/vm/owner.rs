@@ -7,6 +7,7 @@ mod grow;
 mod guest;
 mod jobs;
 mod key_change;
+mod mirror;
 mod replicas;
 mod set_running;
 
@@ -276,7 +277,7 @@ impl Owner {
             Call::Job(task, to) => reply!(to, self.jobs.status(task)),
             Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
             Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
-            Call::PowerOn(first, to) => reply!(to, self.power_on(first)),
+            Call::PowerOn(first, to) => reply!(to, self.power_on(first).await),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::ControlGuest(what, to) => reply!(to, self.control_guest(what).await),
             Call::GrowDisk(disk, size, to) => reply!(to, self.grow_disk(disk, size).await),
@@ -343,6 +344,7 @@ impl Owner {
                 self.restarts.forget(Instant::now().into_std());
                 self.serve_again();
                 self.note_missing_devices().await;
+                self.let_go_of_copies().await;
                 if let Err(problem) = self.let_go_of_disks().await {
                     tracing::info!(vm = %self.spec.vm, %problem, "its filter serves a disk too many");
                 }
@@ -396,7 +398,8 @@ impl Owner {
 
     /// Begins to start another filter, if one is needed and its key is here.
     fn serve_again(&mut self) {
-        let needs_key = self.spec.disks().any(|disk| disk.encrypted) && self.kek.is_none();
+        // A VM without an encrypted disk has a key when one is being encrypted or has just been decrypted.
+        let needs_key = self.spec.key.is_some() && self.kek.is_none();
         if needs_key || !self.running().is_some_and(|running| running.service.waits()) {
             return;
         }
@@ -475,6 +478,7 @@ impl Owner {
         if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
+        self.go_on_copying().await;
     }
 
     async fn started(&mut self, result: StartResult) {
@@ -486,6 +490,7 @@ impl Owner {
                 self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
                 self.serves_sizes = true;
+                self.go_on_copying().await;
             }
             Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)).await,
         }
@@ -582,6 +587,9 @@ impl Owner {
         let disk = find_disk(&self.spec, disk)?.clone();
         self.situation().may(Action::DeleteDisk, Some(&disk))?;
         self.let_go_of_disks().await?;
+        if let Some((task, job)) = self.jobs.mirror_of(disk.disk) {
+            self.cancel_mirror(task, &job).await?;
+        }
         for given_up in self.jobs.remove_disk(disk.disk) {
             self.workers.cancel(given_up).await;
         }
@@ -608,7 +616,7 @@ impl Owner {
         Ok(Plan { spec, disks, kek, nics_before, live, tpm, boot_once: None })
     }
 
-    fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
+    async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
         if self.situation().may(Action::PowerOn, None)? == Permission::Already {
             return Ok(());
         }
@@ -618,6 +626,7 @@ impl Owner {
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // The users are released for another VM only after the last process of this one has ended.
         let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
+        self.stop_copying().await;
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
         let work = async move {

@@ -14,6 +14,12 @@ pub enum Report {
     Made(Result<DiskFacts, Problem>),
     /// It has been exported, or could not be.
     Written(Result<(), Problem>),
+    /// Its copy may lack so many bytes.
+    Lacking(u64),
+    /// Its copy is as good as complete, or cannot be made.
+    Copied(Result<(), Problem>),
+    /// Its former image is removed, or cannot be.
+    SourceRemoved(Result<(), Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -24,8 +30,12 @@ impl Report {
     /// Whether the task continues.
     pub fn is_progress(&self) -> bool {
         match self {
-            Self::Progress(..) | Self::ExposedErrors(_) => true,
-            Self::Made(_) | Self::Written(_) | Self::Exposed(_) => false,
+            Self::Progress(..) | Self::Lacking(_) | Self::ExposedErrors(_) => true,
+            Self::Made(_)
+            | Self::Written(_)
+            | Self::Copied(_)
+            | Self::SourceRemoved(_)
+            | Self::Exposed(_) => false,
         }
     }
 }

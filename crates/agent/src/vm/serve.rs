@@ -20,8 +20,7 @@ use crate::process::live::{DiskInUse, Live};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::is_preallocated;
-use crate::storage::disk;
-use crate::storage::locked::Access;
+use crate::storage::mirror::{self, GuestDisk};
 use crate::storage::replica;
 
 /// The longest that connecting a disk may take once QEMU's monitor answers.
@@ -56,13 +55,17 @@ pub async fn filter(
 ) -> Result<(Process, Vec<Notice>), Problem> {
     let to_open = plan.clone();
     let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
+    for ((disk, _), opened) in plan.disks.iter().zip(&opened).filter(|(_, it)| it.has_pivoted) {
+        images::replace(directory, disk.disk, &opened.open.file)?;
+    }
     let files: Vec<_> =
-        plan.disks.iter().zip(&opened).map(|((disk, _), open)| (disk, &open.file)).collect();
+        plan.disks.iter().zip(&opened).map(|((disk, _), it)| (disk, &it.open.file)).collect();
     images::check(directory, &files)?;
     let mut notices = Vec::new();
     let mut disks = Vec::new();
     let mut connections = Vec::new();
-    for ((disk, _), open) in plan.disks.iter().zip(opened) {
+    for ((disk, _), opened) in plan.disks.iter().zip(opened) {
+        let GuestDisk { open, mirror, .. } = opened;
         let Some(in_use) = plan.live.disk(disk.disk) else {
             return Err(internal("a disk to be served has no socket"));
         };
@@ -81,6 +84,7 @@ pub async fn filter(
             work: work(directory, disk, in_use, slot, &mut connections).map_err(internal)?,
             beside: Some(listener),
             replica,
+            mirror,
         });
     }
     let (filter, keys) =
@@ -143,10 +147,10 @@ pub fn beside(number: u32) -> String {
     format!("nbd{number}")
 }
 
-fn open_disks(plan: &Plan) -> Result<Vec<disk::Open>, Problem> {
+fn open_disks(plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
     plan.disks
         .iter()
-        .map(|(disk, facts)| disk::open(&plan.spec, disk, facts, plan.kek.as_ref(), Access::Write))
+        .map(|(disk, facts)| mirror::open_for_guest(&plan.spec, disk, facts, plan.kek.as_ref()))
         .collect()
 }
 

@@ -1,4 +1,4 @@
-//! The tasks that work on a VM's disks: each disk is made, exported or exposed by a task that can be
+//! The tasks that work on a VM's disks: each disk is made, exported, copied or exposed by a task that can be
 //! cancelled.
 
 use std::collections::BTreeMap;
@@ -6,14 +6,16 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use vmseal_api::host::DiskFacts;
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
 use super::Shared;
 use super::exposed::Exposure;
+use super::mirroring::{self, Copying};
 use super::report::{Progress, Report};
+use crate::filter::Control;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
@@ -73,6 +75,41 @@ impl Workers {
         self.spawn(disk, |cancelled, show| async move {
             Report::Exposed(exposure.serve(builder, show, cancelled).await)
         });
+    }
+
+    /// Begins to copy a disk that no filter of a guest serves.
+    pub fn begin_copy(&mut self, disk: DiskId, copying: Copying) {
+        self.spawn(disk, |cancelled, show| async move {
+            let copied = copying.copy(&show, cancelled).await;
+            Report::Copied(copied.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "a disk could not be copied"),
+            ))
+        });
+    }
+
+    /// Begins to follow the copy of a disk that the filter of its guest keeps.
+    pub fn begin_following(&mut self, disk: DiskId, control: Control) {
+        self.spawn(disk, |cancelled, show| async move {
+            let followed = tokio::select! {
+                followed = mirroring::follow(control, disk, &show) => followed,
+                _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "it is not followed")),
+            };
+            Report::Copied(followed)
+        });
+    }
+
+    /// Begins to remove the image that a disk had before its copy took its place.
+    pub fn begin_removal(&mut self, spec: VmSpec, disk: DiskSpec) {
+        self.spawn(disk.disk, |cancelled, show| async move {
+            let show = Arc::new(show);
+            let removed = mirroring::remove_source(spec, disk, show, cancelled).await;
+            Report::SourceRemoved(removed)
+        });
+    }
+
+    /// What a filter that copies a disk needs.
+    pub fn builder(shared: &Shared, disk: DiskId) -> DiskBuilder {
+        builder(shared, shared.run_dir.import(disk))
     }
 
     fn spawn<F>(&mut self, disk: DiskId, work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F)

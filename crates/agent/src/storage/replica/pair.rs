@@ -5,14 +5,13 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
-use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
 use vmseal_api::atomic_file::{self, PRIVATE};
@@ -22,26 +21,6 @@ const VERSION: u32 = 1;
 
 /// The longest note: several times as long as vmseal's.
 const NOTE_MAX: u64 = 4096;
-
-/// Identifies a file, whatever its name.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct FileIdentity {
-    inode: u64,
-    /// When it was created, in nanoseconds since 1970, where the file system has that.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    born: Option<u64>,
-}
-
-impl FileIdentity {
-    /// The identity of an open file.
-    pub fn of(file: &File) -> io::Result<Self> {
-        let metadata = file.metadata()?;
-        let born = metadata.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-        let born = born.and_then(|at| u64::try_from(at.as_nanos()).ok());
-        Ok(Self { inode: metadata.ino(), born })
-    }
-}
 
 /// The note.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -22,6 +22,8 @@ use crate::vm::report::Report;
 enum Ready {
     Create(Vec<NewDisk>),
     Export(Box<ExportRequest>),
+    /// It begins elsewhere.
+    Nothing,
 }
 
 impl Owner {
@@ -35,6 +37,11 @@ impl Owner {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
             Some(_) => return Ok(()),
         }
+        match &spec {
+            JobSpec::Mirror(job) => return self.put_mirror(task, &job.clone(), spec).await,
+            JobSpec::DropSources(job) => return self.put_drop_sources(task, &job.clone(), spec),
+            JobSpec::Create(_) | JobSpec::Export(_) => {}
+        }
         let ready = self.ready(task, &spec).await?;
         self.jobs.begin(task, spec);
         match ready {
@@ -43,6 +50,7 @@ impl Owner {
                     .into_iter()
                     .for_each(|new_disk| self.workers.begin(&self.shared, new_disk));
             }
+            Ready::Nothing => {}
             Ready::Export(request) => {
                 self.jobs.progress(request.disk.disk, 0, request.disk.size, Instant::now());
                 self.workers.begin_export(&self.shared, *request);
@@ -58,12 +66,17 @@ impl Owner {
                 let request = self.ready_to_export(task, export, spec).await;
                 request.map(|request| Ready::Export(Box::new(request)))
             }
-            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
+            JobSpec::Mirror(job) => {
+                self.ready_to_mirror(task, job, spec).await.map(|_| Ready::Nothing)
+            }
+            JobSpec::DropSources(_) => {
+                self.may_work(Action::DropSource, spec).map(|()| Ready::Nothing)
+            }
         }
     }
 
     /// Checks the action for each disk of a job.
-    fn may_work(&self, action: Action, spec: &JobSpec) -> Result<(), Problem> {
+    pub(super) fn may_work(&self, action: Action, spec: &JobSpec) -> Result<(), Problem> {
         let situation = self.situation();
         for disk in spec.disks() {
             situation.may(action, Some(find_disk(&self.spec, disk)?))?;
@@ -119,9 +132,16 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
         }
         match spec {
-            JobSpec::Create(_) if state == Some(JobState::Done) => Ok(()),
-            JobSpec::Create(_) => Err(rules::nothing_to_commit(task)),
-            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
+            JobSpec::Create(_) | JobSpec::DropSources(_) if state == Some(JobState::Done) => Ok(()),
+            JobSpec::Create(_) | JobSpec::DropSources(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Mirror(job) => match state {
+                Some(JobState::Done) => Ok(()),
+                Some(JobState::Cancelled | JobState::Failed { .. }) => {
+                    Err(rules::nothing_to_commit(task))
+                }
+                // Of an earlier agent, too: its notes say what is there.
+                _ => self.commit_mirror(task, &job).await,
+            },
             JobSpec::Export(job) => {
                 let record = self.record_of(&job)?;
                 let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
@@ -135,6 +155,9 @@ impl Owner {
 
     pub(super) async fn cancel_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
         let state = self.jobs.same(task, &spec)?.cloned();
+        if let JobSpec::Mirror(job) = &spec {
+            return self.cancel_mirror(task, job).await;
+        }
         let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
         if at_work || state == Some(JobState::ReadyToCommit) {
             // Reports that its workers still send are about files that are removed here.
@@ -144,8 +167,7 @@ impl Owner {
         }
         match spec {
             // The worker removes what it was making.
-            JobSpec::Create(_) => Ok(()),
-            JobSpec::Mirror(_) | JobSpec::DropSources(_) => Err(not_yet()),
+            JobSpec::Create(_) | JobSpec::DropSources(_) | JobSpec::Mirror(_) => Ok(()),
             JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
             JobSpec::Export(job) => {
                 let record = self.record_of(&job)?;
@@ -180,6 +202,14 @@ impl Owner {
             }
             Report::Written(Ok(())) => self.jobs.written(disk),
             Report::Written(Err(problem)) => self.give_up(disk, problem).await,
+            Report::Lacking(dirty) => {
+                let size = self.spec.disk(disk).map_or(0, |disk| disk.size);
+                self.jobs.progress(disk, size.saturating_sub(dirty), size, Instant::now());
+            }
+            Report::Copied(Ok(())) => self.jobs.written(disk),
+            Report::SourceRemoved(Ok(())) => self.jobs.made(disk),
+            Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,
+            Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,
             Report::ExposedErrors(errors) => {
                 self.exposed_errors.insert(disk, errors);
             }
@@ -200,8 +230,4 @@ impl Owner {
     pub(super) fn facts(&self, disk: &DiskSpec) -> Option<DiskFacts> {
         disk.facts.clone().or_else(|| self.made.get(&disk.disk).cloned())
     }
-}
-
-fn not_yet() -> Problem {
-    internal("not yet")
 }

@@ -59,6 +59,9 @@ impl Owner {
         let difference = set_running::difference(&known, &new, &in_use)?;
         let now = set_running::before_plugging(&known, &new, &in_use);
         drop(in_use);
+        if known.key != new.key {
+            self.kek = None;
+        }
         self.keep(now)?;
         for nic in &difference.links {
             let Some(running) = self.running() else { return Err(not_there()) };
@@ -359,8 +362,12 @@ impl Owner {
 
     /// Ends the filter and starts one that serves the disks that are on record now; the guest sees a pause.
     pub(super) async fn replace_filter(&mut self) -> Result<(), Problem> {
-        let plan = self.plan()?;
-        let shared = self.shared.clone();
+        self.end_filter_to_replace().await?;
+        self.start_filter().await
+    }
+
+    /// Ends the filter; the guest waits until there is another one.
+    pub(super) async fn end_filter_to_replace(&mut self) -> Result<(), Problem> {
         let Some(running) = self.running() else { return Err(not_there()) };
         match std::mem::replace(&mut running.service, Service::Down(None)) {
             Service::Served(old) => {
@@ -375,6 +382,14 @@ impl Owner {
             }
             Service::Down(None) => {}
         }
+        Ok(())
+    }
+
+    /// Starts a filter for a guest that waits for one.
+    pub(super) async fn start_filter(&mut self) -> Result<(), Problem> {
+        let plan = self.plan()?;
+        let shared = self.shared.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
         let (directory, slot) = (&running.directory, &running.slot);
         let new = service::serve_once(&shared, directory, plan.into(), slot, &running.qmp).await;
         let new = new.map_err(|not_served| match not_served.into_problem() {

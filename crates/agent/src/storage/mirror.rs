@@ -1,0 +1,400 @@
+//! A disk that is being copied to another image of its own, which takes its place (docs/formats/mirror-note.md).
+//!
+//! ```text
+//!  begin: copy and map made ─► note written ─► a filter copies ─► it pivots: the map says so ─► names put right
+//!                                  │                                                                │
+//!                                  └─ give up: note, map, copy removed            former image, map, note removed
+//! ```
+//! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
+//! Only the filter pivots; everything else here belongs to the VM's owner.
+
+mod note;
+mod pivot_mark;
+pub(crate) mod source;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use vmseal_api::atomic_file;
+use vmseal_api::filter::Holes;
+use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, VmSpec};
+use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::Identity;
+use vmseal_secret::{DEK_LEN, SecretBytes};
+
+use self::note::Note;
+use self::pivot_mark::PivotMark;
+use crate::filter;
+use crate::keys;
+use crate::rules;
+use crate::storage::builder::{internal, is_preallocated};
+use crate::storage::disk::{self, Open, data_offset, from_api, header_problem, to_api};
+use crate::storage::file_identity::FileIdentity;
+use crate::storage::home::Home;
+use crate::storage::locked::{Access, make_locked, open_locked};
+use crate::storage::mark::failed;
+
+/// A copy that is to take a disk's place, or has taken it.
+#[derive(Clone, Debug)]
+pub struct Mirror {
+    note: Note,
+    /// Whether the disk's data is in the copy.
+    pub pivoted: bool,
+}
+
+impl Mirror {
+    /// The mirror of a disk; none when it is not mirrored. Blocks.
+    ///
+    /// # Errors
+    /// `damaged` when it cannot be told where the disk's data is.
+    pub fn find(home: &Home, disk: DiskId) -> Result<Option<Self>, Problem> {
+        let Some(note) = note::read(home, disk)? else { return Ok(None) };
+        let path = home.mirror_map(disk);
+        let mark = match File::open(&path) {
+            Ok(map) => pivot_mark::read(&map, disk).map_err(|error| failed(&path, "read", &error)),
+            // The map goes after the former image, so what is left is the note.
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound && is_settled(home, disk, &note) =>
+            {
+                Ok(PivotMark::Pivoted)
+            }
+            Err(error) => Err(failed(&path, "read", &error)),
+        };
+        match mark? {
+            PivotMark::NotPivoted => Ok(Some(Self { note, pivoted: false })),
+            PivotMark::Pivoted => Ok(Some(Self { note, pivoted: true })),
+            PivotMark::Unreadable => {
+                let what = format!(
+                    "{} is damaged, and says no more whether the disk's data is in {} or in the copy beside it",
+                    path.display(),
+                    home.image(disk).display()
+                );
+                Err(Problem::new(ErrorCode::Damaged, what))
+            }
+        }
+    }
+
+    /// The task that it is of.
+    #[must_use]
+    pub fn task(&self) -> TaskId {
+        self.note.task
+    }
+
+    /// The facts of the copy.
+    #[must_use]
+    pub fn facts(&self) -> DiskFacts {
+        self.note.copy_facts.clone()
+    }
+
+    /// The disk as it is when it has pivoted.
+    #[must_use]
+    pub fn pivoted_disk(&self, disk: &DiskSpec) -> DiskSpec {
+        DiskSpec {
+            encrypted: self.note.encrypts(),
+            facts: Some(self.note.copy_facts.clone()),
+            ..disk.clone()
+        }
+    }
+
+    /// Puts the names right of a disk that has pivoted. Blocks.
+    ///
+    /// # Errors
+    /// `damaged` when the copy is not there; those of the file system.
+    pub fn settle(&self, home: &Home, disk: DiskId) -> Result<(), Problem> {
+        let (image, copy) = (home.image(disk), home.copy(disk));
+        if is_settled(home, disk, &self.note) {
+            return Ok(());
+        }
+        if identity(&image)? == Some(self.note.source.clone()) {
+            rename(&image, &home.source(disk))?;
+        }
+        if identity(&copy)? != Some(self.note.copy.clone()) || identity(&image)?.is_some() {
+            let what = format!(
+                "the disk's data is in the copy that was {}, which is not there, or another file has taken its place",
+                copy.display()
+            );
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        rename(&copy, &image)
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), Problem> {
+    std::fs::rename(from, to)
+        .and_then(|()| atomic_file::flush_directory_of(to))
+        .map_err(|error| failed(from, "renamed", &error))
+}
+
+/// Whether the copy has the disk's name.
+fn is_settled(home: &Home, disk: DiskId, note: &Note) -> bool {
+    identity(&home.image(disk)).is_ok_and(|image| image.as_ref() == Some(&note.copy))
+}
+
+/// Which file has a name; none when there is none.
+fn identity(path: &Path) -> Result<Option<FileIdentity>, Problem> {
+    match path.symlink_metadata() {
+        Ok(metadata) => Ok(Some(FileIdentity::in_metadata(&metadata))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(path, "looked at", &error)),
+    }
+}
+
+/// A copy to begin.
+pub struct NewMirror<'a> {
+    /// The VM, with its key where the copy is encrypted.
+    pub spec: &'a VmSpec,
+    /// The disk.
+    pub disk: &'a DiskSpec,
+    /// Its facts.
+    pub facts: &'a DiskFacts,
+    /// The VM's KEK.
+    pub kek: Option<&'a SecretBytes>,
+    /// What is wanted.
+    pub wanted: &'a DiskToMirror,
+    /// The task.
+    pub task: TaskId,
+}
+
+impl NewMirror<'_> {
+    /// Makes an empty copy, and notes it; one that this task has begun stays as it is. `check` sees the disk's image before
+    /// anything is made. Blocks.
+    ///
+    /// # Errors
+    /// `wrong-state` when another task has one; `no-space`, `not-found`; nothing is left then.
+    pub fn begin(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
+        let Self { disk, task, .. } = *self;
+        let home = Home::of(&disk.datastore, self.spec.vm)?;
+        match Mirror::find(&home, disk.disk)? {
+            Some(known) if known.task() == task => return Ok(()),
+            Some(other) => return Err(rules::other_mirror(disk, other.task())),
+            None => {}
+        }
+        remove_debris(&home, disk.disk)?;
+        let path = home.image(disk.disk);
+        // Not locked: the filter of the guest may have it.
+        let image = File::open(&path).map_err(|error| failed(&path, "opened", &error))?;
+        check(&image)?;
+        let metadata = image.metadata().map_err(internal)?;
+        let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
+        let made = self.make(&home, metadata.blocks().saturating_mul(512));
+        let noted = made.and_then(|copy| {
+            let map = home.mirror_map(disk.disk);
+            drop(make_locked(&map)?);
+            atomic_file::flush_directory_of(&map).map_err(|error| failed(&map, "made", &error))?;
+            note::write(&home, disk.disk, &Note::new(task, source, copy))
+        });
+        noted.inspect_err(|_| {
+            if let Err(problem) = remove_debris(&home, disk.disk) {
+                tracing::warn!(disk = %disk.disk, %problem, "the beginning of a copy is left");
+            }
+        })
+    }
+
+    /// The copy: it reads as zeroes.
+    fn make(&self, home: &Home, allocated: u64) -> Result<(FileIdentity, DiskFacts), Problem> {
+        let Self { spec, disk, .. } = *self;
+        let header = if self.wanted.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
+        let length = header + disk.size;
+        home.check_room(if is_preallocated(disk) { length } else { header + allocated })?;
+        let path = home.copy(disk.disk);
+        let mut file = make_locked(&path)?;
+        file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
+        if is_preallocated(disk) {
+            home.allocate(disk.disk, &file, 0..length)?;
+        }
+        let facts = match (self.wanted.encrypted, self.kek, &spec.key) {
+            (false, ..) => DiskFacts::Raw,
+            (true, Some(kek), Some(reference)) => {
+                let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
+                let context = keys::context(spec.vm, reference);
+                let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+                let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
+                to_api(&made.map_err(|error| header_problem(disk, &error))?)
+            }
+            _ => return Err(internal("an encrypted copy was begun without its key")),
+        };
+        file.sync_all().map_err(|error| failed(&path, "flushed", &error))?;
+        let identity = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
+        Ok((identity, facts))
+    }
+}
+
+/// Removes a copy and a map that no note is about.
+fn remove_debris(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    home.remove(&home.mirror_map(disk))?;
+    home.remove(&home.copy(disk))
+}
+
+/// Gives up a copy of this task, or of any; nothing is left of it. Where there is none, nothing is done. Blocks.
+///
+/// # Errors
+/// `already-exists` when the disk has pivoted; `in-use` while a filter works on it: it is given up nevertheless.
+pub fn give_up(spec: &VmSpec, disk: &DiskSpec, task: Option<TaskId>) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    match Mirror::find(&home, disk.disk)? {
+        Some(mirror) if task.is_some_and(|task| mirror.task() != task) => return Ok(()),
+        Some(mirror) if mirror.pivoted => return Err(rules::is_mirrored(spec)),
+        Some(_) => home.remove_note(&home.mirror_note(disk.disk))?,
+        None => {}
+    }
+    remove_debris(&home, disk.disk)
+}
+
+/// A disk that is opened for its guest.
+pub struct GuestDisk {
+    /// The image, which may have been the copy.
+    pub open: Open,
+    /// The copy that its filter is to keep.
+    pub mirror: Option<filter::Mirror>,
+    /// Whether a copy has taken the place of the image.
+    pub has_pivoted: bool,
+}
+
+/// Opens a disk for its guest. Blocks.
+///
+/// # Errors
+/// As [`disk::open`].
+pub fn open_for_guest(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<GuestDisk, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let mirror = Mirror::find(&home, disk.disk)?;
+    let Some(mirror) = mirror.as_ref().filter(|mirror| !mirror.pivoted) else {
+        let open = disk::open(spec, disk, facts, kek, Access::Write)?;
+        return Ok(GuestDisk { open, mirror: None, has_pivoted: mirror.is_some() });
+    };
+    let open = disk::open_as(spec, disk, facts, kek, Access::Write)?;
+    // Others are copied while the guest does not have them.
+    let copy = match disk.role.is_data() {
+        true => open_copy(&home, spec, disk, &mirror.note, kek),
+        false => Err(internal("its copy was not finished before its guest used it")),
+    };
+    let mirror = match copy {
+        Ok(copy) => Some(copy),
+        Err(problem) if problem.code == ErrorCode::Locked => return Err(problem),
+        Err(problem) => {
+            // What the guest writes from now on would be missing there.
+            home.remove_note(&home.mirror_note(disk.disk))?;
+            tracing::error!(vm = %spec.vm, disk = %disk.disk, %problem, "the copy of a disk is given up");
+            None
+        }
+    };
+    Ok(GuestDisk { open, mirror, has_pivoted: false })
+}
+
+/// Opens a disk and its copy for a filter that does nothing but copy; none if it is not mirrored or has pivoted. Blocks.
+///
+/// # Errors
+/// As [`disk::open`].
+pub fn open_to_copy(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Option<(Open, filter::Mirror)>, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| !mirror.pivoted) else {
+        return Ok(None);
+    };
+    let open = disk::open_as(spec, disk, facts, kek, Access::Write)?;
+    let copy = open_copy(&home, spec, disk, &mirror.note, kek)?;
+    Ok(Some((open, copy)))
+}
+
+/// The disk and its facts as they are: those of its copy, if it has pivoted, whose names are put right. Blocks.
+///
+/// # Errors
+/// `in-use` for a writer while a copy follows the disk, as it would not see what is written.
+pub fn as_it_is(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    access: Access,
+) -> Result<(DiskSpec, DiskFacts), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let Some(mirror) = Mirror::find(&home, disk.disk)? else {
+        return Ok((disk.clone(), facts.clone()));
+    };
+    match (mirror.pivoted, access) {
+        (true, _) => {
+            mirror.settle(&home, disk.disk)?;
+            Ok((mirror.pivoted_disk(disk), mirror.facts()))
+        }
+        (false, Access::Read) => Ok((disk.clone(), facts.clone())),
+        (false, Access::Write) => {
+            let what = format!(
+                "task {} copies disk '{}' to another image: wait for it, or cancel it",
+                mirror.task(),
+                disk.name
+            );
+            Err(Problem::new(ErrorCode::InUse, what))
+        }
+    }
+}
+
+fn open_copy(
+    home: &Home,
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    note: &Note,
+    kek: Option<&SecretBytes>,
+) -> Result<filter::Mirror, Problem> {
+    let path = home.copy(disk.disk);
+    let gone = |path: &Path| {
+        let what = format!("{} is not there, or is another file", path.display());
+        Problem::new(ErrorCode::Damaged, what)
+    };
+    let file = open_locked(&path, Access::Write)?.ok_or_else(|| gone(&path))?;
+    if FileIdentity::of(&file).ok().as_ref() != Some(&note.copy) {
+        return Err(gone(&path));
+    }
+    let map = home.mirror_map(disk.disk);
+    let map = open_locked(&map, Access::Write)?.ok_or_else(|| gone(&map))?;
+    let facts = &note.copy_facts;
+    let copy = DiskSpec { encrypted: note.encrypts(), facts: Some(facts.clone()), ..disk.clone() };
+    let key = match from_api(&copy, facts) {
+        None => None,
+        Some(pinned) => {
+            let (Some(kek), Some(reference)) = (kek, &spec.key) else {
+                return Err(rules::locked(spec));
+            };
+            let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
+                .map_err(|error| header_problem(disk, &error))?;
+            Some((opened.dek.to_memfd().map_err(internal)?, Holes::Zero))
+        }
+    };
+    let offset = data_offset(facts);
+    Ok(filter::Mirror { file, offset, key, map, keeps_room: is_preallocated(disk) })
+}
+
+/// Puts the names right of a disk that has pivoted; the disk as it is then, and its image. None if it has not. Blocks.
+///
+/// # Errors
+/// As [`Mirror::settle`].
+pub fn take_place(vm: VmId, disk: &DiskSpec) -> Result<Option<(DiskSpec, File)>, Problem> {
+    let home = Home::of(&disk.datastore, vm)?;
+    let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| mirror.pivoted) else {
+        return Ok(None);
+    };
+    mirror.settle(&home, disk.disk)?;
+    let path = home.image(disk.disk);
+    let image = File::open(&path).map_err(|error| failed(&path, "opened", &error))?;
+    Ok(Some((mirror.pivoted_disk(disk), image)))
+}
+
+/// The mirror of a VM's disk; none when it is not mirrored. Blocks.
+///
+/// # Errors
+/// As [`Mirror::find`]; `wrong-state` when the datastore is not there.
+pub fn of_disk(vm: VmId, disk: &DiskSpec) -> Result<Option<Mirror>, Problem> {
+    Mirror::find(&Home::of(&disk.datastore, vm)?, disk.disk)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,304 @@
+//! The copies of mirrored disks while no filter of a guest keeps them: a filter that serves nobody copies, and lets the disks
+//! pivot.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep};
+use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus, PIVOT_BYTES_MAX};
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::internal;
+use super::report::{Progress, Report};
+use super::service::FILTER_RESTART_TIMEOUT;
+use crate::filter::{self, Control, FilterError};
+use crate::process::Process;
+use crate::process::users::Slot;
+use crate::storage::builder::{self, DiskBuilder};
+use crate::storage::filling::end_idle;
+use crate::storage::mirror::{self, source};
+
+/// How often a filter is asked how far its copies are.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The same while a guest waits.
+const PIVOT_INTERVAL: Duration = Duration::from_millis(10);
+
+/// How long a guest may wait for the rest of its disks to be copied, without the pivots: Linux gives a request 30 seconds, and
+/// [`PIVOT_BYTES_MAX`] take a fraction of one on most storage.
+const REST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How much a copy may lack when it is as good as complete, in bytes: a guest that writes always leaves some.
+const READY_BYTES: u64 = PIVOT_BYTES_MAX / 4;
+
+/// How often in a row a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
+const WITHOUT_COPY_MAX: u32 = 20;
+
+/// How long the storage of a copy may fail while a guest runs, until the copy is given up: a full datastore or one that is away
+/// is to be noticed, and a moment's failure is not to cost hours of work.
+const TROUBLE_MAX: Duration = Duration::from_secs(60);
+
+/// Disks of a VM that no filter serves, or will while this is there.
+pub struct Copying {
+    pub spec: VmSpec,
+    pub disks: Vec<(DiskSpec, DiskFacts)>,
+    pub kek: Option<SecretBytes>,
+    pub builder: DiskBuilder,
+}
+
+/// A filter that copies.
+struct Copier {
+    process: Process,
+    control: Control,
+    builder: DiskBuilder,
+    disk: DiskId,
+    // Released when the process has ended.
+    _slot: Slot,
+}
+
+impl Copying {
+    /// Copies one disk until the copy is as good as complete.
+    ///
+    /// # Errors
+    /// The problem of the disks or the filter; what was copied is kept.
+    pub async fn copy(
+        self,
+        show: &Progress,
+        cancelled: oneshot::Receiver<()>,
+    ) -> Result<(), Problem> {
+        let directory = self.builder.directory.clone();
+        let work = async {
+            let Some(copier) = self.start().await? else { return Ok(()) };
+            copier.until_ready(show).await?;
+            copier.end().await
+        };
+        let copied = tokio::select! {
+            copied = work => copied,
+            Ok(()) = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the copy is stopped")),
+        };
+        if copied.is_err()
+            && let Err(error) = directory.sweep().await
+        {
+            tracing::warn!(directory = directory.name(), %error, "the filter of a copy is left");
+        }
+        copied
+    }
+
+    /// Copies the rest of all disks, and lets them pivot, one after the other.
+    ///
+    /// # Errors
+    /// `timed-out` when that takes too long: those that have not pivoted are as before.
+    pub async fn pivot(self) -> Result<(), Problem> {
+        let directory = self.builder.directory.clone();
+        let pivoted = async {
+            let Some(copier) = self.start().await? else { return Ok(()) };
+            let disks = copier.until_small().await?;
+            for disk in disks {
+                copier.control.pivot(disk).await.map_err(|error| match error {
+                    FilterError::Refused { message, .. } => {
+                        Problem::new(ErrorCode::TimedOut, message)
+                    }
+                    other => Problem::new(ErrorCode::TimedOut, other.to_string()),
+                })?;
+            }
+            copier.end().await
+        };
+        let pivoted = pivoted.await;
+        if pivoted.is_err() {
+            directory.sweep().await.map_err(internal)?;
+        }
+        pivoted
+    }
+
+    /// Starts a filter for the disks that have not pivoted; none if that is none.
+    async fn start(self) -> Result<Option<Copier>, Problem> {
+        let Self { spec, disks, kek, builder } = self;
+        let slot = builder.users.take().ok_or_else(builder::too_many)?;
+        let directory = &builder.directory;
+        // A filter of an earlier attempt is ended, which releases the disks.
+        directory.renew().await.map_err(internal)?;
+        let vm = spec.vm;
+        let opened = spawn_blocking(move || open(&spec, disks, kek.as_ref()));
+        let opened = opened.await.map_err(internal)??;
+        let Some(disk) = opened.first().map(|disk| disk.disk) else {
+            directory.sweep().await.map_err(internal)?;
+            return Ok(None);
+        };
+        let (process, keys) = filter::start(&builder.filter, vm, directory, opened, slot.filter())
+            .map_err(internal)?;
+        let control = Control::of(directory);
+        control.ready(&process, directory).await.map_err(internal)?;
+        drop(keys);
+        Ok(Some(Copier { process, control, builder, disk, _slot: slot }))
+    }
+}
+
+/// Opens the disks that have not pivoted, with their copies.
+fn open(
+    spec: &VmSpec,
+    disks: Vec<(DiskSpec, DiskFacts)>,
+    kek: Option<&SecretBytes>,
+) -> Result<Vec<filter::Disk>, Problem> {
+    let mut opened = Vec::new();
+    for (disk, facts) in disks {
+        let Some((open, mirror)) = mirror::open_to_copy(spec, &disk, &facts, kek)? else {
+            continue;
+        };
+        opened.push(filter::Disk {
+            disk: disk.disk,
+            size: disk.size,
+            file: open.file,
+            offset: open.offset,
+            key: open.key,
+            keeps_room: builder::is_preallocated(&disk),
+            work: filter::Work::Mirror,
+            beside: None,
+            replica: None,
+            mirror: Some(mirror),
+        });
+    }
+    Ok(opened)
+}
+
+impl Copier {
+    async fn status(&self) -> Result<FilterStatus, Problem> {
+        let status = self.control.status_of(&self.process, &self.builder.directory).await;
+        let status = status.map_err(internal)?;
+        let failed = status.disks.iter().find_map(|disk| match &disk.state {
+            DiskActivity::Failed { message } => Some(message.clone()),
+            _ => None,
+        });
+        failed.map_or(Ok(status), |message| Err(internal(message)))
+    }
+
+    async fn until_ready(&self, show: &Progress) -> Result<(), Problem> {
+        loop {
+            let status = self.status().await?;
+            let Some(disk) = status.disks.first() else { return Ok(()) };
+            if let Some(error) = trouble(disk) {
+                return Err(error);
+            }
+            if tell(disk, show) {
+                return Ok(());
+            }
+            sleep(PROGRESS_INTERVAL).await;
+        }
+    }
+
+    /// Waits until no copy lacks more than a pivot may take; the disks that are to pivot.
+    async fn until_small(&self) -> Result<BTreeSet<DiskId>, Problem> {
+        let give_up = Instant::now() + REST_TIMEOUT;
+        loop {
+            let status = self.status().await?;
+            let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
+            let Some(disk) = status.disks.iter().find(lacking) else {
+                return Ok(status.disks.iter().map(|disk| disk.disk).collect());
+            };
+            if let Some(error) = trouble(disk) {
+                return Err(error);
+            }
+            if Instant::now() > give_up {
+                let what = format!(
+                    "the copy of disk {} lacks more than its guest could wait for; the copy goes on",
+                    disk.disk
+                );
+                return Err(Problem::new(ErrorCode::TimedOut, what));
+            }
+            sleep(PIVOT_INTERVAL).await;
+        }
+    }
+
+    async fn end(self) -> Result<(), Problem> {
+        end_idle(&self.control, self.disk).await?;
+        self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        self.builder.directory.sweep().await.map_err(internal)
+    }
+}
+
+/// What the copy of a disk may lack, in bytes.
+fn dirty(disk: &DiskStatus) -> u64 {
+    disk.mirror.as_ref().map_or(0, |mirror| mirror.dirty_bytes)
+}
+
+/// Tells how far the copy of a disk is; returns whether it is as good as complete.
+fn tell(disk: &DiskStatus, show: &Progress) -> bool {
+    let dirty = dirty(disk);
+    show.progress(Report::Lacking(dirty));
+    dirty <= READY_BYTES
+}
+
+/// The error that keeps a disk from being copied: nobody waits for a copy that fails without a guest.
+fn trouble(disk: &DiskStatus) -> Option<Problem> {
+    let error = disk.mirror.as_ref()?.last_error.as_ref()?;
+    Some(internal(format!("the disk cannot be copied: {error}")))
+}
+
+/// Follows the copy of a disk that the filter of its guest keeps, until it is as good as complete.
+///
+/// # Errors
+/// The filter has no copy of the disk: it could not be opened. Or its storage has failed for [`TROUBLE_MAX`].
+pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(), Problem> {
+    let mut without = 0;
+    let mut well = Instant::now();
+    loop {
+        // A filter that does not answer is replaced.
+        if let Ok(status) = control.status().await {
+            let known = status.disks.iter().find(|known| known.disk == disk);
+            match known.filter(|known| known.mirror.is_some()) {
+                Some(known) if tell(known, show) => return Ok(()),
+                Some(known) => match trouble(known) {
+                    Some(problem) if well.elapsed() > TROUBLE_MAX => return Err(problem),
+                    Some(_) => without = 0,
+                    None => (without, well) = (0, Instant::now()),
+                },
+                None => without += 1,
+            }
+        }
+        if without > WITHOUT_COPY_MAX {
+            let what = "the filter of the guest keeps no copy of the disk: the copy could not be opened. The agent's log says why";
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        sleep(PROGRESS_INTERVAL).await;
+    }
+}
+
+/// Removes the former image of a disk.
+///
+/// # Errors
+/// Those of [`source::remove`]. A filter that still has the file open is about to be replaced: that is waited for.
+pub async fn remove_source(
+    spec: VmSpec,
+    disk: DiskSpec,
+    show: Arc<Progress>,
+    cancelled: oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let cancelled = Arc::new(Mutex::new(cancelled));
+    let give_up = Instant::now() + FILTER_RESTART_TIMEOUT;
+    loop {
+        let (spec, disk, show) = (spec.clone(), disk.clone(), show.clone());
+        let stop = Arc::clone(&cancelled);
+        let is_cancelled = move || {
+            let mut stop = stop.lock().unwrap_or_else(PoisonError::into_inner);
+            !matches!(stop.try_recv(), Err(oneshot::error::TryRecvError::Empty))
+        };
+        let ended = is_cancelled.clone();
+        let work = move || {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            source::remove(&spec, &disk, progress, is_cancelled)
+        };
+        match spawn_blocking(work).await.map_err(internal)? {
+            Err(problem)
+                if problem.code == ErrorCode::InUse && Instant::now() < give_up && !ended() =>
+            {
+                sleep(PROGRESS_INTERVAL).await;
+            }
+            removed => return removed,
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! Disks that are copied to other images, which take their place, of a VM that is off as of one that runs.
+//!
+//! ```text
+//!  put ─► copies begun, noted ─┬─ the guest has the disk ──► its filter is replaced by one that keeps the copy
+//!                              └─ nobody has it ───────────► a filter of its own copies
+//!  commit ─► the guest's filter ends ─► a filter of its own copies the rest, and the disks pivot
+//!         ─► names put right, on record ─► the guest's filter starts with the new images
+//! ```
+//! The guest sees a pause at the first arrow and at the commit. Disks that a guest has in another way than as a disk it
+//! writes to (cloud-init's, its firmware's) are small, and copied as a whole at the commit.
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{
+    DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, JobSpec, MirrorJob, Power, VmSpec,
+};
+use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Owner;
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::mirror::{self, Mirror, NewMirror};
+use crate::vm::mirroring::Copying;
+use crate::vm::workers::Workers;
+use crate::vm::{images, internal};
+
+/// A disk to copy: what is wanted, the disk, and its facts.
+type Wanted = (DiskToMirror, DiskSpec, DiskFacts);
+
+impl Owner {
+    /// Checks whether disks could be copied now.
+    pub(super) async fn ready_to_mirror(
+        &self,
+        task: TaskId,
+        job: &MirrorJob,
+        spec: &JobSpec,
+    ) -> Result<Vec<Wanted>, Problem> {
+        self.may_work(Action::MirrorDisk, spec)?;
+        let wanted = self.wanted(job)?;
+        for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
+            if let Some(other) = known.filter(|known| known.task() != task) {
+                return Err(rules::other_mirror(disk, other.task()));
+            }
+        }
+        Ok(wanted)
+    }
+
+    fn wanted(&self, job: &MirrorJob) -> Result<Vec<Wanted>, Problem> {
+        let of = |wanted: &DiskToMirror| {
+            let disk = find_disk(&self.spec, wanted.disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((wanted.clone(), disk, facts))
+        };
+        job.disks.iter().map(of).collect()
+    }
+
+    /// The mirrors of a job's disks.
+    async fn mirrors(&self, job: &MirrorJob) -> Result<Vec<Option<Mirror>>, Problem> {
+        let (vm, disks) = (self.spec.vm, self.wanted(job)?);
+        let find = move || disks.iter().map(|(_, disk, _)| mirror::of_disk(vm, disk)).collect();
+        spawn_blocking(find).await.map_err(internal)?
+    }
+
+    /// Whether the guest has a disk.
+    fn is_served(&mut self, disk: DiskId) -> bool {
+        self.running().is_some_and(|running| running.live.disk(disk).is_some())
+    }
+
+    pub(super) async fn put_mirror(
+        &mut self,
+        task: TaskId,
+        job: &MirrorJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        let wanted = self.ready_to_mirror(task, job, &spec).await?;
+        // The others are copied when the job is committed.
+        let (data, others): (Vec<_>, Vec<_>) =
+            wanted.into_iter().partition(|(_, disk, _)| disk.role.is_data());
+        let served: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
+        let served: Vec<_> = served.into_iter().filter(|disk| self.is_served(*disk)).collect();
+        let replaces = !served.is_empty() && !self.keeps_copies(&served).await;
+        if replaces {
+            self.may_replace_filter().await?;
+        }
+        let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
+        self.begin_copies(task, data, &served).await?;
+        self.jobs.begin(task, spec);
+        for (_, disk, _) in others {
+            self.jobs.written(disk.disk);
+        }
+        if replaces && let Err(problem) = self.replace_filter().await {
+            // It is started again until it serves: the guest waits.
+            tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
+            self.serve_again();
+        }
+        for disk in disks {
+            self.work_on_copy(disk);
+        }
+        Ok(())
+    }
+
+    /// Whether the guest's filter keeps copies of all these disks.
+    async fn keeps_copies(&mut self, disks: &[DiskId]) -> bool {
+        let Some(running) = self.running() else { return false };
+        let Ok(status) = running.control.status().await else { return false };
+        let kept = |disk: &DiskId| {
+            let of_disk = status.disks.iter().find(|known| known.disk == *disk);
+            of_disk.is_some_and(|known| known.mirror.is_some())
+        };
+        disks.iter().all(kept)
+    }
+
+    /// Makes the copies, and notes them: all, or none.
+    async fn begin_copies(
+        &self,
+        task: TaskId,
+        wanted: Vec<Wanted>,
+        served: &[DiskId],
+    ) -> Result<(), Problem> {
+        let (spec, kek, served) = (self.spec.clone(), self.clone_kek()?, served.to_vec());
+        let directory = self.shared.run_dir.vm(self.spec.vm);
+        let begin = move || {
+            for (index, (to, disk, facts)) in wanted.iter().enumerate() {
+                let (spec, kek) = (&spec, kek.as_ref());
+                let new = NewMirror { spec, disk, facts, kek, wanted: to, task };
+                let begun = new.begin(|image| match served.contains(&disk.disk) {
+                    true => images::check(&directory, &[(disk, image)]),
+                    false => Ok(()),
+                });
+                if let Err(problem) = begun {
+                    // A copy that an earlier attempt has begun goes with it: its task begins again.
+                    for (_, disk, _) in &wanted[..index] {
+                        let _ = mirror::give_up(spec, disk, Some(task));
+                    }
+                    return Err(problem);
+                }
+            }
+            Ok(())
+        };
+        spawn_blocking(begin).await.map_err(internal)?
+    }
+
+    /// Has the copy of a disk go on, or follows it.
+    fn work_on_copy(&mut self, disk: DiskId) {
+        let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
+        if running && self.is_served(disk) {
+            if let Some(running) = self.running() {
+                let control = running.control.clone();
+                self.workers.begin_following(disk, control);
+            }
+        } else if self.power() != Power::Starting {
+            match self.copying(&[disk]) {
+                Ok(copying) => self.workers.begin_copy(disk, copying),
+                Err(problem) => {
+                    tracing::error!(%disk, %problem, "the copy of a disk cannot go on");
+                }
+            }
+        }
+    }
+
+    /// What copies disks that no filter serves.
+    fn copying(&self, disks: &[DiskId]) -> Result<Copying, Problem> {
+        let of = |disk: &DiskId| {
+            let disk = find_disk(&self.spec, *disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((disk, facts))
+        };
+        let first = disks.first().ok_or_else(|| internal("a copy of no disk"))?;
+        Ok(Copying {
+            spec: self.spec.clone(),
+            disks: disks.iter().map(of).collect::<Result<_, Problem>>()?,
+            kek: self.clone_kek()?,
+            builder: Workers::builder(&self.shared, *first),
+        })
+    }
+
+    /// The VM is off or runs now, and was not before: its copies go on in another way.
+    pub(super) async fn go_on_copying(&mut self) {
+        for disk in self.jobs.unfinished_copies() {
+            self.workers.cancel(disk).await;
+            self.work_on_copy(disk);
+        }
+    }
+
+    /// Ends the filters that copy disks of a VM that is off: its guest is about to have them.
+    pub(super) async fn stop_copying(&mut self) {
+        for disk in self.jobs.unfinished_copies() {
+            self.workers.cancel(disk).await;
+        }
+    }
+
+    pub(super) async fn commit_mirror(
+        &mut self,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        let wanted = self.wanted(job)?;
+        let known = self.mirrors(job).await?;
+        for (known, (_, disk, _)) in known.iter().zip(&wanted) {
+            let of_task = known.as_ref().is_some_and(|known| known.task() == task);
+            // The others are copied now.
+            if !of_task && (disk.role.is_data() || known.is_some()) {
+                return Err(rules::nothing_to_commit(task));
+            }
+        }
+        if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
+            self.pivot(task, job).await?;
+        } else {
+            self.take_copies(job).await?;
+        }
+        self.jobs.committed(task);
+        Ok(())
+    }
+
+    /// Has all disks of a job pivot, and the guest served from the copies.
+    async fn pivot(&mut self, task: TaskId, job: &MirrorJob) -> Result<(), Problem> {
+        let served = job.disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
+        let served = served.into_iter().any(|disk| self.is_served(disk));
+        match self.power() {
+            Power::Off => {}
+            Power::Running => {
+                if served {
+                    self.may_replace_filter().await?;
+                }
+            }
+            _ => {
+                let what = format!(
+                    "VM '{}' is starting, stopping or paused: its disks are switched when it runs or is off",
+                    self.spec.name
+                );
+                return Err(Problem::new(ErrorCode::TimedOut, what));
+            }
+        }
+        for disk in &job.disks {
+            self.workers.cancel(disk.disk).await;
+        }
+        if served {
+            self.end_filter_to_replace().await?;
+        }
+        let pivoted = self.copy_rest_and_pivot(task, job).await;
+        // Those that have pivoted, even if others have not.
+        let taken = self.take_copies(job).await;
+        if served && let Err(problem) = self.start_filter().await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "its disks are not served from their copies yet");
+            self.serve_again();
+        }
+        pivoted.and(taken)
+    }
+
+    /// Nobody uses the disks meanwhile.
+    async fn copy_rest_and_pivot(&self, task: TaskId, job: &MirrorJob) -> Result<(), Problem> {
+        let wanted = self.wanted(job)?;
+        let others: Vec<_> =
+            wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
+        self.begin_copies(task, others, &[]).await?;
+        let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
+        self.copying(&disks)?.pivot().await
+    }
+
+    /// Puts on record what the disks are that have pivoted.
+    async fn take_copies(&mut self, job: &MirrorJob) -> Result<(), Problem> {
+        let (vm, disks) = (self.spec.vm, self.wanted(job)?);
+        let running = self.running().is_some();
+        let directory = self.shared.run_dir.vm(vm);
+        let take = move || {
+            let mut taken = Vec::new();
+            for (_, disk, _) in &disks {
+                let Some((disk, image)) = mirror::take_place(vm, disk)? else { continue };
+                if running {
+                    images::replace(&directory, disk.disk, &image)?;
+                }
+                taken.push(disk);
+            }
+            Ok::<_, Problem>(taken)
+        };
+        let taken = spawn_blocking(take).await.map_err(internal)??;
+        let change = |spec: &VmSpec| {
+            let mut spec = spec.clone();
+            for known in spec.disks_mut() {
+                if let Some(taken) = taken.iter().find(|taken| taken.disk == known.disk) {
+                    (known.encrypted, known.facts) = (taken.encrypted, taken.facts.clone());
+                }
+            }
+            spec
+        };
+        let (spec, next) = (change(&self.spec), self.next.as_ref().map(change));
+        for disk in &taken {
+            self.made.extend(disk.facts.clone().map(|facts| (disk.disk, facts)));
+        }
+        self.next = next;
+        if running {
+            self.keep(spec)?;
+        } else {
+            self.spec = spec;
+        }
+        self.describe();
+        Ok(())
+    }
+
+    pub(super) async fn cancel_mirror(
+        &mut self,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        let of_task = |known: &&Mirror| known.task() == task;
+        let known = self.mirrors(job).await?;
+        if known.iter().flatten().filter(of_task).any(|known| known.pivoted) {
+            return Err(rules::is_mirrored(&self.spec));
+        }
+        for disk in self.jobs.cancel(task) {
+            self.workers.cancel(disk).await;
+        }
+        for disk in &job.disks {
+            self.workers.cancel(disk.disk).await;
+        }
+        self.give_up_copies(task, job).await
+    }
+
+    /// Removes the copies of a job, and has the guest served without them.
+    pub(super) async fn give_up_copies(
+        &mut self,
+        task: TaskId,
+        job: &MirrorJob,
+    ) -> Result<(), Problem> {
+        let give_up = |owner: &Self| {
+            let (spec, disks) = (owner.spec.clone(), owner.wanted(job));
+            async move {
+                let disks = disks?;
+                let work = move || {
+                    let each =
+                        disks.iter().map(|(_, disk, _)| mirror::give_up(&spec, disk, Some(task)));
+                    // All of them, even if one cannot be removed yet.
+                    each.collect::<Vec<_>>().into_iter().collect::<Result<(), Problem>>()
+                };
+                spawn_blocking(work).await.map_err(internal)?
+            }
+        };
+        match give_up(self).await {
+            // The guest's filter has the files.
+            Err(problem) if problem.code == ErrorCode::InUse => {}
+            result => return result,
+        }
+        self.let_go_of_copies().await;
+        match give_up(self).await {
+            Err(problem) if problem.code == ErrorCode::InUse => {
+                tracing::info!(vm = %self.spec.vm, %problem, "a copy that was given up is removed later");
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Has a filter replaced that keeps copies which were given up, or former images.
+    pub(super) async fn let_go_of_copies(&mut self) {
+        let Some(running) = self.running() else { return };
+        let Ok(status) = running.control.status().await else { return };
+        let kept = status.disks.iter().filter(|disk| disk.mirror.is_some());
+        let kept: Vec<_> =
+            kept.filter_map(|disk| find_disk(&self.spec, disk.disk).ok().cloned()).collect();
+        if kept.is_empty() {
+            return;
+        }
+        let vm = self.spec.vm;
+        let wanted = move || {
+            let copied =
+                |disk| mirror::of_disk(vm, disk).map(|it| it.is_some_and(|it| !it.pivoted));
+            kept.iter().map(copied).collect::<Result<Vec<_>, _>>()
+        };
+        let Ok(Ok(wanted)) = spawn_blocking(wanted).await else { return };
+        if wanted.iter().all(|wanted| *wanted) {
+            return;
+        }
+        let replaced = match self.may_replace_filter().await {
+            Ok(()) => self.replace_filter().await,
+            refused => refused,
+        };
+        if let Err(problem) = replaced {
+            tracing::info!(vm = %vm, %problem, "the filter keeps a copy that nobody needs");
+            self.serve_again();
+        }
+    }
+
+    pub(super) fn put_drop_sources(
+        &mut self,
+        task: TaskId,
+        job: &DropSourcesJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        self.may_work(Action::DropSource, &spec)?;
+        let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
+        let disks = disks.collect::<Result<Vec<_>, _>>()?;
+        self.jobs.begin(task, spec);
+        for disk in disks {
+            self.workers.begin_removal(self.spec.clone(), disk);
+        }
+        Ok(())
+    }
+
+    /// A copy cannot be made: all of its job is given up.
+    pub(super) async fn copy_failed(&mut self, disk: DiskId, problem: Problem) {
+        let job = self.jobs.mirror_of(disk);
+        for other in self.jobs.failed(disk, problem) {
+            self.workers.cancel(other).await;
+        }
+        if let Some((task, job)) = job
+            && let Err(problem) = self.give_up_copies(task, &job).await
+        {
+            tracing::warn!(%disk, %problem, "the copy of a disk is left");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! A small Linux guest with a shell on its console and a network card (`scripts/build-network-guest`), in a VM of an
+//! installation.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, ensure};
+
+use crate::guest::Console;
+use crate::installation::Installation;
+
+/// The image of its disk; built at the first use.
+pub fn image() -> anyhow::Result<String> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
+    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
+    ensure!(output.status.success(), "the guest could not be built");
+    let printed = String::from_utf8(output.stdout)?;
+    Ok(printed.lines().last().context("it said no path")?.to_owned())
+}
+
+/// Makes and starts a VM with this guest on a disk of 64 MiB.
+pub fn start(here: &Installation, vm: &str, policy: &str) -> anyhow::Result<()> {
+    let disk = format!("datastore=local,format=raw,image={},size=64MiB", image()?);
+    let card = "user,mac=52:54:0a:00:02:0f";
+    let create = ["vm", "create", vm, "--policy", policy, "--disk", &disk, "--nic", card];
+    here.vmseal(&[&create[..], &["--memory", "192MiB"]].concat())?;
+    here.vmseal(&["vm", "start", vm])?;
+    Ok(())
+}
+
+/// Runs a command in the guest; `done` is its output's end. The shell does not echo what is typed.
+pub fn run(console: &mut Console, command: &str, done: &str) -> anyhow::Result<()> {
+    console.type_text(&format!("{command}\n"))?;
+    console.expect(done, 0)?;
+    Ok(())
+}
+
+/// Waits until the guest says that a shell expression holds.
+pub fn holds(console: &mut Console, what: &str) -> anyhow::Result<()> {
+    run(console, &format!("until {what}; do sleep 0.2; done; echo HOLDS-$((6 * 7))"), "HOLDS-42")
+}
+
+/// The guest has a shell, and the driver of its disks.
+pub fn booted(here: &Installation, vm: &str) -> anyhow::Result<Console> {
+    let mut console = here.console(vm)?;
+    boots(&mut console)?;
+    Ok(console)
+}
+
+/// The guest boots, and gets the driver of its disks.
+pub fn boots(console: &mut Console) -> anyhow::Result<()> {
+    console.expect("VMSEAL-NET eth0", 0)?;
+    run(console, "insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))", "DRIVER-42")
+}

@@ -1,0 +1,211 @@
+//! A VM is encrypted, rekeyed and decrypted while its guest writes, and loses nothing: not when the agent, the filter or the
+//! server dies meanwhile, nor when the guest is stopped.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::Duration;
+
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{self, booted, run};
+
+const VM: &str = "web";
+
+/// What the guest writes into a place of its disk that its system does not use, in MiB from the beginning.
+const MARKER: &str = "VMSEAL-MARKER-7";
+const MARKER_AT: u32 = 60;
+const COUNTER_AT: u32 = 61;
+
+fn started(policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, VM, policy).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    write_marker(&mut console);
+    (here, console)
+}
+
+fn write_marker(console: &mut Console) {
+    let write = format!(
+        "echo {MARKER} | dd of=/dev/vda bs=1M seek={MARKER_AT} conv=notrunc 2>/dev/null; sync"
+    );
+    run(console, &format!("{write}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
+}
+
+fn read_marker(console: &mut Console) {
+    let read = format!(
+        "echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=1M skip={MARKER_AT} count=1 2>/dev/null | head -n 1"
+    );
+    run(console, &read, MARKER).unwrap();
+}
+
+/// The guest writes numbers, reads each again from the disk, and says which one was lost.
+fn count(console: &mut Console) {
+    let block = COUNTER_AT * 2048;
+    let body = format!(
+        "i=$((i + 1)); printf '%-511s\\n' N-$i | dd of=/dev/vda bs=512 seek={block} conv=notrunc,fsync 2>/dev/null; \
+         echo 1 >/proc/sys/vm/drop_caches; r=$(dd if=/dev/vda bs=512 skip={block} count=1 2>/dev/null); \
+         case $r in N-$i\\ *) ;; *) echo LOST-$i;; esac"
+    );
+    let begin = format!("(i=0; while [ ! -e /stop ]; do {body}; done; echo COUNTED-$i) &");
+    run(console, &format!("rm -f /stop; {begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
+}
+
+fn stop_counting(console: &mut Console) {
+    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
+    assert!(!console.has_said("LOST-"), "the guest has lost what it wrote");
+}
+
+/// The files beside the VM's disks in which the marker can be read.
+fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
+    let images = here.images(VM).unwrap();
+    let home = images[0].parent().unwrap();
+    let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
+    let has_marker = |file: &PathBuf| {
+        let bytes = std::fs::read(file).unwrap();
+        bytes.windows(MARKER.len()).any(|part| part == MARKER.as_bytes())
+    };
+    files.filter(has_marker).collect()
+}
+
+/// What belongs to a copy, or to what a disk was before.
+fn left_over(here: &Installation) -> Vec<PathBuf> {
+    let images = here.images(VM).unwrap();
+    let home = images[0].parent().unwrap();
+    let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
+    let of_copies = ["copy", "mirror", "mirror-map", "source"];
+    files
+        .filter(|file| file.extension().is_some_and(|it| of_copies.iter().any(|of| it == *of)))
+        .collect()
+}
+
+fn is_encrypted(here: &Installation, encrypted: bool) {
+    let vm = here.vm(VM).unwrap();
+    for disk in vm["disks"].as_array().unwrap() {
+        assert_eq!(disk["encrypted"], encrypted, "{vm}");
+        assert_eq!(disk["facts"]["format"], if encrypted { "luks2" } else { "raw" }, "{vm}");
+    }
+    assert_eq!(vm["policy"], if encrypted { "encrypted" } else { "plain" });
+    assert_eq!(vm.get("key").is_some(), encrypted, "{vm}");
+    assert_eq!(in_the_clear(here).is_empty(), encrypted, "{:?}", in_the_clear(here));
+    assert_eq!(left_over(here), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
+    let (here, mut console) = started("plain");
+    is_encrypted(&here, false);
+    let planned =
+        here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted", "--dry-run"]).unwrap();
+    assert!(planned.contains("copy"), "{planned}");
+    is_encrypted(&here, false);
+    count(&mut console);
+    let said = here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
+    assert!(said.contains("overwritten"), "{said}");
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    is_encrypted(&here, true);
+    let header = |here: &Installation| {
+        std::fs::read(&here.images(VM).unwrap()[0]).unwrap()[..16 << 20].to_vec()
+    };
+    let before = header(&here);
+    count(&mut console);
+    here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    is_encrypted(&here, true);
+    assert!(header(&here) != before, "it has the same data key");
+    // The guest is started anew from what is there now.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    drop(console);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    read_marker(&mut console);
+    count(&mut console);
+    here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    is_encrypted(&here, false);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    // The same while it is off.
+    here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
+    is_encrypted(&here, true);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// Whatever dies while a VM is encrypted, the task goes on or is undone, and the guest has lost nothing.
+#[test]
+fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
+    let (mut here, mut console) = started("plain");
+    let mut encrypted = false;
+    for (round, milliseconds) in [50, 150, 300, 500, 800, 1200].into_iter().enumerate() {
+        count(&mut console);
+        let change = if encrypted {
+            vec!["vm", "decrypt", VM, "--policy", "plain", "--yes", "--no-wait"]
+        } else {
+            vec!["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]
+        };
+        let task = here.json(&change).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        match round % 3 {
+            0 => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            1 => {
+                here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+            }
+            _ => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        if ended.status.success() {
+            encrypted = !encrypted;
+        }
+        eventually("the guest is served", || {
+            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+        })
+        .unwrap();
+        // The agent or the server may have ended the connection.
+        drop(console);
+        console = here.console(VM).unwrap();
+        stop_counting(&mut console);
+        read_marker(&mut console);
+        is_encrypted(&here, encrypted);
+    }
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// A task that is cancelled before its commit leaves the VM as it was.
+#[test]
+fn an_encryption_that_is_cancelled_leaves_nothing() {
+    let (here, mut console) = started("plain");
+    count(&mut console);
+    for milliseconds in [0, 100, 400] {
+        let task = here.json(&["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        let id = task["id"].as_str().unwrap();
+        let cancelled = here.try_vmseal(&["task", "cancel", id]).unwrap().status.success();
+        let ended = here.try_vmseal(&["task", "wait", id]).unwrap();
+        assert_eq!(ended.status.success(), !cancelled);
+        is_encrypted(&here, !cancelled);
+        if !cancelled {
+            here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
+        }
+    }
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
