@@ -18,12 +18,12 @@ pub fn image() -> anyhow::Result<String> {
     Ok(printed.lines().last().context("it said no path")?.to_owned())
 }
 
-/// Makes and starts a VM with this guest on a disk of 64 MiB.
-pub fn start(here: &Installation, vm: &str, policy: &str) -> anyhow::Result<()> {
+/// Makes and starts a VM with this guest on a disk of 64 MiB; `more` are options of `vm create`.
+pub fn start(here: &Installation, vm: &str, policy: &str, more: &[&str]) -> anyhow::Result<()> {
     let disk = format!("datastore=local,format=raw,image={},size=64MiB", image()?);
     let card = "user,mac=52:54:0a:00:02:0f";
     let create = ["vm", "create", vm, "--policy", policy, "--disk", &disk, "--nic", card];
-    here.vmseal(&[&create[..], &["--memory", "192MiB"]].concat())?;
+    here.vmseal(&[&create[..], &["--memory", "192MiB"], more].concat())?;
     here.vmseal(&["vm", "start", vm])?;
     Ok(())
 }

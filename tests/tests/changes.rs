@@ -36,7 +36,7 @@ fn booted(here: &Installation) -> Console {
 
 fn made(policy: &str) -> Installation {
     let here = Installation::new().unwrap();
-    shell_guest::start(&here, VM, policy).unwrap();
+    shell_guest::start(&here, VM, policy, &[]).unwrap();
     here
 }
 

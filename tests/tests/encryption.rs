@@ -17,12 +17,17 @@ const VM: &str = "web";
 
 /// What the guest writes into a place of its disk that its system does not use, in MiB from the beginning.
 const MARKER: &str = "VMSEAL-MARKER-7";
+/// What cloud-init is told.
+const SECRET: &str = "VMSEAL-SECRET-9";
 const MARKER_AT: u32 = 60;
 const COUNTER_AT: u32 = 61;
 
 fn started(policy: &str) -> (Installation, Console) {
     let here = Installation::new().unwrap();
-    shell_guest::start(&here, VM, policy).unwrap();
+    // A disk for cloud-init, which the guest can only read.
+    std::fs::write(here.path("user-data"), format!("#cloud-config\n# {SECRET}\n")).unwrap();
+    let documents = format!("user-data={}", here.path("user-data").display());
+    shell_guest::start(&here, VM, policy, &["--cloud-init", &documents]).unwrap();
     let mut console = booted(&here, VM).unwrap();
     write_marker(&mut console);
     (here, console)
@@ -35,7 +40,9 @@ fn write_marker(console: &mut Console) {
     run(console, &format!("{write}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
 }
 
+/// The guest reads what is on its disks.
 fn read_marker(console: &mut Console) {
+    run(console, &format!("grep -ao '{SECRET}' /dev/vdb | head -n 1"), SECRET).unwrap();
     let read = format!(
         "echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=1M skip={MARKER_AT} count=1 2>/dev/null | head -n 1"
     );
@@ -66,7 +73,8 @@ fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
     let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
     let has_marker = |file: &PathBuf| {
         let bytes = std::fs::read(file).unwrap();
-        bytes.windows(MARKER.len()).any(|part| part == MARKER.as_bytes())
+        let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
+        bytes.windows(MARKER.len()).any(is_one)
     };
     files.filter(has_marker).collect()
 }
@@ -98,13 +106,15 @@ fn is_encrypted(here: &Installation, encrypted: bool) {
 fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     let (here, mut console) = started("plain");
     is_encrypted(&here, false);
+    assert_eq!(in_the_clear(&here).len(), 2, "the markers are not searched for well");
     let planned =
         here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted", "--dry-run"]).unwrap();
     assert!(planned.contains("copy"), "{planned}");
     is_encrypted(&here, false);
     count(&mut console);
-    let said = here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
-    assert!(said.contains("overwritten"), "{said}");
+    let said = here.try_vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
+    let said = String::from_utf8(said.stderr).unwrap();
+    assert!(said.contains("overwritten with zeroes once"), "{said}");
     stop_counting(&mut console);
     read_marker(&mut console);
     is_encrypted(&here, true);
@@ -136,6 +146,26 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
     read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// What a firmware keeps is encrypted with the rest.
+#[test]
+fn a_vm_with_uefi_is_encrypted_with_its_variables() {
+    let here = Installation::new().unwrap();
+    let disk = "datastore=local,size=16MiB";
+    let create = ["vm", "create", VM, "--policy", "plain", "--firmware", "uefi", "--disk", disk];
+    here.vmseal(&create).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    // The firmware has written its variables when it finds nothing to start.
+    let written = |here: &Installation| here.console(VM).unwrap().expect("Shell>", 0).map(drop);
+    written(&here).unwrap();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
+    is_encrypted(&here, true);
+    assert_eq!(here.vm(VM).unwrap()["disks"].as_array().unwrap().len(), 2);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    written(&here).unwrap();
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 

@@ -415,14 +415,41 @@ pub struct AddBitmap {
     pub name: String,
 }
 
-/// Gives a VM that is off another KEK.
+/// Encrypts a VM, off or running.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct EncryptVm {
+    /// Its policy after that, by name or id: one that encrypts and asks nothing else of it; none means the only such one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+    /// The provider of its key, by name or id; none means the policy's. A VM that has a key keeps it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<String>,
+}
+
+/// Decrypts a VM, off or running.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DecryptVm {
+    /// Its policy after that, by name or id: one that does not encrypt and asks nothing else of it; none means the only
+    /// such one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+}
+
+/// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RecryptVm {
-    /// The provider of the new key, by name or id; none means the one that the VM's key is of.
+    /// The provider of the new key, by name or id; none means the one that the VM's key is of. Not with `deep`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
+    /// Encrypts all data again, with new data keys under the KEK that the VM has. The VM may run.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deep: bool,
 }
 
 /// Starts a VM.

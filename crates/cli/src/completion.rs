@@ -78,7 +78,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "policy" => named(arg, "policies"),
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
-        "vm" => named(arg, "vms"),
+        "vm" | "vms" => named(arg, "vms"),
         "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
         "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
@@ -200,6 +200,7 @@ mod tests {
         };
         assert!(asks("vm", "start", "name") && asks("vm", "show", "name"));
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
+        assert!(asks("vm", "encrypt", "vms") && asks("vm", "decrypt", "vms"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));

@@ -192,6 +192,13 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Give the guest five minutes, but return after one:",
         "vmseal vm stop web1 --grace-period 5m --timeout 1m",
     ),
+    (
+        "vmseal-vm-encrypt",
+        "See first what would be done, then do it while the VM runs:",
+        "vmseal vm encrypt web1 --policy encrypted --dry-run",
+    ),
+    ("vmseal-vm-encrypt", "", "vmseal vm encrypt web1 --policy encrypted"),
+    ("vmseal-vm-recrypt", "After a data key may have been seen:", "vmseal vm recrypt web1 --deep"),
     ("vmseal-vm-console", "Take it over from another user:", "vmseal vm console web1 --force"),
     (
         "vmseal-vm-console",

@@ -133,6 +133,28 @@ pub enum Operation {
         /// The provider of the new key.
         provider: ProviderId,
     },
+    /// Encrypts the disks of a VM that are not, and gives it a policy that encrypts.
+    EncryptVm {
+        /// The VM.
+        vm: VmId,
+        /// Its policy after that.
+        policy: PolicyId,
+        /// The provider of its key; none where it has one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        provider: Option<ProviderId>,
+    },
+    /// Decrypts the disks of a VM, and gives it a policy that does not encrypt.
+    DecryptVm {
+        /// The VM.
+        vm: VmId,
+        /// Its policy after that.
+        policy: PolicyId,
+    },
+    /// Gives the encrypted disks of a VM new data keys. Its KEK stays.
+    DeepRecryptVm {
+        /// The VM.
+        vm: VmId,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// The VM.
@@ -176,6 +198,9 @@ impl Operation {
             Self::StopVm { .. } => "vm.stop",
             Self::ExportDisk { .. } => "disk.export",
             Self::RecryptVm { .. } => "vm.recrypt",
+            Self::EncryptVm { .. } => "vm.encrypt",
+            Self::DecryptVm { .. } => "vm.decrypt",
+            Self::DeepRecryptVm { .. } => "vm.recrypt-deep",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -198,6 +223,9 @@ impl Operation {
             | Self::StopVm { vm, .. }
             | Self::ExportDisk { vm, .. }
             | Self::RecryptVm { vm, .. }
+            | Self::EncryptVm { vm, .. }
+            | Self::DecryptVm { vm, .. }
+            | Self::DeepRecryptVm { vm }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,
@@ -211,6 +239,31 @@ impl Operation {
             Self::ExportDisk { disk, .. }
             | Self::RemoveDisk { disk, .. }
             | Self::GrowDisk { disk, .. } => Some(*disk),
+            _ => None,
+        }
+    }
+
+    /// Whether it copies the disks of a VM and uses the copies.
+    #[must_use]
+    pub fn mirrors_disks(&self) -> bool {
+        matches!(self, Self::EncryptVm { .. } | Self::DecryptVm { .. } | Self::DeepRecryptVm { .. })
+    }
+
+    /// The policy that it gives a VM when it has succeeded.
+    #[must_use]
+    pub fn next_policy(&self) -> Option<PolicyId> {
+        match self {
+            Self::EncryptVm { policy, .. } | Self::DecryptVm { policy, .. } => Some(*policy),
+            _ => None,
+        }
+    }
+
+    /// The provider that it makes a key at.
+    #[must_use]
+    pub fn provider_of_new_key(&self) -> Option<ProviderId> {
+        match self {
+            Self::RecryptVm { provider, .. } => Some(*provider),
+            Self::EncryptVm { provider, .. } => *provider,
             _ => None,
         }
     }

@@ -6,6 +6,7 @@ mod dry_run;
 mod hanging_up;
 mod host_addresses;
 mod log_level;
+mod mirror;
 mod privileges;
 mod recrypt;
 mod replicas;

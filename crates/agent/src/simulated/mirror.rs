@@ -7,7 +7,7 @@ use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::calls::facts;
-use super::{Inside, SimulatedHost};
+use super::{Inside, SimulatedHost, gone};
 use crate::rules::{self, find_disk};
 
 /// The copies of disks, and their former images.
@@ -61,9 +61,15 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
-        for wanted in &job.disks {
+        for (committed, wanted) in job.disks.iter().enumerate() {
+            if self.halfway && committed > 0 {
+                return Err(gone());
+            }
             let spec = self.known(vm)?.spec.clone();
             let disk = find_disk(&spec, wanted.disk)?;
+            if self.fail_disks.contains(&disk.disk) {
+                return Err(Problem::new(ErrorCode::Internal, "an injected failure"));
+            }
             let Copies { unfinished, sources } = &mut self.persisted.copies;
             match (unfinished.get(&disk.disk), sources.get(&disk.disk)) {
                 (Some(of), _) if *of == task => {

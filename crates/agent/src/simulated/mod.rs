@@ -383,9 +383,14 @@ impl SimulatedHost {
         self.inside().persisted.marks.insert(path.to_owned(), DatastoreId::new());
     }
 
-    /// Makes the creation of this disk fail after it has begun.
+    /// Makes the creation of this disk fail after it has begun, once; or the use of its copy, until it is mended.
     pub fn fail_disk(&self, disk: DiskId) {
         self.inside().fail_disks.insert(disk);
+    }
+
+    /// Lets the disks that were to fail succeed.
+    pub fn mend_disks(&self) {
+        self.inside().fail_disks.clear();
     }
 
     /// The filter of a running VM dies: a new one replaces it, or the VM stops when too many have died.

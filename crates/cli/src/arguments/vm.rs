@@ -131,16 +131,63 @@ pub enum Vm {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Give a VM that is off a new key (shallow recrypt)
+    /// Encrypt VMs that are there, off or running
+    ///
+    /// The disks are copied to encrypted images, each guest changes to the copies in one instant, and the former images are
+    /// overwritten with zeroes once and removed. Until the change it can be cancelled. On flash, journaled or
+    /// copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.
+    Encrypt {
+        /// Names or ids
+        #[arg(required = true, value_name = "VM")]
+        vms: Vec<String>,
+        /// The policy that they get, by name or id: it encrypts, and is otherwise as theirs [default: the only such one]
+        #[arg(long, value_name = "NAME")]
+        policy: Option<String>,
+        /// The provider of their keys [default: the policy's]
+        #[arg(long, value_name = "NAME")]
+        provider: Option<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Decrypt VMs, off or running: their data is on the datastore in the clear after that
+    ///
+    /// The disks are copied to plain images, each guest changes to the copies in one instant, the former images are
+    /// overwritten and removed, and the VM's key is destroyed: older copies of the disks, such as backups, cannot be opened
+    /// any more. A VM with a TPM keeps its key.
+    Decrypt {
+        /// Names or ids
+        #[arg(required = true, value_name = "VM")]
+        vms: Vec<String>,
+        /// The policy that they get, by name or id: it does not encrypt, and is otherwise as theirs [default: the only such
+        /// one]
+        #[arg(long, value_name = "NAME")]
+        policy: Option<String>,
+        /// Do not ask
+        #[arg(short, long)]
+        yes: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Give a VM that is off a new key, or encrypt its data again (--deep)
     ///
     /// The disks' keys are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
     /// copies of the disks, such as backups, cannot be opened any more.
+    ///
+    /// With --deep the disks get new keys of their own, and the VM keeps its key: the disks are copied as by `vmseal vm
+    /// encrypt`, also while the VM runs. What its TPM keeps is not encrypted again.
     Recrypt {
         /// Its name or id
         name: String,
         /// The provider of the new key [default: the provider of its present key]
-        #[arg(long, value_name = "NAME")]
+        #[arg(long, value_name = "NAME", conflicts_with = "deep")]
         provider: Option<String>,
+        /// Encrypt all data again with new keys of the disks, and keep the VM's key
+        #[arg(long)]
+        deep: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -20,6 +20,7 @@ mod lab;
 mod launch;
 mod list;
 mod log_level;
+mod mirror;
 mod nic;
 mod policy;
 mod processes;

@@ -122,6 +122,41 @@ pub async fn begin(
     settle(server, output, begun, wait).await
 }
 
+/// Begins several tasks and waits for all of them as `wait` says; none is begun where the server would refuse one.
+pub async fn begin_all(
+    server: &ServerClient,
+    output: Output,
+    paths: &[String],
+    request: &(impl serde::Serialize + Sync),
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    for path in paths {
+        let plan = server.try_post(path, request).await?;
+        if dry_run.dry_run {
+            plan::show(output, &plan)?;
+        }
+    }
+    if dry_run.dry_run {
+        return Ok(());
+    }
+    let mut begun: Vec<Task> = Vec::new();
+    for path in paths {
+        match server.post(path, request).await {
+            Ok(task) => begun.push(task),
+            Err(problem) if begun.is_empty() => return Err(problem.into()),
+            Err(problem) => {
+                let others = left("not all tasks were begun", &going(&begun));
+                return Err(anyhow::Error::from(problem).context(others));
+            }
+        }
+    }
+    if wait.no_wait {
+        return print::list(output, &arguments::Columns::usual(), begun);
+    }
+    follow(server, output, begun, wait.timeout, Progress::quiet()).await
+}
+
 /// Begins a task that removes something, or shows its plan.
 pub async fn begin_deletion(
     server: &ServerClient,

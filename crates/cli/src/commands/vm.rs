@@ -6,9 +6,11 @@ use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
-use vmseal_api::request::{CreateVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm};
+use vmseal_api::request::{
+    CreateVm, DecryptVm, EncryptVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
+};
 
-use super::{cdrom, console, guest, import, launch, list, ssh, task, top, vnc};
+use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
 use crate::arguments::{self, DryRun, OnOff, Output};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
@@ -106,8 +108,16 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
         }
-        arguments::Vm::Recrypt { name, provider, dry_run, wait } => {
-            let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider });
+        arguments::Vm::Encrypt { vms, policy, provider, dry_run, wait } => {
+            let request = EncryptVm { policy, provider };
+            mirror::encrypt(server, output, &vms, &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Decrypt { vms, policy, yes, dry_run, wait } => {
+            let request = DecryptVm { policy };
+            mirror::decrypt(server, output, &vms, &request, yes, &dry_run, &wait).await
+        }
+        arguments::Vm::Recrypt { name, provider, deep, dry_run, wait } => {
+            let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider, deep });
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Launch(options) => launch::run(server, output, options).await,

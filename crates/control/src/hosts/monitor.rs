@@ -344,7 +344,12 @@ impl Monitor {
         let working = store::tasks::holding(&mut read, vm).await?;
         drop(read);
         let leads_away = |operation: &Operation| {
-            matches!(operation, Operation::RecryptVm { .. } | Operation::ExportDisk { .. })
+            matches!(
+                operation,
+                Operation::RecryptVm { .. }
+                    | Operation::DecryptVm { .. }
+                    | Operation::ExportDisk { .. }
+            )
         };
         if working.is_some_and(|task| leads_away(&task.operation)) {
             return Ok(());

@@ -31,7 +31,6 @@ use vmseal_secret::{SecretBytes, passphrase_rule};
 use self::kmip::{KmipProvider, MonitoredProvider};
 use self::measured::Measured;
 use self::native::NativeProvider;
-use crate::operation::Operation;
 use crate::store::alarms::RaisedAlarm;
 use crate::store::events::NewEvent;
 use crate::store::providers::Provider;
@@ -420,8 +419,7 @@ impl Providers {
             return Err(Problem::new(ErrorCode::InUse, detail));
         }
         for task in tasks::open(from).await? {
-            if matches!(task.operation, Operation::RecryptVm { provider: to, .. } if to == provider.id)
-            {
+            if task.operation.provider_of_new_key() == Some(provider.id) {
                 let detail = format!(
                     "task {} gives VM '{}' a key of provider '{}': wait for it, or cancel it (vmseal task cancel)",
                     task.id, task.target, provider.name

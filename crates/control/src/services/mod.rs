@@ -34,6 +34,7 @@ pub mod hosts;
 pub mod kmip;
 pub mod log_levels;
 pub mod metrics;
+pub mod mirror;
 mod nics;
 pub mod passphrases;
 pub mod policies;

@@ -11,7 +11,7 @@ use vmseal_api::request::AddPolicy;
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::store::events::NewEvent;
-use crate::store::{Write, datastores, policies, providers};
+use crate::store::{Write, datastores, policies, providers, tasks};
 
 fn shown(policy: policies::Policy) -> Policy {
     Policy {
@@ -125,6 +125,26 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Po
     Ok(shown(find(services, name).await?))
 }
 
+/// Refuses while a task is about to give the policy to a VM: what the task has begun with would change.
+pub(super) async fn require_ungiven(
+    write: &mut Write<'_>,
+    policy: &policies::Policy,
+) -> Result<(), Problem> {
+    let open = tasks::open(write).await?;
+    let Some(task) = open.iter().find(|it| it.operation.next_policy() == Some(policy.id)) else {
+        return Ok(());
+    };
+    let detail = format!(
+        "task {} ({}) gives policy '{}' to VM '{}': wait for it (vmseal task wait {}) or cancel it",
+        task.id,
+        task.operation.kind(),
+        policy.name,
+        task.target,
+        task.id
+    );
+    Err(Problem::new(ErrorCode::InUse, detail))
+}
+
 /// Removes a storage policy that no VM has.
 pub async fn remove(
     services: &Services,
@@ -135,6 +155,7 @@ pub async fn remove(
     caller.require(Privilege::ManagePolicies)?;
     let policy = find(services, name).await?;
     let mut write = services.store.write().await?;
+    require_ungiven(&mut write, &policy).await?;
     let vms = policies::uses(&mut write, policy.id).await?;
     if vms > 0 {
         let detail = format!("policy '{}' is in use (VMs: {vms}): delete them first", policy.name);

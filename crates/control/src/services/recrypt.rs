@@ -1,4 +1,4 @@
-//! Shallow recryption: another KEK for a VM.
+//! Recryption: another KEK for a VM (shallow), or new data keys for its disks (deep, [`super::mirror`]).
 
 use vmseal_api::host::Power;
 use vmseal_api::model::Task;
@@ -13,7 +13,7 @@ use crate::operation::Operation;
 use crate::store::{providers, vms};
 
 /// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The
-/// data of its disks is not rewritten.
+/// data of its disks is not rewritten. With `deep` the data is encrypted again, and the key-encryption key stays.
 pub async fn recrypt(
     services: &Services,
     caller: &Caller,
@@ -22,6 +22,13 @@ pub async fn recrypt(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::Recrypt)?;
+    if request.deep {
+        if request.provider.is_some() {
+            let detail = "is not given with `deep`, which keeps the key-encryption key: recrypt the VM again without it";
+            return Err(Problem::invalid("provider", detail));
+        }
+        return super::mirror::recrypt_deep(services, caller, name, dry_run).await;
+    }
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     let power = power(services, &vm).await?.unwrap_or(Power::Off);

@@ -1,5 +1,7 @@
 //! Checks whether a host has enough memory, processors and disk space for a new VM.
 //!
+//! The same for copies of the disks of a VM.
+//!
 //! A VM that can never fit is refused. A dry run warns where the host lacks room beside its other VMs: VMs share memory
 //! and processors, and thin disks grow as guests write to them.
 
@@ -80,23 +82,48 @@ pub(super) async fn examine(
         }
     }
     let agent = services.hosts.connected(vm.host)?;
-    let mut stores = HashMap::<DatastoreId, Store<'_>>::new();
-    for disk in made {
+    for store in stores(made.iter().map(|disk| (disk, disk.size))) {
+        warnings.extend(store.examine(&*agent, "disks").await?);
+    }
+    Ok(warnings)
+}
+
+/// What an encrypted image takes beside its disk, in bytes: its header (docs/formats/disk.md).
+const HEADER: u64 = 16 << 20;
+
+/// Checks that copies of disks of a VM have room beside them, and says where they may not. A thin disk takes what its
+/// guest has written, which nobody has counted.
+pub(super) async fn examine_copies(
+    services: &Services,
+    vm: &vms::Vm,
+    disks: &[&Disk],
+) -> Result<Vec<String>, Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    let mut warnings = Vec::new();
+    for store in stores(disks.iter().map(|disk| (*disk, disk.size.saturating_add(HEADER)))) {
+        let examined = store.examine(&*agent, "copies of the disks").await;
+        let warning = examined.map_err(|problem| Problem { field: None, ..problem })?;
+        warnings.extend(warning);
+    }
+    Ok(warnings)
+}
+
+/// What disks, each with what it takes when it is full, take of their datastores.
+fn stores<'a>(made: impl Iterator<Item = (&'a Disk, u64)>) -> Vec<Store<'a>> {
+    let mut stores = HashMap::<DatastoreId, Store<'a>>::new();
+    for (disk, size) in made {
         let store = stores.entry(disk.datastore.datastore).or_insert_with(|| Store {
             name: &disk.datastore_name,
             place: &disk.datastore,
             taken: 0,
             wanted: 0,
         });
-        store.wanted = store.wanted.saturating_add(disk.size);
+        store.wanted = store.wanted.saturating_add(size);
         if disk.allocation == Allocation::Preallocated {
-            store.taken = store.taken.saturating_add(disk.size);
+            store.taken = store.taken.saturating_add(size);
         }
     }
-    for store in stores.values() {
-        warnings.extend(store.examine(&*agent).await?);
-    }
-    Ok(warnings)
+    stores.into_values().collect()
 }
 
 /// What disks of a VM take of a datastore.
@@ -110,7 +137,8 @@ struct Store<'a> {
 }
 
 impl Store<'_> {
-    async fn examine(&self, agent: &dyn HostAgent) -> Result<Option<String>, Problem> {
+    /// Compares what `what` take with what is free.
+    async fn examine(&self, agent: &dyn HostAgent, what: &str) -> Result<Option<String>, Problem> {
         // What is wrong with a datastore has been said when each disk was examined.
         let DatastoreCondition::Available { usage } =
             agent.measure_datastore(self.place.clone()).await?
@@ -120,7 +148,7 @@ impl Store<'_> {
         let (name, free) = (self.name, Size(usage.free));
         if self.taken > usage.free {
             let detail = format!(
-                "the preallocated disks take {} of datastore '{name}', and {free} are free: free some room or use another datastore",
+                "the preallocated {what} take {} of datastore '{name}', and {free} are free: free some room or use another datastore",
                 Size(self.taken)
             );
             let field = Some("disks".to_owned());
@@ -128,7 +156,7 @@ impl Store<'_> {
         }
         Ok((self.wanted > usage.free).then(|| {
             format!(
-                "the disks may grow to {} on datastore '{name}', and {free} are free",
+                "the {what} may grow to {} on datastore '{name}', and {free} are free",
                 Size(self.wanted)
             )
         }))

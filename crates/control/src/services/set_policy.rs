@@ -12,7 +12,7 @@ use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::SetPolicy;
 
 use super::caller::{Caller, Privilege};
-use super::policies::check_replica;
+use super::policies::{check_replica, require_ungiven};
 use super::{Outcome, Services};
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
@@ -22,8 +22,8 @@ use crate::store::{disks, policies, providers, vms};
 pub(super) enum Need {
     /// Its disks get other limits or caches.
     Settings { runs: bool },
-    /// Its disks must be encrypted, or decrypted.
-    Encryption { encrypt: bool },
+    /// Its disks must be encrypted, or decrypted; with this policy, where it can have that already.
+    Encryption { vm: String, encrypt: bool, policy: Option<String> },
     /// Its key is another provider's.
     Provider { vm: String, provider: String },
     /// Its disks take their room at another time.
@@ -57,11 +57,15 @@ impl fmt::Display for Need {
             Self::Settings { runs: true } => {
                 f.write_str("its disks get the limits and the cache at its next start")
             }
-            Self::Encryption { encrypt } => write!(
-                f,
-                "its disks would have to be {}, which vmseal does not do in place yet: create a VM with another policy from an export of them",
-                if *encrypt { "encrypted" } else { "decrypted" }
-            ),
+            Self::Encryption { vm, encrypt, policy } => {
+                let (done, verb) =
+                    if *encrypt { ("encrypted", "encrypt") } else { ("decrypted", "decrypt") };
+                let policy = policy.as_deref().unwrap_or("OTHER-POLICY");
+                write!(
+                    f,
+                    "its disks would have to be {done}, also while it runs: vmseal vm {verb} {vm} --policy {policy}"
+                )
+            }
             Self::Provider { vm, provider } => write!(
                 f,
                 "its key stays with its provider until it is recrypted (vmseal vm recrypt {vm} --provider {provider})"
@@ -98,7 +102,9 @@ pub(super) fn needs(
     let data = || disks.iter().filter(|disk| disk.role.is_data());
     let mut needs = Vec::new();
     if data().any(|disk| disk.encrypted != after.encryption) {
-        needs.push(Need::Encryption { encrypt: after.encryption });
+        let (encrypt, other) = (after.encryption, before.id != after.id);
+        let policy = other.then(|| after.name.clone());
+        needs.push(Need::Encryption { vm: vm.name.clone(), encrypt, policy });
     }
     if let (Some((id, name)), Some(known)) = (&after.provider, vm.provider)
         && *id != known
@@ -142,6 +148,7 @@ pub async fn set(
     let mut write = services.store.write().await?;
     let before = policies::find(&mut write, name).await?;
     let before = before.ok_or_else(|| Problem::not_found("policy", name))?;
+    require_ungiven(&mut write, &before).await?;
     let provider = match request.provider.as_deref() {
         // There is no key that it could be of.
         None if request.encryption == Some(false) => None,

@@ -257,6 +257,21 @@ pub async fn set_facts(
     Ok(())
 }
 
+/// Records that a disk has another image, which is encrypted or not, and the facts about it.
+pub async fn set_image(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    encrypted: bool,
+    facts: &DiskFacts,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE disks SET encrypted = $1 WHERE id = $2")
+        .bind(encrypted)
+        .bind(disk.to_string())
+        .execute(&mut *to)
+        .await?;
+    set_facts(to, disk, facts).await
+}
+
 /// Records whether a VM has a disk.
 pub async fn set_detached(
     to: &mut SqliteConnection,

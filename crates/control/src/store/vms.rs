@@ -274,6 +274,15 @@ pub async fn set_key(
     Ok(())
 }
 
+/// Records that a VM has no key.
+pub async fn forget_key(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET provider_id = NULL, key_id = NULL, key_check = NULL WHERE id = $1")
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// Records a VM's lifecycle.
 pub async fn set_lifecycle(
     to: &mut SqliteConnection,

@@ -65,7 +65,7 @@ pub(super) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), Stor
 }
 
 /// Clears the alarms that a task's success makes obsolete: those of the same operation on its VM, or on the same disk
-/// of it, and all of a deleted VM.
+/// of it, and all of a deleted VM. Whatever copies the disks of a VM removes first what others that do so have left.
 pub(super) async fn answered(
     write: &mut Write<'_>,
     done: &Task,
@@ -74,7 +74,8 @@ pub(super) async fn answered(
     let gone = matches!(done.operation, Operation::DeleteVm { .. });
     for task in tasks::unknown_of_vm(write, vm).await? {
         let same = |of: &Operation| (of.kind().to_owned(), of.disk());
-        if gone || same(&task.operation) == same(&done.operation) {
+        let mirror = done.operation.mirrors_disks() && task.operation.mirrors_disks();
+        if gone || mirror || same(&task.operation) == same(&done.operation) {
             clear(write, &task).await?;
         }
     }

@@ -5,8 +5,8 @@ use vmseal_api::problem::Problem;
 
 use super::step::Step;
 use super::{
-    add_disk, adopt_vm, change_nics, create_vm, delete_vm, export_disk, grow_disk, reboot_vm,
-    recrypt_vm, remove_disk, start_vm, stop_vm,
+    add_disk, adopt_vm, change_nics, create_vm, delete_vm, export_disk, grow_disk, mirror_vm,
+    reboot_vm, recrypt_vm, remove_disk, start_vm, stop_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -26,6 +26,10 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
         Operation::RecryptVm { .. } => recrypt_vm::STEPS,
+        Operation::EncryptVm { provider: Some(_), .. } => mirror_vm::ENCRYPT,
+        Operation::EncryptVm { provider: None, .. } => mirror_vm::ENCRYPT_WITH_ITS_KEY,
+        Operation::DecryptVm { .. } => mirror_vm::DECRYPT,
+        Operation::DeepRecryptVm { .. } => mirror_vm::DEEP_RECRYPT,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
         Operation::AdoptVm { .. } => adopt_vm::STEPS,
         Operation::Unreadable { .. } => &[],
@@ -36,6 +40,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
+        mirrors if mirrors.mirrors_disks() => mirror_vm::unfinished(mirrors, target, cause),
         Operation::RemoveDisk { .. } => remove_disk::unfinished(target, cause),
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
         _ => delete_vm::unfinished(target, cause),

@@ -21,6 +21,7 @@ mod defects;
 mod forced;
 mod held;
 mod limits;
+mod mirror;
 mod outage;
 mod recrypt;
 mod revoked;
@@ -87,6 +88,7 @@ enum Kind {
     Delete,
     Export,
     Recrypt,
+    Mirror(mirror::Mirror),
     Change(changes::Change),
     Adopt,
 }
@@ -100,6 +102,7 @@ impl Kind {
                 Some(fixture.made("web", "encrypted").await)
             }
             Self::Stop => Some(fixture.running("web").await),
+            Self::Mirror(mirror) => Some(mirror.before(fixture).await),
             Self::Change(change) => Some(change.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
         }
@@ -120,6 +123,7 @@ impl Kind {
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Export => exporting(vm, fixture.disks(vm).await[0].id),
             Self::Recrypt => fixture.recryption(vm).await,
+            Self::Mirror(mirror) => mirror.operation(fixture, vm).await,
             Self::Change(change) => change.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
@@ -136,6 +140,7 @@ impl Kind {
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
             Self::Export => steps::of(&exporting(vm, DiskId::new())),
             Self::Recrypt => return recrypt::steps(),
+            Self::Mirror(mirror) => return mirror.steps(),
             Self::Change(change) => change.steps(),
             Self::Adopt => return adopt::steps(),
         };
@@ -148,6 +153,7 @@ impl Kind {
         let operation = match self {
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Recrypt => recrypt::operation(vm),
+            Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
             _ => return false,
         };
@@ -168,6 +174,7 @@ impl Kind {
                 assert_eq!(fixture.agent.exports(), (vec![OUT.into()], 0), "{what}");
             }
             Self::Recrypt => recrypt::assert_done(fixture, vm, what).await,
+            Self::Mirror(mirror) => mirror.assert_done(fixture, vm, what).await,
             Self::Change(change) => change.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
         }
@@ -183,6 +190,7 @@ impl Kind {
                 assert_eq!(fixture.agent.exports(), (vec![], 0), "{what}");
             }
             Self::Recrypt => recrypt::assert_undone(fixture, vm, what).await,
+            Self::Mirror(mirror) => mirror.assert_undone(fixture, vm, what).await,
             Self::Change(change) => change.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
@@ -307,6 +315,9 @@ async fn assert_failed_truly(
                     "{what}: the alarm is still active"
                 );
                 return;
+            }
+            if let Kind::Mirror(mirror) = kind {
+                return mirror.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Change(change) = kind {
                 return change.assert_unfinished(fixture, vm, &problem, what).await;

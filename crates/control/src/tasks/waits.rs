@@ -6,7 +6,6 @@ use vmseal_api::problem::Problem;
 
 use super::run::{Run, StepError};
 use super::step::WaitPolicy;
-use crate::operation::Operation;
 use crate::store::providers;
 
 /// How to continue after a step failed.
@@ -51,10 +50,7 @@ pub(super) async fn for_provider(run: &Run<'_>, problem: &Problem) -> Waiting {
 /// The name of the provider that gives no keys: that of the VM's key, or that of the new one.
 async fn faulty_provider(run: &Run<'_>) -> Option<String> {
     let vm = run.find_vm().await.ok()??;
-    let new = match &run.task.operation {
-        Operation::RecryptVm { provider, .. } => Some(*provider),
-        _ => vm.provider,
-    };
+    let new = run.task.operation.provider_of_new_key().or(vm.provider);
     let old = vm.key.as_ref().map(|key| key.provider);
     let mut read = run.store().read().await.ok()?;
     let mut named = None;

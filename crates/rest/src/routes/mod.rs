@@ -84,7 +84,7 @@ fn open_routes() -> OpenApiRouter<Arc<Services>> {
 
 /// The routes that need a user, by the privilege that each needs. The services require it too; here it is asked for
 /// before anything else of a request is looked at.
-fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 15] {
+fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
     let new = OpenApiRouter::new;
     [
         (
@@ -151,6 +151,8 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 15] {
             Privilege::Diagnostics,
             new().routes(routes!(log_levels::set)).routes(routes!(log_levels::set_host)),
         ),
+        (Privilege::Encrypt, new().routes(routes!(vms::encrypt))),
+        (Privilege::Decrypt, new().routes(routes!(vms::decrypt))),
         (Privilege::Recrypt, new().routes(routes!(vms::recrypt))),
         (
             Privilege::DirectAccess,

@@ -7,7 +7,7 @@ use axum::extract::State;
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
-use vmseal_api::request::{CreateVm, RecryptVm, SetVm, StartVm, StopVm};
+use vmseal_api::request::{CreateVm, DecryptVm, EncryptVm, RecryptVm, SetVm, StartVm, StopVm};
 use vmseal_control::services::{self, PageRequest, Services};
 
 use crate::answer::{Accepted, Answer, VmOrPlan};
@@ -131,8 +131,41 @@ pub(super) async fn delete(
     Ok(Answer(services::vms::delete(&control, &caller, &name, query.dry_run).await?.map(Accepted)))
 }
 
+/// Encrypts the disks of a VM, off or running, and gives it a policy that encrypts. The disks are copied, the copies used,
+/// and the former images overwritten and removed.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/encrypt", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = Option<EncryptVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn encrypt(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<EncryptVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun = services::mirror::encrypt(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
+}
+
+/// Decrypts the disks of a VM, off or running, gives it a policy that does not encrypt, and destroys its key, unless its
+/// TPM needs it. Its data is in the clear on the datastore after that.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/decrypt", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = Option<DecryptVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn decrypt(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<DecryptVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun = services::mirror::decrypt(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
+}
+
 /// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The
-/// data of its disks is not rewritten.
+/// data of its disks is not rewritten. With `deep` it is: the disks of the VM, off or running, are copied with new data
+/// keys under the key-encryption key that it has.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/recrypt", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<RecryptVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]

@@ -26,6 +26,9 @@ async fn everything(api: &Api) -> Vec<Value> {
 async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
+    let mut open = vm_with("/policy", json!("plain"));
+    open["name"] = json!("open");
+    api.done(api.post("vms", open).await).await;
     assert_eq!(
         api.post("policies", json!({ "name": "free", "encryption": true })).await.status,
         201
@@ -45,6 +48,21 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         (Method::POST, "vms/web/start", Value::Null, "vm.start", "power on"),
         (Method::POST, "vms/web/stop", Value::Null, "vm.stop", "power off"),
         (Method::POST, "vms/web/recrypt", json!({}), "vm.recrypt", "destroy the old key"),
+        (
+            Method::POST,
+            "vms/web/recrypt",
+            json!({ "deep": true }),
+            "vm.recrypt-deep",
+            "use the copies",
+        ),
+        (Method::POST, "vms/web/decrypt", Value::Null, "vm.decrypt", "destroy the key"),
+        (
+            Method::POST,
+            "vms/open/encrypt",
+            json!({ "policy": "encrypted" }),
+            "vm.encrypt",
+            "make the key",
+        ),
         (Method::DELETE, "vms/web", Value::Null, "vm.delete", "destroy the key"),
         (Method::POST, "policies", policy, "policy.create", "add a policy that encrypts"),
         (Method::DELETE, "policies/free", Value::Null, "policy.delete", "remove it"),

@@ -132,6 +132,8 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("POST", "/api/v1/vms/{vm}/reset", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/pause", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/unpause", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/encrypt", Encrypt, ""),
+        ("POST", "/api/v1/vms/{vm}/decrypt", Decrypt, ""),
         ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),
         ("GET", "/api/v1/vms/{vm}/console", VmConsole, ""),
         ("POST", "/api/v1/vms/{vm}/nics", VmConfigure, r#"{"backend": {"kind": "user"}}"#),

@@ -10,7 +10,7 @@ use vmseal_secret::sealed_box::Recipient;
 use super::*;
 use crate::services::{Caller, Outcome, create_vm};
 
-fn request(policy: &str) -> CreateVm {
+pub(super) fn request(policy: &str) -> CreateVm {
     let disk = CreateDisk {
         force: false,
         name: "disk0".to_owned(),

@@ -1,0 +1,106 @@
+//! VMs that are encrypted or decrypted as they are.
+
+use std::io::{IsTerminal, Write};
+
+use serde::Serialize;
+use vmseal_api::client::ServerClient;
+use vmseal_api::request::{DecryptVm, EncryptVm};
+
+use super::task;
+use crate::arguments::{DryRun, Output, Wait};
+use crate::exit::{Ended, Exit};
+use crate::stream::{printable, say};
+
+/// What the removal of a former image promises, and what it does not.
+const REMOVED: &str = "The former images were overwritten with zeroes once and removed. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.";
+
+/// Encrypts VMs.
+pub async fn encrypt(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    request: &EncryptVm,
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    begin(server, output, vms, "encrypt", request, dry_run, wait).await?;
+    if !dry_run.dry_run && !wait.no_wait {
+        say(REMOVED);
+    }
+    Ok(())
+}
+
+/// Decrypts VMs, once that is confirmed.
+pub async fn decrypt(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    request: &DecryptVm,
+    yes: bool,
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    if !yes && !dry_run.dry_run {
+        if !std::io::stdin().is_terminal() {
+            let message = "there is no terminal to confirm it: give --yes";
+            return Err(Ended::new(Exit::Usage, message).into());
+        }
+        // What would be refused is not asked about.
+        for vm in vms {
+            server.try_post(&path(vm, "decrypt"), request).await?;
+        }
+        confirm(vms)?;
+    }
+    begin(server, output, vms, "decrypt", request, dry_run, wait).await
+}
+
+fn path(vm: &str, verb: &str) -> String {
+    format!("vms/{vm}/{verb}")
+}
+
+/// Begins a task for each VM. Of several, none is begun where the server would refuse one.
+async fn begin(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    verb: &str,
+    request: &(impl Serialize + Sync),
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    if let [vm] = vms {
+        return task::begin(server, output, &path(vm, verb), request, dry_run, wait).await;
+    }
+    let paths: Vec<String> = vms.iter().map(|vm| path(vm, verb)).collect();
+    task::begin_all(server, output, &paths, request, dry_run, wait).await
+}
+
+/// Asks whether VMs are to be decrypted.
+fn confirm(vms: &[String]) -> anyhow::Result<()> {
+    let vms = printable(&vms.join(", "));
+    eprint!(
+        "The data of {vms} will be on the datastore in the clear, and the key is destroyed. Go on (yes/no): "
+    );
+    std::io::stderr().flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    if !is_yes(&answer) {
+        return Err(Ended::new(Exit::Failed, "nothing was decrypted").into());
+    }
+    Ok(())
+}
+
+fn is_yes(answer: &str) -> bool {
+    matches!(answer.trim(), "y" | "yes")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_yes_is_one() {
+        assert!(is_yes("yes\n") && is_yes(" y "));
+        assert!(["", "\n", "no", "Yes, but", "yess"].into_iter().all(|answer| !is_yes(answer)));
+    }
+}

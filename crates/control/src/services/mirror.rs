@@ -1,0 +1,345 @@
+//! Encrypts and decrypts VMs that are there, and gives their disks new keys (deep recrypt). The VM may run; its disks are
+//! copied, and the copies used ([`crate::tasks`]).
+
+use vmseal_api::host::version::MIRROR;
+use vmseal_api::host::{DiskRole, Power};
+use vmseal_api::id::ProviderId;
+use vmseal_api::model::Task;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{DecryptVm, EncryptVm};
+use vmseal_api::size::Size;
+
+use super::caller::{Caller, Privilege};
+use super::providers::usable;
+use super::set_policy::{Need, needs};
+use super::vms::{check_key, find, plan, power, require_ready, word};
+use super::{Outcome, Services, room};
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::policies::{self, Policy};
+use crate::store::vms::{self, Vm};
+use crate::store::{Part, alarms, providers};
+use crate::tasks::{Engine, mirror_vm};
+
+/// Encrypts the disks of a VM, and gives it a policy that encrypts.
+pub async fn encrypt(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: EncryptVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::Encrypt)?;
+    let (vm, known) = find(services, name).await?;
+    require_ready(&vm)?;
+    let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
+    let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
+    let operation = Operation::EncryptVm { vm: vm.id, policy: policy.id, provider };
+    begin(services, caller, Wanted { vm, known, operation, policy: Some(policy) }, dry_run).await
+}
+
+/// Decrypts the disks of a VM, gives it a policy that does not encrypt, and destroys its key.
+pub async fn decrypt(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: DecryptVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::Decrypt)?;
+    let (vm, known) = find(services, name).await?;
+    require_ready(&vm)?;
+    let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
+    let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id };
+    begin(services, caller, Wanted { vm, known, operation, policy: Some(policy) }, dry_run).await
+}
+
+/// Gives the disks of a VM new data keys, under the key-encryption key that it has. The caller has been checked.
+pub(super) async fn recrypt_deep(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    let (vm, known) = find(services, name).await?;
+    require_ready(&vm)?;
+    let operation = Operation::DeepRecryptVm { vm: vm.id };
+    begin(services, caller, Wanted { vm, known, operation, policy: None }, dry_run).await
+}
+
+/// What is to be done with which VM.
+struct Wanted {
+    vm: Vm,
+    known: Vec<Disk>,
+    operation: Operation,
+    /// The VM's policy after it, where that may be another one.
+    policy: Option<Policy>,
+}
+
+impl Wanted {
+    /// The disks that are copied.
+    fn disks(&self) -> impl Iterator<Item = &Disk> {
+        self.known.iter().filter(|disk| mirror_vm::concerns(&self.operation, disk))
+    }
+
+    /// What is to be done, with the policy and the disks as they were chosen.
+    fn understood(&self) -> String {
+        let disks: Vec<_> = self
+            .disks()
+            .map(|disk| {
+                let (name, size, datastore) = (&disk.name, Size(disk.size), &disk.datastore_name);
+                format!("{name} ({size} on datastore '{datastore}')")
+            })
+            .collect();
+        let disks = match &disks[..] {
+            [] => "no disk has to be copied".to_owned(),
+            disks => format!("disks {}", disks.join(", ")),
+        };
+        match self.policy.as_ref().filter(|policy| policy.id != self.vm.policy) {
+            Some(policy) => {
+                let (after, before) = (&policy.name, &self.vm.policy_name);
+                format!("choose policy '{after}' in place of '{before}'; {disks}")
+            }
+            None => format!("choose {disks}"),
+        }
+    }
+
+    /// Whether the VM has a TPM, for which it needs a key in any case.
+    fn has_tpm(&self) -> bool {
+        self.known.iter().any(|disk| disk.role == DiskRole::Tpm)
+    }
+}
+
+/// Begins the task, or says what it would do.
+async fn begin(
+    services: &Services,
+    caller: &Caller,
+    wanted: Wanted,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    require_power(services, &wanted.vm).await?;
+    require_feature(services, &wanted.vm)?;
+    require_work(services, &wanted).await?;
+    let warnings = examine(services, &wanted, dry_run).await?;
+    let mut write = services.store.write().await?;
+    // Read again: a task may have ended since.
+    let vm = vms::get(&mut write, wanted.vm.id).await?;
+    let vm = vm.ok_or_else(|| Problem::not_found("VM", &wanted.vm.name))?;
+    if (vm.policy, &vm.key) != (wanted.vm.policy, &wanted.vm.key) {
+        let detail = format!("VM '{}' has just been changed: try again", vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let operation = wanted.operation.clone();
+    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    if dry_run {
+        let mut plan = plan(&task, &vm);
+        plan.steps.insert(0, wanted.understood());
+        plan.warnings = warnings;
+        return Ok(Outcome::Planned(plan));
+    }
+    write.commit().await?;
+    let shown = services.engine.shown(&task);
+    services.engine.begin(task);
+    Ok(Outcome::Done(shown))
+}
+
+/// A VM that is on its way from one state to another is not copied.
+async fn require_power(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    match power(services, vm).await? {
+        None | Some(Power::Off | Power::Running) => Ok(()),
+        Some(power) => {
+            let detail = format!(
+                "VM '{}' is {}: its disks are copied while it runs or is off",
+                vm.name,
+                word(power)
+            );
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+    }
+}
+
+fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).has(MIRROR) {
+        return Ok(());
+    }
+    let detail = format!(
+        "the agent of host '{}' cannot encrypt or decrypt disks that are there: upgrade vmseal there",
+        vm.host_name
+    );
+    Err(Problem::new(ErrorCode::Unsupported, detail))
+}
+
+/// Refuses where nothing is to be done. What an earlier attempt has left, and a key that nothing needs, is something.
+async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
+    let Wanted { vm, operation, .. } = wanted;
+    if wanted.disks().next().is_some() {
+        return Ok(());
+    }
+    let (finishes, why) = match operation {
+        Operation::EncryptVm { policy, .. } => (*policy != vm.policy, "is encrypted already"),
+        Operation::DecryptVm { policy, .. } => {
+            let key = vm.key.is_some() && !wanted.has_tpm();
+            (*policy != vm.policy || key, "is not encrypted")
+        }
+        _ => (false, "has no disk that is encrypted"),
+    };
+    let raised = alarms::list(&mut *services.store.read().await?).await?;
+    let left = |alarm: &vmseal_api::model::Alarm| {
+        alarm.code == "task-unfinished" && alarm.target == vm.name
+    };
+    if finishes || raised.iter().any(left) {
+        return Ok(());
+    }
+    Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
+}
+
+/// Asks the VM's host, and compares the room of its datastores with what the copies take. Returns what is to be
+/// considered. A VM without a key gets it as a part of the task: its host cannot be asked before.
+async fn examine(
+    services: &Services,
+    wanted: &Wanted,
+    dry_run: bool,
+) -> Result<Vec<String>, Problem> {
+    let Wanted { vm, operation, .. } = wanted;
+    let copied: Vec<&Disk> = wanted.disks().collect();
+    if let Some(disk) = copied.iter().find(|disk| disk.replica.is_some()) {
+        let detail = format!(
+            "VM '{}' has a replica of its disk '{}', which would stay as it is. Export the disk (vmseal disk export), and create a VM of it",
+            vm.name, disk.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let mut warnings = room::examine_copies(services, vm, &copied).await?;
+    if vm.key.is_some() && !copied.is_empty() {
+        if dry_run {
+            check_key(services, vm)?;
+        }
+        let ids: Vec<_> = copied.iter().map(|disk| disk.id).collect();
+        let agent = services.hosts.connected(vm.host)?;
+        match agent.examine_job(vm.id, mirror_vm::mirror(operation, &ids)).await {
+            // Its agent has just restarted: the task gives it the VM and the key.
+            Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {}
+            other => other?,
+        }
+    }
+    match operation {
+        Operation::DecryptVm { .. } => {
+            warnings.push("the data of the disks will be on the datastore in the clear".to_owned());
+            if wanted.has_tpm() {
+                warnings.push("the VM keeps its key, under which is what its TPM keeps".to_owned());
+            }
+        }
+        Operation::DeepRecryptVm { .. } if wanted.has_tpm() => {
+            warnings.push("what the VM's TPM keeps stays under the data key that it has".to_owned())
+        }
+        _ => {}
+    }
+    Ok(warnings)
+}
+
+/// The policy of a VM after it is encrypted or decrypted: the one that was named; else the one that it has, or the only
+/// other one that fits.
+async fn policy_for(
+    services: &Services,
+    vm: &Vm,
+    known: &[Disk],
+    asked: Option<&str>,
+    encrypts: bool,
+) -> Result<Policy, Problem> {
+    let mut read = services.store.read().await?;
+    let of_policy = |problem| Problem { field: Some("policy".to_owned()), ..problem };
+    let before = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let before = before.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
+    let runs = services.hosts.view(vm.host).vm(vm.id).is_some_and(|it| it.power != Power::Off);
+    let misfit = |after: &Policy| {
+        let needs = match after.id == before.id {
+            true => Vec::new(),
+            false => needs(&before, after, vm, known, runs),
+        };
+        let mut needs = needs.into_iter();
+        needs.find(|need| !need.is_met_by_itself() && !matches!(need, Need::Encryption { .. }))
+    };
+    if let Some(asked) = asked {
+        let policy = policies::find(&mut read, asked).await?;
+        let policy = policy.ok_or_else(|| of_policy(Problem::not_found("policy", asked)))?;
+        let why = match (policy.encryption == encrypts, misfit(&policy)) {
+            (true, None) => return Ok(policy),
+            (true, Some(need)) => format!("asks for something else as well: {need}"),
+            (false, _) if encrypts => "does not encrypt: name one that does".to_owned(),
+            (false, _) => "encrypts: name one that does not".to_owned(),
+        };
+        let detail = format!("policy '{}' {why}", policy.name);
+        return Err(of_policy(Problem::new(ErrorCode::WrongState, detail)));
+    }
+    if before.encryption == encrypts {
+        return Ok(before);
+    }
+    let mut fit = policies::list(&mut read, &Part::all()).await?;
+    fit.retain(|policy| policy.encryption == encrypts && misfit(policy).is_none());
+    if fit.len() == 1 {
+        return Ok(fit.swap_remove(0));
+    }
+    let detail = undecided(vm, encrypts, &fit);
+    Err(of_policy(Problem::new(ErrorCode::WrongState, detail)))
+}
+
+/// Why no policy is chosen for a VM, out of those that fit.
+fn undecided(vm: &Vm, encrypts: bool, fit: &[Policy]) -> String {
+    let (does, option, verb) = match encrypts {
+        true => ("encrypts", "--encrypt", "encrypt"),
+        false => ("does not encrypt", "--plain", "decrypt"),
+    };
+    let (name, own) = (&vm.name, &vm.policy_name);
+    if fit.is_empty() {
+        return format!(
+            "there is no policy that {does} and is otherwise as '{own}', the one of VM '{name}': create it first (vmseal policy create NAME {option})"
+        );
+    }
+    let names: Vec<_> = fit.iter().map(|policy| format!("'{}'", policy.name)).collect();
+    format!(
+        "several policies would do for VM '{name}': {}. Name one: vmseal vm {verb} {name} --policy NAME",
+        names.join(", ")
+    )
+}
+
+/// The provider that makes the key of a VM without one; none for a VM with a key.
+async fn provider_for(
+    services: &Services,
+    vm: &Vm,
+    policy: &Policy,
+    asked: Option<&str>,
+) -> Result<Option<ProviderId>, Problem> {
+    let mut read = services.store.read().await?;
+    let of_provider = |problem| Problem { field: Some("provider".to_owned()), ..problem };
+    let named = match asked {
+        None => None,
+        Some(name) => {
+            let found = providers::find(&mut read, name).await?;
+            Some(found.ok_or_else(|| of_provider(Problem::not_found("provider", name)))?)
+        }
+    };
+    if let Some(key) = &vm.key {
+        if named.is_none_or(|named| named.id == key.provider) {
+            return Ok(None);
+        }
+        let detail = format!(
+            "VM '{0}' has a key of another provider, and is encrypted with that: give it another key first (vmseal vm recrypt {0} --provider NAME), or after",
+            vm.name
+        );
+        return Err(of_provider(Problem::new(ErrorCode::WrongState, detail)));
+    }
+    let provider = match (named, &policy.provider) {
+        (Some(named), _) => Some(named),
+        (None, Some((id, _))) => providers::find(&mut read, &id.to_string()).await?,
+        (None, None) => providers::default(&mut read).await?,
+    };
+    drop(read);
+    let Some(provider) = provider else {
+        let detail = format!(
+            "policy '{}' encrypts, and there is no default key provider (vmseal provider default NAME)",
+            policy.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    };
+    usable(services, provider).map(|provider| Some(provider.id))
+}

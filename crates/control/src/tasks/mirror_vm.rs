@@ -1,0 +1,573 @@
+//! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, or to give its disks new
+//! data keys (deep recrypt; its KEK stays). The VM may run.
+//!
+//! ```text
+//!   encrypt          clear ─► check ─► make-key ─┐  make-key only where the VM has no key
+//!   decrypt          clear ─► check ─────────────┼─► prepare ─► copy ─► switch ─► drop-source ─┬─► done
+//!   recrypt --deep   clear ─► check ─────────────┘                 │                           └─► decrypt:
+//!                                                           commit step     forget-key ─► destroy-key
+//! ```
+//!
+//! Before the host is asked to use the copies everything can be undone: the copies are removed, and a key that was made
+//! for them is destroyed. A host that has begun to use them goes on to the end, disk by disk, and does not go back: what
+//! was written since is in the copies. The inventory follows what the host says of each disk, in one transaction with
+//! the VM's policy. Then only the former images are left, which no guest reads any more.
+//!
+//! A task that can be neither finished nor undone leaves a whole VM, perhaps with copies or former images beside its
+//! disks, or with some disks that use their copies and others that do not. Any of these operations, begun again, deals
+//! with that first (`clear`), before it looks which disks are to be copied. The key goes last of all, when no disk of
+//! the VM is encrypted with it ([`super::mirror_keys`]); a TPM's disk always is.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use vmseal_api::host::{
+    DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, HostState, JobKind, JobSpec,
+    JobState, MirrorJob, Power,
+};
+use vmseal_api::id::DiskId;
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
+
+use super::mirror_keys;
+use super::run::{Run, StepError, register, state_of};
+use super::start_vm::locked;
+use super::step::{Limit, Output, Step, WaitPolicy};
+use crate::hosts::keys::Purpose;
+use crate::operation::Operation;
+use crate::store::disks::{self, Disk};
+use crate::store::events::{self, NewEvent};
+use crate::store::tasks::{self, Task};
+use crate::store::vms::{self, Vm};
+use crate::store::{Write, policies};
+
+/// The steps, in order; each operation has some of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MirrorVmStep {
+    Clear,
+    Check,
+    MakeKey,
+    Prepare,
+    Copy,
+    Switch,
+    DropSource,
+    ForgetKey,
+    DestroyKey,
+}
+
+pub(crate) const ENCRYPT: &[&dyn Step] = &[
+    &MirrorVmStep::Clear,
+    &MirrorVmStep::Check,
+    &MirrorVmStep::MakeKey,
+    &MirrorVmStep::Prepare,
+    &MirrorVmStep::Copy,
+    &MirrorVmStep::Switch,
+    &MirrorVmStep::DropSource,
+];
+
+pub(crate) const ENCRYPT_WITH_ITS_KEY: &[&dyn Step] = &[
+    &MirrorVmStep::Clear,
+    &MirrorVmStep::Check,
+    &MirrorVmStep::Prepare,
+    &MirrorVmStep::Copy,
+    &MirrorVmStep::Switch,
+    &MirrorVmStep::DropSource,
+];
+
+pub(crate) const DECRYPT: &[&dyn Step] = &[
+    &MirrorVmStep::Clear,
+    &MirrorVmStep::Check,
+    &MirrorVmStep::Prepare,
+    &MirrorVmStep::Copy,
+    &MirrorVmStep::Switch,
+    &MirrorVmStep::DropSource,
+    &MirrorVmStep::ForgetKey,
+    &MirrorVmStep::DestroyKey,
+];
+
+pub(crate) const DEEP_RECRYPT: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
+
+#[async_trait]
+impl Step for MirrorVmStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Check => "check",
+            Self::MakeKey => "make-key",
+            Self::Prepare => "prepare",
+            Self::Clear => "clear",
+            Self::Copy => "copy",
+            Self::Switch => "switch",
+            Self::DropSource => "drop-source",
+            Self::ForgetKey => "forget-key",
+            Self::DestroyKey => "destroy-key",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Check => "check the VM",
+            Self::MakeKey => "make the key",
+            Self::Prepare => "register and deliver the key",
+            Self::Clear => "remove what earlier attempts have left",
+            Self::Copy => "copy the disks",
+            Self::Switch => "use the copies",
+            Self::DropSource => "overwrite and remove the former images",
+            Self::ForgetKey => "take the key from the VM",
+            Self::DestroyKey => "destroy the key",
+        }
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Switch)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::Check => WaitPolicy::NONE,
+            Self::MakeKey | Self::Prepare => WaitPolicy::PROVIDER,
+            // Hours of copying are not thrown away because the host is away for a while.
+            Self::Clear
+            | Self::Copy
+            | Self::Switch
+            | Self::DropSource
+            | Self::ForgetKey
+            | Self::DestroyKey => WaitPolicy::BOTH,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::MakeKey | Self::Prepare | Self::DestroyKey => Some(Limit::Provider),
+            Self::Clear | Self::Copy | Self::DropSource => Some(Limit::HostWork),
+            Self::Check | Self::Switch | Self::ForgetKey => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Check => return check(run).await.map(|disks| Output::of(&disks)),
+            Self::MakeKey => mirror_keys::make(run).await,
+            Self::Prepare => prepare(run).await,
+            Self::Clear => clear(run).await,
+            Self::Copy => copy(run).await,
+            Self::Switch => switch(run).await,
+            Self::DropSource => drop_sources(run).await,
+            Self::ForgetKey => mirror_keys::forget(run).await,
+            Self::DestroyKey => mirror_keys::destroy(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::MakeKey => mirror_keys::unmake(run).await,
+            Self::Copy => uncopy(run, cause).await,
+            Self::Switch => switch_back(run, cause).await,
+            // What an earlier attempt had left is not brought back, and the host forgets a key that is taken from the VM
+            // when that is undone.
+            Self::Check | Self::Prepare | Self::Clear => Ok(()),
+            // Past the commit step.
+            Self::DropSource | Self::ForgetKey | Self::DestroyKey => Ok(()),
+        }
+    }
+}
+
+pub(super) fn internal(what: &str) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::Internal, what))
+}
+
+/// Whether disks are encrypted after an operation.
+fn encrypts(operation: &Operation) -> bool {
+    !matches!(operation, Operation::DecryptVm { .. })
+}
+
+/// Whether an operation copies a disk of its VM. What a TPM keeps is encrypted in any case, and is no disk of the guest's.
+pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
+    let of_guest = disk.role != DiskRole::Tpm && !disk.detached;
+    let differs = match operation {
+        Operation::DeepRecryptVm { .. } => disk.encrypted,
+        _ => disk.encrypted != encrypts(operation),
+    };
+    of_guest && differs
+}
+
+/// The job that copies disks.
+pub(crate) fn mirror(operation: &Operation, disks: &[DiskId]) -> JobSpec {
+    let encrypted = encrypts(operation);
+    let disks = disks.iter().map(|disk| DiskToMirror { disk: *disk, encrypted });
+    JobSpec::Mirror(MirrorJob { disks: disks.collect() })
+}
+
+/// The disks that a task copies: settled when it begins, as the inventory differs after the switch.
+fn of_task(task: &Task) -> Option<Vec<DiskId>> {
+    serde_json::from_value(task.outputs.get(MirrorVmStep::Check.name())?.clone()).ok()
+}
+
+fn copied(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
+    of_task(run.task).ok_or_else(|| internal("the task does not say which disks it copies"))
+}
+
+/// Checks the preconditions: the VM is complete, and off or running.
+async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
+    let vm = run.vm().await?;
+    let refused = |what: &str| {
+        let detail = format!("VM '{}' {what}", vm.name);
+        Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+    };
+    if vm.lifecycle != Lifecycle::Ready {
+        return refused("has been changed meanwhile");
+    }
+    let state = run.host_state(vm.host, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        None | Some(Power::Off | Power::Running) => {}
+        Some(_) => return refused("is neither off nor running: wait until it is, and try again"),
+    }
+    let disks = run.disks().await?;
+    let operation = &run.task.operation;
+    Ok(disks.iter().filter(|disk| concerns(operation, disk)).map(|disk| disk.id).collect())
+}
+
+/// What the key is for: a decryption writes nothing under it.
+fn purpose(run: &Run<'_>) -> Purpose {
+    if encrypts(&run.task.operation) { Purpose::Encrypt } else { Purpose::Open }
+}
+
+/// Registers the VM on its host, with its key. A VM that runs takes another key as long as none of its disks is
+/// encrypted.
+async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
+    register(run).await?;
+    let prepare = || run.hosts().prepare(run.vm_id, purpose(run));
+    let prepared = match prepare().await {
+        // The agent has restarted in between.
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {
+            prepare().await
+        }
+        other => other,
+    };
+    Ok(prepared.map_err(locked)?)
+}
+
+/// Has the host begin a job; an agent that has restarted gets the VM and its key first.
+async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), StepError> {
+    let agent = run.agent(vm)?;
+    match agent.put_job(vm.id, run.task.id, job.clone()).await {
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
+            prepare(run).await?;
+            Ok(agent.put_job(vm.id, run.task.id, job).await?)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all.
+async fn follow(run: &Run<'_>, vm: &Vm, kind: JobKind) -> Result<(), StepError> {
+    let mut state: Option<Arc<HostState>> = None;
+    loop {
+        let next = run.host_state(vm.host, state.as_deref()).await?;
+        let job = run.job_in(&next).filter(|job| job.kind == kind);
+        match job.map(|job| &job.state) {
+            Some(JobState::ReadyToCommit | JobState::Done) => {
+                run.show(Progress::default());
+                return Ok(());
+            }
+            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Cancelled) => {
+                let detail = format!("host '{}' has cancelled this step", vm.host_name);
+                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
+            }
+            Some(_) => run.show_job(&next),
+            // The agent has restarted and does not know the job: it is put again, and goes on where it was.
+            None => {
+                let detail = format!("host '{}' lost track of the disks", vm.host_name);
+                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+            }
+        }
+        run.check_cancelled()?;
+        state = Some(next);
+    }
+}
+
+/// Deals with what tasks have left that could be neither finished nor undone: copies, former images.
+async fn clear(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let left = tasks::unknown_of_vm(&mut *run.store().read().await?, vm.id).await?;
+    let known: Vec<DiskId> = run.disks().await?.iter().map(|disk| disk.id).collect();
+    for task in left.iter().filter(|task| task.operation.mirrors_disks()) {
+        let mut disks = of_task(task).unwrap_or_default();
+        disks.retain(|disk| known.contains(disk));
+        if !disks.is_empty() && cancel(run, &vm, task, &disks).await? == Cancelled::InUse {
+            // Some disks may use their copies and others not, and the inventory may not know.
+            commit(run, &vm, task, &disks).await?;
+            record_found(run, &disks).await?;
+        }
+    }
+    remove_sources(run, &vm).await
+}
+
+async fn copy(run: &Run<'_>) -> Result<(), StepError> {
+    let disks = copied(run)?;
+    if disks.is_empty() {
+        return Ok(());
+    }
+    let vm = run.vm().await?;
+    put(run, &vm, mirror(&run.task.operation, &disks)).await?;
+    follow(run, &vm, JobKind::Mirror).await
+}
+
+/// What has become of copies that were to be removed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cancelled {
+    /// They are gone.
+    Gone,
+    /// The host uses them, or some of them, already.
+    InUse,
+}
+
+/// Has the host remove the copies that a task has made.
+async fn cancel(
+    run: &Run<'_>,
+    vm: &Vm,
+    of: &Task,
+    disks: &[DiskId],
+) -> Result<Cancelled, StepError> {
+    known_to_host(run).await?;
+    let job = mirror(&of.operation, disks);
+    match run.agent(vm)?.cancel_job(vm.id, of.id, job).await {
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(Cancelled::Gone),
+        Err(problem) if problem.code == ErrorCode::AlreadyExists => Ok(Cancelled::InUse),
+        other => Ok(other.map(|()| Cancelled::Gone)?),
+    }
+}
+
+/// Ensures that the host knows the VM. A host that uses copies of which the inventory does not know yet knows better,
+/// while the VM runs.
+async fn known_to_host(run: &Run<'_>) -> Result<(), StepError> {
+    match register(run).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::WrongState => Ok(()),
+        other => other,
+    }
+}
+
+/// Undoes [`copy`].
+async fn uncopy(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    let (vm, disks) = (run.vm().await?, copied(run)?);
+    if disks.is_empty() {
+        return Ok(());
+    }
+    match cancel(run, &vm, run.task, &disks).await? {
+        Cancelled::Gone => Ok(()),
+        Cancelled::InUse => {
+            Err(StepError::Final(unfinished(&run.task.operation, &run.task.target, cause)))
+        }
+    }
+}
+
+/// Has the host use the copies, and records that.
+async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, disks) = (run.vm().await?, copied(run)?);
+    if !disks.is_empty() {
+        if let Err(error) = commit(run, &vm, run.task, &disks).await {
+            let StepError::Final(problem) = error else { return Err(error) };
+            if !is_lost(&problem) {
+                return Err(StepError::Final(problem));
+            }
+            // The job is to be put again, too: it goes on where it was.
+            copy(run).await?;
+            commit(run, &vm, run.task, &disks).await?;
+        }
+    }
+    record(run, &disks).await
+}
+
+/// Whether a host refuses because its agent has restarted, and does not know the VM, the key or the job any more.
+fn is_lost(problem: &Problem) -> bool {
+    matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked | ErrorCode::WrongState)
+}
+
+/// Has the host use the copies that a task has made. An agent that has restarted gets the VM and its key first.
+async fn commit(run: &Run<'_>, vm: &Vm, of: &Task, disks: &[DiskId]) -> Result<(), StepError> {
+    let (agent, job) = (run.agent(vm)?, mirror(&of.operation, disks));
+    let commit = || agent.commit_job(vm.id, of.id, job.clone());
+    match commit().await {
+        Err(problem) if is_lost(&problem) => {}
+        other => return Ok(other?),
+    }
+    known_to_host(run).await?;
+    run.hosts().deliver(vm, Purpose::Open).await.map_err(locked)?;
+    Ok(commit().await?)
+}
+
+/// What a host says of a disk.
+fn facts_of(seen: &[DiskState], disk: DiskId) -> Option<&DiskFacts> {
+    seen.iter().find(|seen| seen.disk == disk).map(|seen| &seen.facts)
+}
+
+/// Records the images that the host uses, and the VM's policy, in one transaction.
+async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
+    let host = run.vm().await?.host;
+    let state = run.host_state(host, None).await?;
+    let seen = state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks);
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let vm = run.vm().await?;
+    let mut write = run.store().write().await?;
+    let known = disks::of_vm(&mut write, vm.id).await?;
+    let mut names = Vec::new();
+    for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
+        let wanted = encrypts(&run.task.operation);
+        let facts = facts_of(seen, disk.id).filter(|facts| is_encrypted(facts) == wanted);
+        let Some(facts) = facts else {
+            let detail = format!(
+                "host '{}' does not say of disk '{}' that it uses its copy",
+                vm.host_name, disk.name
+            );
+            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+        };
+        disks::set_image(&mut write, disk.id, wanted, facts).await?;
+        names.push(disk.name.as_str());
+    }
+    let policy = give_policy(run, &mut write, &vm, &known).await?;
+    tell(run, &mut write, &vm, &names, policy).await?;
+    Ok(write.commit().await?)
+}
+
+fn is_encrypted(facts: &DiskFacts) -> bool {
+    matches!(facts, DiskFacts::Luks2 { .. })
+}
+
+/// Gives the VM the policy of the operation, with its limits and caches, which a guest that runs gets at its next start.
+/// Returns the policy's name where it is another one than before.
+async fn give_policy(
+    run: &Run<'_>,
+    write: &mut Write<'_>,
+    vm: &Vm,
+    known: &[Disk],
+) -> Result<Option<String>, StepError> {
+    let Some(wanted) = run.task.operation.next_policy().filter(|wanted| *wanted != vm.policy)
+    else {
+        return Ok(None);
+    };
+    // A policy that a task is to give to a VM is neither changed nor removed.
+    let Some(policy) = policies::find(write, &wanted.to_string()).await? else {
+        return Err(internal("the policy that the VM is to have is gone"));
+    };
+    for disk in known.iter().filter(|disk| disk.role.is_data()) {
+        disks::set_settings(write, disk.id, policy.limits, policy.cache).await?;
+    }
+    let name = policy.name;
+    vms::set(write, &Vm { policy: policy.id, policy_name: name.clone(), ..vm.clone() }).await?;
+    Ok(Some(name))
+}
+
+/// Writes the event that the copies are in use; once, as this step may be repeated.
+async fn tell(
+    run: &Run<'_>,
+    write: &mut Write<'_>,
+    vm: &Vm,
+    names: &[&str],
+    policy: Option<String>,
+) -> Result<(), StepError> {
+    let kind = match run.task.operation {
+        Operation::EncryptVm { .. } => "vm.encrypted",
+        Operation::DecryptVm { .. } => "vm.decrypted",
+        _ => "vm.deep-recrypted",
+    };
+    let by = format!("as task {}", run.task.id);
+    let filter = events::Filter {
+        kind: Some(kind.to_owned()),
+        target: Some(vm.name.clone()),
+        since: Some(run.task.created),
+        ..events::Filter::default()
+    };
+    let told = events::last_of(write, 1, &filter).await?;
+    if told.iter().any(|event| event.detail.ends_with(&by)) {
+        return Ok(());
+    }
+    let disks = match names {
+        [] => "no disk had to be copied".to_owned(),
+        names => format!("disks {}", names.join(", ")),
+    };
+    let policy = policy.map(|name| format!("; policy '{name}' in place of '{}'", vm.policy_name));
+    let detail = format!("{disks}{}; {by}", policy.unwrap_or_default());
+    let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
+    Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
+}
+
+/// Undoes [`switch`], which is possible only while the host uses no copy. Otherwise it goes on to the end: some disks
+/// may use theirs, and others not.
+async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    let (vm, disks) = (run.vm().await?, copied(run)?);
+    if !disks.is_empty() && cancel(run, &vm, run.task, &disks).await? == Cancelled::Gone {
+        return Ok(());
+    }
+    match switch(run).await {
+        Err(StepError::Again(problem)) => return Err(StepError::Again(problem)),
+        Err(StepError::Final(problem)) => {
+            tracing::warn!(task = %run.task.id, %problem, "not all disks use their copies");
+            record_found(run, &disks).await?;
+        }
+        Ok(()) => {}
+    }
+    Err(StepError::Final(unfinished(&run.task.operation, &run.task.target, cause)))
+}
+
+/// Records which of the copied disks use their copies: for each what the host says.
+async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
+    let state = run.host_state(run.vm().await?.host, None).await?;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let mut write = run.store().write().await?;
+    for seen in state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks) {
+        if copied.contains(&seen.disk) {
+            let encrypted = is_encrypted(&seen.facts);
+            disks::set_image(&mut write, seen.disk, encrypted, &seen.facts).await?;
+        }
+    }
+    Ok(write.commit().await?)
+}
+
+/// Has the host overwrite and remove the former images.
+async fn drop_sources(run: &Run<'_>) -> Result<(), StepError> {
+    register(run).await?;
+    let vm = run.vm().await?;
+    remove_sources(run, &vm).await?;
+    let state = run.host_state(vm.host, None).await?;
+    run.hosts().until_shown(vm.host, &state).await;
+    Ok(())
+}
+
+/// Of all disks: where there is none, there is nothing to do.
+async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+    let disks = run.disks().await?;
+    let of_guest = disks.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
+    let disks: Vec<DiskId> = of_guest.map(|disk| disk.id).collect();
+    if disks.is_empty() {
+        return Ok(());
+    }
+    put(run, vm, JobSpec::DropSources(DropSourcesJob { disks })).await?;
+    follow(run, vm, JobKind::DropSources).await
+}
+
+/// The problem of a failure after the host has begun to use the copies.
+pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+    let (what, left, again) = match operation {
+        Operation::EncryptVm { .. } => (
+            "uses encrypted copies of its disks",
+            "their former images, which are not encrypted, may be on the datastore still",
+            "vmseal vm encrypt",
+        ),
+        Operation::DecryptVm { .. } => (
+            "uses copies of its disks that are not encrypted",
+            "their former images may be on the datastore still, and the VM may have its key",
+            "vmseal vm decrypt",
+        ),
+        _ => (
+            "uses copies of its disks with new keys",
+            "their former images may be on the datastore still",
+            "vmseal vm recrypt --deep",
+        ),
+    };
+    let detail = format!(
+        "VM '{target}' is whole and {what}, and {left} ({cause}): once the cause is fixed, begin it again, which finishes it ({again} {target})"
+    );
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}

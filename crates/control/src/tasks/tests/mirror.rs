@@ -1,0 +1,519 @@
+//! VMs that are encrypted, decrypted, and given new data keys, off and running: at every point the VM is whole, the
+//! inventory says what its host has, and at the end no copy, no former image and no key is left.
+
+use vmseal_api::hardware::Firmware;
+use vmseal_api::host::{DiskFacts, DiskRole};
+use vmseal_api::request::{DecryptVm, EncryptVm};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::{Caller, Outcome, create_vm, mirror};
+use crate::store::{keys, policies};
+
+/// What is done, and whether the VM runs meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Mirror {
+    pub(super) what: What,
+    pub(super) runs: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum What {
+    Encrypt,
+    Decrypt,
+    DeepRecrypt,
+}
+
+const ALL: [Mirror; 6] = [
+    Mirror { what: What::Encrypt, runs: false },
+    Mirror { what: What::Encrypt, runs: true },
+    Mirror { what: What::Decrypt, runs: false },
+    Mirror { what: What::Decrypt, runs: true },
+    Mirror { what: What::DeepRecrypt, runs: false },
+    Mirror { what: What::DeepRecrypt, runs: true },
+];
+
+const COMMIT: &str = "switch";
+
+async fn policy(fixture: &Fixture, name: &str) -> vmseal_api::id::PolicyId {
+    let mut read = fixture.store.read().await.unwrap();
+    policies::find(&mut read, name).await.unwrap().unwrap().id
+}
+
+impl Mirror {
+    fn power(self) -> Power {
+        if self.runs { Power::Running } else { Power::Off }
+    }
+
+    pub(super) async fn before(self, fixture: &Fixture) -> VmId {
+        let policy = if self.what == What::Encrypt { "plain" } else { "encrypted" };
+        let vm = fixture.made("web", policy).await;
+        if self.runs {
+            done(fixture, Operation::StartVm { vm, boot_once: None }).await;
+        }
+        vm
+    }
+
+    pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
+        match self.what {
+            What::Encrypt => {
+                let has_key = fixture.vm(vm).await.unwrap().key.is_some();
+                let provider = (!has_key).then_some(fixture.provider());
+                Operation::EncryptVm { vm, policy: policy(fixture, "encrypted").await, provider }
+            }
+            What::Decrypt => Operation::DecryptVm { vm, policy: policy(fixture, "plain").await },
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+        }
+    }
+
+    fn any(self) -> Operation {
+        let (vm, policy) = (VmId::new(), vmseal_api::id::PolicyId::new());
+        match self.what {
+            What::Encrypt => {
+                let provider = Some(vmseal_api::id::ProviderId::new());
+                Operation::EncryptVm { vm, policy, provider }
+            }
+            What::Decrypt => Operation::DecryptVm { vm, policy },
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+        }
+    }
+
+    pub(super) fn steps(self) -> Vec<&'static str> {
+        steps::of(&self.any()).iter().map(|step| step.name()).collect()
+    }
+
+    /// The steps that can be undone: up to the commit step.
+    fn undone_steps(self) -> Vec<&'static str> {
+        let mut steps = self.steps();
+        let commit = steps.iter().position(|step| *step == COMMIT).unwrap();
+        steps.truncate(commit + 1);
+        steps
+    }
+
+    pub(super) fn is_past_commit(self, step: &str) -> bool {
+        !self.undone_steps().contains(&step)
+    }
+
+    async fn begin(self, fixture: &Fixture, vm: VmId) -> vmseal_api::id::TaskId {
+        let operation = self.operation(fixture, vm).await;
+        fixture.begin(operation, "web").await
+    }
+
+    /// The VM is whole and encrypted, or not, in the inventory and on its host, and nothing else is left of it.
+    async fn assert_is(self, fixture: &Fixture, vm: VmId, encrypted: bool, what: &str) {
+        fixture.assert_whole(vm, self.power(), what).await;
+        assert_agrees(fixture, vm, what).await;
+        let row = fixture.vm(vm).await.unwrap();
+        let policy = if encrypted { "encrypted" } else { "plain" };
+        assert_eq!((row.policy_name.as_str(), row.key.is_some()), (policy, encrypted), "{what}");
+        for disk in fixture.disks(vm).await {
+            assert_eq!(disk.encrypted, encrypted, "{what}: {disk:?}");
+        }
+        assert_eq!(fixture.agent.mirrored(), (vec![], vec![]), "{what}: images are left");
+        let known = keys::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
+        assert_eq!(known, row.key.clone().into_iter().collect::<Vec<_>>(), "{what}: other keys");
+        assert_eq!(fixture.agent.keys_held().contains(&vm), encrypted, "{what}: a key is held");
+        if self.runs {
+            let runs_with = fixture.agent.runs_with(vm).unwrap();
+            assert_eq!(runs_with.key, row.key, "{what}: its guest runs with another key");
+        }
+    }
+
+    pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
+        self.assert_is(fixture, vm, self.what != What::Decrypt, what).await;
+        let (kind, made, destroyed) = match self.what {
+            What::Encrypt => ("vm.encrypted", 1, 0),
+            What::Decrypt => ("vm.decrypted", 1, 1),
+            What::DeepRecrypt => ("vm.deep-recrypted", 1, 0),
+        };
+        assert_eq!(fixture.events(kind).await.len(), 1, "{what}");
+        assert_eq!(fixture.events("key.created").await.len(), made, "{what}");
+        assert_eq!(fixture.events("key.destroyed").await.len(), destroyed, "{what}");
+    }
+
+    pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
+        self.assert_is(fixture, vm, self.what != What::Encrypt, what).await;
+        let (created, destroyed) =
+            (fixture.events("key.created").await, fixture.events("key.destroyed").await);
+        let left = usize::from(self.what != What::Encrypt);
+        assert_eq!(created.len() - destroyed.len(), left, "{what}: {created:?} {destroyed:?}");
+    }
+
+    /// The VM is whole and uses its copies: the problem says so, an alarm is active, and the same again finishes it.
+    pub(super) async fn assert_unfinished(
+        self,
+        fixture: &mut Fixture,
+        vm: VmId,
+        problem: &Problem,
+        what: &str,
+    ) {
+        let told = problem.detail.contains("is whole") && problem.detail.contains("begin it again");
+        assert!(told, "{what}: {problem}");
+        let alarm = "task-unfinished web".to_owned();
+        assert!(fixture.alarms().await.contains(&alarm), "{what}");
+        assert_agrees(fixture, vm, what).await;
+        fixture.restart(|engine| engine.environment.faults = None).await;
+        let task = self.begin(fixture, vm).await;
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
+        self.assert_is(fixture, vm, self.what != What::Decrypt, what).await;
+        assert!(!fixture.alarms().await.contains(&alarm), "{what}: the alarm is still active");
+    }
+}
+
+async fn done(fixture: &Fixture, operation: Operation) {
+    let task = fixture.begin(operation, "web").await;
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+}
+
+/// Each image is as the inventory has its disk, and opens with the VM's key.
+async fn assert_agrees(fixture: &Fixture, vm: VmId, what: &str) {
+    let (row, images) = (fixture.vm(vm).await.unwrap(), fixture.agent.disks());
+    for disk in fixture.disks(vm).await {
+        let image = &images[&disk.id];
+        let is_encrypted = matches!(image.facts, DiskFacts::Luks2 { .. });
+        assert_eq!(disk.encrypted, is_encrypted, "{what}: {disk:?} {image:?}");
+        assert_eq!(disk.facts.as_ref(), Some(&image.facts), "{what}");
+        let key = row.key.as_ref().filter(|_| is_encrypted).map(|key| key.check.clone());
+        assert_eq!(image.checks, key.into_iter().collect(), "{what}: it opens with another key");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn encryption_survives_every_fault_at_every_step() {
+    matrix(Kind::Mirror(ALL[0])).await;
+    matrix(Kind::Mirror(ALL[1])).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decryption_survives_every_fault_at_every_step() {
+    matrix(Kind::Mirror(ALL[2])).await;
+    matrix(Kind::Mirror(ALL[3])).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deep_recryption_survives_every_fault_at_every_step() {
+    matrix(Kind::Mirror(ALL[4])).await;
+    matrix(Kind::Mirror(ALL[5])).await;
+}
+
+/// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn undoing_survives_every_fault_at_every_step() {
+    for kind in ALL {
+        for step in kind.undone_steps() {
+            for (point, fault) in [
+                (FaultPoint::Before, Fault::Crash),
+                (FaultPoint::After, Fault::Crash),
+                (FaultPoint::Before, Fault::Fail(silent())),
+                (FaultPoint::After, Fault::Fail(silent())),
+                (FaultPoint::After, Fault::Twice),
+            ] {
+                let what = format!("{kind:?}, {fault:?} {point:?} undoing {step:?}");
+                let crashes = matches!(fault, Fault::Crash);
+                let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
+                let both = failing_and(undoing);
+                let (fixture, vm, task) = carry_out(Kind::Mirror(kind), both, &done, crashes).await;
+                let ended = fixture.task(task).await;
+                assert_eq!(ended.state, TaskState::Failed, "{what}: {:?}", ended.problem);
+                kind.assert_undone(&fixture, vm, &what).await;
+            }
+        }
+    }
+}
+
+/// Fails the commit step before it does anything, and has other faults beside.
+fn failing_and(others: Faults) -> Faults {
+    let (failing, _) =
+        at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
+    Arc::new(move |step, state, point| match failing(step, state, point) {
+        Fault::None => others(step, state, point),
+        fault => fault,
+    })
+}
+
+/// What can be neither finished nor undone leaves a whole VM, and any of the operations removes what it has left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_stuck_leaves_a_whole_vm_and_is_cleared_by_the_next() {
+    for kind in ALL {
+        for step in kind.undone_steps() {
+            let what = format!("{kind:?}, undoing {step:?} fails for good");
+            let mut fixture = Fixture::new().await;
+            let vm = kind.before(&fixture).await;
+            let (stuck, _) = at(
+                step,
+                TaskState::RollingBack,
+                FaultPoint::Before,
+                Fault::Fail(refused()),
+                u32::MAX,
+            );
+            fixture.restart(|engine| engine.environment.faults = Some(failing_and(stuck))).await;
+            let task = kind.begin(&fixture, vm).await;
+            assert_eq!(fixture.ended(task).await.state, TaskState::Unknown, "{what}");
+            assert_agrees(&fixture, vm, &what).await;
+            fixture.restart(|engine| engine.environment.faults = None).await;
+            done(&fixture, kind.operation(&fixture, vm).await).await;
+            kind.assert_is(&fixture, vm, kind.what != What::Decrypt, &what).await;
+            assert!(fixture.alarms().await.is_empty(), "{what}: {:?}", fixture.alarms().await);
+        }
+    }
+}
+
+/// The host refuses for good to remove the former images of a VM that was encrypted; it is decrypted then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn former_images_that_stay_are_removed_before_the_next_copy() {
+    for runs in [false, true] {
+        let fixture = Fixture::new().await;
+        let encrypt = Mirror { what: What::Encrypt, runs };
+        let vm = encrypt.before(&fixture).await;
+        // To clear, to copy, to remove.
+        fixture.agent.inject(Call::PutJob, 3, HostFault::Refuse(ErrorCode::Damaged));
+        let task = encrypt.begin(&fixture, vm).await;
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Unknown);
+        let problem = ended.problem.unwrap();
+        assert!(problem.detail.contains("vmseal vm encrypt web"), "{problem}");
+        assert_eq!(fixture.agent.mirrored().1.len(), 2, "the former images are gone");
+        assert_agrees(&fixture, vm, "encrypted").await;
+        let decrypt = Mirror { what: What::Decrypt, runs };
+        done(&fixture, decrypt.operation(&fixture, vm).await).await;
+        decrypt.assert_is(&fixture, vm, false, "decrypted after").await;
+        assert!(fixture.alarms().await.is_empty());
+    }
+}
+
+/// Lost calls to the host, lost answers, and restarts of the agent, also between two disks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_calls_and_restarts_of_the_agent_do_not_matter() {
+    for kind in ALL {
+        for call in
+            [Call::RegisterVm, Call::OfferKey, Call::PutJob, Call::CommitJob, Call::Describe]
+        {
+            for fault in [
+                HostFault::LoseRequest,
+                HostFault::LoseAnswer,
+                HostFault::Crash,
+                HostFault::CrashHalfway,
+                HostFault::CrashAfter,
+            ] {
+                for nth in [1, 2, 3] {
+                    let what = format!("{kind:?}: {call:?} {fault:?}, the {nth}th time");
+                    let fixture = Fixture::new().await;
+                    let vm = kind.before(&fixture).await;
+                    fixture.agent.inject(call, nth, fault);
+                    let task = kind.begin(&fixture, vm).await;
+                    let ended = fixture.ended(task).await;
+                    assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
+                    kind.assert_done(&fixture, vm, &what).await;
+                }
+            }
+        }
+    }
+}
+
+/// One disk of two uses its copy, and the other one cannot: the inventory says what each disk is, and the same again
+/// finishes it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_switch_that_ends_between_two_disks_is_on_record_disk_by_disk() {
+    for kind in ALL {
+        let what = format!("{kind:?}");
+        let mut fixture = Fixture::new().await;
+        let vm = kind.before(&fixture).await;
+        let second = fixture.disks(vm).await[1].id;
+        fixture.agent.fail_disk(second);
+        let task = kind.begin(&fixture, vm).await;
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Unknown, "{what}: {:?}", ended.problem);
+        assert_agrees(&fixture, vm, &what).await;
+        let encrypted: Vec<_> = fixture.disks(vm).await.iter().map(|it| it.encrypted).collect();
+        let expected = match kind.what {
+            What::Encrypt => [true, false],
+            What::Decrypt => [false, true],
+            What::DeepRecrypt => [true, true],
+        };
+        assert_eq!(encrypted, expected, "{what}");
+        assert!(fixture.events("key.destroyed").await.is_empty(), "{what}: a key is needed still");
+        // The next ones deal with it as soon as that is possible, and do not go round it.
+        let again = kind.begin(&fixture, vm).await;
+        let ended = fixture.ended(again).await;
+        assert_eq!(ended.state, TaskState::Failed, "{what}: {:?}", ended.problem);
+        assert_agrees(&fixture, vm, &what).await;
+        fixture.agent.mend_disks();
+        fixture.restart(|_| {}).await;
+        done(&fixture, kind.operation(&fixture, vm).await).await;
+        kind.assert_is(&fixture, vm, kind.what != What::Decrypt, &what).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_can_be_cancelled_until_the_host_uses_the_copies() {
+    for kind in ALL {
+        for step in kind.steps() {
+            let what = format!("{kind:?}, cancelled at {step:?}");
+            let mut fixture = Fixture::new().await;
+            let vm = kind.before(&fixture).await;
+            let (faults, done) = at(step, TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+            fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+            let task = kind.begin(&fixture, vm).await;
+            let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+            fixture.eventually("it crashes", crashed).await;
+            let cancelled = fixture.engine.cancel(&task.to_string(), "me").await;
+            fixture.restart(|_| {}).await;
+            let ended = fixture.ended(task).await;
+            if kind.is_past_commit(step) {
+                assert_eq!(cancelled.unwrap_err().code, ErrorCode::WrongState, "{what}");
+                assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
+                kind.assert_done(&fixture, vm, &what).await;
+                continue;
+            }
+            assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
+            kind.assert_undone(&fixture, vm, &what).await;
+        }
+    }
+}
+
+/// While it copies: the VM is held, its progress is shown, and it can be cancelled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_in_progress_holds_its_vm_and_can_be_cancelled() {
+    for kind in ALL {
+        let fixture = Fixture::new().await;
+        let vm = kind.before(&fixture).await;
+        let puts = fixture.calls(Call::PutJob);
+        fixture.agent.set_work(std::time::Duration::from_millis(100));
+        let task = kind.begin(&fixture, vm).await;
+        fixture
+            .eventually("it clears", async || (fixture.calls(Call::PutJob) > puts).then_some(()))
+            .await;
+        fixture.agent.set_work(LONG);
+        let shown = async || {
+            let shown = fixture.engine.shown(&fixture.task(task).await);
+            (shown.step == "copy the disks").then_some(shown.progress?)
+        };
+        let progress = fixture.eventually("it copies", shown).await;
+        assert_eq!(progress.total, 2 << 20);
+        let second = Operation::StartVm { vm, boot_once: None };
+        let mut write = fixture.store.write().await.unwrap();
+        let second = Engine::record(&mut write, second, "web", "me").await.unwrap_err();
+        assert_eq!(second.code, ErrorCode::WrongState);
+        drop(write);
+        fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{kind:?} {:?}", ended.problem);
+        kind.assert_undone(&fixture, vm, &format!("{kind:?}")).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_datastore_leaves_the_vm_as_it_was() {
+    for kind in ALL {
+        let fixture = Fixture::new().await;
+        let vm = kind.before(&fixture).await;
+        fixture.agent.set_full(true);
+        let task = kind.begin(&fixture, vm).await;
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Failed);
+        assert_eq!(ended.problem.unwrap().code, ErrorCode::NoSpace);
+        kind.assert_undone(&fixture, vm, &format!("{kind:?}")).await;
+    }
+}
+
+/// A provider that gives no keys is waited for, and does not matter where the host has the key already.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sealed_provider_is_waited_for() {
+    for kind in ALL {
+        let mut fixture = Fixture::new().await;
+        let vm = kind.before(&fixture).await;
+        let waits = kind.what != What::DeepRecrypt;
+        fixture.restart_sealed().await;
+        let task = kind.begin(&fixture, vm).await;
+        if waits {
+            fixture
+                .eventually("it waits", async || {
+                    let task = fixture.task(task).await;
+                    let ended = task.ended.is_some();
+                    (task.state == TaskState::Waiting || ended).then_some(())
+                })
+                .await;
+            fixture.unlock("keys").await;
+        }
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{kind:?} {:?}", ended.problem);
+        if !waits {
+            fixture.unlock("keys").await;
+        }
+        kind.assert_done(&fixture, vm, &format!("{kind:?}")).await;
+    }
+}
+
+/// The VM can be stopped and started after it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_changed_starts_and_stops_as_before() {
+    for kind in ALL {
+        let fixture = Fixture::new().await;
+        let vm = kind.before(&fixture).await;
+        done(&fixture, kind.operation(&fixture, vm).await).await;
+        if kind.runs {
+            done(&fixture, Operation::StopVm { vm, force: true, timeout_seconds: 1 }).await;
+        }
+        done(&fixture, Operation::StartVm { vm, boot_once: None }).await;
+        let running = Mirror { runs: true, ..kind };
+        running.assert_done(&fixture, vm, &format!("{kind:?}")).await;
+    }
+}
+
+/// The disk of a TPM is encrypted in any case, and keeps the VM's key; what UEFI keeps is copied as any other disk.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tpm_keeps_its_disk_and_its_key() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let mut request = super::tpm::request("encrypted");
+    request.hardware.firmware = Firmware::Uefi;
+    let begun = create_vm::create(&services, &Caller::administrator("me"), request, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    let key = fixture.vm(vm).await.unwrap().key;
+    let encrypted = async || {
+        assert_eq!(fixture.vm(vm).await.unwrap().key, key);
+        assert_agrees(&fixture, vm, "with a TPM").await;
+        let disks = fixture.disks(vm).await.into_iter();
+        disks.map(|disk| (disk.role, disk.encrypted)).collect::<Vec<_>>()
+    };
+    let roles = [DiskRole::Data, DiskRole::UefiVariables, DiskRole::Tpm];
+    let expected = |guests: bool| roles.map(|role| (role, guests || role == DiskRole::Tpm));
+    let mut before = encrypted().await;
+    before.sort_by_key(|(role, _)| roles.iter().position(|known| known == role));
+    assert_eq!(before, expected(true));
+    for (what, is_encrypted) in [
+        (What::DeepRecrypt, true),
+        (What::Decrypt, false),
+        (What::Encrypt, true),
+        (What::Decrypt, false),
+    ] {
+        let kind = Mirror { what, runs: false };
+        done(&fixture, kind.operation(&fixture, vm).await).await;
+        let mut after = encrypted().await;
+        after.sort_by_key(|(role, _)| roles.iter().position(|known| known == role));
+        assert_eq!(after, expected(is_encrypted), "{what:?}");
+        assert!(fixture.events("key.destroyed").await.is_empty(), "{what:?}");
+    }
+    // There is nothing to be decrypted any more, and the key is no reason to begin.
+    let request = DecryptVm::default();
+    let me = Caller::administrator("me");
+    let refused = mirror::decrypt(&services, &me, "web", request, false).await.unwrap_err();
+    assert!(refused.detail.contains("is not encrypted"), "{refused}");
+}
+
+/// An encrypted VM that another provider has the key of is not encrypted with a second one.
+#[tokio::test]
+async fn a_vm_that_has_a_key_keeps_it() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.recryption(vm).await;
+    let request = EncryptVm { provider: Some("other".to_owned()), ..EncryptVm::default() };
+    let me = Caller::administrator("me");
+    let refused = mirror::encrypt(&services, &me, "web", request, true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("provider"), "{refused}");
+}
