@@ -15,7 +15,7 @@ const FIRST_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0a";
 const FIRST: &str = "10.77.0.10";
 const SECOND_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0b,name=lan";
 const SECOND: &str = "10.77.0.11";
-const USER_CARD: &str = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,name=out";
+const USER_CARD: &str = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,forward=tcp:6379,name=out";
 
 /// Runs a client of redis; gives what it says.
 fn redis(program: &str, arguments: &[&str]) -> String {
@@ -23,6 +23,14 @@ fn redis(program: &str, arguments: &[&str]) -> String {
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && !said.to_lowercase().contains("error"), "{program}: {said}");
     said.trim().to_owned()
+}
+
+/// How many connections the kernel takes at a port of the host before the program that listens does.
+fn queue_of(port: u64) -> u32 {
+    let listening = Command::new("ss").args(["-Hltn", &format!("sport = :{port}")]).output();
+    let listening = String::from_utf8(listening.unwrap().stdout).unwrap();
+    // State, what waits, the most that may wait.
+    listening.split_whitespace().nth(2).unwrap().parse().unwrap()
 }
 
 fn create(here: &Installation, vm: &str, nics: &[&str]) {
@@ -65,6 +73,12 @@ fn guests_are_on_the_network() {
         &["-h", FIRST, "-q", "-t", "set,get", "-n", "1000", "-c", "20", "-r", "500"],
     );
     assert!(redis("redis-cli", &["-h", FIRST, "dbsize"]).parse::<u32>().unwrap() > 100);
+    // And at the forwarded port, where QEMU by itself would have one connection wait.
+    let redis_port = shown["nics"][1]["forwards"][1]["host_port"].as_u64().unwrap();
+    assert!(queue_of(port) > 20 && queue_of(redis_port) > 20);
+    let at = ["-p", &redis_port.to_string()];
+    let load = ["-q", "-t", "set,get", "-n", "1000", "-c", "20"];
+    redis("redis-benchmark", &[&at[..], &load].concat());
     // Guest to guest.
     first.type_text(&format!("wget -q -O - http://{SECOND}/\n")).unwrap();
     first.expect("\n10.0.2.15", 0).unwrap();
@@ -110,7 +124,15 @@ fn guests_are_on_the_network() {
     assert_eq!(taps().unwrap(), 0);
     here.vmseal(&["vm", "start", "second"]).unwrap();
     assert_eq!(here.vm("second").unwrap()["nics"][1]["forwards"][0]["host_port"], port);
-    here.vmseal(&["vm", "stop", "second", "--force"]).unwrap();
+    // A card that comes later is as one that was there.
+    here.vmseal(&["nic", "add", "second", "--nic", "user,forward=tcp:80,name=late"]).unwrap();
+    let late = here.vm("second").unwrap()["nics"][2]["forwards"][0]["host_port"].as_u64();
+    assert!(queue_of(late.unwrap()) > 20);
+    // What has been renamed is told of by its name of now. This guest has no agent.
+    here.vmseal(&["vm", "set", "second", "--name", "third"]).unwrap();
+    let told = here.refused(&["vm", "guest", "ping", "third"]).unwrap();
+    assert!(told.contains("guest of VM 'third'"), "{told}");
+    here.vmseal(&["vm", "stop", "third", "--force"]).unwrap();
 }
 
 #[test]

@@ -36,8 +36,8 @@ impl Load {
     pub const ALL: [Self; 5] =
         [Self::ToGuest, Self::FromGuest, Self::RoundTrips, Self::RedisGet, Self::RedisSet];
 
-    /// Whether it is measured over a network. Twenty connections at once to a forwarded port were not all answered within a minute on a
-    /// busy machine, once; by which QEMU was not seen.
+    /// Whether it is measured over a network. A QEMU that is started by hand does not answer twenty connections at once to a forwarded
+    /// port within a minute on a busy machine (docs/network.md, "Many clients at once"): there is nothing to compare with.
     pub fn is_of(self, network: Network) -> bool {
         network == Network::Bridge || !matches!(self, Self::RedisGet | Self::RedisSet)
     }

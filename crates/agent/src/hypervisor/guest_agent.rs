@@ -60,6 +60,12 @@ impl GuestAgent {
         Self { vm: vm.to_owned(), socket, turn: Arc::default() }
     }
 
+    /// The same for a VM that may have got another name since it was started.
+    #[must_use]
+    pub fn called(self, vm: &str) -> Self {
+        Self { vm: vm.to_owned(), ..self }
+    }
+
     /// Asks it.
     ///
     /// # Errors

@@ -342,6 +342,21 @@ impl Process {
         (!self.has_ended()).then_some(user)
     }
 
+    /// A copy of one of its descriptors, for what may be done to an open socket from outside.
+    ///
+    /// # Errors
+    /// Those of `pidfd_getfd`, such as that this process may not.
+    pub fn descriptor(&self, number: RawFd) -> io::Result<OwnedFd> {
+        // SAFETY: no pointers are passed; the descriptor is a pidfd that we own.
+        let copy =
+            unsafe { libc::syscall(libc::SYS_pidfd_getfd, self.pidfd.as_raw_fd(), number, 0) };
+        if copy < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the call has just made the descriptor; nobody else owns it. It is close-on-exec.
+        Ok(unsafe { OwnedFd::from_raw_fd(copy as RawFd) })
+    }
+
     /// Kills it (SIGKILL); does nothing when it has ended.
     pub fn kill(&self) {
         // SAFETY: the descriptor is a pidfd that we own; no siginfo is passed.

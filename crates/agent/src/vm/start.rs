@@ -92,6 +92,8 @@ pub async fn start(
     metrics::QEMU_STARTED.add();
 
     let (console, qmp, events) = connect(directory, &qemu, Some(&filter)).await?;
+    // Its monitor answers: it listens at the forwarded ports.
+    network::backlog::lengthen(&qemu, &live.nics);
     wait_connected(&control, spec, |_| true).await?;
     for nic in spec.nics().filter(|nic| nic.link == NicLink::Down) {
         set_link(&qmp, nic.nic, NicLink::Down).await?;
@@ -225,6 +227,8 @@ pub async fn reconnect(
     if let Err(error) = usual_order::restore(&qmp, spec).await {
         tracing::warn!(vm = %spec.vm, %error, "its boot order at a reset may be that of its last start");
     }
+    // An earlier agent may not have known of it.
+    network::backlog::lengthen(&qemu, &live.nics);
     let tpm = Tpm::adopt(directory, spec).map_err(internal)?;
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
     if live.paused {

@@ -30,7 +30,7 @@ impl Owner {
 
     /// The way to the guest's agent; the caller waits for it without the owner.
     pub(super) fn guest_agent(&self) -> Result<GuestAgent, Problem> {
-        Ok(self.reach(Action::Guest)?.guest.clone())
+        Ok(self.reach(Action::Guest)?.guest.clone().called(&self.spec.name))
     }
 
     /// A new connection to the guest's screen.

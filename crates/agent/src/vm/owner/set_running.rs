@@ -142,6 +142,9 @@ impl Owner {
         running.live.nics.push(card.state.clone());
         running.write(&spec)?;
         let plugged = plug::nic(&running.qmp, port, &nic, &card).await.map_err(internal);
+        if plugged.is_ok() {
+            network::backlog::lengthen(&running.qemu, &running.live.nics);
+        }
         let linked = match (&plugged, nic.link) {
             (Ok(()), NicLink::Down) => set_link(&running.qmp, nic.nic, NicLink::Down).await,
             _ => plugged,
