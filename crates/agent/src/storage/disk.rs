@@ -40,6 +40,9 @@ use crate::storage::timed;
 use crate::storage::tpm_disk::{self, MakeTpm};
 use crate::storage::transfer::TransferDirectories;
 
+// Servers, which do not know what a header is, count the room for one.
+const _: () = assert!(vmseal_luks::DATA_OFFSET == vmseal_api::host::HEADER_AREA);
+
 /// How much room is allocated in one step, in bytes: a moment's work on most file systems.
 const ALLOCATION_STEP: u64 = 1 << 30;
 

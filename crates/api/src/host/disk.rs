@@ -10,6 +10,9 @@ use crate::replica::ReplicaPlace;
 use crate::size::Size;
 use crate::transfer::ImageFormat;
 
+/// The room that the header of an encrypted disk takes before the guest's first byte, in bytes.
+pub const HEADER_AREA: u64 = 16 << 20;
+
 /// A disk as a host opens it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

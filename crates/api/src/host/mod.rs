@@ -72,8 +72,8 @@ use std::time::Duration;
 
 pub use self::description::HostDescription;
 pub use self::disk::{
-    Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, ImageSource,
-    NewDisk,
+    Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,
+    ImageSource, NewDisk,
 };
 pub use self::job::{
     CreateJob, DiskToCreate, DiskToMirror, DropSourcesJob, ExportJob, JobKind, JobProgress,

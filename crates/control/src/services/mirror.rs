@@ -209,7 +209,8 @@ async fn examine(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let mut warnings = room::examine_copies(services, vm, &copied).await?;
+    let mut warnings =
+        room::examine_copies(services, vm, &copied, mirror_vm::encrypts(operation)).await?;
     if vm.key.is_some() && !copied.is_empty() {
         if dry_run {
             check_key(services, vm)?;

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{Allocation, DatastoreSpec, HostAgent};
+use vmseal_api::host::{Allocation, DatastoreSpec, HEADER_AREA, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
@@ -82,25 +82,23 @@ pub(super) async fn examine(
         }
     }
     let agent = services.hosts.connected(vm.host)?;
-    for store in stores(made.iter().map(|disk| (disk, disk.size))) {
+    for store in stores(made.iter().map(|disk| (disk, disk.encrypted))) {
         warnings.extend(store.examine(&*agent, "disks").await?);
     }
     Ok(warnings)
 }
 
-/// What an encrypted image takes beside its disk, in bytes: its header (docs/formats/disk.md).
-const HEADER: u64 = 16 << 20;
-
-/// Checks that copies of disks of a VM have room beside them, and says where they may not. A thin disk takes what its
-/// guest has written, which nobody has counted.
+/// Checks that copies of disks of a VM, encrypted or not, have room beside them, and says where they may not. A thin disk
+/// takes what its guest has written, which nobody has counted.
 pub(super) async fn examine_copies(
     services: &Services,
     vm: &vms::Vm,
     disks: &[&Disk],
+    encrypted: bool,
 ) -> Result<Vec<String>, Problem> {
     let agent = services.hosts.connected(vm.host)?;
     let mut warnings = Vec::new();
-    for store in stores(disks.iter().map(|disk| (*disk, disk.size.saturating_add(HEADER)))) {
+    for store in stores(disks.iter().map(|disk| (*disk, encrypted))) {
         let examined = store.examine(&*agent, "copies of the disks").await;
         let warning = examined.map_err(|problem| Problem { field: None, ..problem })?;
         warnings.extend(warning);
@@ -108,16 +106,18 @@ pub(super) async fn examine_copies(
     Ok(warnings)
 }
 
-/// What disks, each with what it takes when it is full, take of their datastores.
-fn stores<'a>(made: impl Iterator<Item = (&'a Disk, u64)>) -> Vec<Store<'a>> {
+/// What images of disks, each with whether it is encrypted, take of their datastores.
+fn stores<'a>(made: impl Iterator<Item = (&'a Disk, bool)>) -> Vec<Store<'a>> {
     let mut stores = HashMap::<DatastoreId, Store<'a>>::new();
-    for (disk, size) in made {
+    for (disk, encrypted) in made {
         let store = stores.entry(disk.datastore.datastore).or_insert_with(|| Store {
             name: &disk.datastore_name,
             place: &disk.datastore,
             taken: 0,
             wanted: 0,
         });
+        let header = if encrypted { HEADER_AREA } else { 0 };
+        let size = disk.size.saturating_add(header);
         store.wanted = store.wanted.saturating_add(size);
         if disk.allocation == Allocation::Preallocated {
             store.taken = store.taken.saturating_add(size);
@@ -148,7 +148,7 @@ impl Store<'_> {
         let (name, free) = (self.name, Size(usage.free));
         if self.taken > usage.free {
             let detail = format!(
-                "the preallocated {what} take {} of datastore '{name}', and {free} are free: free some room or use another datastore",
+                "the preallocated {what} take {} of datastore '{name}', their headers included, and {free} are free: free some room or use another datastore",
                 Size(self.taken)
             );
             let field = Some("disks".to_owned());

@@ -178,7 +178,7 @@ pub(super) fn internal(what: &str) -> StepError {
 }
 
 /// Whether disks are encrypted after an operation.
-fn encrypts(operation: &Operation) -> bool {
+pub(crate) fn encrypts(operation: &Operation) -> bool {
     !matches!(operation, Operation::DecryptVm { .. })
 }
 

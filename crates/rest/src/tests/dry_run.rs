@@ -201,18 +201,25 @@ async fn what_the_host_has_no_room_for_is_refused_or_said() {
     warned(&beside, "have 40 GiB of its 64 GiB of memory: there is not enough for 30 GiB");
     assert_eq!(dry(larger(24 << 30, 1, &[DISK])).await.body.get("warnings"), None);
     warned(&dry(larger(1 << 30, 9, &[DISK])).await, "has 8 processors, which 9 virtual ones");
-    // Each disk has room, and both have not.
-    api.fixture.agent.set_free(4 << 20);
+    // Each disk has room, and both have not, with the headers of encrypted ones.
+    api.fixture.agent.set_free(20 << 20);
     assert_eq!(dry(larger(1 << 30, 1, &[DISK])).await.body.get("warnings"), None);
-    warned(&dry(larger(1 << 30, 1, &[DISK, DISK])).await, "grow to 6 MiB on datastore 'local'");
-    let whole = json!({ "name": "whole", "encryption": false, "allocation": "preallocated" });
-    assert_eq!(api.post("policies", whole).await.status, 201);
-    let mut request = larger(1 << 30, 1, &[DISK]);
-    request["policy"] = json!("whole");
-    let one = dry(request.clone()).await;
-    assert!(one.body["steps"][0].to_string().contains("'local', preallocated)"), "{}", one.body);
-    request["disks"] = larger(1 << 30, 1, &[DISK, DISK])["disks"].clone();
-    let both = dry(request).await;
-    assert_eq!(both.status.as_u16(), 507, "{}", both.body);
-    assert!(both.body["detail"].to_string().contains("6 MiB"), "{}", both.body);
+    warned(&dry(larger(1 << 30, 1, &[DISK, DISK])).await, "grow to 38 MiB on datastore 'local'");
+    for (name, encryption, free, both_take) in
+        [("whole", false, 4 << 20, "take 6 MiB"), ("sealed", true, 35 << 20, "take 38 MiB")]
+    {
+        let policy =
+            json!({ "name": name, "encryption": encryption, "allocation": "preallocated" });
+        assert_eq!(api.post("policies", policy).await.status, 201);
+        api.fixture.agent.set_free(free);
+        let mut request = larger(1 << 30, 1, &[DISK]);
+        request["policy"] = json!(name);
+        let one = dry(request.clone()).await;
+        let steps = one.body["steps"][0].to_string();
+        assert!(steps.contains("'local', preallocated)"), "{}", one.body);
+        request["disks"] = larger(1 << 30, 1, &[DISK, DISK])["disks"].clone();
+        let both = dry(request).await;
+        assert_eq!(both.status.as_u16(), 507, "{}", both.body);
+        assert!(both.body["detail"].to_string().contains(both_take), "{}", both.body);
+    }
 }
