@@ -568,6 +568,9 @@ impl ChangeKind {
     ];
 }
 
+/// The largest change number that there may be: it fits the signed numbers of 64 bits that clients have.
+pub const CHANGE_MAX: u64 = i64::MAX as u64;
+
 /// A number that is another one whenever something that the API shows has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

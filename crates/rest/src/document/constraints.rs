@@ -11,6 +11,7 @@ use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
 use vmseal_api::kmip::SERVERS_MAX;
+use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
 use vmseal_api::request::{
@@ -321,6 +322,9 @@ pub(super) fn add(document: &mut Value) {
         let parameters = operation.get_mut("parameters").and_then(Value::as_array_mut);
         for parameter in parameters.into_iter().flatten() {
             let known = of_parameters().into_iter().find(|(name, _)| parameter["name"] == *name);
+            if parameter["name"] == "after" && parameter["schema"]["minimum"] == 0 {
+                extend(&mut parameter["schema"], json!({ "maximum": CHANGE_MAX }));
+            }
             if let Some((_, limits)) = known {
                 extend(&mut parameter["schema"], limits);
             }

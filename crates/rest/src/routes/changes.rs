@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::{Extension, Json};
 use serde::Deserialize;
 use utoipa::IntoParams;
-use vmseal_api::model::Changes;
+use vmseal_api::model::{CHANGE_MAX, Changes};
 use vmseal_api::problem::Problem;
 use vmseal_control::services::events::Kinds;
 use vmseal_control::services::{self, Services};
@@ -25,7 +25,7 @@ use crate::request::body::QueryOf;
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ChangeQuery {
-    /// Wait until the change number differs from this.
+    /// Wait until the change number differs from this, at most 2⁶³ - 1: no change number is larger.
     after: Option<u64>,
     /// Only changes of these kinds, separated by commas: host, datastore, provider, policy, vm, task, event, alarm.
     kinds: Option<String>,
@@ -42,6 +42,9 @@ pub(super) async fn show(
     connection: Option<Extension<Connection>>,
     QueryOf(query): QueryOf<ChangeQuery>,
 ) -> Result<Json<Changes>, ProblemResponse> {
+    if query.after.is_some_and(|after| after > CHANGE_MAX) {
+        return Err(Problem::invalid("after", format!("must be 0 to {CHANGE_MAX}")).into());
+    }
     let kinds = query.kinds.as_deref().map(kinds_of).transpose()?.unwrap_or_else(Kinds::all);
     let wait = Duration::from_secs(query.wait_seconds.unwrap_or(0).into());
     let _held = if wait.is_zero() { None } else { connections::hold(connection.as_ref())? };

@@ -1,5 +1,7 @@
 //! The requests behind `--watch`, and filters.
 
+use vmseal_api::model::CHANGE_MAX;
+
 use super::*;
 
 #[tokio::test]
@@ -31,10 +33,14 @@ async fn the_change_number_changes_with_what_is_shown_and_only_then() {
     assert!(seen != last && after < std::time::Duration::from_secs(10), "{after:?}");
     api.done(begun).await;
     // A number of another run of the server, larger or smaller, counts as a different one.
-    for other in [0, u64::MAX] {
+    for other in [0, CHANGE_MAX] {
         let path = format!("changes?after={other}&wait_seconds=20");
         let answer = tokio::time::timeout(std::time::Duration::from_secs(5), api.get(&path)).await;
         assert_eq!(answer.unwrap().status, 200);
+    }
+    // Larger ones are not as the API document says.
+    for larger in [CHANGE_MAX + 1, u64::MAX] {
+        api.get(&format!("changes?after={larger}")).await.assert_field("after");
     }
 }
 
