@@ -16,13 +16,14 @@ pub struct HardwareOptions {
     /// that of the domain that is imported]
     #[arg(long, value_enum)]
     pub firmware: Option<Firmware>,
-    /// The processor's model: `host`, or a name that QEMU on the host knows [default: host under KVM, else max]
+    /// The processor's model: `host`, or a name that QEMU on the host knows [default: that of the domain that is
+    /// imported; else host under KVM, and max without it]
     #[arg(long, value_name = "MODEL")]
     pub cpu_model: Option<String>,
     /// What the guest's memory is made of: `hugepages` are pages of 2 MiB that the host has set aside, and all are
-    /// taken when the VM starts
-    #[arg(long, value_enum, default_value_t)]
-    pub memory_backing: Backing,
+    /// taken when the VM starts [default: pages, or those of the domain that is imported]
+    #[arg(long, value_enum)]
+    pub memory_backing: Option<Backing>,
     /// Give it a TPM 2.0. What the TPM keeps is encrypted, so the VM needs a policy that encrypts
     #[arg(long)]
     pub tpm: bool,
@@ -69,7 +70,7 @@ impl From<HardwareOptions> for hardware::Hardware {
         Self {
             firmware: options.firmware.unwrap_or_default().0,
             cpu_model: options.cpu_model,
-            memory_backing: match options.memory_backing {
+            memory_backing: match options.memory_backing.unwrap_or_default() {
                 Backing::Pages => MemoryBacking::Pages,
                 Backing::Hugepages => MemoryBacking::Hugepages,
             },

@@ -39,6 +39,7 @@ pub use self::doctor::Doctor;
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::guest::{Guest, Vnc};
+pub use self::hardware::HardwareOptions;
 pub use self::host::Host;
 pub use self::image::{BuildImage, Image, System};
 pub use self::init::{Init, Places};

@@ -8,7 +8,7 @@ use vmseal_api::hardware::Hardware;
 use vmseal_api::request::{CreateDisk, CreateVm};
 
 use super::task;
-use crate::arguments::{Import, Output};
+use crate::arguments::{HardwareOptions, Import, Output};
 use crate::exit::{Ended, Exit};
 use crate::images::size_of_image;
 use crate::{disk_option, libvirt, nic_option, print};
@@ -45,9 +45,8 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     };
     request.nics.extend(nics);
     request.disks.iter_mut().for_each(|disk| disk.force = options.force);
-    let asked_firmware = options.hardware.firmware.is_some();
     let of_domain = without_network(request.hardware, request.nics.len());
-    request.hardware = machine(of_domain, options.hardware.into(), asked_firmware);
+    request.hardware = machine(of_domain, options.hardware);
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
 
@@ -63,14 +62,17 @@ fn without_network(mut of_domain: Hardware, cards: usize) -> Hardware {
 }
 
 /// The machine of a libvirt domain; options of the command replace its values.
-fn machine(of_domain: Hardware, asked: Hardware, asked_firmware: bool) -> Hardware {
+fn machine(of_domain: Hardware, options: HardwareOptions) -> Hardware {
+    let (asked_firmware, asked_backing) =
+        (options.firmware.is_some(), options.memory_backing.is_some());
+    let asked = Hardware::from(options);
     Hardware {
         firmware: if asked_firmware { asked.firmware } else { of_domain.firmware },
         tpm: asked.tpm || of_domain.tpm,
         cdrom: asked.cdrom.or(of_domain.cdrom),
         boot: if asked.boot.is_empty() { of_domain.boot } else { asked.boot },
-        cpu_model: asked.cpu_model,
-        memory_backing: asked.memory_backing,
+        cpu_model: asked.cpu_model.or(of_domain.cpu_model),
+        memory_backing: if asked_backing { asked.memory_backing } else { of_domain.memory_backing },
     }
 }
 
@@ -132,7 +134,7 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
 #[cfg(test)]
 mod tests {
     use vmseal_api::boot::Cdrom;
-    use vmseal_api::hardware::Firmware;
+    use vmseal_api::hardware::{Firmware, MemoryBacking};
 
     use super::*;
 
@@ -144,20 +146,24 @@ mod tests {
             tpm: true,
             cdrom: drive("/old.iso"),
             boot: vec![BootDevice::Cdrom, BootDevice::Network],
-            ..Hardware::default()
+            cpu_model: Some("EPYC".to_owned()),
+            memory_backing: MemoryBacking::Hugepages,
         };
-        let usual = machine(of_domain.clone(), Hardware::default(), false);
+        let usual = machine(of_domain.clone(), HardwareOptions::default());
         assert_eq!(usual, of_domain);
-        let asked = Hardware {
-            cdrom: drive("/new.iso"),
-            boot: vec![BootDevice::Disk],
+        let asked = || HardwareOptions {
+            firmware: clap::ValueEnum::from_str("bios", true).ok(),
+            cdrom: Some("/new.iso".into()),
+            boot: vec![crate::arguments::BootDevice(BootDevice::Disk)],
             cpu_model: Some("max".to_owned()),
-            ..Hardware::default()
+            memory_backing: clap::ValueEnum::from_str("pages", true).ok(),
+            tpm: false,
         };
-        let expected = Hardware { firmware: Firmware::Bios, tpm: true, ..asked.clone() };
-        assert_eq!(machine(of_domain.clone(), asked, true), expected);
-        let with_tpm = Hardware { tpm: true, ..Hardware::default() };
-        assert!(machine(Hardware::default(), with_tpm, false).tpm);
+        let expected = Hardware { tpm: true, ..Hardware::from(asked()) };
+        assert_eq!(expected.firmware, Firmware::Bios);
+        assert_eq!(machine(of_domain.clone(), asked()), expected);
+        let with_tpm = HardwareOptions { tpm: true, ..HardwareOptions::default() };
+        assert!(machine(Hardware::default(), with_tpm).tpm);
         assert_eq!(without_network(of_domain.clone(), 0).boot, [BootDevice::Cdrom]);
         assert_eq!(without_network(of_domain.clone(), 1), of_domain);
     }

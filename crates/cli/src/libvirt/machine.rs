@@ -1,13 +1,14 @@
-//! The machine of a libvirt domain: its firmware, TPM and CD-ROM drive, and what it starts from.
+//! The machine of a libvirt domain: its firmware, processor model, kind of memory, TPM and CD-ROM drive, and what it starts
+//! from.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::Node;
 use vmseal_api::boot::{BootDevice, Cdrom, check_medium};
-use vmseal_api::hardware::{Firmware, Hardware};
+use vmseal_api::hardware::{Firmware, Hardware, MemoryBacking, check_cpu_model};
 
-use super::node::{child, unknown};
+use super::node::{child, text_of, unknown};
 
 /// Elements of a CD-ROM drive that are read, or that a VM has its own of.
 const KNOWN_OF_DRIVE: [&str; 8] =
@@ -15,6 +16,7 @@ const KNOWN_OF_DRIVE: [&str; 8] =
 
 /// Reads it from a domain with these devices.
 pub fn machine(
+    domain: Node<'_, '_>,
     os: Node<'_, '_>,
     devices: Node<'_, '_>,
     warnings: &mut Vec<String>,
@@ -34,7 +36,8 @@ pub fn machine(
         warnings.push(format!("the floppy '{}'", target(floppy)));
     }
     let drive = drives.first().copied();
-    let hardware = Hardware { firmware, tpm, cdrom, ..Hardware::default() };
+    let (cpu_model, memory_backing) = (cpu_model(domain, warnings), backing(domain, warnings));
+    let hardware = Hardware { firmware, cpu_model, memory_backing, tpm, cdrom, boot: Vec::new() };
     let boot = boot(os, devices, drive, warnings)?;
     // An order that is the usual one need not be said, and is one that hosts of every version have.
     let boot = if boot == hardware.boot_order() { Vec::new() } else { boot };
@@ -55,6 +58,47 @@ fn firmware(os: Node<'_, '_>) -> Firmware {
         .any(|feature| feature.attribute("enabled") == Some("yes"));
     let secure_loader = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
     if secure_boot || secure_loader { Firmware::UefiSecureBoot } else { Firmware::Uefi }
+}
+
+/// The processor's model, where a VM has it too. None is what the host has.
+fn cpu_model(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> Option<String> {
+    let cpu = child(domain, "cpu")?;
+    for (element, count) in unknown(cpu, &["model", "vendor"]) {
+        warnings.push(match element.as_str() {
+            "feature" => format!("of the processor: {count} features that it has or lacks"),
+            "topology" => "of the processor: how many sockets, cores and threads it has".to_owned(),
+            other => format!("of the processor: <{other}>"),
+        });
+    }
+    let model = text_of(cpu, "model");
+    match (cpu.attribute("mode").unwrap_or("custom"), model) {
+        ("custom", None) | ("host-passthrough", _) => None,
+        ("custom", Some(model)) if check_cpu_model(model).is_ok() => Some(model.to_owned()),
+        ("maximum", _) => Some("max".to_owned()),
+        (mode, model) => {
+            let named = model.unwrap_or(mode);
+            warnings.push(format!(
+                "the model of the processor, {named}: the VM sees what its host has, or its policy's model"
+            ));
+            None
+        }
+    }
+}
+
+/// What the memory is made of.
+fn backing(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> MemoryBacking {
+    let huge = child(domain, "memoryBacking").and_then(|backing| child(backing, "hugepages"));
+    let Some(huge) = huge else { return MemoryBacking::Pages };
+    for page in huge.children().filter(|child| child.has_tag_name("page")) {
+        let (size, unit) = (page.attribute("size"), page.attribute("unit").unwrap_or("KiB"));
+        if !matches!((size, unit), (Some("2048"), "KiB" | "k") | (Some("2"), "MiB" | "M")) {
+            warnings.push(format!(
+                "the size of the huge pages, {} {unit}: the VM's are 2 MiB, which the host must have set aside",
+                size.unwrap_or_default()
+            ));
+        }
+    }
+    MemoryBacking::Hugepages
 }
 
 /// Whether it has a TPM that a VM can have too. Nothing of what that keeps comes with it.
@@ -204,15 +248,72 @@ mod tests {
     use super::*;
 
     fn read(os: &str, devices: &str) -> (anyhow::Result<Hardware>, String) {
-        let text = format!("<domain><os>{os}</os><devices>{devices}</devices></domain>");
+        read_with("", os, devices)
+    }
+
+    fn read_with(more: &str, os: &str, devices: &str) -> (anyhow::Result<Hardware>, String) {
+        let text = format!("<domain>{more}<os>{os}</os><devices>{devices}</devices></domain>");
         let document = Document::parse(&text).unwrap();
         let domain = document.root_element();
         let mut warnings = Vec::new();
         let (os, devices) = (child(domain, "os").unwrap(), child(domain, "devices").unwrap());
-        (machine(os, devices, &mut warnings), warnings.join("\n"))
+        (machine(domain, os, devices, &mut warnings), warnings.join("\n"))
     }
 
     const DISK: &str = "<disk type='file' device='disk'><source file='/d'/><target dev='vda'/>";
+
+    #[test]
+    fn a_processor_model_comes_along_where_it_has_a_name() {
+        let named = |model: &str| Some(model.to_owned());
+        for (cpu, model, told) in [
+            ("", None, ""),
+            ("<cpu mode='host-passthrough' check='none' migratable='on'/>", None, ""),
+            ("<cpu mode='maximum'/>", named("max"), ""),
+            (
+                "<cpu mode='custom' match='exact'><model fallback='forbid'>EPYC-Milan</model><vendor>AMD</vendor></cpu>",
+                named("EPYC-Milan"),
+                "",
+            ),
+            ("<cpu><model>Nehalem</model></cpu>", named("Nehalem"), ""),
+            ("<cpu><topology sockets='1'/></cpu>", None, "sockets, cores and threads"),
+            ("<cpu mode='host-model'/>", None, "the model of the processor, host-model"),
+            (
+                "<cpu mode='custom'><model>a,b</model></cpu>",
+                None,
+                "the model of the processor, a,b",
+            ),
+            (
+                "<cpu><model>Nehalem</model><feature name='vmx'/><feature name='x'/></cpu>",
+                named("Nehalem"),
+                "2 features",
+            ),
+        ] {
+            let (machine, said) = read_with(cpu, "", "");
+            assert_eq!(machine.unwrap().cpu_model, model, "{cpu}");
+            assert!(said.contains(told) && said.is_empty() == told.is_empty(), "{cpu}: {said}");
+        }
+    }
+
+    #[test]
+    fn huge_pages_come_along_and_other_sizes_are_said() {
+        for (inside, expected, told) in [
+            ("", MemoryBacking::Pages, ""),
+            ("<source type='memfd'/>", MemoryBacking::Pages, ""),
+            ("<hugepages/>", MemoryBacking::Hugepages, ""),
+            ("<hugepages><page size='2048' unit='KiB'/></hugepages>", MemoryBacking::Hugepages, ""),
+            ("<hugepages><page size='2' unit='M'/></hugepages>", MemoryBacking::Hugepages, ""),
+            (
+                "<hugepages><page size='1' unit='G'/></hugepages>",
+                MemoryBacking::Hugepages,
+                "huge pages, 1 G: the VM's are 2 MiB",
+            ),
+        ] {
+            let more = format!("<memoryBacking>{inside}</memoryBacking>");
+            let (machine, said) = read_with(&more, "", "");
+            assert_eq!(machine.unwrap().memory_backing, expected, "{inside}");
+            assert!(said.contains(told) && said.is_empty() == told.is_empty(), "{inside}: {said}");
+        }
+    }
 
     #[test]
     fn a_tpm_becomes_an_empty_one_and_that_is_said() {

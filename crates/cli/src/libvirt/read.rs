@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
-use vmseal_api::hardware::Hardware;
+use vmseal_api::hardware::{HUGE_PAGE, Hardware, MemoryBacking};
 use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
@@ -32,13 +32,13 @@ pub struct Domain {
     pub name: String,
     /// Virtual processors.
     pub vcpus: u32,
-    /// Memory, in bytes, rounded up to a whole MiB.
+    /// Memory, in bytes, rounded up to a whole MiB, or to whole huge pages where it is of these.
     pub memory: u64,
     /// The disks, in boot order.
     pub disks: Vec<Disk>,
     /// The network cards.
     pub nics: Vec<CreateNic>,
-    /// Firmware, TPM, CD-ROM drive, and what it starts from.
+    /// Firmware, processor model, kind of memory, TPM, CD-ROM drive, and what it starts from.
     pub hardware: Hardware,
     /// What is not imported.
     pub warnings: Vec<String>,
@@ -151,7 +151,12 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
     let memory = memory(child(domain, "memory").context("it names no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
     let disks = disks(devices, &mut warnings)?;
-    let hardware = machine(os, devices, &mut warnings)?;
+    let hardware = machine(domain, os, devices, &mut warnings)?;
+    let memory = match hardware.memory_backing {
+        MemoryBacking::Pages => Some(memory),
+        MemoryBacking::Hugepages => memory.checked_next_multiple_of(HUGE_PAGE),
+    };
+    let memory = memory.context("it has too much memory")?;
     let nics = interfaces::nics(devices, &mut warnings);
     left_behind(domain, devices, &mut warnings);
     Ok(Domain { name, vcpus, memory, disks, nics, hardware, warnings })
@@ -305,9 +310,6 @@ fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<S
     if let Some(offset) = clock.filter(|offset| *offset != "utc") {
         warnings.push(format!("the clock's offset, {offset}: a VM's clock shows UTC"));
     }
-    if child(domain, "cpu").is_some() {
-        warnings.push("the model of the processor: a VM sees what its host has".to_owned());
-    }
 }
 
 #[cfg(test)]
@@ -350,7 +352,6 @@ mod tests {
             "<cputune>",
             "read-only",
             "graphics",
-            "processor",
         ] {
             assert!(said.contains(left), "{left}: {said}");
         }
@@ -364,6 +365,17 @@ mod tests {
         assert_eq!(domain.hardware, machine);
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
+    }
+
+    #[test]
+    fn memory_of_huge_pages_is_whole_ones() {
+        let memory = |backing: &str| {
+            let odd = "<memory unit='MiB'>2049</memory>".to_owned() + backing;
+            let text = DOMAIN.replacen("<memory unit='KiB'>2097152</memory>", &odd, 1);
+            parse(&text).unwrap().memory
+        };
+        assert_eq!(memory(""), 2049 << 20);
+        assert_eq!(memory("<memoryBacking><hugepages/></memoryBacking>"), 2050 << 20);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use vmseal_api::boot::{BootDevice, Cdrom};
-use vmseal_api::hardware::Firmware;
+use vmseal_api::hardware::{Firmware, HUGE_PAGE, MemoryBacking};
 use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
 use vmseal_api::model::{Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink};
@@ -19,10 +19,10 @@ const NOTE: &str = "
 
 /// The domain of a VM that runs on the described host.
 pub fn domain(vm: &Vm, host: &HostDescription) -> String {
-    let (kind, cpu) = match host.accelerator.kind {
-        AcceleratorKind::Kvm => ("kvm", "host-passthrough"),
+    let (kind, usual) = match host.accelerator.kind {
+        AcceleratorKind::Kvm => ("kvm", "host"),
         // Emulation runs anywhere.
-        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("qemu", "maximum"),
+        AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("qemu", "max"),
     };
     let mut xml = format!("<!--{NOTE}-->\n");
     let mut line = |text: String| {
@@ -34,6 +34,10 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line(format!("  <uuid>{}</uuid>", vm.id));
     line(format!("  <memory unit='b'>{}</memory>", vm.memory));
     line("  <memoryBacking>".to_owned());
+    if vm.hardware.memory_backing == MemoryBacking::Hugepages {
+        let (size, unit) = (HUGE_PAGE >> 10, "KiB");
+        line(format!("    <hugepages><page size='{size}' unit='{unit}'/></hugepages>"));
+    }
     line("    <source type='memfd'/>".to_owned());
     line("    <access mode='shared'/>".to_owned());
     line("  </memoryBacking>".to_owned());
@@ -48,7 +52,7 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     }
     line("  </os>".to_owned());
     line("  <features><acpi/></features>".to_owned());
-    line(format!("  <cpu mode='{cpu}'/>"));
+    line(cpu(vm.hardware.cpu_model.as_deref().unwrap_or(usual)));
     line("  <clock offset='utc'/>".to_owned());
     line("  <devices>".to_owned());
     let order = Order::of(vm);
@@ -83,6 +87,18 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line("  </devices>".to_owned());
     line("</domain>".to_owned());
     xml
+}
+
+/// The processor's model. A guest does not start where libvirt knows no such model, as it does not with vmseal.
+fn cpu(model: &str) -> String {
+    match model {
+        "host" => "  <cpu mode='host-passthrough'/>".to_owned(),
+        "max" => "  <cpu mode='maximum'/>".to_owned(),
+        named => format!(
+            "  <cpu mode='custom' match='exact'><model fallback='forbid'>{}</model></cpu>",
+            escaped(named)
+        ),
+    }
 }
 
 /// The places of a VM's devices in the order in which its firmware tries them.
@@ -268,6 +284,27 @@ mod tests {
             assert!(xml.contains(place), "{place}: {xml}");
         }
         assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='4'/>"), "{xml}");
+    }
+
+    #[test]
+    fn processor_model_and_huge_pages_are_said() {
+        for (model, said) in [
+            (None, "<cpu mode='host-passthrough'/>"),
+            (Some("host"), "<cpu mode='host-passthrough'/>"),
+            (Some("max"), "<cpu mode='maximum'/>"),
+            (
+                Some("EPYC-Milan-v2"),
+                "<cpu mode='custom' match='exact'><model fallback='forbid'>EPYC-Milan-v2</model></cpu>",
+            ),
+        ] {
+            let mut vm = vm(1);
+            vm.hardware.cpu_model = model.map(str::to_owned);
+            vm.hardware.memory_backing = MemoryBacking::Hugepages;
+            let xml = domain(&vm, &host("/run/vmseal"));
+            validate(&xml);
+            assert!(xml.contains(said), "{model:?}: {xml}");
+            assert!(xml.contains("<hugepages><page size='2048' unit='KiB'/></hugepages>"), "{xml}");
+        }
     }
 
     #[test]
