@@ -137,6 +137,8 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         Value::Array(vec![])
     );
     here.vmseal(&["--request-id", "change-7", "policy", "create", "asked-for", "--plain"]).unwrap();
+    let none = here.try_vmseal(&["events", "--since", "2999-01-01T00:00:00Z"]).unwrap();
+    assert!(none.stdout.is_empty() && none.stderr == b"no events\n", "{none:?}");
     let asked = here.json(&["events", "--request", "change-7"]).unwrap();
     assert_eq!((&asked[0]["kind"], asked.as_array().unwrap().len()), (&"policy.created".into(), 1));
     let all = here.json(&["events"]).unwrap();

@@ -54,6 +54,7 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     // The API counts from 0, people from 1.
     let place = index.strip_suffix(']')?.parse::<usize>().ok()? + 1;
     // What a network card is connected to is not a level of its own in --nic.
+    let rest = if rest == "backend" { "" } else { rest };
     let rest = rest.strip_prefix("backend.").unwrap_or(rest);
     let part = if rest.is_empty() { String::new() } else { format!(", {rest}") };
     argument(list).map(|found| format!("{} ({}{part})", typed(found), ordinal(place)))

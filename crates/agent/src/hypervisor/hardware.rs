@@ -96,7 +96,7 @@ fn set_aside(pages: &Path, memory: u64, count: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "{needed} huge pages of 2 MiB are needed, and this host has {found}. Set more aside (sysctl vm.nr_hugepages=NUMBER), or leave out huge pages"
+        "huge pages of 2 MiB that are needed: {needed}; those that this host has: {found}. Set more aside (sysctl vm.nr_hugepages=NUMBER), or leave out huge pages"
     ))
 }
 
@@ -126,7 +126,7 @@ mod tests {
     fn huge_pages_that_are_not_set_aside_are_missed() {
         let pages = tempfile::tempdir().unwrap();
         let refused = set_aside(pages.path(), 64 << 20, "free_hugepages").unwrap_err();
-        assert!(refused.contains("32 huge pages") && refused.contains("has 0"), "{refused}");
+        assert!(refused.contains("needed: 32;") && refused.contains("has: 0."), "{refused}");
         std::fs::write(pages.path().join("free_hugepages"), "32\n").unwrap();
         set_aside(pages.path(), 64 << 20, "free_hugepages").unwrap();
         assert!(set_aside(pages.path(), 66 << 20, "free_hugepages").is_err());

@@ -32,8 +32,11 @@ pub async fn run(server: &ServerClient, output: Output, options: &Events) -> any
     let (mut newest, mut all) = (0, Vec::new());
     loop {
         newest = page.items.last().map_or(newest, |event| event.sequence);
+        // A table without a line looks as if something were missing.
+        let none = newest == 0 && !follow && output == Output::Table;
         match whole {
             true => all.append(&mut page.items),
+            false if none => print::say("no events"),
             false => print::append(output, &mut lines, &page.items)?,
         }
         if print::is_closed() || page.next.is_none() || last.is_some() {

@@ -80,7 +80,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     ssh::remember(&vm, &log_in)?;
     let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
     task::settle(server, quiet, started, &Wait::default()).await?;
-    let vm = reached(server, &path, options.timeout).await?;
+    let vm = reached(server, &options.name, options.timeout).await?;
     if output != Output::Table {
         return print::one(output, &vm, &[]);
     }
@@ -143,13 +143,14 @@ fn format_of(image: &Path) -> Option<ImageFormat> {
 }
 
 /// Waits until the VM's SSH server answers.
-async fn reached(server: &ServerClient, path: &str, timeout: Duration) -> anyhow::Result<Vm> {
+async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow::Result<Vm> {
     let begun = Instant::now();
-    print::say(
-        "waiting for the guest's SSH server; its console: vmseal vm console (from another terminal)",
-    );
+    print::say(format_args!(
+        "waiting for the guest's SSH server; its console, from another terminal: vmseal vm console {name}"
+    ));
+    let path = format!("vms/{name}");
     loop {
-        let vm: Vm = server.get(path).await?;
+        let vm: Vm = server.get(&path).await?;
         let name = &vm.name;
         if vm.power.is_some_and(|power| power != Power::Running) {
             let message = format!(
