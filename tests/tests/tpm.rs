@@ -287,3 +287,75 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
     here.vmseal(&["vm", "start", "web"]).unwrap();
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 }
+
+/// The directories of TPMs on the datastore.
+fn kept_on(here: &Installation) -> usize {
+    let vms = std::fs::read_dir(here.path("datastore")).unwrap().map(|it| it.unwrap().path());
+    let files = vms.filter(|it| it.is_dir()).flat_map(|it| std::fs::read_dir(it).unwrap());
+    files.filter(|it| it.as_ref().unwrap().path().extension() == Some("tpm".as_ref())).count()
+}
+
+/// Whether the guest has a TPM.
+fn has_tpm(guest: &mut Console) -> bool {
+    let number = ASKED.fetch_add(1, Ordering::Relaxed);
+    guest.type_text(&format!("[ -e /dev/tpm0 ]; echo \"HAS{number}=\"$?\r")).unwrap();
+    guest.expect(&format!("HAS{number}="), 1).unwrap().ends_with('0')
+}
+
+#[test]
+fn a_vm_gets_a_tpm_and_loses_it_with_what_it_keeps() {
+    let here = Installation::new().unwrap();
+    let disk = format!("datastore=local,format=raw,image={}", guest_image());
+    let create = ["vm", "create", "web", "--policy", "encrypted", "--disk", &disk];
+    here.vmseal(&[&create[..], &["--nic", "user", "--memory", "192MiB"]].concat()).unwrap();
+    let (on, off) = (["vm", "set", "web", "--tpm", "on"], ["vm", "set", "web", "--tpm", "off"]);
+
+    let mut guest = start(&here, "web");
+    assert!(!has_tpm(&mut guest));
+    let told = here.refused(&on).unwrap();
+    assert!(told.contains("stop it first"), "{told}");
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let together = here.refused(&[&on[..], &["--vcpus", "2"]].concat()).unwrap();
+    assert!(together.contains("cannot be used with"), "{together}");
+    let planned = here.vmseal(&[&on[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("create the disk"), "{planned}");
+    assert_eq!((kept_on(&here), here.images("web").unwrap().len()), (0, 1));
+
+    here.vmseal(&on).unwrap();
+    assert_eq!(here.vm("web").unwrap()["hardware"]["tpm"], true);
+    assert_eq!((kept_on(&here), here.images("web").unwrap().len()), (1, 2));
+    let mut guest = start(&here, "web");
+    assert!(has_tpm(&mut guest));
+    assert_eq!(ask(&mut guest, &define(), DONE.len()), DONE);
+    assert_eq!(ask(&mut guest, &write(), DONE.len()), DONE);
+    let told = here.refused(&[&off[..], &["--yes"]].concat()).unwrap();
+    assert!(told.contains("stop it first"), "{told}");
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+
+    // What it keeps is destroyed only when somebody has said so.
+    let told = here.refused(&off).unwrap();
+    assert!(told.contains("stays closed for good") && told.contains("--yes"), "{told}");
+    assert!(!here.answered(&off, "no\n").unwrap().status.success());
+    here.vmseal(&[&off[..], &["--dry-run"]].concat()).unwrap();
+    assert_eq!(kept_on(&here), 1);
+    let said = here.answered(&off, "yes\n").unwrap();
+    assert!(said.status.success(), "{said:?}");
+    assert_eq!((kept_on(&here), here.images("web").unwrap().len()), (0, 1));
+    assert!(here.vm("web").unwrap()["hardware"].get("tpm").is_none());
+    let told = here.refused(&[&off[..], &["--yes"]].concat()).unwrap();
+    assert!(told.contains("has no TPM"), "{told}");
+    assert!(!has_tpm(&mut start(&here, "web")));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+
+    // Another one is a new one.
+    here.vmseal(&on).unwrap();
+    let mut guest = start(&here, "web");
+    assert!(ask(&mut guest, &read(), DONE.len()) != DONE && has_tpm(&mut guest));
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    here.vmseal(&[&off[..], &["--yes"]].concat()).unwrap();
+}

@@ -25,7 +25,7 @@ pub const CPU_MODEL_MAX: usize = 64;
 pub const HUGE_PAGE: u64 = 2 << 20;
 
 /// What a VM's machine is. It is chosen when the VM is made, and a guest would not boot with another firmware; its
-/// CD-ROM drive and the order in which it boots may change.
+/// TPM, its CD-ROM drive and the order in which it boots may change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

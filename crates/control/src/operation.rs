@@ -83,6 +83,20 @@ pub enum Operation {
         /// Its size after that, in bytes.
         size: u64,
     },
+    /// Gives a VM that is off a TPM: adds the disk of its key, whose row is there.
+    AddTpm {
+        /// The VM.
+        vm: VmId,
+        /// The disk.
+        disk: DiskId,
+    },
+    /// Takes its TPM from a VM that is off, with what the TPM keeps.
+    RemoveTpm {
+        /// The VM.
+        vm: VmId,
+        /// The disk of its key.
+        disk: DiskId,
+    },
     /// Adds a network card to a VM.
     AddNic {
         /// The VM.
@@ -193,6 +207,8 @@ impl Operation {
             Self::AddDisk { .. } => "disk.add",
             Self::RemoveDisk { .. } => "disk.remove",
             Self::GrowDisk { .. } => "disk.resize",
+            Self::AddTpm { .. } => "tpm.add",
+            Self::RemoveTpm { .. } => "tpm.remove",
             Self::AddNic { .. } => "nic.add",
             Self::RemoveNic { .. } => "nic.remove",
             Self::StopVm { .. } => "vm.stop",
@@ -218,6 +234,8 @@ impl Operation {
             | Self::AddDisk { vm, .. }
             | Self::RemoveDisk { vm, .. }
             | Self::GrowDisk { vm, .. }
+            | Self::AddTpm { vm, .. }
+            | Self::RemoveTpm { vm, .. }
             | Self::AddNic { vm, .. }
             | Self::RemoveNic { vm, .. }
             | Self::StopVm { vm, .. }

@@ -52,6 +52,10 @@ pub fn difference(
     if known.hardware.cdrom.is_some() != new.hardware.cdrom.is_some() {
         return refused("its CD-ROM drive".to_owned());
     }
+    // Its disk would be plugged in as one of the guest's.
+    if known.hardware.tpm != new.hardware.tpm {
+        return refused("its TPM".to_owned());
+    }
     let medium = known.hardware.cdrom != new.hardware.cdrom;
     let mut found = Difference { medium, ..Difference::default() };
     for disk in new.disks() {
@@ -214,8 +218,15 @@ mod tests {
             check: String::new(),
         };
         let mut key = VmSpec { key: Some(key), ..known.clone() };
-        let cases = [(size, "disk 'system'"), (mac, "card 'nic0'"), (key.clone(), "its key")];
-        for (new, what) in cases {
+        let mut tpm = known.clone();
+        tpm.hardware.tpm = true;
+        let mut of_tpm = super::super::tests::disk("tpm");
+        (of_tpm.role, of_tpm.facts) = (vmseal_api::host::DiskRole::Tpm, Some(DiskFacts::Raw));
+        tpm.devices.push(Device::Disk(of_tpm));
+        let keyed = key.clone();
+        for (new, what) in
+            [(size, "disk 'system'"), (mac, "card 'nic0'"), (keyed, "its key"), (tpm, "its TPM")]
+        {
             let refusal = difference(&known, &new, in_use.clone()).unwrap_err();
             assert!(refusal.detail.contains(what), "{refusal}");
         }

@@ -452,6 +452,14 @@ impl SimulatedHost {
         self.inside().agent.vms.keys().copied().collect()
     }
 
+    /// What a VM is registered as.
+    #[must_use]
+    pub fn registered_as(&self, vm: VmId) -> Option<VmSpec> {
+        let inside = self.inside();
+        let known = inside.agent.vms.get(&vm)?;
+        Some(known.next.as_ref().unwrap_or(&known.spec).clone())
+    }
+
     /// The VMs whose key is held.
     #[must_use]
     pub fn keys_held(&self) -> Vec<VmId> {

@@ -278,6 +278,14 @@ pub struct SetVm {
     /// Another policy, which asks the same of disks and keys and may have other limits and another cache
     #[arg(long, value_name = "NAME", group = "change")]
     pub policy: Option<String>,
+    /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
+    /// is changed together with it
+    #[arg(long, value_enum, value_name = "on|off", group = "change",
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "boot", "policy"])]
+    pub tpm: Option<OnOff>,
+    /// Do not ask before a TPM is taken away
+    #[arg(long, requires = "tpm")]
+    pub yes: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
 }

@@ -1,5 +1,6 @@
 //! Virtual machines.
 
+use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -11,7 +12,7 @@ use vmseal_api::request::{
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
-use crate::arguments::{self, DryRun, OnOff, Output};
+use crate::arguments::{self, DryRun, OnOff, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
 use crate::stream::say;
@@ -174,6 +175,9 @@ async fn set(
     output: Output,
     options: arguments::SetVm,
 ) -> anyhow::Result<()> {
+    if let Some(wanted) = options.tpm {
+        return set_tpm(server, output, &options, wanted).await;
+    }
     let set = options.labels.into_iter().map(|(key, value)| (key, Some(value)));
     let removed = options.remove_labels.into_iter().map(|key| (key, None));
     let request = SetVm {
@@ -198,6 +202,42 @@ async fn set(
         say(format!("takes effect at the next start: {}", vm.at_next_start.join(", ")));
     }
     print::one(output, &vm, &print::vm_details(&vm))
+}
+
+async fn set_tpm(
+    server: &ServerClient,
+    output: Output,
+    options: &arguments::SetVm,
+    wanted: OnOff,
+) -> anyhow::Result<()> {
+    let (path, dry_run, wait) =
+        (format!("vms/{}/tpm", options.vm), &options.dry_run, Wait::default());
+    if wanted == OnOff::On {
+        return task::begin(server, output, &path, &Value::Null, dry_run, &wait).await;
+    }
+    if !options.yes && !dry_run.dry_run {
+        confirm_loss(&options.vm)?;
+    }
+    task::begin_deletion(server, output, &path, dry_run, &wait).await
+}
+
+/// Asks whether what a TPM keeps is to be destroyed.
+fn confirm_loss(vm: &str) -> anyhow::Result<()> {
+    let lost = format!(
+        "What the TPM of VM '{vm}' keeps is destroyed with it: what the guest has sealed to it, such as keys of LUKS and BitLocker, stays closed for good"
+    );
+    if !std::io::stdin().is_terminal() {
+        let message = format!("{lost}. There is no terminal to confirm it: give --yes");
+        return Err(Ended::new(Exit::Usage, message).into());
+    }
+    eprint!("{lost}. Remove it (yes/no): ");
+    std::io::stderr().flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    if matches!(answer.trim(), "y" | "yes") {
+        return Ok(());
+    }
+    Err(Ended::new(Exit::Failed, "nothing was removed").into())
 }
 
 async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {

@@ -1,7 +1,7 @@
 //! The registration of a VM on its host.
 
 use vmseal_api::host::version::DESCRIPTORS;
-use vmseal_api::host::{Device, DiskSpec, HostDescription, NicSpec, VmSpec};
+use vmseal_api::host::{Device, DiskRole, DiskSpec, HostDescription, NicSpec, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
@@ -81,6 +81,8 @@ pub async fn register_with(
     };
     spec.devices.retain(|it| !matches!(it, Device::Disk(known) if known.disk == disk.id));
     spec.devices.push(Device::Disk(DiskSpec { facts: None, ..spec_of_disk(disk) }));
+    // Hosts take the disk with a TPM's key for a VM with a TPM alone.
+    spec.hardware.tpm |= disk.role == DiskRole::Tpm;
     let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
     hosts.agent(vm.host)?.register_vm(spec).await?;
     Ok(vm)

@@ -91,6 +91,9 @@ fn beside(first: &Disk, name: &str, size: u64, role: DiskRole) -> Disk {
         cache: None,
         replica: None,
         image: None,
+        facts: None,
+        detached: false,
+        deleting: false,
         ..first.clone()
     }
 }

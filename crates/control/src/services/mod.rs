@@ -12,7 +12,7 @@
 //! | [`caller`], [`users`] | callers, their privileges and tokens |
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
-//! | [`vms`], [`create_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`vms`], [`create_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
@@ -50,6 +50,7 @@ pub mod tasks;
 pub mod usage;
 pub mod users;
 pub mod vm_devices;
+pub mod vm_tpm;
 mod vm_values;
 pub mod vms;
 

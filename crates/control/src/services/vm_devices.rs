@@ -1,5 +1,5 @@
 //! Disks and network cards that are added to VMs and removed from them, and disks that grow. The VM may run: then its
-//! guest gets them, or lets them go.
+//! guest gets them, or lets them go. [`super::vm_tpm`] is about TPMs.
 
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
@@ -163,7 +163,10 @@ pub async fn remove_disk(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     if disk.role == DiskRole::Tpm {
-        let detail = format!("disk '{}' has the key of VM '{}''s TPM", disk.name, vm.name);
+        let detail = format!(
+            "disk '{}' has the key of VM '{1}''s TPM, and goes with it: vmseal vm set {1} --tpm off",
+            disk.name, vm.name
+        );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let operation = Operation::RemoveDisk { vm: vm.id, disk: disk.id };

@@ -1,10 +1,10 @@
 //! Adds a disk to a VM, which may run: then its guest gets it, too. Until it is plugged in the VM does not have it, and
-//! undoing removes all of it.
+//! undoing removes all of it. A TPM is added in the same way, as the disk that has its key.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use vmseal_api::host::{CreateJob, DiskToCreate, HostState, JobSpec, JobState};
+use vmseal_api::host::{CreateJob, DiskRole, DiskToCreate, HostState, JobSpec, JobState};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
@@ -17,6 +17,7 @@ use crate::hosts::register_with;
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
+use crate::store::vms;
 
 /// The steps, in order. The request has already written the disk's row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +85,8 @@ fn disk_id(run: &Run<'_>) -> Result<DiskId, StepError> {
     match run.task.operation {
         Operation::AddDisk { disk, .. }
         | Operation::RemoveDisk { disk, .. }
+        | Operation::AddTpm { disk, .. }
+        | Operation::RemoveTpm { disk, .. }
         | Operation::GrowDisk { disk, .. } => Ok(disk),
         _ => Err(StepError::Final(Problem::new(ErrorCode::Internal, "it is about no disk"))),
     }
@@ -172,7 +175,10 @@ async fn attach(run: &Run<'_>) -> Result<(), StepError> {
     register_with_key(run).await?;
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;
-    let detail = format!("disk '{}' is added, of {}", disk.name, Size(disk.size));
+    let detail = match disk.role {
+        DiskRole::Tpm => "a TPM is added".to_owned(),
+        _ => format!("disk '{}' is added, of {}", disk.name, Size(disk.size)),
+    };
     let (kind, actor) = ("vm.changed", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     write.commit().await?;
@@ -200,7 +206,7 @@ pub(super) async fn register_with_key(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Records whether the VM has the disk.
+/// Records whether the VM has the disk, and with that of a TPM whether it has the TPM.
 pub(super) async fn set_detached(
     run: &Run<'_>,
     disk: &Disk,
@@ -209,6 +215,12 @@ pub(super) async fn set_detached(
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
     disks::set_detached(&mut write, disk.id, detached).await?;
+    if disk.role == DiskRole::Tpm
+        && let Some(mut vm) = vms::get(&mut write, run.vm_id).await?
+    {
+        vm.hardware.tpm = !detached;
+        vms::set(&mut write, &vm).await?;
+    }
     Ok(write.commit().await?)
 }
 

@@ -1,7 +1,8 @@
 //! Removes a disk of a VM, which may run: its guest lets the disk go first. Once the image may be gone there is only
-//! forward; the VM can be started without it in any case.
+//! forward; the VM can be started without it in any case. A TPM is removed in the same way, as the disk that has its key.
 
 use async_trait::async_trait;
+use vmseal_api::host::DiskRole;
 use vmseal_api::problem::Problem;
 
 use super::add_disk::{
@@ -9,6 +10,7 @@ use super::add_disk::{
 };
 use super::run::{Run, StepError};
 use super::step::Output;
+use crate::operation::Operation;
 use crate::store::disks;
 use crate::store::events::NewEvent;
 
@@ -75,7 +77,7 @@ async fn delete(run: &Run<'_>) -> Result<(), StepError> {
 async fn is_image_whole(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
     match find_disk(run).await? {
         Some(disk) if !disk.deleting => Ok(()),
-        _ => Err(StepError::Final(unfinished(&run.task.target, cause))),
+        _ => Err(StepError::Final(unfinished(&run.task.operation, &run.task.target, cause))),
     }
 }
 
@@ -95,16 +97,23 @@ async fn remove(run: &Run<'_>) -> Result<(), StepError> {
     let Some(disk) = disk else { return Ok(()) };
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;
-    let detail = format!("disk '{}' is removed", disk.name);
+    let detail = match disk.role {
+        DiskRole::Tpm => "its TPM is removed, with what it kept".to_owned(),
+        _ => format!("disk '{}' is removed", disk.name),
+    };
     let (kind, actor) = ("vm.changed", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)
 }
 
 /// The problem of a removal that cannot go on.
-pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
+pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+    let (what, left) = match operation {
+        Operation::RemoveTpm { .. } => ("TPM", "what it keeps may be left"),
+        _ => ("disk", "whose image may be left"),
+    };
     let detail = format!(
-        "VM '{target}' no longer has the disk, whose image may be left ({cause}): remove the disk again once the cause is fixed"
+        "VM '{target}' no longer has the {what}, {left} ({cause}): remove the {what} again once the cause is fixed"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }

@@ -19,8 +19,8 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::AutostartVm { .. } => start_vm::AUTOSTART,
         Operation::StopVm { .. } => stop_vm::STEPS,
         Operation::RebootVm { .. } => reboot_vm::STEPS,
-        Operation::AddDisk { .. } => add_disk::STEPS,
-        Operation::RemoveDisk { .. } => remove_disk::STEPS,
+        Operation::AddDisk { .. } | Operation::AddTpm { .. } => add_disk::STEPS,
+        Operation::RemoveDisk { .. } | Operation::RemoveTpm { .. } => remove_disk::STEPS,
         Operation::GrowDisk { .. } => grow_disk::STEPS,
         Operation::AddNic { .. } => change_nics::ADD,
         Operation::RemoveNic { .. } => change_nics::REMOVE,
@@ -41,7 +41,9 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
         mirrors if mirrors.mirrors_disks() => mirror_vm::unfinished(mirrors, target, cause),
-        Operation::RemoveDisk { .. } => remove_disk::unfinished(target, cause),
+        Operation::RemoveDisk { .. } | Operation::RemoveTpm { .. } => {
+            remove_disk::unfinished(operation, target, cause)
+        }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
         _ => delete_vm::unfinished(target, cause),
     }

@@ -131,6 +131,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vm_devices::add_disk))
                 .routes(routes!(vm_devices::remove_disk))
                 .routes(routes!(vm_devices::resize_disk))
+                .routes(routes!(vm_devices::add_tpm, vm_devices::remove_tpm))
                 .routes(routes!(vm_devices::add_nic))
                 .routes(routes!(nics::set, vm_devices::remove_nic))
                 .routes(routes!(bitmaps::add))

@@ -1,4 +1,4 @@
-//! Disks and network cards that are added to VMs and removed from them, and disks that grow.
+//! Disks, network cards and TPMs that are added to VMs and removed from them, and disks that grow.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use vmseal_control::services::{self, Services};
 use crate::answer::{Accepted, Answer};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, PathSegment, QueryOf, TwoPathSegments};
+use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 
 /// Adds a disk to a VM, which may run: then its guest gets it, too.
@@ -68,6 +68,36 @@ pub(super) async fn resize_disk(
             .await?
             .map(Accepted),
     ))
+}
+
+/// Gives a VM that is off a TPM. Its policy must encrypt.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/tpm", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery),
+    responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn add_tpm(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(vm): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun = services::vm_tpm::add(&control, &caller, &vm, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
+}
+
+/// Takes its TPM from a VM that is off. What the TPM keeps is destroyed: a guest that has sealed keys to it cannot open them
+/// any more.
+#[utoipa::path(delete, path = "/api/v1/vms/{vm}/tpm", tag = "vms",
+    params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery),
+    responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn remove_tpm(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(vm): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun = services::vm_tpm::remove(&control, &caller, &vm, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
 }
 
 /// Adds a network card to a VM, which may run: then its guest gets it, too.

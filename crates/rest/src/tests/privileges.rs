@@ -148,6 +148,8 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
             r#"{"name": "x", "datastore": "none", "size": 1048576}"#,
         ),
         ("DELETE", "/api/v1/vms/{vm}/disks/{disk}", VmConfigure, ""),
+        ("POST", "/api/v1/vms/{vm}/tpm", VmConfigure, ""),
+        ("DELETE", "/api/v1/vms/{vm}/tpm", VmConfigure, ""),
         ("POST", "/api/v1/vms/{vm}/disks/{disk}/resize", VmConfigure, r#"{"size": 1048576}"#),
         (
             "POST",

@@ -1,6 +1,7 @@
 //! VMs that are changed: rebooted, started because their host has rebooted, given disks and network cards.
 
-use vmseal_api::host::{Exposing, NicSpec};
+use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
+use vmseal_api::host::{DiskRole, Exposing, NicSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicBackend;
 use vmseal_api::request::{SetVm, StopVm};
@@ -18,6 +19,8 @@ pub(super) enum Change {
     AddDisk,
     RemoveDisk,
     GrowDisk,
+    AddTpm,
+    RemoveTpm,
     AddNic,
     RemoveNic,
 }
@@ -49,16 +52,41 @@ async fn reserve(fixture: &Fixture, vm: VmId) -> DiskId {
     disk.id
 }
 
+/// The disk of a TPM that is asked for.
+async fn reserve_tpm(fixture: &Fixture, vm: VmId) -> DiskId {
+    let mut write = fixture.store.write().await.unwrap();
+    let disk = fixture.disks(vm).await.remove(0);
+    let disk = disks::Disk {
+        id: DiskId::new(),
+        name: TPM_DISK.to_owned(),
+        size: TPM_DISK_SIZE,
+        role: DiskRole::Tpm,
+        facts: None,
+        detached: true,
+        ..disk
+    };
+    let position = disks::next_position(&mut write, vm).await.unwrap();
+    disks::insert(&mut write, vm, position, &disk).await.unwrap();
+    write.commit().await.unwrap();
+    disk.id
+}
+
 impl Change {
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         let vm = match self {
             Self::Autostart => return fixture.made("web", "encrypted").await,
-            Self::RemoveDisk => fixture.made("web", "encrypted").await,
+            Self::RemoveDisk | Self::AddTpm | Self::RemoveTpm => {
+                fixture.made("web", "encrypted").await
+            }
             _ => fixture.running("web").await,
         };
         if self == Self::RemoveNic {
             let task = self_made(fixture, vm, Operation::AddNic { vm, nic: card(), position: 0 });
             task.await;
+        }
+        if self == Self::RemoveTpm {
+            let disk = reserve_tpm(fixture, vm).await;
+            self_made(fixture, vm, Operation::AddTpm { vm, disk }).await;
         }
         vm
     }
@@ -72,6 +100,8 @@ impl Change {
             Self::GrowDisk => {
                 Operation::GrowDisk { vm, disk: fixture.disks(vm).await[1].id, size: GROWN }
             }
+            Self::AddTpm => Operation::AddTpm { vm, disk: reserve_tpm(fixture, vm).await },
+            Self::RemoveTpm => Operation::RemoveTpm { vm, disk: fixture.disks(vm).await[2].id },
             Self::AddNic => Operation::AddNic { vm, nic: card(), position: 0 },
             Self::RemoveNic => {
                 let nic = cards(fixture, vm).await.remove(0);
@@ -88,6 +118,8 @@ impl Change {
             Self::AddDisk => Operation::AddDisk { vm, disk },
             Self::RemoveDisk => Operation::RemoveDisk { vm, disk },
             Self::GrowDisk => Operation::GrowDisk { vm, disk, size: GROWN },
+            Self::AddTpm => Operation::AddTpm { vm, disk },
+            Self::RemoveTpm => Operation::RemoveTpm { vm, disk },
             Self::AddNic => Operation::AddNic { vm, nic: card(), position: 0 },
             Self::RemoveNic => Operation::RemoveNic { vm, nic: card(), position: 0 },
         }
@@ -103,9 +135,12 @@ impl Change {
     }
 
     pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
-        let power = if self == Self::RemoveDisk { Power::Off } else { Power::Running };
+        let power = match self {
+            Self::RemoveDisk | Self::AddTpm | Self::RemoveTpm => Power::Off,
+            _ => Power::Running,
+        };
         let count = match self {
-            Self::AddDisk => 3,
+            Self::AddDisk | Self::AddTpm => 3,
             Self::RemoveDisk => 1,
             _ => 2,
         };
@@ -124,6 +159,8 @@ impl Change {
                 let runs_with = fixture.agent.runs_with(vm).unwrap();
                 assert_eq!(runs_with.disk(disks[1].id).unwrap().size, GROWN, "{what}");
             }
+            Self::AddTpm => self.assert_tpm(fixture, vm, true, what).await,
+            Self::RemoveTpm => self.assert_tpm(fixture, vm, false, what).await,
             Self::AddNic => self.assert_cards(fixture, vm, 1, what).await,
             Self::RemoveNic => self.assert_cards(fixture, vm, 0, what).await,
         }
@@ -134,18 +171,36 @@ impl Change {
         assert_eq!((cards(fixture, vm).await.len(), has), (expected, expected), "{what}");
     }
 
+    /// The inventory and the host both have the TPM with its disk, or neither.
+    async fn assert_tpm(self, fixture: &Fixture, vm: VmId, expected: bool, what: &str) {
+        let disks = fixture.disks(vm).await;
+        let of_tpm: Vec<_> = disks.iter().filter(|disk| disk.role == DiskRole::Tpm).collect();
+        assert_eq!(of_tpm.len(), usize::from(expected), "{what}: {disks:?}");
+        assert!(of_tpm.iter().all(|disk| !disk.detached && disk.facts.is_some()), "{what}");
+        let known = vms::get(&mut fixture.store.read().await.unwrap(), vm).await.unwrap().unwrap();
+        let registered = fixture.agent.registered_as(vm).unwrap();
+        let has = (known.hardware.tpm, registered.hardware.tpm);
+        assert_eq!(has, (expected, expected), "{what}");
+        assert_eq!(fixture.agent.disks().len(), 2 + usize::from(expected), "{what}");
+    }
+
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         let power = match self {
             // A guest that has shut down is not brought back; the server shows the real state.
             Self::Reboot if !fixture.agent.running().contains(&vm) => Power::Off,
-            Self::Autostart | Self::RemoveDisk => Power::Off,
+            Self::Autostart | Self::RemoveDisk | Self::AddTpm | Self::RemoveTpm => Power::Off,
             _ => Power::Running,
         };
+        if self == Self::RemoveTpm {
+            fixture.assert_whole_with(vm, power, 3, what).await;
+            return self.assert_tpm(fixture, vm, true, what).await;
+        }
         fixture.assert_whole(vm, power, what).await;
         let disks = fixture.disks(vm).await;
         assert_eq!((disks.len(), fixture.agent.disks().len()), (2, 2), "{what}");
         assert!(disks.iter().all(|disk| disk.size == SIZE && !disk.detached), "{what}: {disks:?}");
         match self {
+            Self::AddTpm => self.assert_tpm(fixture, vm, false, what).await,
             Self::AddNic => self.assert_cards(fixture, vm, 0, what).await,
             Self::RemoveNic => self.assert_cards(fixture, vm, 1, what).await,
             _ => {}
@@ -162,15 +217,18 @@ impl Change {
     ) {
         let told = match self {
             Self::RemoveDisk => "remove the disk again",
+            Self::RemoveTpm => "remove the TPM again",
             Self::GrowDisk => "resize it again",
             _ => panic!("{what}: {problem}"),
         };
         assert!(problem.detail.contains(told), "{what}: {problem}");
         fixture.restart(|_| {}).await;
         let disks = fixture.disks(vm).await;
-        if let Some(disk) = disks.get(1) {
+        let place = if self == Self::RemoveTpm { 2 } else { 1 };
+        if let Some(disk) = disks.get(place) {
             let (disk, size) = (disk.id, GROWN);
             let again = match self {
+                Self::RemoveTpm => Operation::RemoveTpm { vm, disk },
                 Self::RemoveDisk => Operation::RemoveDisk { vm, disk },
                 _ => Operation::GrowDisk { vm, disk, size },
             };
@@ -201,6 +259,12 @@ async fn disks_that_come_and_go_survive_every_fault_at_every_step() {
     matrix(Kind::Change(Change::AddDisk)).await;
     matrix(Kind::Change(Change::RemoveDisk)).await;
     matrix(Kind::Change(Change::GrowDisk)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tpms_that_come_and_go_survive_every_fault_at_every_step() {
+    matrix(Kind::Change(Change::AddTpm)).await;
+    matrix(Kind::Change(Change::RemoveTpm)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -8,7 +8,7 @@ use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, create_vm};
+use crate::services::{Caller, Outcome, create_vm, vm_tpm};
 
 pub(super) fn request(policy: &str) -> CreateVm {
     let disk = CreateDisk {
@@ -66,4 +66,68 @@ async fn an_agent_from_before_tpms_is_refused_by_name() {
         assert_eq!(refused.field.as_deref(), Some("hardware.tpm"));
         assert!(refused.detail.contains("no TPM: upgrade it"), "{refused}");
     }
+}
+
+/// What refuses it says why, and the inventory stays as it is, also with a dry run.
+#[tokio::test]
+async fn a_tpm_is_added_to_and_removed_from_a_vm_that_is_off() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let runs = fixture.running("runs").await;
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.made("open", "plain").await;
+    let done = async |begun: Result<Outcome<vmseal_api::model::Task>, Problem>| {
+        let Outcome::Done(task) = begun.unwrap() else { panic!("nothing was begun") };
+        let ended = fixture.ended(task.id).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    };
+    for dry_run in [true, false] {
+        for (name, code, told) in [
+            ("runs", ErrorCode::WrongState, "stop it first"),
+            ("open", ErrorCode::WrongState, "policy 'plain' does not"),
+        ] {
+            let refused = vm_tpm::add(&services, &me, name, dry_run).await.unwrap_err();
+            assert!(refused.code == code && refused.detail.contains(told), "{refused}");
+        }
+        let none = vm_tpm::remove(&services, &me, "web", dry_run).await.unwrap_err();
+        assert_eq!(none.code, ErrorCode::NotFound, "{none}");
+    }
+    let planned = vm_tpm::add(&services, &me, "web", true).await.unwrap();
+    let Outcome::Planned(plan) = planned else { panic!("it was begun") };
+    assert_eq!((plan.kind.as_str(), plan.steps.len()), ("tpm.add", 3));
+    assert_eq!(fixture.disks(vm).await.len(), 2, "a dry run has added it");
+
+    done(vm_tpm::add(&services, &me, "web", false).await).await;
+    let disks = fixture.disks(vm).await;
+    let last = disks.last().unwrap();
+    assert_eq!((last.name.as_str(), last.role, last.size), ("tpm", DiskRole::Tpm, 4096));
+    assert!(last.encrypted && last.facts.is_some() && !last.detached, "{last:?}");
+    assert!(fixture.agent.registered_as(vm).unwrap().hardware.tpm);
+    let twice = vm_tpm::add(&services, &me, "web", false).await.unwrap_err();
+    assert_eq!(twice.code, ErrorCode::AlreadyExists, "{twice}");
+
+    done(vm_tpm::remove(&services, &me, "web", false).await).await;
+    assert_eq!(fixture.disks(vm).await.len(), 2);
+    assert!(!fixture.agent.registered_as(vm).unwrap().hardware.tpm);
+    assert!(!fixture.agent.disks().contains_key(&last.id), "its key is left");
+    assert!(fixture.agent.running().contains(&runs));
+    fixture.agent.lack_features(&[TPM]);
+    let refused = vm_tpm::add(&services, &me, "web", false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+}
+
+/// A disk of the user's may have the name: then there is no place for that of the TPM.
+#[tokio::test]
+async fn a_disk_of_the_name_keeps_a_tpm_out() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let mut named = request("encrypted");
+    (named.disks[0].name, named.hardware.tpm) = ("tpm".to_owned(), false);
+    let begun = create_vm::create(&services, &me, named, false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+    let refused = vm_tpm::add(&services, &me, "web", false).await.unwrap_err();
+    assert!(refused.detail.contains("has a disk 'tpm'"), "{refused}");
 }
