@@ -34,7 +34,6 @@ use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
 use crate::storage::locked::Access;
-use crate::storage::mirror;
 use crate::storage::replica;
 use crate::storage::timed;
 use crate::storage::tpm_disk::{self, MakeTpm};
@@ -447,33 +446,17 @@ pub fn open_sealed(
     disk: &DiskSpec,
     facts: &DiskFacts,
 ) -> Result<(File, u64), Problem> {
-    let (disk, facts) = &mirror::as_it_is(spec, disk, facts, Access::Read)?;
     let file = open_image(spec, disk, Access::Read)?;
     let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
     check_length(&file, disk, offset)?;
     Ok((file, offset + disk.size))
 }
 
-/// Opens a disk as the inventory pins it, or as its copy if it has pivoted. Blocks.
+/// Opens the image that has the disk's name as one with these facts. Blocks.
 ///
 /// # Errors
 /// `damaged`, `key-mismatch`, `in-use`, `not-found`, `locked`; nothing is written.
 pub fn open(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    kek: Option<&SecretBytes>,
-    access: Access,
-) -> Result<Open, Problem> {
-    let (disk, facts) = mirror::as_it_is(spec, disk, facts, access)?;
-    open_as(spec, &disk, &facts, kek, access)
-}
-
-/// Opens the image that has the disk's name as one with these facts. Blocks.
-///
-/// # Errors
-/// As [`open`].
-pub(crate) fn open_as(
     spec: &VmSpec,
     disk: &DiskSpec,
     facts: &DiskFacts,

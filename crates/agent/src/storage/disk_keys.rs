@@ -19,6 +19,7 @@ use crate::rules;
 use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::locked::Access;
+use crate::storage::open;
 use crate::storage::replica::ReplicaHeader;
 
 /// A disk whose header may be changed.
@@ -42,7 +43,7 @@ impl<'a> DiskKeys<'a> {
     /// Opens all of them. Blocks.
     ///
     /// # Errors
-    /// As [`disk::open`]; `wrong-state` when one has not been made.
+    /// As [`open::open`]; `wrong-state` when one has not been made.
     pub fn open(
         spec: &'a VmSpec,
         registered: &'a KeyReference,
@@ -56,7 +57,7 @@ impl<'a> DiskKeys<'a> {
                 rules::wrong_state(spec, &what)
             };
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
-            let file = disk::open(spec, disk, pinned, Some(kek), access)?.file;
+            let file = open::open(spec, disk, pinned, Some(kek), access)?.file;
             let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
             let replica = ReplicaHeader::open(spec, disk)?;
             Ok(DiskHeader { replica, disk, facts, file })

@@ -29,11 +29,12 @@ use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal};
-use crate::storage::disk::{self, Open};
+use crate::storage::disk::Open;
 use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
+use crate::storage::open;
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 use vmseal_api::atomic_file;
 
@@ -225,10 +226,10 @@ fn begin(
     let (Open { file, offset, key, .. }, size) = match export.job.format {
         // The whole image as it is: its ciphertext is what is exported.
         ExportFormat::Sealed => {
-            let (file, length) = disk::open_sealed(&spec, &disk, &facts)?;
+            let (file, length) = open::open_sealed(&spec, &disk, &facts)?;
             (Open { file, offset: 0, key: None, notice: None }, length)
         }
-        _ => (disk::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
+        _ => (open::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
     };
     let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
     let needed = match export.job.format {

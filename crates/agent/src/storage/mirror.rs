@@ -266,10 +266,11 @@ pub fn open_for_guest(
     let home = Home::of(&disk.datastore, spec.vm)?;
     let mirror = Mirror::find(&home, disk.disk)?;
     let Some(mirror) = mirror.as_ref().filter(|mirror| !mirror.pivoted) else {
-        let open = disk::open(spec, disk, facts, kek, Access::Write)?;
+        let (disk, facts) = as_it_is(spec, disk, facts, Access::Write)?;
+        let open = disk::open(spec, &disk, &facts, kek, Access::Write)?;
         return Ok(GuestDisk { open, mirror: None, has_pivoted: mirror.is_some() });
     };
-    let open = disk::open_as(spec, disk, facts, kek, Access::Write)?;
+    let open = disk::open(spec, disk, facts, kek, Access::Write)?;
     // Others are copied while the guest does not have them.
     let copy = match disk.role.is_data() {
         true => open_copy(&home, spec, disk, &mirror.note, kek),
@@ -302,7 +303,7 @@ pub fn open_to_copy(
     let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| !mirror.pivoted) else {
         return Ok(None);
     };
-    let open = disk::open_as(spec, disk, facts, kek, Access::Write)?;
+    let open = disk::open(spec, disk, facts, kek, Access::Write)?;
     let copy = open_copy(&home, spec, disk, &mirror.note, kek)?;
     Ok(Some((open, copy)))
 }

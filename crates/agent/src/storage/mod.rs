@@ -20,6 +20,7 @@ pub(crate) mod mark;
 pub(crate) mod measure;
 pub(crate) mod medium;
 pub(crate) mod mirror;
+pub(crate) mod open;
 pub(crate) mod replica;
 pub(crate) mod survey;
 pub(crate) mod timed;

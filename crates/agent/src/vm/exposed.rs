@@ -31,8 +31,8 @@ use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::{self, DiskBuilder};
-use crate::storage::disk;
 use crate::storage::locked::Access;
+use crate::storage::open;
 use crate::storage::replica;
 
 /// Requests for connections that may wait.
@@ -193,7 +193,7 @@ async fn start(
     let vm = spec.vm;
     let (of, opening) = (spec.clone(), disk.clone());
     let access = if writable { Access::Write } else { Access::Read };
-    let open = move || disk::open(&of, &opening, &facts, kek.as_ref(), access);
+    let open = move || open::open(&of, &opening, &facts, kek.as_ref(), access);
     let open = spawn_blocking(open).await.map_err(internal)??;
     let replica = match writable {
         true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,

@@ -16,7 +16,9 @@
 //! A task that can be neither finished nor undone leaves a whole VM, perhaps with copies or former images beside its
 //! disks, or with some disks that use their copies and others that do not. Any of these operations, begun again, deals
 //! with that first (`clear`), before it looks which disks are to be copied. The key goes last of all, when no disk of
-//! the VM is encrypted with it ([`super::mirror_keys`]); a TPM's disk always is.
+//! the VM is encrypted with it ([`keys`]); a TPM's disk always is.
+
+mod keys;
 
 use std::sync::Arc;
 
@@ -30,7 +32,6 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
-use super::mirror_keys;
 use super::run::{Run, StepError, register, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -147,21 +148,21 @@ impl Step for MirrorVmStep {
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Check => return check(run).await.map(|disks| Output::of(&disks)),
-            Self::MakeKey => mirror_keys::make(run).await,
+            Self::MakeKey => keys::make(run).await,
             Self::Prepare => prepare(run).await,
             Self::Clear => clear(run).await,
             Self::Copy => copy(run).await,
             Self::Switch => switch(run).await,
             Self::DropSource => drop_sources(run).await,
-            Self::ForgetKey => mirror_keys::forget(run).await,
-            Self::DestroyKey => mirror_keys::destroy(run).await,
+            Self::ForgetKey => keys::forget(run).await,
+            Self::DestroyKey => keys::destroy(run).await,
         }
         .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         match self {
-            Self::MakeKey => mirror_keys::unmake(run).await,
+            Self::MakeKey => keys::unmake(run).await,
             Self::Copy => uncopy(run, cause).await,
             Self::Switch => switch_back(run, cause).await,
             // What an earlier attempt had left is not brought back, and the host forgets a key that is taken from the VM
@@ -173,7 +174,7 @@ impl Step for MirrorVmStep {
     }
 }
 
-pub(super) fn internal(what: &str) -> StepError {
+pub(in crate::tasks) fn internal(what: &str) -> StepError {
     StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
@@ -366,16 +367,16 @@ async fn uncopy(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
 /// Has the host use the copies, and records that.
 async fn switch(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, disks) = (run.vm().await?, copied(run)?);
-    if !disks.is_empty() {
-        if let Err(error) = commit(run, &vm, run.task, &disks).await {
-            let StepError::Final(problem) = error else { return Err(error) };
-            if !is_lost(&problem) {
-                return Err(StepError::Final(problem));
-            }
-            // The job is to be put again, too: it goes on where it was.
-            copy(run).await?;
-            commit(run, &vm, run.task, &disks).await?;
+    if !disks.is_empty()
+        && let Err(error) = commit(run, &vm, run.task, &disks).await
+    {
+        let StepError::Final(problem) = error else { return Err(error) };
+        if !is_lost(&problem) {
+            return Err(StepError::Final(problem));
         }
+        // The job is to be put again, too: it goes on where it was.
+        copy(run).await?;
+        commit(run, &vm, run.task, &disks).await?;
     }
     record(run, &disks).await
 }

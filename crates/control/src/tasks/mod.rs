@@ -5,7 +5,6 @@
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
 //! | `create_vm`, `start_vm`, `stop_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
-//! | `mirror_keys` | the key that `mirror_vm` makes or destroys |
 //! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
@@ -27,7 +26,6 @@ mod environment;
 mod export_disk;
 mod grow_disk;
 mod limits;
-mod mirror_keys;
 pub(crate) mod mirror_vm;
 mod reboot_vm;
 mod recrypt_vm;

@@ -98,8 +98,15 @@ fn a_copy_is_begun_once_and_opened_with_its_disk() {
     assert!(opened.open.key.is_none() && !opened.has_pivoted);
     drop(opened);
     // Nobody else writes to the disk: the copy would not see it.
-    let open =
-        |access| disk::open(&bench.spec, bench.disk(), &DiskFacts::Raw, Some(&bench.kek), access);
+    let open = |access| {
+        crate::storage::open::open(
+            &bench.spec,
+            bench.disk(),
+            &DiskFacts::Raw,
+            Some(&bench.kek),
+            access,
+        )
+    };
     assert_eq!(open(Access::Write).unwrap_err().code, ErrorCode::InUse);
     drop(open(Access::Read).unwrap());
     give_up(&bench.spec, bench.disk(), Some(TaskId::new())).unwrap();

@@ -1,4 +1,4 @@
-//! The key of a VM that is encrypted or decrypted as it is ([`super::mirror_vm`]).
+//! The key of a VM that is encrypted or decrypted as it is ([`super`]).
 //!
 //! | | |
 //! |---|---|
@@ -8,10 +8,10 @@
 use vmseal_api::host::{DiskFacts, DiskState};
 use vmseal_api::problem::ErrorCode;
 
-use super::mirror_vm::internal;
-use super::run::{Run, StepError, register, state_of};
+use super::internal;
 use crate::store::events::NewEvent;
 use crate::store::{disks, key_requests, keys, vms};
+use crate::tasks::run::{Run, StepError, register, state_of};
 
 /// Makes the VM's key. The request id is the task's, so a repetition gets the same key.
 pub(super) async fn make(run: &Run<'_>) -> Result<(), StepError> {

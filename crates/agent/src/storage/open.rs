@@ -1,0 +1,39 @@
+//! Opening a disk for anything but its guest: as it is, which may be as its copy ([`super::mirror`]).
+
+use std::fs::File;
+
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::problem::Problem;
+use vmseal_secret::SecretBytes;
+
+use crate::storage::disk::{self, Open};
+use crate::storage::locked::Access;
+use crate::storage::mirror::as_it_is;
+
+/// Opens a disk as the inventory pins it, or as its copy if it has pivoted. Blocks.
+///
+/// # Errors
+/// As [`disk::open`]; `in-use` for a writer while a copy follows the disk.
+pub fn open(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    access: Access,
+) -> Result<Open, Problem> {
+    let (disk, facts) = as_it_is(spec, disk, facts, access)?;
+    disk::open(spec, &disk, &facts, kek, access)
+}
+
+/// The same of an encrypted disk for reading, without its key; also returns the image's length in bytes. Blocks.
+///
+/// # Errors
+/// As [`disk::open_sealed`].
+pub fn open_sealed(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(File, u64), Problem> {
+    let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
+    disk::open_sealed(spec, &disk, &facts)
+}
