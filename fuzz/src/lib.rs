@@ -24,6 +24,7 @@ pub mod replica_map;
 pub mod rest_body;
 pub mod run_record;
 pub mod sealed;
+pub mod sealed_file;
 pub mod server_backup;
 pub mod vhost_user_messages;
 pub mod vhost_user_queue;
@@ -60,6 +61,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("rest_body", rest_body::run),
     ("run_record", run_record::run),
     ("sealed", sealed::run),
+    ("sealed_file", sealed_file::run),
     ("server_backup", server_backup::run),
     ("vhost_user_messages", vhost_user_messages::run),
     ("vhost_user_queue", vhost_user_queue::run),

@@ -180,6 +180,7 @@ replayed! {
     rest_body
     run_record
     sealed
+    sealed_file
     server_backup
     vhost_user_messages
     vhost_user_queue

@@ -15,6 +15,12 @@ const LABEL: &[u8] = b"vmseal key derivation v1";
 /// The same for a key that comes from the DEK of a disk.
 const DISK_LABEL: &[u8] = b"vmseal key derivation from a disk v1";
 
+/// The same for the frames of a sealed file.
+const SEALED_FILE_LABEL: &[u8] = b"vmseal sealed file v1";
+
+/// The length of the salt of a sealed file, in bytes.
+pub const SEALED_FILE_SALT_LEN: usize = 32;
+
 /// The longest key id, in bytes: KMIP sets no limit; what servers hand out is far shorter.
 pub const KEY_ID_MAX: usize = 255;
 
@@ -75,6 +81,9 @@ pub enum DeriveError {
     /// Not the key of a disk.
     #[error("the key of a disk is {DEK_LEN} bytes long; this one has {0}")]
     DekLength(usize),
+    /// Not the key of a sealed file.
+    #[error("the key of a sealed file is {DERIVED_LEN} bytes long; this one has {0}")]
+    FileKeyLength(usize),
     /// The key id is empty or too long.
     #[error("a key id is 1 to {KEY_ID_MAX} bytes long; this one has {0}")]
     KeyId(usize),
@@ -110,19 +119,23 @@ fn hkdf_sha256(
     Ok(out)
 }
 
-/// `info`: every field with its length before it, so that no two contexts have the same encoding.
+/// Every field with its length before it, so that no two contexts have the same encoding.
+fn fields(of: &[&[u8]]) -> Vec<u8> {
+    let mut info = Vec::with_capacity(128);
+    for field in of {
+        // Every field is at most 255 bytes long.
+        info.extend_from_slice(&(field.len() as u16).to_be_bytes());
+        info.extend_from_slice(field);
+    }
+    info
+}
+
 fn info(context: &KeyContext<'_>, purpose: Purpose) -> Result<Vec<u8>, DeriveError> {
     let id = context.key_id.as_bytes();
     if id.is_empty() || id.len() > KEY_ID_MAX {
         return Err(DeriveError::KeyId(id.len()));
     }
-    let mut info = Vec::with_capacity(128);
-    for field in [LABEL, purpose.name(), &context.vm, &context.provider, id] {
-        // Every field is at most 255 bytes long.
-        info.extend_from_slice(&(field.len() as u16).to_be_bytes());
-        info.extend_from_slice(field);
-    }
-    Ok(info)
+    Ok(fields(&[LABEL, purpose.name(), &context.vm, &context.provider, id]))
 }
 
 /// The key of this purpose: [`DERIVED_LEN`] bytes, or [`CHECK_LEN`] for [`Purpose::Check`].
@@ -149,14 +162,26 @@ pub fn tpm_key(dek: &SecretBytes, disk: [u8; 16]) -> Result<SecretBytes, DeriveE
     if dek.len() != DEK_LEN {
         return Err(DeriveError::DekLength(dek.len()));
     }
-    let fields: [&[u8]; 3] = [DISK_LABEL, b"tpm", &disk];
-    let mut info = Vec::with_capacity(64);
-    for field in fields {
-        // Every field is at most 255 bytes long.
-        info.extend_from_slice(&(field.len() as u16).to_be_bytes());
-        info.extend_from_slice(field);
+    hkdf_sha256(&[], dek.expose(), &fields(&[DISK_LABEL, b"tpm", &disk]), DERIVED_LEN)
+}
+
+/// The key under which the frames of a sealed file are: [`DERIVED_LEN`] bytes that follow from the file's own key, its salt, its
+/// VM (the 16 bytes of its UUID), what kind of file it is, and its generation.
+///
+/// # Errors
+/// [`DeriveError`]: the file's key has a wrong length, or there is no memory.
+pub fn sealed_file_key(
+    file_key: &SecretBytes,
+    salt: &[u8; SEALED_FILE_SALT_LEN],
+    vm: [u8; 16],
+    kind: &'static str,
+    generation: u64,
+) -> Result<SecretBytes, DeriveError> {
+    if file_key.len() != DERIVED_LEN {
+        return Err(DeriveError::FileKeyLength(file_key.len()));
     }
-    hkdf_sha256(&[], dek.expose(), &info, DERIVED_LEN)
+    let info = fields(&[SEALED_FILE_LABEL, &vm, kind.as_bytes(), &generation.to_be_bytes()]);
+    hkdf_sha256(salt, file_key.expose(), &info, DERIVED_LEN)
 }
 
 /// Distinguishes a key from another one with the same id. Public: it is stored and shown as hex.

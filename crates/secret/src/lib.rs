@@ -14,6 +14,7 @@ pub mod passphrase_rule;
 pub mod process;
 pub mod sealed_box;
 pub mod wrap;
+pub mod xts;
 
 pub use bytes::{DEK_LEN, KEK_LEN, SecretBytes};
 pub use locked_file::LockedFile;

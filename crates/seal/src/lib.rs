@@ -1,0 +1,9 @@
+//! What leaves a VM as a stream is sealed here: into frames of AES-256-GCM ([`frame`]), and for a file that is kept, into a
+//! sealed file ([`file`]), which says which key opens it.
+//!
+//! Nothing here opens a file or a socket. The formats are described in docs/formats/sealed-file.md.
+
+pub mod file;
+pub mod frame;
+pub mod slot;
+pub mod stream;
