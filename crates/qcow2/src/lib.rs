@@ -6,9 +6,13 @@
 //! data (crate imago) lacks. A disk may have a backing file, if one is given; the name in the image is used
 //! for messages only. A writable image must not have anything that writing would invalidate.
 
+mod clusters;
+mod create;
 mod header;
 mod reach;
 
+pub use clusters::{Clusters, Content, MAPPED_MAX};
+pub use create::{Below, create_overlay};
 pub use header::{
     EXAMINED_MAX, Header, Layout, Refusal, Use, examine, examine_disk, parse, parse_for,
 };

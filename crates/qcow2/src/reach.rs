@@ -11,11 +11,11 @@ use std::os::unix::fs::FileExt;
 use crate::{Layout, Refusal};
 
 /// The bits of a table entry that are the offset, without the flags.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// An entry of an L2 table: a compressed cluster; all zeroes, wherever it points (version 3).
-const COMPRESSED: u64 = 1 << 62;
-const ZERO: u64 = 1;
+pub(crate) const COMPRESSED: u64 = 1 << 62;
+pub(crate) const ZERO: u64 = 1;
 
 /// Checks that nothing that the image refers to is beyond the end of its file of `length` bytes. Only the
 /// tail of the last cluster may be missing: writers omit it.
@@ -75,7 +75,11 @@ fn check_data(file: &File, layout: &Layout, length: u64) -> Result<(), Refusal> 
 }
 
 /// A table of 8-byte entries.
-fn table(file: &File, at: u64, entries: u64) -> Result<impl Iterator<Item = u64>, Refusal> {
+pub(crate) fn table(
+    file: &File,
+    at: u64,
+    entries: u64,
+) -> Result<impl Iterator<Item = u64>, Refusal> {
     let bytes = read(file, at, entries.saturating_mul(8))?;
     let entry = move |index: usize| {
         bytes[index * 8..].first_chunk().map_or(0, |entry| u64::from_be_bytes(*entry))

@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder};
-use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity, Holes};
+use vmseal_api::filter::{CRYPT_SECTOR, Direct, DiskActivity, Holes};
 
 use crate::copy::import::run_of_zeroes_or_data;
 use crate::disk::status::DiskState;
@@ -22,7 +22,6 @@ use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::layers::crypt::CryptError;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
-use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
 use crate::storage::extent::raw_extent;
@@ -68,6 +67,8 @@ pub enum Target {
     Qcow2(Box<FormatAccess<imago::file::File>>),
     /// A LUKS2 volume.
     Luks2(Box<Chain>),
+    /// A disk as vmseal keeps it, which reads as zeroes.
+    Disk(Box<Chain>),
 }
 
 impl Target {
@@ -94,11 +95,30 @@ impl Target {
         size: u64,
         key: vmseal_secret::SecretBytes,
     ) -> Result<Self, ExportError> {
-        let direct = vmseal_api::filter::Direct::Auto;
-        let file = FileDisk::open(file.into(), offset, size, direct, false)?;
+        let file = FileDisk::open(file.into(), offset, size, Direct::Auto, false)?;
         let encryption = Encryption { key, holes: Holes::Ciphertext };
         let disk = Disk::new(size, false, Some(encryption), DiskStorage::File(file), 2);
         Ok(Self::Luks2(Box::new(disk.chain()?)))
+    }
+
+    /// A disk of `size` bytes as vmseal keeps it, whose first byte is at `offset`.
+    ///
+    /// # Errors
+    /// The file is too short, or the key is not usable.
+    pub fn disk(
+        file: File,
+        offset: u64,
+        size: u64,
+        key: Option<vmseal_secret::SecretBytes>,
+        keeps_room: bool,
+    ) -> Result<Self, ExportError> {
+        let file = FileDisk::open(file.into(), offset, size, Direct::Auto, false)?;
+        if keeps_room {
+            file.keep_room();
+        }
+        let encryption = key.map(|key| Encryption { key, holes: Holes::Zero });
+        let disk = Disk::new(size, false, encryption, DiskStorage::File(file), 2);
+        Ok(Self::Disk(Box::new(disk.chain()?)))
     }
 
     /// Whether parts that are not written read as zeroes.
@@ -110,8 +130,9 @@ impl Target {
         match self {
             Self::Raw(file) => Ok(file.write_all_at(bytes, at)?),
             Self::Qcow2(image) => Ok(image.write(&*bytes, at)?),
-            Self::Luks2(chain) => {
-                move_bytes(chain, Operation::Write, bytes, at).map_err(ExportError::Volume)
+            Self::Luks2(chain) | Self::Disk(chain) => {
+                blocking::move_bytes(chain, Operation::Write, bytes, at)
+                    .map_err(ExportError::Volume)
             }
         }
     }
@@ -123,7 +144,9 @@ impl Target {
                 image.flush()?;
                 Ok(image.sync()?)
             }
-            Self::Luks2(chain) => blocking::flush(chain).map_err(ExportError::Volume),
+            Self::Luks2(chain) | Self::Disk(chain) => {
+                blocking::flush(chain).map_err(ExportError::Volume)
+            }
         }
     }
 }
@@ -159,7 +182,7 @@ pub fn run(
         }
         let length = (total - at).min(CHUNK as u64) as usize;
         let part = &mut buffer[..length];
-        move_bytes(chain, Operation::Read, part, at)?;
+        blocking::move_bytes(chain, Operation::Read, part, at)?;
         let mut start = 0;
         while let Some((end, zero)) = run_of_zeroes_or_data(part, start) {
             if !zero || !target.has_holes() {
@@ -179,19 +202,4 @@ fn hole(sparse: Option<&Sparse>, at: u64, total: u64) -> io::Result<Option<u64>>
     let extent = raw_extent(file, offset + at, offset + total)?;
     let end = (extent.end - offset) / UNIT * UNIT;
     Ok((!extent.data && end > at).then_some(end))
-}
-
-/// Reads or writes bytes synchronously.
-fn move_bytes(
-    chain: &mut Chain,
-    operation: Operation,
-    bytes: &mut [u8],
-    at: u64,
-) -> Result<(), IoError> {
-    let id = chain.begin().ok_or(IoError::Overload)?;
-    // SAFETY: the bytes stay borrowed until `drain` has seen the request complete.
-    let segment = unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) };
-    chain.data_mut(id).push(segment);
-    chain.submit(id, operation, at, 0, 0);
-    blocking::drain(chain)
 }

@@ -1,5 +1,6 @@
-//! Copying a whole disk: from an image, and to one.
+//! Copying a whole disk: from an image, to one, and from a layer down to the next.
 
 pub mod export;
 pub mod import;
+pub mod merge;
 pub mod source;

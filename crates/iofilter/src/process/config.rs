@@ -77,13 +77,15 @@ pub fn queues(disk: &DiskConfig) -> usize {
     }
 }
 
-/// How many pools of buffers a disk needs: one per chain, those to the copy of a mirrored disk included, and one for the
-/// data of each NBD connection, which is not in guest memory.
+/// How many pools of buffers a disk needs: one per chain, those to the copy of a mirrored disk and to the image below a
+/// merged layer included, and one for the data of each NBD connection, which is not in guest memory.
 #[must_use]
 pub fn pools(disk: &DiskConfig) -> usize {
     match &disk.front_end {
         Some(FrontEndSpec::Nbd { .. }) => 2 * queues(disk),
-        Some(FrontEndSpec::VhostUserBlk { .. }) | None if mirror(disk).is_some() => {
+        Some(FrontEndSpec::VhostUserBlk { .. }) | None
+            if mirror(disk).is_some() || disk.merge.is_some() =>
+        {
             2 * queues(disk)
         }
         Some(FrontEndSpec::VhostUserBlk { .. }) | None => queues(disk),
@@ -169,7 +171,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
         return refuse("a disk in memory cannot have a replica".into());
     }
-    check_mirror(disk).or_else(refuse)?;
+    check_mirror(disk).and_then(|()| check_merge(disk)).or_else(refuse)?;
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }
@@ -280,6 +282,26 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
         );
     }
     Ok(())
+}
+
+/// Checks what is merged, and that nothing else is done with the disk.
+fn check_merge(disk: &DiskConfig) -> Result<(), String> {
+    let Some(merge) = &disk.merge else { return Ok(()) };
+    let used = disk.front_end.is_some() || disk.import.is_some() || disk.export.is_some();
+    if !disk.read_only || used || !disk.chain.is_empty() {
+        return Err(
+            "a layer that is merged must be read-only, without filters, and neither served, filled nor exported"
+                .into(),
+        );
+    }
+    let is_layer = |backing: &[_]| !backing.is_empty();
+    if !matches!(&disk.backend, BackendSpec::Qcow2 { backing, .. } if is_layer(backing)) {
+        return Err("only an image of QEMU's format with another below it can be merged".into());
+    }
+    if merge.into == (BackendSpec::Mem {}) {
+        return Err("a layer cannot be merged into memory".into());
+    }
+    check_backend(&merge.into)
 }
 
 fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {

@@ -1,8 +1,8 @@
 //! The running filter: a thread per disk, and its shutdown.
 //!
 //! ```text
-//!  disk:  [Importing | Exporting] → Idle ⇄ Connected → stopped: drained, flushed
-//!              └────────── any of them ──> Failed (says why; the other disks go on)
+//!  disk:  [Importing | Exporting | Merging] → Idle ⇄ Connected → stopped: drained, flushed
+//!              └─────────── any of them ──> Failed (says why; the other disks go on)
 //! ```
 //! A mirrored disk is copied meanwhile, and its thread exchanges its chains when it is told to pivot.
 
@@ -12,6 +12,7 @@ pub mod control;
 mod mirror;
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::{JoinHandle, Scope};
@@ -19,7 +20,7 @@ use std::thread::{JoinHandle, Scope};
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Holes, ImportSpec, NBD_CONNECTIONS, TargetFormat,
+    FilterSpec, FrontEndSpec, Holes, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -28,6 +29,7 @@ use crate::copy::export;
 use crate::copy::export::{ExportError, Sparse, Target};
 use crate::copy::import;
 use crate::copy::import::ImportError;
+use crate::copy::merge::Merge;
 use crate::copy::source::Source;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -117,6 +119,7 @@ struct Prepared {
     chains: Vec<Chain>,
     import: Option<ImportSource>,
     export: Option<ExportTarget>,
+    merge: Option<LayerToMerge>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
@@ -138,6 +141,13 @@ struct ImportSource {
 struct ExportTarget {
     target: Target,
     sparse: Option<Sparse>,
+}
+
+/// A layer to write down to the image below it.
+struct LayerToMerge {
+    merge: Merge,
+    /// Held until this process has ended.
+    _lock: OwnedFd,
 }
 
 /// A front end, and the user it serves.
@@ -247,6 +257,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         }
         None => None,
     };
+    let merge = match &config.merge {
+        Some(spec) => Some(layer_to_merge(config, spec, &storage, handles)?),
+        None => None,
+    };
     // Without a cipher, or if the cipher reads a hole as zeroes, too.
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
@@ -331,6 +345,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     if export.is_some() {
         served.state.set(DiskActivity::Exporting { done: 0, total: config.size });
     }
+    if merge.is_some() {
+        served.state.set(DiskActivity::Merging { done: 0, total: config.size });
+    }
     if import.is_some() {
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
@@ -351,6 +368,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         chains,
         import,
         export,
+        merge,
         front_end,
         beside,
         replica,
@@ -458,12 +476,39 @@ fn target(
     let made = match &spec.format {
         TargetFormat::Raw => Ok(Target::Raw(file.into())),
         TargetFormat::Qcow2 => Target::qcow2(file.into(), config.size),
+        TargetFormat::Disk { key, offset, keeps_room } => {
+            let key = key.as_ref().map(|key| handles.key(key)).transpose();
+            let key = key.map_err(named("the key of the new disk"))?;
+            Target::disk(file.into(), *offset, config.size, key, *keeps_room)
+        }
         TargetFormat::Luks2 { key, offset } => {
             let key = handles.key(key).map_err(named("the key of the export"))?;
             Target::luks2(file.into(), *offset, config.size, key)
         }
     };
     made.map_err(|error| StartError::Export { disk: id, error })
+}
+
+/// Opens the image that a layer is written down to.
+fn layer_to_merge(
+    config: &DiskConfig,
+    spec: &MergeSpec,
+    layer: &DiskStorage,
+    handles: &mut Handles,
+) -> Result<LayerToMerge, StartError> {
+    let id = config.disk;
+    let failed = |error| StartError::Image { disk: id, error };
+    let DiskStorage::Qcow2(image) = layer else {
+        return Err(failed(Qcow2Error::NotALayer));
+    };
+    let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
+    let (target, _) = storage(id, config.size, false, &spec.into, handles)?;
+    let target = Disk::new(config.size, false, None, target, 2).chain();
+    let target = target.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let what = || format!("disk {id}, the lock of its merge");
+    let lock = handles.file(&spec.lock, false);
+    let lock = lock.map_err(|error| StartError::Handle { what: what(), error })?;
+    Ok(LayerToMerge { merge: Merge { extents, target }, _lock: lock })
 }
 
 impl Beside {
@@ -526,6 +571,11 @@ impl Prepared {
             export::run(chain, export.sparse.as_ref(), &mut export.target, state, stop)
                 .map_err(|error| error.to_string())?;
             tracing::info!("the disk is exported and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let (Some(mut layer), Some(chain)) = (self.merge.take(), self.chains.first_mut()) {
+            layer.merge.run(chain, state, stop).map_err(|error| error.to_string())?;
+            tracing::info!("the layer is merged and flushed");
             state.set(DiskActivity::Idle);
         }
         if let Some(front_end) = &self.front_end {

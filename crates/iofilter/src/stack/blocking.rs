@@ -8,6 +8,7 @@ use nix::sys::signal::SigSet;
 use nix::sys::time::TimeSpec;
 
 use crate::stack::chain::Chain;
+use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
 
 /// How long to sleep between two checks when the system refuses to wait for requests in flight.
@@ -54,6 +55,24 @@ fn drain_by(
 pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
     let id = chain.begin().ok_or(IoError::Overload)?;
     chain.submit(id, Operation::Flush, 0, 0, 0);
+    drain(chain)
+}
+
+/// Reads or writes bytes at `at`, and waits until that is done.
+///
+/// # Errors
+/// [`IoError`].
+pub fn move_bytes(
+    chain: &mut Chain,
+    operation: Operation,
+    bytes: &mut [u8],
+    at: u64,
+) -> Result<(), IoError> {
+    let id = chain.begin().ok_or(IoError::Overload)?;
+    // SAFETY: the bytes stay borrowed until `drain` has seen the request complete.
+    let segment = unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) };
+    chain.data_mut(id).push(segment);
+    chain.submit(id, operation, at, 0, 0);
     drain(chain)
 }
 

@@ -1,7 +1,7 @@
 //! Memory for data: guest memory and bounce buffers, as scatter lists.
 //!
 //! The guest may change its memory at any time, so nothing here ever makes a Rust reference to it:
-//! data goes through raw pointers only. Only this module, [`crate::layers::crypt::xts`] and the kernel
+//! data goes through raw pointers only. Only this module, [`vmseal_secret::xts`] and the kernel
 //! dereference them.
 
 use std::num::NonZeroUsize;

@@ -15,6 +15,26 @@ pub struct Extent {
     pub end: u64,
 }
 
+/// What an image has itself, without the files below it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Own {
+    /// Bytes.
+    Data,
+    /// Zeroes, whatever is below.
+    Zeroes,
+    /// Nothing: what is below shows.
+    Nothing,
+}
+
+/// A part of an image with the files below it left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnExtent {
+    /// What is there.
+    pub content: Own,
+    /// Where it ends.
+    pub end: u64,
+}
+
 /// A file that ends before the requested part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(

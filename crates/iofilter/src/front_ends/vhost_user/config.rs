@@ -33,6 +33,9 @@ const FILLED: usize = 60;
 /// The longest configuration space a front end may ask for, in bytes.
 pub const SPACE: usize = 256;
 
+/// The bit by which a backend says that it can log what it writes into the guest's memory (vhost-user, "Migration").
+const VHOST_F_LOG_ALL: u32 = 26;
+
 /// The features offered for a disk.
 #[must_use]
 pub fn features(read_only: bool, queues: u16) -> u64 {
@@ -53,6 +56,9 @@ pub fn features(read_only: bool, queues: u16) -> u64 {
     if queues > 1 {
         bits.push(VIRTIO_BLK_F_MQ);
     }
+    // Without it QEMU would save the memory of no guest. The agent does that only with a guest that stands still, whose rings are
+    // stopped, so that nobody asks for the log.
+    bits.push(VHOST_F_LOG_ALL);
     let offered = bits.iter().fold(0, |all, bit| all | 1u64 << bit);
     offered | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 }

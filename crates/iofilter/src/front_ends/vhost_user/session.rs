@@ -302,6 +302,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::LOG_SHMFD
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     }
 
@@ -497,7 +498,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(not_offered())
+        // Offered so that the memory of a guest that stands still can be saved (`config::features`).
+        Err(invalid("the memory of a guest that runs cannot be moved: nothing is logged"))
     }
 }
 

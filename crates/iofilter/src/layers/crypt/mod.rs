@@ -13,21 +13,22 @@
 //! Guest memory is never changed by a write. A request that waits for a buffer holds none that does not
 //! come back by itself.
 
-pub mod xts;
-
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
 use vmseal_api::filter::Holes;
 use vmseal_secret::SecretBytes;
+use vmseal_secret::xts::{Direction, SECTOR, Xts, XtsError};
 
-use crate::layers::crypt::xts::{Direction, SECTOR, Xts, XtsError};
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::figures::{CipherTime, CipherWork, Sampler};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
+
+// What the contract between filters calls a sector is what the cipher does.
+const _: () = assert!(SECTOR == vmseal_api::filter::CRYPT_SECTOR as usize);
 
 /// The most chunks of one request in flight, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;

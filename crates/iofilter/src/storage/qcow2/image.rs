@@ -12,7 +12,7 @@ use imago::{FormatAccess, Mapping};
 use super::storage::ImageFile;
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation};
-use crate::storage::extent::Extent;
+use crate::storage::extent::{Extent, Own, OwnExtent};
 
 /// How much is held back before it goes to the file, in bytes.
 const HELD_BACK_MAX: usize = 2 << 20;
@@ -116,6 +116,21 @@ impl Qcow2Image {
         let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
         self.trim()?;
         Ok(Extent { data, end: offset + run })
+    }
+
+    /// What the image itself has at `offset` of the disk, without the files below it, `length` bytes at most.
+    pub(super) fn own(&mut self, offset: u64, length: u64) -> Result<OwnExtent, IoError> {
+        let (mapping, run) = self.mapping(self.offset + offset, length)?;
+        let content = match &mapping {
+            Mapping::Raw { storage, .. } if storage.is(&self.file) => Own::Data,
+            Mapping::Special { layer, .. } if std::ptr::eq(*layer, &raw const self.format) => {
+                Own::Data
+            }
+            Mapping::Zero { explicit: true, .. } => Own::Zeroes,
+            _ => Own::Nothing,
+        };
+        self.trim()?;
+        Ok(OwnExtent { content, end: offset + run })
     }
 
     /// Writes changed tables to the file, so that answered writes survive the end of this

@@ -84,6 +84,9 @@ pub enum Qcow2Error {
     /// Opened without the right to write.
     #[error(transparent)]
     Mode(#[from] OpenError),
+    /// A raw image in the place of a layer.
+    #[error("only an image of QEMU's format can be merged into the one below it")]
+    NotALayer,
     /// No thread.
     #[error("the system refuses what the image needs: {0}")]
     System(#[source] io::Error),

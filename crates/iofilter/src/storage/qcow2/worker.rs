@@ -25,7 +25,7 @@ use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, RequestId, Requests};
 use crate::stack::waker::Waker;
-use crate::storage::extent::Extent;
+use crate::storage::extent::{Extent, OwnExtent};
 
 /// imago recurses a frame or two for each layer.
 const STACK: usize = 512 * 1024;
@@ -36,6 +36,8 @@ enum ImageQuery {
     Operation(Operation),
     /// What is there; and the answer.
     Extent(Option<Extent>),
+    /// What the image itself has there; and the answer.
+    Own(Option<OwnExtent>),
 }
 
 /// A request to the image, and its result.
@@ -90,6 +92,9 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
             ImageQuery::Extent(found) => {
                 image.extent(*offset, *length).map(|extent| *found = Some(extent))
             }
+            ImageQuery::Own(found) => {
+                image.own(*offset, *length).map(|extent| *found = Some(extent))
+            }
         };
     }
     if let Err(error) = image.commit() {
@@ -97,7 +102,7 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
         let requests = batch.iter_mut().map(|job| &mut job.request);
         let changes = |request: &&mut Request| match request.asked {
             ImageQuery::Operation(operation) => operation != Operation::Read,
-            ImageQuery::Extent(_) => false,
+            ImageQuery::Extent(_) | ImageQuery::Own(_) => false,
         };
         requests.filter(changes).for_each(|request| request.result = Err(error));
     }
@@ -169,10 +174,27 @@ impl Extents {
     /// # Errors
     /// [`IoError`] of the image's tables, in an error of the kind `Other`; or a system error.
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        match self.ask(ImageQuery::Extent(None), at, end)? {
+            ImageQuery::Extent(Some(extent)) => Ok(extent),
+            _ => Err(io::ErrorKind::Other.into()),
+        }
+    }
+
+    /// What the image itself has at `at`, without the files below it, up to `end` at most.
+    ///
+    /// # Errors
+    /// As [`Extents::extent`].
+    pub fn own(&self, at: u64, end: u64) -> io::Result<OwnExtent> {
+        match self.ask(ImageQuery::Own(None), at, end)? {
+            ImageQuery::Own(Some(extent)) => Ok(extent),
+            _ => Err(io::ErrorKind::Other.into()),
+        }
+    }
+
+    fn ask(&self, asked: ImageQuery, at: u64, end: u64) -> io::Result<ImageQuery> {
         let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
         let (id, data) = (self.id, Segments::default());
-        let (asked, length) = (ImageQuery::Extent(None), end - at);
-        queue.push(Request { id, asked, offset: at, length, data, result: Ok(()) });
+        queue.push(Request { id, asked, offset: at, length: end - at, data, result: Ok(()) });
         if let Err(error) = queue.hand_over() {
             // The request is taken back.
             queue.refuse(|_| ());
@@ -181,10 +203,7 @@ impl Extents {
         }
         let Request { asked, result, .. } = answer(&mut queue)?;
         result.map_err(io::Error::other)?;
-        match asked {
-            ImageQuery::Extent(Some(extent)) => Ok(extent),
-            _ => Err(io::ErrorKind::Other.into()),
-        }
+        Ok(asked)
     }
 }
 

@@ -1,0 +1,221 @@
+//! Writing a layer down to the next image below.
+//!
+//! ```text
+//!  layer ─ what it has itself ─► read through the layer ─► written to the image below
+//!        ─ zeroes it has set  ─────────────────────────► write-zeroes there
+//!        ─ the rest           ─────────────────────────► not touched
+//! ```
+//! Whoever reads through the layer sees the same bytes at any time: what is written below is what the layer hides. So it
+//! may be stopped and done again, and others may read meanwhile.
+
+use std::io;
+
+use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
+
+use crate::copy::import::run_of_zeroes_or_data;
+use crate::disk::status::DiskState;
+use crate::stack::blocking;
+use crate::stack::chain::Chain;
+use crate::stack::request::{IoError, Operation};
+use crate::stack::stop::Stop;
+use crate::storage::extent::Own;
+use crate::storage::qcow2::Extents;
+
+/// How much is read at a time.
+const CHUNK: u64 = 1024 * 1024;
+
+/// The longest write-zeroes, so that a stop is noticed soon.
+const ZEROES_MAX: u64 = 256 * 1024 * 1024;
+
+/// Why a layer could not be merged.
+#[derive(Debug, thiserror::Error)]
+pub enum MergeError {
+    /// Its tables.
+    #[error("the layer's tables cannot be read: {0}")]
+    Tables(#[from] io::Error),
+    /// Its data.
+    #[error("the layer cannot be read: {0}")]
+    Read(#[source] IoError),
+    /// The image below.
+    #[error("the image below cannot be written: {0}")]
+    Write(#[source] IoError),
+    /// Asked to stop.
+    #[error("the merge was stopped")]
+    Stopped,
+}
+
+/// A layer, and the image below it.
+pub struct Merge {
+    /// Where the layer has something itself.
+    pub extents: Extents,
+    /// The image below.
+    pub target: Chain,
+}
+
+impl Merge {
+    /// Writes all that the layer has itself to the image below, and flushes that. `layer` reads through the layer.
+    ///
+    /// # Errors
+    /// [`MergeError`]; it can be done again.
+    pub fn run(
+        &mut self,
+        layer: &mut Chain,
+        state: &DiskState,
+        stop: &Stop,
+    ) -> Result<(), MergeError> {
+        let total = layer.size();
+        let mut buffer = vec![0; CHUNK as usize];
+        let mut at = 0;
+        while at < total {
+            state.set(DiskActivity::Merging { done: at, total });
+            if stop.asked() {
+                return Err(MergeError::Stopped);
+            }
+            let extent = self.extents.own(at, total)?;
+            let end = match extent.content {
+                Own::Nothing => extent.end,
+                Own::Zeroes => extent.end.min(at + ZEROES_MAX),
+                Own::Data => extent.end.min(at + CHUNK),
+            };
+            match extent.content {
+                Own::Nothing => {}
+                Own::Zeroes => self.zeroes(at, end - at)?,
+                Own::Data => {
+                    let part = &mut buffer[..(end - at) as usize];
+                    blocking::move_bytes(layer, Operation::Read, part, at)
+                        .map_err(MergeError::Read)?;
+                    self.write(part, at)?;
+                }
+            }
+            at = end;
+        }
+        blocking::flush(&mut self.target).map_err(MergeError::Write)?;
+        state.set(DiskActivity::Merging { done: total, total });
+        Ok(())
+    }
+
+    /// Writes bytes; those that are zero take no room.
+    fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), MergeError> {
+        // Runs are of whole sectors from the beginning of the part, so those of the disk must begin there, too.
+        if !at.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+            return blocking::move_bytes(&mut self.target, Operation::Write, bytes, at)
+                .map_err(MergeError::Write);
+        }
+        let mut start = 0;
+        while let Some((end, zero)) = run_of_zeroes_or_data(bytes, start) {
+            let from = at + start as u64;
+            if zero {
+                self.zeroes(from, (end - start) as u64)?;
+            } else {
+                blocking::move_bytes(
+                    &mut self.target,
+                    Operation::Write,
+                    &mut bytes[start..end],
+                    from,
+                )
+                .map_err(MergeError::Write)?;
+            }
+            start = end;
+        }
+        Ok(())
+    }
+
+    fn zeroes(&mut self, at: u64, length: u64) -> Result<(), MergeError> {
+        let chain = &mut self.target;
+        let id = chain.begin().ok_or(MergeError::Write(IoError::Overload))?;
+        chain.submit(id, Operation::WriteZeroes { unmap: true }, at, length, 0);
+        blocking::drain(chain).map_err(MergeError::Write)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+    use std::path::Path;
+    use std::process::Command;
+    use std::sync::Arc;
+
+    use vmseal_api::filter::Direct;
+    use vmseal_api::id::DiskId;
+    use vmseal_api::transfer::ImageFormat;
+
+    use super::*;
+    use crate::disk::{Disk, DiskStorage};
+    use crate::storage::file::FileDisk;
+    use crate::storage::qcow2::Qcow2Disk;
+
+    const SIZE: u64 = 8 << 20;
+
+    fn open(at: &Path, write: bool) -> OwnedFd {
+        File::options().read(true).write(write).open(at).unwrap().into()
+    }
+
+    fn qemu_io(commands: &[&str], image: &Path) {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        let ran = Command::new("qemu-io").args(["-f", "qcow2"]).args(commands).arg(image).output();
+        let said = String::from_utf8_lossy(&ran.unwrap().stdout).into_owned();
+        assert!(!said.contains("fail"), "{said}");
+    }
+
+    fn layer(at: &Path, below: &str, format: &str) {
+        let below = vmseal_qcow2::Below { name: below, format };
+        vmseal_qcow2::create_overlay(File::create(at).unwrap(), SIZE, below).unwrap();
+    }
+
+    fn content(image: &Path, format: &str) -> Vec<u8> {
+        let raw = image.with_extension("content");
+        let ran = Command::new("qemu-img")
+            .args(["convert", "-f", format, "-O", "raw"])
+            .args([image, &raw])
+            .status();
+        assert!(ran.unwrap().success());
+        std::fs::read(raw).unwrap()
+    }
+
+    fn merge(upper: (OwnedFd, Vec<(OwnedFd, ImageFormat)>), target: DiskStorage) {
+        let upper = Qcow2Disk::open(upper.0, upper.1, 0, SIZE, true).unwrap();
+        let extents = upper.extents().unwrap();
+        let target = Disk::new(SIZE, false, None, target, 2).chain().unwrap();
+        let mut layer = Disk::new(SIZE, true, None, DiskStorage::Qcow2(upper), 2).chain().unwrap();
+        let state = Arc::new(DiskState::new(DiskId::new(), 1));
+        let stop = Stop::new().unwrap();
+        Merge { extents, target }.run(&mut layer, &state, &stop).unwrap();
+    }
+
+    #[test]
+    fn what_a_layer_has_itself_is_below_afterwards_and_nothing_else_changes() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::fs::write(at("base"), vec![1; SIZE as usize]).unwrap();
+        layer(&at("one"), "base", "raw");
+        layer(&at("two"), "one", "qcow2");
+        qemu_io(&["write -P 2 1M 256k", "write -z 3M 128k", "write -P 3 4096 4096"], &at("one"));
+        qemu_io(
+            &["write -P 4 1088k 64k", "write -P 5 5M 4k", "write -z 6M 1M", "discard 3M 64k"],
+            &at("two"),
+        );
+        let (lower, expected) = (content(&at("one"), "qcow2"), content(&at("two"), "qcow2"));
+        assert!(lower != expected);
+
+        // Down to another layer; twice, as after a crash.
+        for _ in 0..2 {
+            let one = (open(&at("one"), false), ImageFormat::Qcow2);
+            let base = (open(&at("base"), false), ImageFormat::Raw);
+            let target = vec![(open(&at("base"), false), ImageFormat::Raw)];
+            let target = Qcow2Disk::open(open(&at("one"), true), target, 0, SIZE, false).unwrap();
+            merge((open(&at("two"), false), vec![one, base]), DiskStorage::Qcow2(target));
+            assert!(content(&at("two"), "qcow2") == expected, "the layer reads otherwise");
+            assert!(content(&at("one"), "qcow2") == expected, "it is not merged");
+        }
+        assert!(std::fs::read(at("base")).unwrap().iter().all(|byte| *byte == 1));
+        let check = Command::new("qemu-img").args(["check", "-q"]).arg(at("one")).status();
+        assert!(check.unwrap().success());
+
+        // Down to the image.
+        let base = (open(&at("base"), false), ImageFormat::Raw);
+        let target = FileDisk::open(open(&at("base"), true), 0, SIZE, Direct::Off, false).unwrap();
+        merge((open(&at("one"), false), vec![base]), DiskStorage::File(target));
+        assert!(std::fs::read(at("base")).unwrap() == expected);
+    }
+}
