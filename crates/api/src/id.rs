@@ -72,6 +72,8 @@ identity! {
     ProviderId,
     /// A storage policy.
     PolicyId,
+    /// A snapshot of a VM.
+    SnapshotId,
     /// A task: durable work of the server.
     TaskId,
     /// One life of an agent process: changes when the agent restarts and its keys are gone.
@@ -92,6 +94,9 @@ pub enum NameError {
         "the name may hold only letters a-z and A-Z, digits, hyphens, dots and underscores, and must begin and end with a letter or digit"
     )]
     Characters,
+    /// Two dots in a row.
+    #[error("the name may not hold two dots in a row")]
+    Dots,
     /// A name that reads as an id would make `vm show <id>` ambiguous.
     #[error("the name has the form of an id; choose another one")]
     LooksLikeId,
@@ -109,13 +114,15 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
         return Err(NameError::TooLong(name.len()));
     }
     let end = |c: char| c.is_ascii_alphanumeric();
-    // A name may become a part of a path: two dots beside each other are never needed, and look like one.
     if !name.chars().all(|c| end(c) || matches!(c, '-' | '.' | '_'))
         || !name.starts_with(end)
         || !name.ends_with(end)
-        || name.contains("..")
     {
         return Err(NameError::Characters);
+    }
+    // A name may become a part of a path: two dots beside each other are never needed, and look like one.
+    if name.contains("..") {
+        return Err(NameError::Dots);
     }
     if Uuid::parse_str(name).is_ok() {
         return Err(NameError::LooksLikeId);
@@ -134,11 +141,11 @@ mod tests {
         }
         assert_eq!(check_name(""), Err(NameError::Empty));
         assert_eq!(check_name(&"a".repeat(64)), Err(NameError::TooLong(64)));
-        for bad in [
-            "../x", "a b", "-a", "a-", "a/b", "ä", "a\0", ".a", "a.", "_a", "a_", "a..b", ".", "..",
-        ] {
+        for bad in ["../x", "a b", "-a", "a-", "a/b", "ä", "a\0", ".a", "a.", "_a", "a_", ".", ".."]
+        {
             assert_eq!(check_name(bad), Err(NameError::Characters), "{bad:?}");
         }
+        assert_eq!(check_name("a..b"), Err(NameError::Dots));
         let id = VmId::new().to_string();
         assert_eq!(check_name(&id), Err(NameError::LooksLikeId));
     }

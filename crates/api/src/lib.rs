@@ -31,7 +31,7 @@ pub mod id;
 pub mod join_token;
 pub mod key_fault;
 pub mod kmip;
-mod limits;
+pub mod limits;
 pub mod log_level;
 pub mod model;
 pub mod nic;
@@ -45,3 +45,5 @@ pub mod server_backup;
 pub mod size;
 pub mod transfer;
 pub mod usage;
+
+pub use host::proof;

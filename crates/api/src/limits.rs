@@ -11,3 +11,6 @@ pub const MEMORY_MIN: u64 = 16 << 20;
 
 /// The most memory of a VM in bytes.
 pub const MEMORY_MAX: u64 = 6 << 40;
+
+/// The most snapshots of a VM: a tree that people can still read.
+pub const SNAPSHOTS_MAX: usize = 64;

@@ -7,11 +7,14 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::hardware::Hardware;
+use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
     Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
     HostDescription, KeyReference, KeyState, Power, Stopped,
 };
-use crate::id::{DatastoreId, DiskId, HostId, NicId, PolicyId, ProviderId, TaskId, VmId};
+use crate::id::{
+    DatastoreId, DiskId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId, VmId,
+};
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
@@ -267,6 +270,59 @@ pub enum Lifecycle {
     /// It is whole.
     Ready,
     /// A task removes it.
+    Deleting,
+}
+
+/// The last report on whether a VM is encrypted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Proof {
+    /// What it says.
+    pub report: ProofReport,
+    /// The same as the VM's host has signed it.
+    pub signed: SignedReport,
+}
+
+/// A snapshot of a VM: what its disks held at one instant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Snapshot {
+    /// Its id.
+    pub id: SnapshotId,
+    /// Its name, unique within the VM.
+    pub name: String,
+    /// Its VM, by name.
+    pub vm: String,
+    /// What it is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+    /// The snapshot that it was taken after, by name; none for the first of its tree.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    /// When it was asked for.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub created: Timestamp,
+    /// How it stands.
+    pub state: SnapshotState,
+    /// Whether it is the one that the VM's disks were last taken or reverted to.
+    pub current: bool,
+    /// Whether the guest's file systems were frozen when it was taken; none where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// The disks that it keeps, by name.
+    pub disks: Vec<String>,
+}
+
+/// How a snapshot stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotState {
+    /// A task takes it.
+    Taking,
+    /// It is complete.
+    Ready,
+    /// It is given up, and a task merges its layers.
     Deleting,
 }
 

@@ -415,6 +415,61 @@ pub struct AddBitmap {
     pub name: String,
 }
 
+/// Clones a VM.
+#[derive(Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CloneVm {
+    /// The clone's name.
+    pub name: String,
+    /// The snapshot whose disks are copied, by name or id; none means what the disks hold now, and that the VM is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// What cloud-init in the clone reads at its next boot, which counts as its first one; without it the guest is as it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<CloudInit>,
+}
+
+/// Takes a snapshot of a VM, off or running.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct TakeSnapshot {
+    /// Its name; none means the first of `snapshot-1`, `snapshot-2`, … that is free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// What it is, at most [`DESCRIPTION_MAX`] bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub description: Option<String>,
+    /// Whether the guest's file systems are frozen for a moment, if its agent answers; else the snapshot is as after a power
+    /// cut.
+    #[serde(default = "yes")]
+    pub quiesce: bool,
+}
+
+impl Default for TakeSnapshot {
+    fn default() -> Self {
+        Self { name: None, description: None, quiesce: yes() }
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Has a VM's files read and reports whether they are encrypted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ProveVm {
+    /// Whether every byte is read; else a sample of each file.
+    #[serde(default)]
+    pub all: bool,
+    /// What decides which parts of a file are in the sample; none means a random number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u32>,
+}
+
 /// Encrypts a VM, off or running.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -460,6 +515,9 @@ pub struct StartVm {
     /// What its firmware tries first this time, and not when the guest is reset or reboots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot_once: Option<BootDevice>,
+    /// Gives the saved memory of a suspended VM up: it boots from its disks, which are as a power cut would have left them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub discard_memory: bool,
 }
 
 /// Stops a VM.

@@ -292,6 +292,14 @@ impl HostAgent for HostClient {
         self.command_with(Method::POST, &format!("vms/{vm}/power-on-from"), &first).await
     }
 
+    async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
+        self.command(Method::POST, &format!("vms/{vm}/suspend")).await
+    }
+
+    async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
+        self.command(Method::DELETE, &format!("vms/{vm}/memory")).await
+    }
+
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/power-off"), &how).await
     }

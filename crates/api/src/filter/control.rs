@@ -182,6 +182,13 @@ pub enum DiskActivity {
         /// The part of `done` that is flushed: where another import may continue ([`ImportSpec::from`]).
         durable: u64,
     },
+    /// What its image has itself is written to the next image below.
+    Merging {
+        /// Bytes of the disk dealt with.
+        done: u64,
+        /// All bytes.
+        total: u64,
+    },
     /// An export runs.
     Exporting {
         /// Bytes of the disk that are processed.
@@ -189,7 +196,7 @@ pub enum DiskActivity {
         /// Bytes of the disk.
         total: u64,
     },
-    /// Nobody is connected; an import or export, if one was asked for, is finished and flushed.
+    /// Nobody is connected; an import, export or merge, if one was asked for, is finished and flushed.
     Idle,
     /// A front end is connected.
     Connected,

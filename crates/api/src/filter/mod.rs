@@ -122,6 +122,10 @@ pub struct DiskConfig {
     /// A file to write the whole disk to once. The disk is read-only then, and is neither served nor filled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<ExportSpec>,
+    /// What the image, a layer, is written down to once. The disk is read-only then, has no filters, and is neither served,
+    /// filled nor exported.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merge: Option<MergeSpec>,
 }
 
 /// A layer of the chain.
@@ -513,6 +517,17 @@ pub struct ExportSpec {
     pub format: TargetFormat,
 }
 
+/// Writes what an image of QEMU's format has itself, without the files below it, down to the next one below. Afterwards that
+/// reads as the image did. Doing it again changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MergeSpec {
+    /// The next image below, and what is below that. Others may read the bytes that the image above does not have.
+    pub into: BackendSpec,
+    /// A file whose lock is held for as long as this process may write.
+    pub lock: Handle,
+}
+
 /// The format of an export's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
@@ -521,6 +536,16 @@ pub enum TargetFormat {
     Raw,
     /// QEMU's format; the file is empty.
     Qcow2,
+    /// A disk as vmseal keeps it, whose header is there already, and which reads as zeroes.
+    Disk {
+        /// Its DEK: 64 bytes in a `memfd_secret`; none for a plain one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        key: Option<Handle>,
+        /// Where its first byte is, in bytes.
+        offset: u64,
+        /// Whether it stays allocated where it is zero.
+        keeps_room: bool,
+    },
     /// The data segment of a LUKS2 volume, whose header is there already. It has no holes: dm-crypt would
     /// decrypt them to noise.
     Luks2 {

@@ -274,9 +274,10 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `wrong-state` as [`HostAgent::bitmaps`], and where the disk has none or is served without it.
     async fn replica(&self, vm: VmId, disk: DiskId) -> Result<ReplicaStatus, Problem>;
 
-    /// Begins to start a registered VM; follow [`VmState`].
+    /// Begins to start a registered VM; follow [`VmState`]. A suspended one goes on where it was; where that fails, it stays suspended.
     ///
     /// # Errors
+    /// `damaged` where the saved memory of a suspended one does not open;
     /// `locked` without its KEK; `wrong-state` while it is stopping.
     async fn power_on(&self, vm: VmId) -> Result<(), Problem>;
 
@@ -286,7 +287,23 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// Those of [`HostAgent::power_on`]; `invalid-request` where the VM has no such device.
     async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem>;
 
+    /// Begins to suspend a VM: the memory of its guest is saved beside its disks, and its processes end. Follow [`VmState`]: it is
+    /// suspending, and then suspended; or it runs on, and `not_suspended` says why. One that is suspended stays so.
+    ///
+    /// # Errors
+    /// `wrong-state` while it does not run; `locked` without its KEK; `in-use` while a disk is copied or exposed.
+    async fn suspend(&self, vm: VmId) -> Result<(), Problem>;
+
+    /// Removes the saved memory of a suspended VM, which then is off. One that is not suspended stays as it is.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    async fn discard_memory(&self, vm: VmId) -> Result<(), Problem>;
+
     /// Stops a VM; one that is off stays off.
+    ///
+    /// # Errors
+    /// `wrong-state` where it is suspended: [`HostAgent::discard_memory`] gives its memory up.
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem>;
 
     /// Pauses, unpauses or resets a guest; the answer comes when it is done.

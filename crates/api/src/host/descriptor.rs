@@ -5,6 +5,7 @@
 //! key that is derived from the VM's. The types of this module, and those of the API that they are made of, are the
 //! stored format; a golden file pins them.
 
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::disk::{Allocation, DiskFacts, DiskLimits, DiskRole};
@@ -12,12 +13,15 @@ use super::key::KeyReference;
 use super::state::DiskState;
 use crate::filter::{CRYPT_SECTOR, DISKS_MAX};
 use crate::hardware::Hardware;
-use crate::id::{DatastoreId, DiskId, ProviderId, VmId, check_name};
-use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use crate::id::{DatastoreId, DiskId, ProviderId, SnapshotId, VmId, check_name};
+use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, SNAPSHOTS_MAX, VCPUS_MAX};
 use crate::nic::{NicSpec, NicToCheck, check_nics};
 
-/// The version that is written.
-pub const VERSION: u32 = 2;
+/// The newest version, with snapshots. A descriptor without any is written as [`WITHOUT_SNAPSHOTS`].
+pub const VERSION: u32 = 3;
+
+/// The version before snapshots, which earlier versions of vmseal read.
+pub const WITHOUT_SNAPSHOTS: u32 = 2;
 
 /// The oldest version that is read: without what a VM needs beside its disks, and without a MAC.
 const OLDEST: u32 = 1;
@@ -65,6 +69,9 @@ pub struct VmDescriptor {
     /// Its network cards, in their order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
+    /// Its snapshots, in the order in which they were taken; none before version 3.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<DescribedSnapshot>,
     /// HMAC-SHA256 of all other fields, in hexadecimal; none where the VM has no key, or where it was not at hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
@@ -106,6 +113,29 @@ pub struct DescribedDisk {
     /// What was pinned of it when it was made; none while it is being made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub facts: Option<DiskFacts>,
+}
+
+/// A snapshot of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DescribedSnapshot {
+    /// Which.
+    pub snapshot: SnapshotId,
+    /// Its name within the VM.
+    pub name: String,
+    /// The one that it was taken after.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<SnapshotId>,
+    /// When it was asked for.
+    pub created: Timestamp,
+    /// Whether the guest's file systems were frozen, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// Whether what the disks hold began with it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub current: bool,
+    /// The disks that it keeps, by their places among the VM's disks, from 0.
+    pub disks: Vec<u8>,
 }
 
 /// The second copy of a disk.
@@ -220,10 +250,35 @@ impl VmDescriptor {
                 return Err(of("it does not say on which datastore it is".to_owned()));
             }
         }
+        self.check_snapshots()?;
         let nics = self.nics.iter();
         let nics =
             nics.map(|it| NicToCheck { name: &it.name, mac: Some(it.mac), backend: &it.backend });
         check_nics(&nics.collect::<Vec<_>>()).map_err(|(field, what)| format!("{field}: {what}"))
+    }
+
+    fn check_snapshots(&self) -> Result<(), String> {
+        if self.version <= WITHOUT_SNAPSHOTS && !self.snapshots.is_empty() {
+            return Err("it has snapshots, which its version does not".to_owned());
+        }
+        if self.snapshots.len() > SNAPSHOTS_MAX {
+            return Err(format!("it has more than {SNAPSHOTS_MAX} snapshots"));
+        }
+        for (index, snapshot) in self.snapshots.iter().enumerate() {
+            let of = |what: &str| format!("snapshot {}: {what}", index + 1);
+            check_name(&snapshot.name).map_err(|error| of(&error.to_string()))?;
+            let before = &self.snapshots[..index];
+            let same = |it: &DescribedSnapshot| {
+                it.snapshot == snapshot.snapshot || it.name == snapshot.name
+            };
+            if before.iter().any(same) {
+                return Err(of("another one has its id or name"));
+            }
+            if snapshot.disks.iter().any(|at| usize::from(*at) >= self.disks.len()) {
+                return Err(of("it keeps a disk that the VM does not have"));
+            }
+        }
+        Ok(())
     }
 
     /// The bytes that are authenticated: compact JSON of all fields but the MAC.
@@ -300,10 +355,14 @@ mod tests {
 
     /// The example in docs/formats/vm-descriptor.md. Later versions have to read it too.
     const GOLDEN: &str = include_str!("../../tests/golden/vm-descriptor-2.json");
+    const GOLDEN_3: &str = include_str!("../../tests/golden/vm-descriptor-3.json");
     const GOLDEN_1: &str = include_str!("../../tests/golden/vm-descriptor-1.json");
 
     #[test]
-    fn the_golden_descriptors_are_read_and_version_2_is_written_the_same() {
+    fn the_golden_descriptors_are_read_and_newer_ones_are_written_the_same() {
+        let newest = parse(GOLDEN_3.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&newest).unwrap(), GOLDEN_3.trim_end());
+        assert_eq!((newest.snapshots.len(), newest.snapshots[1].current), (2, true));
         let descriptor = parse(GOLDEN.as_bytes()).unwrap();
         assert_eq!(serde_json::to_string_pretty(&descriptor).unwrap(), GOLDEN.trim_end());
         assert_eq!((descriptor.vcpus, descriptor.memory), (Some(2), Some(1 << 30)));
@@ -320,7 +379,7 @@ mod tests {
     #[test]
     fn values_that_no_vm_has_are_refused() {
         for (from, to) in [
-            ("\"version\": 2", "\"version\": 3"),
+            ("\"version\": 2", "\"version\": 4"),
             ("\"vcpus\": 2", "\"vcpus\": 0"),
             ("\"vcpus\": 2,", ""),
             ("\"memory\": 1073741824", "\"memory\": 1"),
@@ -335,6 +394,15 @@ mod tests {
             let changed = GOLDEN.replacen(from, to, 1);
             assert_ne!(changed, GOLDEN, "{from}");
             assert!(parse(changed.as_bytes()).is_err(), "{from} -> {to}");
+        }
+        for (from, to) in [
+            ("\"version\": 3", "\"version\": 2"),
+            ("\"after\"", "\"before-upgrade\""),
+            ("\"after\"", "\"../after\""),
+            ("        0\n", "        2\n"),
+        ] {
+            let changed = GOLDEN_3.replacen(from, to, 1);
+            assert!(changed != GOLDEN_3 && parse(changed.as_bytes()).is_err(), "{from} -> {to}");
         }
         assert!(matches!(parse(&[b' '; LENGTH_MAX + 1]), Err(DescriptorError::TooLong)));
     }

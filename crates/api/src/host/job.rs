@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror)
-//!                      │  └──────────────────────────────► Done      (create, drop sources: nothing to commit)
+//!                      │  └──────────────────────────────► Done      (the others: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
 //!                      └── an error ────► Failed:    nothing is left of it
@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::ImageSource;
 use super::key::SealedKey;
-use crate::id::{DiskId, TaskId, VmId};
+use super::proof::SignedReport;
+use crate::filter::BACKING_MAX;
+use crate::id::{DiskId, SnapshotId, TaskId, VmId};
 use crate::problem::Problem;
 use crate::transfer::ExportFormat;
 
@@ -33,6 +35,14 @@ pub enum JobSpec {
     Mirror(MirrorJob),
     /// Remove the images that disks had before they were mirrored.
     DropSources(DropSourcesJob),
+    /// Keep what disks hold now.
+    Snapshot(SnapshotJob),
+    /// Have disks hold what a snapshot keeps.
+    Revert(RevertJob),
+    /// Keep what a snapshot keeps no longer.
+    DropSnapshot(DropSnapshotJob),
+    /// Read the VM's files, and report whether they are encrypted.
+    Prove(ProveJob),
 }
 
 /// Makes disks of a registered VM that is off. A complete disk is not touched.
@@ -56,6 +66,22 @@ pub struct DiskToCreate {
     /// agent's key box ([`crate::cloud_init::cloud_init_info`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<SealedKey>,
+    /// The disk of another VM to fill it from, of the same size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_of: Option<CopyOf>,
+}
+
+/// A disk of another VM of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyOf {
+    /// The VM; its key is at hand where the disk is encrypted.
+    pub vm: VmId,
+    /// The disk.
+    pub disk: DiskId,
+    /// What the disk held then; none means what it holds now, and that its VM is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<SnapshotId>,
 }
 
 /// Writes a disk of a VM that is off to a file. The file is written and flushed under another name, and
@@ -103,6 +129,62 @@ pub struct DropSourcesJob {
     pub disks: Vec<DiskId>,
 }
 
+/// Keeps what disks of a VM hold at one instant, the same for all of them, whether it runs or is off. From then on the guest
+/// writes to new layers above their images; each disk has at most [`LAYERS_MAX`] above each other. It is done when the call
+/// that puts the job returns.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotJob {
+    /// The snapshot.
+    pub snapshot: SnapshotId,
+    /// Whether the guest's file systems are frozen meanwhile, if its agent answers; [`JobStatus::quiesced`] says whether they
+    /// were.
+    #[serde(default)]
+    pub quiesce: bool,
+    /// The disks, each once.
+    pub disks: Vec<DiskId>,
+}
+
+/// Has disks of a VM that is off hold what they held when a snapshot was taken. What they have held since then is lost, as far
+/// as no other snapshot keeps it. It is done when the call that puts the job returns.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RevertJob {
+    /// The snapshot.
+    pub snapshot: SnapshotId,
+    /// The disks, each once.
+    pub disks: Vec<DiskId>,
+}
+
+/// Removes a snapshot of disks, and merges the layers that nothing needs apart any more. A disk without the snapshot is merged
+/// only. The VM may run; the guest sees a pause for each disk where its last layer is merged.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DropSnapshotJob {
+    /// The snapshot.
+    pub snapshot: SnapshotId,
+    /// The disks, each once.
+    pub disks: Vec<DiskId>,
+}
+
+/// Reads the files of a VM on its datastores, whether it runs or is off, and reports whether they are encrypted
+/// ([`JobStatus::proof`]). Nothing is written. An encrypted disk needs the VM's key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProveJob {
+    /// All disks of the VM that are made, each once.
+    pub disks: Vec<DiskId>,
+    /// Whether every byte is read; else a sample of each file.
+    #[serde(default)]
+    pub all: bool,
+    /// What decides which parts of a file are in the sample.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+/// How many layers of a disk may be above each other: a read may have to look into the tables of each.
+pub const LAYERS_MAX: usize = BACKING_MAX;
+
 /// The context that the passphrase of an export is sealed with.
 #[must_use]
 pub fn export_info(vm: VmId, disk: DiskId) -> Vec<u8> {
@@ -118,6 +200,10 @@ impl JobSpec {
             Self::Export(_) => JobKind::Export,
             Self::Mirror(_) => JobKind::Mirror,
             Self::DropSources(_) => JobKind::DropSources,
+            Self::Snapshot(_) => JobKind::Snapshot,
+            Self::Revert(_) => JobKind::Revert,
+            Self::DropSnapshot(_) => JobKind::DropSnapshot,
+            Self::Prove(_) => JobKind::Prove,
         }
     }
 
@@ -129,6 +215,10 @@ impl JobSpec {
             Self::Export(export) => vec![export.disk],
             Self::Mirror(mirror) => mirror.disks.iter().map(|disk| disk.disk).collect(),
             Self::DropSources(job) => job.disks.clone(),
+            Self::Snapshot(job) => job.disks.clone(),
+            Self::Revert(job) => job.disks.clone(),
+            Self::DropSnapshot(job) => job.disks.clone(),
+            Self::Prove(job) => job.disks.clone(),
         }
     }
 }
@@ -145,6 +235,14 @@ pub enum JobKind {
     Mirror,
     /// [`DropSourcesJob`]
     DropSources,
+    /// [`SnapshotJob`]
+    Snapshot,
+    /// [`RevertJob`]
+    Revert,
+    /// [`DropSnapshotJob`]
+    DropSnapshot,
+    /// [`ProveJob`]
+    Prove,
     /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,
@@ -163,6 +261,13 @@ pub struct JobStatus {
     pub state: JobState,
     /// Its progress.
     pub progress: JobProgress,
+    /// Whether the guest's file systems were frozen while its disks were kept; none for other jobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// What a proof has found, once it is done. It is large, so it is not in the state of a host, but in the answer to who asks
+    /// for the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proof: Option<Box<SignedReport>>,
 }
 
 /// The state of a job.

@@ -44,6 +44,8 @@
 //! POST   /v1/vms/{vm}/power-on             power_on
 //! POST   /v1/vms/{vm}/power-on-from        power_on_from
 //! POST   /v1/vms/{vm}/power-off            power_off
+//! POST   /v1/vms/{vm}/suspend              suspend
+//! DELETE /v1/vms/{vm}/memory               discard_memory
 //! POST   /v1/vms/{vm}/control              control_guest
 //! GET    /v1/vms/{vm}/screen               screen (WebSocket, binary frames)
 //! POST   /v1/vms/{vm}/guest                guest
@@ -64,6 +66,7 @@ pub mod descriptor;
 mod disk;
 mod job;
 mod key;
+pub mod proof;
 mod state;
 pub mod version;
 mod vm;
@@ -76,8 +79,9 @@ pub use self::disk::{
     ImageSource, NewDisk,
 };
 pub use self::job::{
-    CreateJob, DiskToCreate, DiskToMirror, DropSourcesJob, ExportJob, JobKind, JobProgress,
-    JobSpec, JobState, JobStatus, MirrorJob, export_info,
+    CopyOf, CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, ExportJob,
+    JobKind, JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RevertJob,
+    SnapshotJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{
@@ -85,7 +89,7 @@ pub use self::state::{
     StateChange, StopReason, Stopped, VmState,
 };
 pub use self::version::ContractRange;
-pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, VmSpec};
+pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, SnapshotSpec, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
 pub use crate::datastore::{DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX};
 pub use crate::nic::{NicSpec, NicState};

@@ -91,6 +91,9 @@ pub struct VmState {
     /// [`SET_RUNNING`](super::version::SET_RUNNING).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<StartedWith>,
+    /// Why the last attempt to suspend it failed; none until then, and when another one begins.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_suspended: Option<String>,
     /// The id of the request that it was last started or stopped for; none when it stopped by itself.
     #[serde(default)]
     pub request_id: Option<String>,
@@ -146,6 +149,10 @@ pub enum Power {
     Stopping,
     /// Its processors stand still until an operator lets them go on; its memory and disks are kept.
     Paused,
+    /// The memory of its guest is being saved; the guest stands still.
+    Suspending,
+    /// The memory of its guest is saved beside its disks, and no process of it lives.
+    Suspended,
     /// Something that a newer agent says and this side does not know: it is not off.
     #[serde(other)]
     Unknown,
@@ -197,6 +204,8 @@ pub enum StopReason {
     QemuDied,
     /// It could not be started.
     FailedToStart,
+    /// It was suspended: the memory of its guest is saved.
+    Suspended,
     /// The agent restarted and found the VM half-started or gone.
     FoundDead,
     /// Something that a newer agent says and this side does not know; its detail tells it.
@@ -214,6 +223,7 @@ impl StopReason {
             | Self::PoweredOff
             | Self::GuestPanicked
             | Self::FailedToStart
+            | Self::Suspended
             | Self::Unknown => false,
         }
     }
@@ -272,6 +282,7 @@ mod tests {
             jobs: vec![],
             nics: vec![],
             started_with: None,
+            not_suspended: None,
             request_id: None,
         }
     }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 14] = [
+pub const FEATURES: [&str; 18] = [
     "job-create",
     "job-export",
     NICS,
@@ -39,6 +39,10 @@ pub const FEATURES: [&str; 14] = [
     TPM,
     CDROM,
     MIRROR,
+    SNAPSHOTS,
+    COPIES,
+    PROVE,
+    SUSPEND,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -78,6 +82,18 @@ pub const CDROM: &str = "cdrom";
 /// The feature of agents that copy disks and use the copies in their place, and that take a key for a VM that runs and has
 /// none of its disks encrypted.
 pub const MIRROR: &str = "job-mirror";
+
+/// The feature of agents that keep what disks hold as snapshots.
+pub const SNAPSHOTS: &str = "job-snapshot";
+
+/// The feature of agents that fill new disks from those of other VMs.
+pub const COPIES: &str = "disk-copies";
+
+/// The feature of agents that read the files of VMs, and report whether they are encrypted.
+pub const PROVE: &str = "job-prove";
+
+/// The feature of agents that save the memory of guests to files, and have them go on from these.
+pub const SUSPEND: &str = "suspend";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

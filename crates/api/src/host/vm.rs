@@ -1,11 +1,12 @@
 //! A VM as a host runs it.
 
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::disk::DiskSpec;
 use super::key::KeyReference;
 use crate::hardware::Hardware;
-use crate::id::{DiskId, NicId, VmId};
+use crate::id::{DiskId, NicId, SnapshotId, VmId};
 use crate::nic::NicSpec;
 
 /// A VM as a host runs it.
@@ -31,6 +32,33 @@ pub struct VmSpec {
     pub hardware: Hardware,
     /// Its devices; disks in boot order.
     pub devices: Vec<Device>,
+    /// Its snapshots, for the descriptors on its datastores. Agents without the feature
+    /// [`SNAPSHOTS`](super::version::SNAPSHOTS) are not told them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<SnapshotSpec>,
+}
+
+/// A snapshot of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotSpec {
+    /// Which.
+    pub snapshot: SnapshotId,
+    /// Its name within the VM.
+    pub name: String,
+    /// The one that it was taken after.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<SnapshotId>,
+    /// When it was asked for.
+    pub created: Timestamp,
+    /// Whether the guest's file systems were frozen, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// Whether what the disks hold began with it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub current: bool,
+    /// The disks that it keeps.
+    pub disks: Vec<DiskId>,
 }
 
 /// A device of a VM. An agent refuses a VM with a device of a kind that it does not know.
