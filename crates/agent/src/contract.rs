@@ -10,8 +10,10 @@ mod exclusion;
 mod jobs;
 mod mirror;
 mod nics;
+mod proofs;
 mod replicas;
 mod running;
+mod snapshots;
 mod survey;
 mod tpm;
 
@@ -165,6 +167,7 @@ impl Session {
                 Device::Disk(disk("data", false)),
                 Device::Nic(nics::card()),
             ],
+            snapshots: Vec::new(),
         };
         Self { fixture, place, kek, spec, key_box }
     }
@@ -247,6 +250,8 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     tpm::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
     mirror::disks(agent, &mut session).await;
+    snapshots::disks(agent, &session).await;
+    proofs::disks(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
     running(agent, &session).await;

@@ -9,6 +9,7 @@ use std::time::Instant;
 use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::proof::SignedReport;
 
 use crate::rules::exclusion::Activity;
 
@@ -27,6 +28,8 @@ struct Job {
     /// When progress was first reported, and how much it was: an earlier agent may have begun the work.
     first: Option<(Instant, u64)>,
     bytes_per_second: Option<u64>,
+    quiesced: Option<bool>,
+    proof: Option<Box<SignedReport>>,
 }
 
 impl Job {
@@ -61,6 +64,8 @@ impl Job {
             disks: self.spec.disks(),
             state: self.state.clone(),
             progress: JobProgress { done: self.done(), total, bytes_per_second },
+            quiesced: self.quiesced,
+            proof: None,
         }
     }
 }
@@ -96,7 +101,9 @@ impl Jobs {
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
         let (state, first, bytes_per_second) = (JobState::Waiting, None, None);
-        self.0.insert(task, Job { spec, state, parts, first, bytes_per_second });
+        let (quiesced, proof) = (None, None);
+        let job = Job { spec, state, parts, first, bytes_per_second, quiesced, proof };
+        self.0.insert(task, job);
     }
 
     /// The job that works on a disk.
@@ -189,7 +196,12 @@ impl Jobs {
             let activity = match job.spec {
                 JobSpec::Create(_) => Activity::Creating,
                 JobSpec::Export(_) => Activity::Exporting,
-                JobSpec::Mirror(_) | JobSpec::DropSources(_) => Activity::Mirroring,
+                JobSpec::Mirror(_)
+                | JobSpec::DropSources(_)
+                | JobSpec::Snapshot(_)
+                | JobSpec::Revert(_)
+                | JobSpec::DropSnapshot(_)
+                | JobSpec::Prove(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
                 JobSpec::Mirror(_) => job.spec.disks(),
@@ -197,6 +209,33 @@ impl Jobs {
             };
             disks.into_iter().map(move |disk| (disk, activity))
         })
+    }
+
+    /// What a task's job is.
+    pub fn spec(&self, task: TaskId) -> Option<&JobSpec> {
+        self.0.get(&task).map(|job| &job.spec)
+    }
+
+    /// Records whether the guest's file systems were frozen during a task's job.
+    pub fn quiesced(&mut self, task: TaskId, quiesced: Option<bool>) {
+        if let Some(job) = self.0.get_mut(&task) {
+            job.quiesced = quiesced;
+        }
+    }
+
+    /// Records what the proof has found that this disk's worker made; the job is done for all of its disks.
+    pub fn proved(&mut self, disk: DiskId, report: SignedReport) {
+        let Some(job) = self.at_work(disk) else { return };
+        job.proof = Some(Box::new(report));
+        for disk in job.unfinished() {
+            self.made(disk);
+        }
+    }
+
+    /// The disks whose layers are to be merged.
+    pub fn unfinished_merges(&self) -> Vec<DiskId> {
+        let merges = |job: &&Job| matches!(job.spec, JobSpec::DropSnapshot(_)) && job.is_at_work();
+        self.0.values().filter(merges).flat_map(Job::unfinished).collect()
     }
 
     /// The disks whose copies are not as good as complete.
@@ -219,10 +258,10 @@ impl Jobs {
     /// `not-found`.
     pub fn status(&self, task: TaskId) -> Result<JobStatus, Problem> {
         let job = self.0.get(&task).ok_or_else(|| Problem::not_found("job on this host", task))?;
-        Ok(job.status(task))
+        Ok(JobStatus { proof: job.proof.clone(), ..job.status(task) })
     }
 
-    /// The status of all jobs.
+    /// The status of all jobs, without what proofs have found.
     pub fn statuses(&self) -> Vec<JobStatus> {
         self.0.iter().map(|(task, job)| job.status(*task)).collect()
     }
@@ -237,8 +276,12 @@ mod tests {
     use super::*;
 
     fn create(disks: &[DiskId]) -> JobSpec {
-        let disks =
-            disks.iter().map(|disk| DiskToCreate { disk: *disk, source: None, cloud_init: None });
+        let disks = disks.iter().map(|disk| DiskToCreate {
+            disk: *disk,
+            source: None,
+            cloud_init: None,
+            copy_of: None,
+        });
         JobSpec::Create(CreateJob { disks: disks.collect() })
     }
 

@@ -16,6 +16,7 @@
 //! | [`process`] | processes that outlive the agent, on record, under users of their own; what this machine is |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | `rules` | what may be done with a VM when |
+//! | `signer` | the key that reports are signed with |
 //! | [`simulated`] | a simulated host with failure injection, for tests of the control plane |
 //! | `contract` | the suite that both hosts pass (feature `contract-suite`) |
 
@@ -28,6 +29,7 @@ mod jobs;
 mod keys;
 pub mod process;
 mod rules;
+mod signer;
 pub mod simulated;
 mod storage;
 mod vm;
@@ -72,6 +74,7 @@ pub async fn run(
     let mut identity = host::identity::Identity::load(&state_dir)?;
     identity.address = listen.unwrap_or(identity.address);
     let host = RealHost::start(options).await?;
+    host.signs_as(&identity)?;
     let endpoint = host::http::Endpoint::bind(&identity).await?;
     tracing::info!(host = %identity.host, address = %endpoint.address(), "serving");
     endpoint.serve(Arc::new(host), shutdown).await?;

@@ -5,17 +5,20 @@ pub mod boot;
 pub mod exclusion;
 pub mod set_running;
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmseal_api::bitmap;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::{
-    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, ExportJob, JobSpec,
-    KeyReference, KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
+    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob,
+    DropSourcesJob, ExportJob, JobSpec, KeyReference, KeyState, RevertJob, SHUTDOWN_SECONDS_MAX,
+    SnapshotJob, VmSpec,
 };
-use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
@@ -124,6 +127,56 @@ fn check_tpm(tpm: bool, disks: &[&DiskSpec]) -> Result<(), Problem> {
     Err(Problem::invalid("hardware.tpm", what))
 }
 
+/// Checks that the memory of a VM's guest can be saved.
+///
+/// # Errors
+/// `locked` without its key; `wrong-state` where it has no disk.
+pub fn check_suspend(spec: &VmSpec, locked: bool) -> Result<(), Problem> {
+    if locked {
+        let what = format!(
+            "VM '{}' is locked: its memory is saved under its key, which is not on the host",
+            spec.name
+        );
+        return Err(Problem::new(ErrorCode::Locked, what));
+    }
+    match spec.disks().next() {
+        Some(_) => Ok(()),
+        None => Err(wrong_state(spec, "has no disk, and its memory would be saved beside one")),
+    }
+}
+
+/// Checks that a suspended VM, which is registered anew, has the devices that its guest knows. The rest takes effect when its guest boots.
+///
+/// # Errors
+/// `wrong-state`.
+pub fn check_devices_stay(known: &VmSpec, new: &VmSpec) -> Result<(), Problem> {
+    let disks = |spec: &VmSpec| spec.disks().map(|disk| disk.disk).collect::<BTreeSet<_>>();
+    let nics = |spec: &VmSpec| spec.nics().map(|nic| nic.nic).collect::<BTreeSet<_>>();
+    let same = disks(known) == disks(new) && nics(known) == nics(new) && known.key == new.key;
+    if same { Ok(()) } else { Err(suspended(known)) }
+}
+
+/// Checks that a suspended VM can be started so.
+///
+/// # Errors
+/// `wrong-state` where another device is to be tried first: its guest does not boot.
+pub fn check_resume(spec: &VmSpec, first: Option<BootDevice>) -> Result<(), Problem> {
+    match first {
+        None => Ok(()),
+        Some(_) => Err(suspended(spec)),
+    }
+}
+
+/// The VM is suspended: what would boot it or cut its power loses its memory.
+#[must_use]
+pub fn suspended(spec: &VmSpec) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "is suspended, and its memory is saved. Resume it (vmseal vm resume {name}), or give the saved memory up and boot from its disks (vmseal vm start {name} --discard-memory)"
+    );
+    wrong_state(spec, &what)
+}
+
 /// The VM's key state, given whether its KEK is here.
 #[must_use]
 pub fn key_state(spec: &VmSpec, held: bool) -> KeyState {
@@ -191,11 +244,73 @@ pub fn check_job(
                     .map_err(|problem| Problem { field: field_of(index, &problem), ..problem })
             })
         }
-        JobSpec::DropSources(job) => {
+        JobSpec::Prove(job) => {
             each_once(job.disks.iter().copied())?;
-            job.disks.iter().try_for_each(|disk| find_disk(spec, *disk).map(drop))
+            job.disks.iter().try_for_each(|disk| {
+                let disk = find_disk(spec, *disk)?;
+                needs_to_be_made(spec, disk, made(disk))?;
+                needs_key(spec, disk, key)
+            })
+        }
+        JobSpec::DropSources(DropSourcesJob { disks })
+        | JobSpec::DropSnapshot(DropSnapshotJob { disks, .. }) => {
+            each_once(disks.iter().copied())?;
+            disks.iter().try_for_each(|disk| find_disk(spec, *disk).map(drop))
+        }
+        JobSpec::Snapshot(SnapshotJob { disks, .. }) | JobSpec::Revert(RevertJob { disks, .. }) => {
+            each_once(disks.iter().copied())?;
+            disks.iter().try_for_each(|disk| {
+                let disk = find_disk(spec, *disk)?;
+                needs_to_be_made(spec, disk, made(disk))?;
+                holds_data(spec, disk)?;
+                check_keepable(spec, disk)
+            })
         }
     }
+}
+
+/// What a disk needs that another one is filled from, besides [`exclusion`].
+///
+/// # Errors
+/// `wrong-state` before it is made, and for that of a TPM; `locked` without its key.
+pub fn check_copied(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    key: KeyState,
+    made: bool,
+) -> Result<(), Problem> {
+    needs_to_be_made(spec, disk, made)?;
+    holds_data(spec, disk)?;
+    needs_key(spec, disk, key)
+}
+
+/// Whether snapshots can keep a disk.
+fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+    if disk.replica.is_none() {
+        return Ok(());
+    }
+    let what = format!(
+        "has a replica of its disk '{}', which would not be reverted. Remove the disk, or back it up instead",
+        disk.name
+    );
+    Err(wrong_state(spec, &what))
+}
+
+/// A disk does not have this snapshot.
+#[must_use]
+pub fn no_snapshot(vm: &str, disk: &DiskSpec, snapshot: SnapshotId) -> Problem {
+    let what = format!("disk '{}' of VM '{vm}' has no snapshot {snapshot}", disk.name);
+    Problem::new(ErrorCode::NotFound, what)
+}
+
+/// What is about to be done with a disk cannot be, as it has snapshots, or layers that are not merged.
+#[must_use]
+pub fn has_snapshots(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    let what = format!(
+        "has snapshots of its disk '{}', or layers of deleted ones: delete all of them first (vmseal snapshot list {})",
+        disk.name, spec.name
+    );
+    wrong_state(spec, &what)
 }
 
 fn field_of(index: usize, problem: &Problem) -> Option<String> {
@@ -241,6 +356,15 @@ fn check_mirror(
 
 /// A disk for cloud-init is made of its documents, and no other one is.
 fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static str> {
+    if wanted.copy_of.is_some() {
+        let alone = wanted.source.is_none() && wanted.cloud_init.is_none();
+        let copied = matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables);
+        return if alone && copied {
+            Ok(())
+        } else {
+            Err("is not given together with another disk")
+        };
+    }
     match (disk.role, &wanted.cloud_init, &wanted.source) {
         (DiskRole::CloudInit, Some(_), None)
         | (DiskRole::Data, None, _)

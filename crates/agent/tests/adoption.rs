@@ -192,6 +192,7 @@ fn spec(vm: VmId) -> VmSpec {
         key: None,
         hardware: Default::default(),
         devices: vec![],
+        snapshots: Vec::new(),
     }
 }
 

@@ -204,8 +204,9 @@ fn says_what_to_do(why: &str) {
 
 /// Begins to make a disk.
 async fn create(agent: &dyn HostAgent, vm: VmId, disk: DiskId, source: Option<ImageSource>) {
-    let job =
-        JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source, cloud_init: None }] });
+    let job = JobSpec::Create(CreateJob {
+        disks: vec![DiskToCreate { disk, source, cloud_init: None, copy_of: None }],
+    });
     agent.put_job(vm, TaskId::new(), job).await.unwrap();
 }
 
@@ -247,6 +248,7 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         key: None,
         hardware: Default::default(),
         devices: vec![Device::Disk(disk)],
+        snapshots: Vec::new(),
     };
     let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     agent.probe_datastore(place).await.unwrap();

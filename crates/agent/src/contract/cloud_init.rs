@@ -13,7 +13,9 @@ use crate::keys::{KeyBox, seal_documents_for};
 
 fn creation(disk: DiskId, cloud_init: &SealedKey) -> JobSpec {
     let cloud_init = Some(cloud_init.clone());
-    JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source: None, cloud_init }] })
+    JobSpec::Create(CreateJob {
+        disks: vec![DiskToCreate { disk, source: None, cloud_init, copy_of: None }],
+    })
 }
 
 /// A disk for cloud-init is made and removed; in the end the VM is as it was.

@@ -19,7 +19,9 @@ pub fn image(path: &Path) -> Option<ImageSource> {
 
 /// The job that makes one disk.
 pub fn creation(disk: DiskId, source: Option<ImageSource>) -> JobSpec {
-    JobSpec::Create(CreateJob { disks: vec![DiskToCreate { disk, source, cloud_init: None }] })
+    JobSpec::Create(CreateJob {
+        disks: vec![DiskToCreate { disk, source, cloud_init: None, copy_of: None }],
+    })
 }
 
 impl Session {
@@ -120,7 +122,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     assert_eq!(session.worked(agent, removed).await, JobState::Cancelled);
     refused(agent.commit_job(vm, removed, job.clone()).await, ErrorCode::NotFound, "committing it");
     // Both at once: the complete one is not touched.
-    let wanted = |disk, source| DiskToCreate { disk, source, cloud_init: None };
+    let wanted = |disk, source| DiskToCreate { disk, source, cloud_init: None, copy_of: None };
     let disks = vec![wanted(system, guest), wanted(data, None)];
     let both = TaskId::new();
     let job = JobSpec::Create(CreateJob { disks });

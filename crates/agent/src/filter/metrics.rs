@@ -25,7 +25,7 @@ use crate::process::run_dir::RunDir;
 const FIGURES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The reasons of a VM's end, with their labels.
-const ENDS: [(StopReason, &str); 7] = [
+const ENDS: [(StopReason, &str); 8] = [
     (StopReason::GuestShutdown, "guest_shutdown"),
     (StopReason::PoweredOff, "powered_off"),
     (StopReason::GuestPanicked, "guest_panicked"),
@@ -33,6 +33,7 @@ const ENDS: [(StopReason, &str); 7] = [
     (StopReason::QemuDied, "qemu_died"),
     (StopReason::FailedToStart, "failed_to_start"),
     (StopReason::FoundDead, "found_dead"),
+    (StopReason::Suspended, "suspended"),
 ];
 
 /// A counter that only grows.
@@ -169,6 +170,8 @@ impl Snapshot {
             (Power::Running, "running"),
             (Power::Stopping, "stopping"),
             (Power::Paused, "paused"),
+            (Power::Suspending, "suspending"),
+            (Power::Suspended, "suspended"),
         ];
         gauges(
             to,

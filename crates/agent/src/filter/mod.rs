@@ -1,14 +1,14 @@
 //! The agent's side of a `vmseal-filter` process: starts it with open descriptors and talks to it over its
 //! control socket ([`vmseal_api::filter`]).
 
+mod disk;
 pub(crate) mod log_level;
 pub(crate) mod metrics;
 
 use std::fs::File;
 use std::io;
 use std::io::{PipeReader, PipeWriter};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -18,18 +18,15 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use vmseal_api::filter::{
-    BackendSpec, BesideSpec, BitmapChange, BitmapStatus, Budget, CacheSpec, ControlReply,
-    ControlRequest, Direct, DiskConfig, ExportSpec, FilterConfig, FilterFigures, FilterSpec,
-    FilterStatus, FrontEndSpec, Handle, Holes, ImportSpec, LINE_MAX, LimitSpec, MirrorSpec,
-    ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat, VERSION,
+    BitmapChange, BitmapStatus, ControlReply, ControlRequest, FilterConfig, FilterFigures,
+    FilterStatus, Handle, LINE_MAX, VERSION,
 };
-use vmseal_api::host::DiskLimits;
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
-use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::SecretFd;
 
+pub use self::disk::{Disk, Lower, Mirror, Replica, Volume, Work};
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 
@@ -48,9 +45,6 @@ pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest that a disk may take to pivot: its requests end, the rest is copied, and all is flushed; the filter itself
 /// gives up before.
 const PIVOT_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// How fast a copy may grow, in bytes a second: it yields to the guest by itself, so nothing else limits it.
-const MIRROR_RATE: u64 = 1 << 40;
 
 /// The pause between status requests while a filter starts.
 const READY_INTERVAL: Duration = Duration::from_millis(20);
@@ -88,56 +82,6 @@ pub enum FilterError {
     Protocol(String),
 }
 
-/// An open replica, for a filter.
-#[derive(Debug)]
-pub struct Replica {
-    /// The replica's image, as long as header and disk; its lock is held.
-    pub file: File,
-    /// The map of what the replica may lack; its lock is held.
-    pub map: File,
-    /// The highest rate of copying.
-    pub bytes_per_second: u64,
-}
-
-/// The open copy that is to take a disk's place, for a filter.
-#[derive(Debug)]
-pub struct Mirror {
-    /// The copy's image; its lock is held.
-    pub file: File,
-    /// Where the guest's first byte is in it, in bytes.
-    pub offset: u64,
-    /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
-    pub key: Option<(SecretFd, Holes)>,
-    /// The map of what the copy lacks; its lock is held.
-    pub map: File,
-    /// Whether the copy stays allocated when the guest discards.
-    pub keeps_room: bool,
-}
-
-/// A disk for a filter to serve, fill or export.
-pub struct Disk {
-    /// Which.
-    pub disk: DiskId,
-    /// The size that the guest sees, in bytes.
-    pub size: u64,
-    /// The image, its lock held.
-    pub file: File,
-    /// Where the guest's first byte is, in bytes.
-    pub offset: u64,
-    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
-    pub key: Option<(SecretFd, Holes)>,
-    /// Whether the image stays allocated when the guest discards.
-    pub keeps_room: bool,
-    /// The work.
-    pub work: Work,
-    /// The socket for clients that read the disk beside the guest.
-    pub beside: Option<UnixListener>,
-    /// The replica that gets a copy of each write ([`crate::storage::replica`]).
-    pub replica: Option<Replica>,
-    /// The copy that is to take its place ([`crate::storage::mirror`]).
-    pub mirror: Option<Mirror>,
-}
-
 /// A socket that the filter has, too, and that this process connects to QEMU when the filter is ready. The filter keeps the
 /// connection when this process dies: QEMU before 9.0 takes no other connection after one that ends before it is answered
 /// (docs/decisions/020).
@@ -170,251 +114,6 @@ impl Connection {
         let address = UnixAddr::new(&self.address)?;
         Ok(socket::connect(self.socket.as_raw_fd(), &address)?)
     }
-}
-
-/// What a filter does with a disk.
-pub enum Work {
-    /// Serves a guest.
-    Serve {
-        /// The socket that [`Connection`] connects to QEMU.
-        socket: OwnedFd,
-        /// Closed at its other end when that is done.
-        connected: PipeReader,
-        /// How many queues it has.
-        queues: u16,
-        /// Whether the guest can only read it.
-        read_only: bool,
-        /// The limits of the guest's requests.
-        limits: DiskLimits,
-        /// The size of the read cache, in bytes.
-        cache: Option<u64>,
-    },
-    /// Serves a guest's firmware over NBD.
-    ServeFirmware {
-        /// The socket that QEMU connects to.
-        socket: UnixListener,
-        /// QEMU's user; none is the agent's.
-        user: Option<u32>,
-    },
-    /// Serves tools over NBD.
-    Expose {
-        /// The socket that the agent connects tools to.
-        socket: UnixListener,
-        /// Whether they may change the disk.
-        writable: bool,
-    },
-    /// Fills it from an image.
-    Import {
-        /// The image.
-        source: File,
-        /// Its format.
-        format: ImageFormat,
-        /// Where to continue, in bytes.
-        from: u64,
-    },
-    /// Copies it to its mirror, for nobody.
-    Mirror,
-    /// Writes all of it to a file.
-    Export {
-        /// The file, which is new.
-        target: File,
-        /// The format to write.
-        format: Volume,
-    },
-}
-
-/// The format of an export.
-pub enum Volume {
-    /// The disk's bytes.
-    Raw,
-    /// QEMU's format.
-    Qcow2,
-    /// The data of a LUKS2 volume.
-    Luks2 {
-        /// The volume's key, to be passed on.
-        key: SecretFd,
-        /// Where the data begins, in bytes.
-        offset: u64,
-    },
-}
-
-impl Volume {
-    fn spec(&self) -> TargetFormat {
-        match self {
-            Self::Raw => TargetFormat::Raw,
-            Self::Qcow2 => TargetFormat::Qcow2,
-            Self::Luks2 { key, offset } => {
-                let key = Handle::Fd(key.as_fd().as_raw_fd());
-                TargetFormat::Luks2 { key, offset: *offset }
-            }
-        }
-    }
-}
-
-impl Work {
-    /// The limits that delay requests, if there are any.
-    fn limit(&self) -> Option<LimitSpec> {
-        let Self::Serve { limits, .. } = self else { return None };
-        if *limits == DiskLimits::default() {
-            return None;
-        }
-        let budget = |per_second: u64| Budget { per_second, burst: per_second.div_ceil(10) };
-        Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
-    }
-
-    /// The read cache, if there is one.
-    fn cache(&self) -> Option<CacheSpec> {
-        let Self::Serve { cache, .. } = self else { return None };
-        cache.map(|bytes| CacheSpec { bytes })
-    }
-
-    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let (one, other) = match self {
-            Self::Mirror => (None, None),
-            Self::Serve { socket, connected, .. } => {
-                (Some(socket.as_fd()), Some(connected.as_fd()))
-            }
-            Self::Expose { socket, .. } | Self::ServeFirmware { socket, .. } => {
-                (Some(socket.as_fd()), None)
-            }
-            Self::Import { source, .. } => (Some(source.as_fd()), None),
-            Self::Export { target, format: Volume::Luks2 { key, .. } } => {
-                (Some(target.as_fd()), Some(key.as_fd()))
-            }
-            Self::Export { target, .. } => (Some(target.as_fd()), None),
-        };
-        one.into_iter().chain(other)
-    }
-}
-
-impl Disk {
-    fn config(&self, peer: u32) -> DiskConfig {
-        let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
-        let crypt = |(key, holes): &(SecretFd, Holes)| FilterSpec::Crypt {
-            key: fd(key.as_fd()),
-            holes: *holes,
-        };
-        // The limit is above encryption, so that delayed requests are not encrypted yet. The cache is below
-        // it, so that it holds ciphertext.
-        let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
-        // Above encryption, as the copy has a key of its own or none.
-        let mirror = self.mirror.as_ref().map(|mirror| {
-            FilterSpec::Mirror(Box::new(MirrorSpec {
-                to: StackSpec {
-                    chain: mirror.key.iter().map(crypt).collect(),
-                    backend: BackendSpec::File {
-                        file: fd(mirror.file.as_fd()),
-                        offset: mirror.offset,
-                        direct: Direct::Auto,
-                        keeps_room: mirror.keeps_room,
-                    },
-                },
-                map: fd(mirror.map.as_fd()),
-                bytes_per_second: MIRROR_RATE,
-            }))
-        });
-        let chain = chain.chain(mirror);
-        let chain = chain.chain(self.key.iter().map(crypt));
-        let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
-        // Last, so that it copies what the image holds and takes no room in the cache.
-        let replicate = |replica: &Replica| {
-            FilterSpec::Replicate(ReplicateSpec {
-                replica: fd(replica.file.as_fd()),
-                offset: self.offset,
-                map: fd(replica.map.as_fd()),
-                bytes_per_second: replica.bytes_per_second,
-            })
-        };
-        let chain = chain.chain(self.replica.as_ref().map(replicate));
-        DiskConfig {
-            disk: self.disk,
-            size: self.size,
-            serial: serial(self.disk),
-            read_only: matches!(
-                self.work,
-                Work::Export { .. }
-                    | Work::Expose { writable: false, .. }
-                    | Work::Serve { read_only: true, .. }
-            ),
-            chain: chain.collect(),
-            backend: BackendSpec::File {
-                file: fd(self.file.as_fd()),
-                offset: self.offset,
-                direct: Direct::Auto,
-                keeps_room: self.keeps_room,
-            },
-            front_end: match &self.work {
-                Work::Serve { socket, connected, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
-                    socket: fd(socket.as_fd()),
-                    connected: Some(fd(connected.as_fd())),
-                    peer_uid: None,
-                    queues: *queues,
-                }),
-                Work::Expose { socket, .. } => {
-                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
-                }
-                Work::ServeFirmware { socket, user } => {
-                    let peer_uid = Some(user.unwrap_or(peer));
-                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid })
-                }
-                Work::Import { .. } | Work::Export { .. } | Work::Mirror => None,
-            },
-            // A copy follows what the guest alone does.
-            beside: self
-                .beside
-                .as_ref()
-                .filter(|_| self.mirror.is_none())
-                .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
-            import: match &self.work {
-                Work::Import { source, format, from } => {
-                    Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
-                }
-                Work::Serve { .. }
-                | Work::ServeFirmware { .. }
-                | Work::Expose { .. }
-                | Work::Mirror
-                | Work::Export { .. } => None,
-            },
-            export: match &self.work {
-                Work::Export { target, format } => {
-                    Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
-                }
-                Work::Serve { .. }
-                | Work::ServeFirmware { .. }
-                | Work::Expose { .. }
-                | Work::Mirror
-                | Work::Import { .. } => None,
-            },
-        }
-    }
-
-    /// Closes all descriptors but those of keys.
-    fn into_keys(self) -> impl Iterator<Item = SecretFd> {
-        let volume = match self.work {
-            Work::Export { format: Volume::Luks2 { key, .. }, .. } => Some(key),
-            _ => None,
-        };
-        let mirror = self.mirror.and_then(|mirror| mirror.key);
-        self.key.into_iter().chain(mirror).map(|(key, _)| key).chain(volume)
-    }
-
-    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let key = self.key.as_ref().map(|(key, _)| key.as_fd());
-        let beside = self.beside.as_ref().map(AsFd::as_fd);
-        let file = std::iter::once(self.file.as_fd());
-        let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
-        let mirror = self.mirror.iter().flat_map(|it| {
-            let key = it.key.as_ref().map(|(key, _)| key.as_fd());
-            [it.file.as_fd(), it.map.as_fd()].into_iter().chain(key)
-        });
-        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
-    }
-}
-
-/// The device id that the guest sees: the last digits of the disk's id, which are random.
-fn serial(disk: DiskId) -> String {
-    let digits = disk.0.simple().to_string();
-    digits[digits.len() - SERIAL_MAX..].to_owned()
 }
 
 /// The keys that a filter was given. Keep this until the filter answers: it has read them then. Keys in
@@ -696,62 +395,5 @@ mod tests {
         assert!(matches!(answered(b"{\"answer\":").await.unwrap_err(), FilterError::Io(_)));
         static LONG: [u8; LINE_MAX + 10] = [b'x'; LINE_MAX + 10];
         assert!(matches!(answered(&LONG).await.unwrap_err(), FilterError::Protocol(_)));
-    }
-
-    #[test]
-    fn limits_are_above_encryption_and_the_cache_is_below() {
-        let (_to_qemu, socket, connected) = Connection::new(PathBuf::new()).unwrap();
-        let limits = DiskLimits { iops: Some(100), bandwidth: None };
-        let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
-        let mut disk = Disk {
-            disk: DiskId::new(),
-            size: 4096,
-            file: tempfile::tempfile().unwrap(),
-            offset: 0,
-            key: Some((key.to_memfd().unwrap(), Holes::Zero)),
-            keeps_room: false,
-            work: Work::Serve {
-                socket,
-                connected,
-                queues: 1,
-                read_only: false,
-                limits,
-                cache: Some(1 << 20),
-            },
-            beside: None,
-            replica: Some(Replica {
-                file: tempfile::tempfile().unwrap(),
-                map: tempfile::tempfile().unwrap(),
-                bytes_per_second: 5 << 20,
-            }),
-            mirror: None,
-        };
-        assert_eq!(
-            disk.descriptors().count(),
-            6,
-            "the filter lacks a descriptor of its configuration"
-        );
-        let chain = disk.config(0).chain;
-        let [
-            FilterSpec::Limit(_),
-            FilterSpec::Crypt { .. },
-            FilterSpec::Cache(cache),
-            FilterSpec::Replicate(replicate),
-        ] = &chain[..]
-        else {
-            panic!("{chain:?}")
-        };
-        assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
-        disk.replica = None;
-        let source = tempfile::tempfile().unwrap();
-        disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
-        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk has a cache");
-    }
-
-    #[test]
-    fn a_serial_is_as_long_as_virtio_allows_and_tells_disks_apart() {
-        let (one, two) = (serial(DiskId::new()), serial(DiskId::new()));
-        assert_eq!(one.len(), SERIAL_MAX);
-        assert_ne!(one, two);
     }
 }

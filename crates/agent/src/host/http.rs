@@ -127,6 +127,8 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-on-from", post(power_on_from))
+        .route("/v1/vms/{vm}/suspend", post(suspend))
+        .route("/v1/vms/{vm}/memory", delete(discard_memory))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/control", post(control_guest))
         .route("/v1/vms/{vm}/console", get(console))
@@ -428,6 +430,16 @@ async fn replica(
 
 async fn power_on(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
     agent.power_on(id("vm", &vm)?).await?;
+    done()
+}
+
+async fn suspend(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
+    agent.suspend(id("vm", &vm)?).await?;
+    done()
+}
+
+async fn discard_memory(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
+    agent.discard_memory(id("vm", &vm)?).await?;
     done()
 }
 

@@ -5,13 +5,13 @@ pub mod http;
 pub mod identity;
 pub mod join;
 #[cfg(test)]
-mod peer_tests;
+pub(crate) mod peer_tests;
 
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -49,6 +49,7 @@ use crate::process::machine::{self, Machine};
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
 use crate::rules;
+use crate::signer::Signer;
 use crate::storage::contents::Scanning;
 use crate::storage::datastore;
 use crate::storage::disk;
@@ -133,6 +134,18 @@ pub struct RealHost {
 }
 
 impl RealHost {
+    /// Signs its reports with the key of this identity from now on.
+    ///
+    /// # Errors
+    /// [`identity::IdentityError`]: it is not a key as joining makes it.
+    pub fn signs_as(&self, identity: &identity::Identity) -> Result<(), identity::IdentityError> {
+        // The first one stays: an agent has one identity.
+        let signer = Signer::of(identity.host, &identity.certificate, &identity.key)
+            .map_err(|error| identity::IdentityError::Certificate(error.to_string()))?;
+        let _ = self.shared.signer.set(signer);
+        Ok(())
+    }
+
     /// Takes over the machine: adopts the VMs that run, removes what others have left.
     ///
     /// # Errors
@@ -169,6 +182,7 @@ impl RealHost {
             swtpm: Swtpm::of(options.swtpm),
             accelerator,
             filter_restart_timeout: options.filter_restart_timeout,
+            signer: OnceLock::new(),
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let records = shared.run_dir.exports();
@@ -334,7 +348,11 @@ impl HostAgent for RealHost {
     async fn register_vm(&self, spec: VmSpec) -> Result<(), Problem> {
         rules::check_spec(&spec)?;
         let vm = spec.vm;
-        let own = |spec| Vm::own(self.shared.clone(), spec, Initial::New);
+        let initial = match vm::is_suspended(&spec).await {
+            Some(true) => Initial::Suspended,
+            Some(false) | None => Initial::New,
+        };
+        let own = |spec| Vm::own(self.shared.clone(), spec, initial);
         self.vms.register(vm, spec, own).await
     }
 
@@ -371,7 +389,14 @@ impl HostAgent for RealHost {
     }
 
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, |reply| Call::PutJob(task, spec, reply)).await
+        let mut lent = Vec::new();
+        if let JobSpec::Create(create) = &spec {
+            for of in create.disks.iter().filter_map(|disk| disk.copy_of) {
+                let owner = self.vm(of.vm).await?;
+                lent.push(owner.ask(of.vm, |reply| Call::Lend(of, reply)).await?);
+            }
+        }
+        self.vm(vm).await?.ask(vm, |reply| Call::PutJob(task, spec, lent, reply)).await
     }
 
     async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
@@ -424,6 +449,14 @@ impl HostAgent for RealHost {
 
     async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |to| Call::PowerOn(Some(first), to)).await
+    }
+
+    async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, Call::Suspend).await
+    }
+
+    async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, Call::DiscardMemory).await
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {

@@ -20,6 +20,9 @@ use tokio::time::{Instant, sleep, timeout};
 use vmseal_api::guest::{GuestAnswer, GuestCommand, OUTPUT_MAX};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+/// What QEMU calls its end of the port.
+pub const CHARDEV: &str = "guest";
+
 /// The name of the port, which guests know it by.
 pub const PORT: &str = "org.qemu.guest_agent.0";
 

@@ -13,8 +13,8 @@ use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::NicModel;
 
 use super::network::{Card, OpenTap, QUEUES_MAX};
-use super::qemu;
 use super::qmp::{Qmp, QmpError};
+use super::{guest_agent, qemu};
 
 /// How long a guest may take to let a device go before the caller is told to ask again. A guest that runs does in a
 /// second or two.
@@ -29,12 +29,6 @@ const VHOST: &str = "vhost";
 
 /// The path of QEMU's objects that have an id (docs/devel/qom.rst).
 pub const DEVICES: &str = "/machine/peripheral";
-
-/// How QEMU's monitor knows a disk that was plugged in.
-#[must_use]
-pub fn disk_device(disk: DiskId) -> String {
-    format!("disk-{disk}")
-}
 
 /// How QEMU's monitor knows a network card.
 #[must_use]
@@ -86,6 +80,13 @@ pub async fn takes_filters_at_any_time(qmp: &Qmp) -> Result<bool, QmpError> {
 /// Whether QEMU has a connection to the filter of a disk.
 ///
 /// # Errors
+/// Whether a program in the guest has the port of the guest agent open.
+pub async fn guest_agent_listens(qmp: &Qmp) -> bool {
+    let listed = qmp.execute("query-chardev", Value::Null).await.unwrap_or_default();
+    let mut listed = listed.as_array().into_iter().flatten();
+    listed.any(|it| it["label"] == guest_agent::CHARDEV && it["frontend-open"] == true)
+}
+
 /// QEMU's.
 pub async fn has_connection(qmp: &Qmp, socket: u32) -> Result<bool, QmpError> {
     let listed = qmp.execute("query-chardev", Value::Null).await?;
@@ -109,7 +110,7 @@ pub async fn disk(
 ) -> Result<(), QmpError> {
     let device = json!({
         "driver": "vhost-user-blk-pci",
-        "id": disk_device(disk),
+        "id": qemu::disk_device(disk),
         "chardev": qemu::chardev_id(socket),
         "num-queues": queues,
         "bus": qemu::port_id(port),

@@ -15,7 +15,7 @@ use std::process::Stdio;
 use vmseal_api::boot::BootDevice;
 use vmseal_api::hardware::MemoryBacking;
 use vmseal_api::host::{AcceleratorKind, Attachment, NicSpec, VmSpec};
-use vmseal_api::id::NicId;
+use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::{NicModel, PortForward};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -25,7 +25,7 @@ use super::firmware::OpenFirmware;
 use super::guest_agent;
 use super::network::{Card, OpenTap};
 use super::tpm;
-use crate::process::live::queues;
+use crate::process::live::{DiskInUse, Live};
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 
@@ -70,6 +70,10 @@ pub struct Given<'a> {
     pub medium: Option<&'a File>,
     /// What the firmware tries first this time.
     pub boot_once: Option<BootDevice>,
+    /// How it is to have its devices.
+    pub live: &'a Live,
+    /// The type of the machine whose memory it waits for; none for a guest that boots.
+    pub machine: Option<&'a str>,
 }
 
 /// The QEMU of this host.
@@ -281,6 +285,12 @@ fn port(number: u32) -> String {
     )
 }
 
+/// How QEMU's monitor knows a disk that was plugged in.
+#[must_use]
+pub fn disk_device(disk: DiskId) -> String {
+    format!("disk-{disk}")
+}
+
 /// How QEMU's monitor knows a port.
 #[must_use]
 pub fn port_id(number: u32) -> String {
@@ -315,9 +325,9 @@ pub fn driver(model: NicModel) -> &'static str {
     }
 }
 
-/// The arguments of a network card, the VM's `index`th: what it is connected to, and the card. A port of its own lets
+/// The arguments of a network card in a port: what it is connected to, and the card. A port of its own lets
 /// the guest name it as on a machine, and keeps its name when disks are added.
-fn card(index: usize, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [String; 2] {
+fn card(port: u32, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [String; 2] {
     let (id, mac) = (card_id(nic.nic), nic.mac);
     let list =
         |numbers: &[RawFd]| numbers.iter().map(RawFd::to_string).collect::<Vec<_>>().join(":");
@@ -335,10 +345,11 @@ fn card(index: usize, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [
     if nic.model == NicModel::Virtio {
         model += ",disable-legacy=on";
     }
-    let mut device = format!("{model},id={id},netdev=net-{},bus=port{index},mac={mac}", nic.nic);
+    let mut device =
+        format!("{model},id={id},netdev=net-{},bus={},mac={mac}", nic.nic, port_id(port));
     // Without a ROM where guests start from disks: the ROM is in a package of its own.
     device += &match order.has(BootDevice::Network) {
-        true => order.option(BootDevice::Network, index),
+        true => order.option(BootDevice::Network, port as usize),
         false => ",romfile=".to_owned(),
     };
     if nic.model == NicModel::Virtio {
@@ -385,7 +396,11 @@ fn arguments(
     // dump-guest-core also marks the memory MADV_DONTDUMP; graphics=off shows firmware on the console.
     let machine = "memory-backend=ram,dump-guest-core=off,graphics=off,vmport=off";
     let flash = firmware.map_or("", OpenFirmware::machine);
-    option("-machine", format!("q35,accel={accel},{machine}{flash}"));
+    let kind = given.machine.unwrap_or("q35");
+    option("-machine", format!("{kind},accel={accel},{machine}{flash}"));
+    if given.machine.is_some() {
+        option("-incoming", "defer".to_owned());
+    }
     option("-cpu", cpu.to_owned());
     option("-smp", format!("{}", spec.vcpus));
     option("-m", format!("{megabytes}M"));
@@ -416,15 +431,21 @@ fn arguments(
     let random = format!("virtio-rng-pci,rng=random,{slot}.0,multifunction=on,disable-legacy=on");
     option("-device", random);
     option("-device", format!("virtio-serial-pci,id=ports,{slot}.1,disable-legacy=on"));
-    option("-chardev", format!("socket,id=guest,fd={},server=on,wait=off", descriptors.guest));
+    option(
+        "-chardev",
+        format!("socket,id={},fd={},server=on,wait=off", guest_agent::CHARDEV, descriptors.guest),
+    );
     option(
         "-device",
-        format!("virtserialport,bus=ports.0,chardev=guest,name={}", guest_agent::PORT),
+        format!(
+            "virtserialport,bus=ports.0,chardev={},name={}",
+            guest_agent::CHARDEV,
+            guest_agent::PORT
+        ),
     );
     option("-device", format!("VGA,{slot}.2"));
     // It listens nowhere: clients are passed to it as descriptors.
     option("-vnc", "none".to_owned());
-    let queues = queues(spec);
     for [name, value] in firmware.into_iter().flat_map(|it| it.options(spec)) {
         option(&name, value);
     }
@@ -432,15 +453,23 @@ fn arguments(
         option(&name, value);
     }
     let seen = spec.disks().filter(|disk| disk.role.attachment() == Attachment::Disk);
-    for (index, (fd, disk)) in descriptors.disks.iter().zip(seen).enumerate() {
-        option("-chardev", format!("socket,id=disk{index},fd={fd},server=on,wait=off"));
-        let (id, boot) = (boot::disk_id(index), order.option_of_disk(index, disk));
-        option(
-            "-device",
-            format!(
-                "vhost-user-blk-pci,id={id},chardev=disk{index},num-queues={queues}{boot},disable-legacy=on"
-            ),
+    let seen = seen.filter_map(|disk| Some((disk, *given.live.disk(disk.disk)?)));
+    let mut plugged = Vec::new();
+    for (index, (fd, (disk, how))) in descriptors.disks.iter().zip(seen).enumerate() {
+        let DiskInUse { socket, queues, port, .. } = how;
+        option("-chardev", format!("socket,id=disk{socket},fd={fd},server=on,wait=off"));
+        let (id, boot) = match port {
+            None => (boot::disk_id(index), order.option_of_disk(index, disk)),
+            Some(port) => (disk_device(disk.disk), format!(",bus={}", port_id(port))),
+        };
+        let device = format!(
+            "vhost-user-blk-pci,id={id},chardev=disk{socket},num-queues={queues}{boot},disable-legacy=on"
         );
+        match port {
+            None => option("-device", device),
+            // Its port has to be there first.
+            Some(_) => plugged.push(device),
+        }
     }
     if spec.hardware.cdrom.is_some() {
         let boot = order.option(BootDevice::Cdrom, 0);
@@ -451,9 +480,13 @@ fn arguments(
     for number in 0..PORTS {
         option("-device", port(number));
     }
-    for (index, (nic, descriptors)) in spec.nics().zip(&descriptors.cards).enumerate() {
-        let [network, device] = card(index, nic, descriptors, &order);
+    for (index, (nic, descriptors)) in (0..).zip(spec.nics().zip(&descriptors.cards)) {
+        let port = given.live.nic_ports.get(&nic.nic).copied().unwrap_or(index);
+        let [network, device] = card(port, nic, descriptors, &order);
         option("-netdev", network);
+        option("-device", device);
+    }
+    for device in plugged {
         option("-device", device);
     }
     arguments.into_iter().map(OsString::from).collect()
@@ -466,6 +499,7 @@ mod tests {
     use vmseal_api::nic::NicBackend;
 
     use super::*;
+    use crate::process::live::queues;
 
     fn disk(name: &str) -> DiskSpec {
         let location = DatastoreLocation::Dir { path: "/d".into() };
@@ -494,6 +528,7 @@ mod tests {
             key: None,
             hardware: Default::default(),
             devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
+            snapshots: Vec::new(),
         }
     }
 
@@ -544,6 +579,8 @@ mod tests {
             disks: vec![13, 14],
             cards: cards(),
         };
+        let of = with_cards(spec(2, 2));
+        let live = Live::at_start(&of);
         let line = |accelerator| {
             let given = Given {
                 disks: &[],
@@ -552,8 +589,10 @@ mod tests {
                 tpm: None,
                 medium: None,
                 boot_once: None,
+                live: &live,
+                machine: None,
             };
-            let arguments = arguments(&with_cards(spec(2, 2)), accelerator, &descriptors, &given);
+            let arguments = arguments(&of, accelerator, &descriptors, &given);
             arguments
                 .iter()
                 .map(|argument| argument.to_str().unwrap())

@@ -375,6 +375,7 @@ pub(crate) mod tests {
             key: None,
             hardware: Default::default(),
             devices: vec![],
+            snapshots: Vec::new(),
         }
     }
 

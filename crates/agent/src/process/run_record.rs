@@ -470,7 +470,9 @@ impl Record {
 impl From<&VmSpec> for Vm {
     fn from(spec: &VmSpec) -> Self {
         // What the machine is has a place of its own.
-        let VmSpec { vm, name, vcpus, memory, policy, key, hardware: _, devices } = spec;
+        // The server tells its snapshots again.
+        let VmSpec { vm, name, vcpus, memory, policy, key, hardware: _, devices, snapshots: _ } =
+            spec;
         let devices = devices.iter().map(|device| match device {
             Device::Disk(disk) => StoredDevice::Disk(disk.into()),
             Device::Nic(nic) => StoredDevice::Nic(nic.into()),
@@ -494,7 +496,8 @@ impl From<Vm> for VmSpec {
             StoredDevice::Nic(nic) => Device::Nic(nic.into()),
         });
         let (key, hardware, devices) = (key.map(Key::into), Hardware::default(), devices.collect());
-        Self { vm, name, vcpus, memory, policy, key, hardware, devices }
+        let snapshots = Vec::new();
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots }
     }
 }
 
@@ -515,7 +518,8 @@ impl From<VmOfDisks> for VmSpec {
     fn from(VmOfDisks { vm, name, vcpus, memory, key, disks }: VmOfDisks) -> Self {
         let devices = disks.into_iter().map(|disk| Device::Disk(disk.into())).collect();
         let (key, hardware) = (key.map(Key::into), Hardware::default());
-        Self { vm, name, vcpus, memory, policy: None, key, hardware, devices }
+        let (policy, snapshots) = (None, Vec::new());
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots }
     }
 }
 

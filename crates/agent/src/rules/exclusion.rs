@@ -27,12 +27,22 @@ pub enum Action {
     MirrorDisk,
     /// To remove the image that a disk had before it was mirrored. The same job again is not an action.
     DropSource,
+    /// To keep what a disk holds.
+    TakeSnapshot,
+    /// To have a disk hold what a snapshot keeps.
+    Revert,
+    /// To remove a snapshot of a disk. The same job again is not an action.
+    DropSnapshot,
+    /// To read the VM's files for a proof. The same job again is not an action.
+    Prove,
     /// To expose a disk for reading.
     ExposeToRead,
     /// To expose a disk for writing.
     ExposeToWrite,
     /// To start the VM.
     PowerOn,
+    /// To save the guest's memory and stop it.
+    Suspend,
     /// To ask the guest to shut down.
     ShutDown,
     /// To pause the guest.
@@ -53,7 +63,7 @@ pub enum Action {
     Replica,
 }
 
-/// A state of a VM, or work in progress on it. A VM is in exactly one of the first five; any number of the others
+/// A state of a VM, or work in progress on it. A VM is in exactly one of the first seven; any number of the others
 /// may be in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
@@ -67,6 +77,10 @@ pub enum Activity {
     Stopping,
     /// Its guest is paused.
     Paused,
+    /// The memory of its guest is being saved.
+    Suspending,
+    /// The memory of its guest is saved.
+    Suspended,
     /// The keys of its disks are being checked or changed.
     KeyChange,
     /// A disk is being made.
@@ -75,7 +89,8 @@ pub enum Activity {
     Exporting,
     /// A disk is exposed.
     Exposed,
-    /// A disk is being copied and the copy put in its place, or what it was before is being removed.
+    /// A disk is being copied and the copy put in its place, or what it was before is being removed, or its layers are being
+    /// merged.
     Mirroring,
 }
 
@@ -94,6 +109,7 @@ pub enum Rule {
 
 use Activity::{
     Creating, Exporting, Exposed, KeyChange, Mirroring, Off, Paused, Running, Starting, Stopping,
+    Suspended, Suspending,
 };
 use Rule::{Allowed as YES, Already as IS, Ends as ENDS};
 
@@ -103,35 +119,42 @@ const IN_USE: Rule = Rule::Refused(ErrorCode::InUse);
 const AGAIN: Rule = Rule::Refused(ErrorCode::TimedOut);
 
 /// The columns of [`TABLE`].
-pub const ACTIVITIES: [Activity; 10] =
-    [Off, Starting, Running, Stopping, Paused, KeyChange, Creating, Exporting, Exposed, Mirroring];
+pub const ACTIVITIES: [Activity; 12] = [
+    Off, Starting, Running, Stopping, Paused, Suspending, Suspended, KeyChange, Creating,
+    Exporting, Exposed, Mirroring,
+];
 
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 21] = [
-    //                       off    starting running stopping paused  key change creating exporting exposed mirroring
-    (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    YES,     YES,      YES,    YES]),
-    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  IN_USE,    ENDS,    ENDS,     IN_USE, ENDS]),
-    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  AGAIN,     IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    ENDS,    IN_USE,   IN_USE, ENDS]),
-    (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, IN_USE,    IN_USE,  IN_USE,   IN_USE, IN_USE]),
-    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  IN_USE,    STATE,   STATE,    IN_USE, YES]),
-    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  YES,       YES,     YES,      YES,    YES]),
-    (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     YES,       YES,     YES,      YES,    YES]),
-    (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    YES,       YES,     YES,      YES,    YES]),
-    (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
-    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
-    (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
-    (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
-    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    IN_USE]),
-    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,    YES,       YES,     YES,      YES,    YES]),
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 26] = [
+    //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
+    (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
+    (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
+    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     AGAIN,     IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    ENDS,     IN_USE,    IN_USE,  ENDS]),
+    (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::DropSnapshot,  [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Prove,         [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
+    (Action::Suspend,       [STATE, STATE,   YES,    STATE,   YES,    IS,         IS,        IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Bitmaps,       [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     IN_USE]),
+    (Action::Replica,       [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
 ];
 
 /// The result of an action during an activity.
@@ -177,6 +200,8 @@ impl Situation<'_> {
             Power::Starting => Starting,
             Power::Stopping => Stopping,
             Power::Paused => Paused,
+            Power::Suspending => Suspending,
+            Power::Suspended => Suspended,
             // The VM is not off.
             Power::Running | Power::Unknown => Running,
         };
@@ -208,6 +233,10 @@ impl Situation<'_> {
         let vm = &self.spec.name;
         let disk = disk.map_or_else(|| "a disk".to_owned(), |disk| format!("disk '{}'", disk.name));
         let what = match (action, during) {
+            (_, Suspending) => "is being suspended. Wait a moment",
+            (_, Suspended) => return super::suspended(self.spec),
+            (Action::Suspend, Stopping) => "is stopping. Wait until it is off, or runs on",
+            (Action::Suspend, Off | Starting) => "does not run. Start it first",
             (Action::Register, Starting | Running | Stopping | Paused) => {
                 "is not off, and this cannot change while it runs. Stop it first"
             }
@@ -222,6 +251,18 @@ impl Situation<'_> {
             }
             (Action::MirrorDisk | Action::DropSource, Starting | Stopping | Paused) => {
                 "is starting, stopping or paused: the copy of a disk cannot begin meanwhile. Wait until it runs or is off"
+            }
+            (Action::TakeSnapshot, Starting | Stopping | Paused) => {
+                "is starting, stopping or paused: no snapshot can be taken meanwhile. Wait until it runs or is off"
+            }
+            (Action::Revert, Starting | Running | Stopping | Paused) => {
+                "is not off: its disks cannot be reverted. Stop it first"
+            }
+            (Action::DropSnapshot, Starting) => {
+                "is starting: its snapshots cannot be deleted meanwhile. Wait until it runs"
+            }
+            (Action::Prove, Starting) => {
+                "is starting: its files cannot be read for a proof meanwhile. Wait until it runs"
             }
             (Action::PowerOn, Stopping) => "is stopping. Wait until it is off",
             (Action::PowerOn, Paused) => "is paused: unpause it",
@@ -261,7 +302,7 @@ impl Situation<'_> {
             }
             (_, Mirroring) => {
                 let what = format!(
-                    "{disk} is being copied to another image, or its former image is being removed: wait, or cancel the task"
+                    "{disk} is being copied to another image, or its former image is being removed, or its layers are being merged, or it is being read for a proof: wait, or cancel the task"
                 );
                 return Problem::new(code, what);
             }
@@ -315,6 +356,8 @@ mod tests {
                     Running => Situation { power: Power::Running, ..at_rest() },
                     Stopping => Situation { power: Power::Stopping, ..at_rest() },
                     Paused => Situation { power: Power::Paused, ..at_rest() },
+                    Suspending => Situation { power: Power::Suspending, ..at_rest() },
+                    Suspended => Situation { power: Power::Suspended, ..at_rest() },
                     KeyChange => Situation { changing_keys: true, ..at_rest() },
                     _ => Situation { disks: vec![(one.disk, *activity)], ..at_rest() },
                 };

@@ -124,7 +124,8 @@ pub fn before_plugging(known: &VmSpec, new: &VmSpec, in_use: impl Fn(DiskId) -> 
     }
     let unused = new.disks().filter(|disk| !in_use(disk.disk));
     devices.extend(unused.cloned().map(Device::Disk));
-    VmSpec { name: new.name.clone(), key: new.key.clone(), devices, ..known.clone() }
+    let (name, key, snapshots) = (new.name.clone(), new.key.clone(), new.snapshots.clone());
+    VmSpec { name, key, devices, snapshots, ..known.clone() }
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ use vmseal_api::host::descriptor::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShowsCertificate,
-    StateChange, StopReason, VmSpec,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey,
+    ShowsCertificate, StateChange, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -220,6 +220,9 @@ impl Inside {
             }
             self.situation(vm)?.may(Action::Register, None)?;
             let known = self.known(vm)?;
+            if known.power == Power::Suspended {
+                rules::check_devices_stay(&known.spec, &spec)?;
+            }
             if known.spec.key != spec.key {
                 known.key_held = false;
                 known.kek = None;
@@ -228,7 +231,11 @@ impl Inside {
             known.jobs.keep_disks_of(&spec);
             known.spec = spec;
         } else {
-            self.agent.vms.insert(vm, super::Known::new(spec));
+            let mut known = super::Known::new(spec);
+            if self.persisted.suspended.contains_key(&vm) {
+                known.power = Power::Suspended;
+            }
+            self.agent.vms.insert(vm, known);
         }
         self.describe_on_datastores(vm)?;
         self.agent.publish(vm);
@@ -298,6 +305,7 @@ impl Inside {
         known.made.remove(&disk);
         self.persisted.disks.remove(&disk);
         self.forget_copies(disk);
+        self.forget_snapshots(disk);
         if !self.persisted.disks.values().any(|other| other.vm == vm) {
             self.persisted.descriptors.retain(|(_, of), _| *of != vm);
         }
@@ -313,6 +321,9 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
         rules::boot::check_once(&known.spec, first)?;
+        if known.power == Power::Suspended {
+            rules::check_resume(&known.spec, first)?;
+        }
         let known = self.known(vm)?;
         known.boot_once = first;
         known.power = Power::Starting;
@@ -322,19 +333,32 @@ impl Inside {
 
     fn started(&mut self, vm: VmId, _: Work) {
         let opened = self.open_disks(vm);
+        let resumed = match opened {
+            Ok(()) => self.persisted.suspended.remove(&vm),
+            Err(_) => None,
+        };
+        let is_suspended = self.persisted.suspended.contains_key(&vm);
         let Ok(known) = self.known(vm) else { return };
         match opened {
             Ok(()) => {
                 known.power = Power::Running;
                 known.died = None;
-                let mut guest = RunningGuest::new(known.spec.clone());
-                guest.boot_once = known.boot_once;
+                let guest = resumed.unwrap_or_else(|| RunningGuest {
+                    boot_once: known.boot_once,
+                    ..RunningGuest::new(known.spec.clone())
+                });
+                known.power = guest.power();
                 known.in_use.clone_from(&guest.disks);
                 // Left by an earlier run.
                 self.persisted.bitmaps.remove(&vm);
                 self.persisted.guests.insert(vm, guest);
             }
-            Err(problem) => known.stop(StopReason::FailedToStart, &problem.detail),
+            Err(problem) => {
+                known.stop(StopReason::FailedToStart, &problem.detail);
+                if is_suspended {
+                    known.power = Power::Suspended;
+                }
+            }
         }
     }
 
@@ -368,6 +392,9 @@ impl Inside {
             PowerOff::Force => Duration::ZERO,
         };
         let known = self.known(vm)?;
+        if known.power == Power::Suspended {
+            return Err(rules::suspended(&known.spec));
+        }
         if known.power != Power::Off {
             known.request = request_id::current();
         }
@@ -390,6 +417,36 @@ impl Inside {
                 }
             }
         }
+    }
+
+    fn suspend(&mut self, vm: VmId) -> Result<Later, Problem> {
+        if self.situation(vm)?.may(Action::Suspend, None)? == Permission::Already {
+            return Ok(None);
+        }
+        let known = self.known(vm)?;
+        let key = rules::key_state(&known.spec, known.key_held);
+        rules::check_suspend(&known.spec, key == KeyState::Missing)?;
+        known.power = Power::Suspending;
+        known.request = request_id::current();
+        self.numbered(vm, Work::Power, self.work)
+    }
+
+    fn suspended(&mut self, vm: VmId, _: Work) {
+        let Some(guest) = self.persisted.guests.remove(&vm) else { return };
+        self.persisted.suspended.insert(vm, guest);
+        let Ok(known) = self.known(vm) else { return };
+        known.stop(StopReason::Suspended, "an operator suspended it: its memory is saved");
+        known.power = Power::Suspended;
+    }
+
+    fn discard_memory(&mut self, vm: VmId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        if known.power == Power::Suspended {
+            known.power = Power::Off;
+            self.persisted.suspended.remove(&vm);
+            self.agent.publish(vm);
+        }
+        Ok(())
     }
 
     fn shut_down(&mut self, vm: VmId, work: Work) {
@@ -445,7 +502,7 @@ pub(super) fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     }
     let facts = Facts::new(disk.disk.0, disk.size)
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
-    Ok(crate::storage::disk::to_api(&facts))
+    Ok(crate::storage::facts::to_api(&facts))
 }
 
 fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Result<(), Problem> {
@@ -632,6 +689,14 @@ impl HostAgent for SimulatedHost {
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
         self.begin(Call::PowerOff, |inside| inside.power_off(vm, how), Inside::shut_down)
+    }
+
+    async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
+        self.begin(Call::Suspend, |inside| inside.suspend(vm), Inside::suspended)
+    }
+
+    async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
+        self.call(Call::DiscardMemory, |inside| inside.discard_memory(vm))
     }
 
     async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {

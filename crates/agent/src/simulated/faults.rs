@@ -72,6 +72,10 @@ pub enum Call {
     PowerOn,
     /// `power_off`
     PowerOff,
+    /// `suspend`
+    Suspend,
+    /// `discard_memory`
+    DiscardMemory,
     /// `control_guest`
     ControlGuest,
     /// `grow_disk`
@@ -86,7 +90,7 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 14] = [
+    pub const CHANGING: [Self; 16] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
@@ -99,6 +103,8 @@ impl Call {
         Self::CancelJob,
         Self::PowerOn,
         Self::PowerOff,
+        Self::Suspend,
+        Self::DiscardMemory,
         Self::ControlGuest,
         Self::GrowDisk,
     ];

@@ -38,6 +38,10 @@ impl Inside {
             JobSpec::Export(_) => Action::ExportDisk,
             JobSpec::Mirror(_) => Action::MirrorDisk,
             JobSpec::DropSources(_) => Action::DropSource,
+            JobSpec::Snapshot(_) => Action::TakeSnapshot,
+            JobSpec::Revert(_) => Action::Revert,
+            JobSpec::DropSnapshot(_) => Action::DropSnapshot,
+            JobSpec::Prove(_) => Action::Prove,
         };
         for disk in job.disks() {
             situation.may(action, Some(find_disk(situation.spec, disk)?))?;
@@ -45,10 +49,12 @@ impl Inside {
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
+        self.ready_for_snapshots(vm, job)?;
+        self.ready_to_copy(job)?;
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
             JobSpec::Export(export) => export,
-            JobSpec::Create(_) | JobSpec::DropSources(_) => return Ok(()),
+            _ => return Ok(()),
         };
         if self.persisted.exports.named.contains_key(&export.to) {
             let what = format!("{} is there already", export.to.display());
@@ -81,9 +87,7 @@ impl Inside {
         for disk in job.disks() {
             let total = match &job {
                 JobSpec::Create(_) => 0,
-                JobSpec::Export(_) | JobSpec::Mirror(_) | JobSpec::DropSources(_) => {
-                    find_disk(&known.spec, disk)?.size
-                }
+                _ => find_disk(&known.spec, disk)?.size,
             };
             known.jobs.progress(disk, 0, total, Instant::now());
         }
@@ -116,19 +120,32 @@ impl Inside {
         if !matches!(status.state, JobState::Waiting | JobState::Running) {
             return;
         }
-        match status.kind {
-            JobKind::Mirror => status.disks.into_iter().for_each(|disk| known.jobs.written(disk)),
-            JobKind::DropSources => {
+        let job = known.jobs.spec(task).cloned();
+        match (&job, status.kind) {
+            (Some(JobSpec::Snapshot(job)), _) => {
+                self.take_snapshot(&job.disks, job.snapshot);
+                self.all_made(vm, &job.disks);
+            }
+            (Some(JobSpec::Revert(job)), _) => self.all_made(vm, &job.disks),
+            (Some(JobSpec::DropSnapshot(job)), _) => {
+                self.drop_snapshot(&job.disks, job.snapshot);
+                self.all_made(vm, &job.disks);
+            }
+            (Some(JobSpec::Prove(job)), _) => self.prove(vm, task, job),
+            (_, JobKind::Mirror) => {
+                status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
+            }
+            (_, JobKind::DropSources) => {
                 status.disks.iter().for_each(|disk| known.jobs.made(*disk));
                 status.disks.into_iter().for_each(|disk| self.drop_source(disk));
             }
-            JobKind::Export if full => {
+            (_, JobKind::Export) if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
                 status.disks.into_iter().for_each(|disk| {
                     known.jobs.failed(disk, problem.clone());
                 });
             }
-            JobKind::Export => {
+            (_, JobKind::Export) => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk));
                 self.persisted.exports.unnamed.insert(task);
             }
@@ -159,8 +176,6 @@ impl Inside {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
         match job {
-            JobSpec::Create(_) | JobSpec::DropSources(_) if state == Some(JobState::Done) => Ok(()),
-            JobSpec::Create(_) | JobSpec::DropSources(_) => Err(rules::nothing_to_commit(task)),
             JobSpec::Mirror(mirror) => self.commit_mirror(vm, task, &mirror),
             JobSpec::Export(export) => {
                 self.check_export(vm, &export)?;
@@ -169,6 +184,14 @@ impl Inside {
                 self.agent.publish(vm);
                 Ok(())
             }
+            _ if state == Some(JobState::Done) => Ok(()),
+            _ => Err(rules::nothing_to_commit(task)),
+        }
+    }
+
+    fn all_made(&mut self, vm: VmId, disks: &[DiskId]) {
+        if let Ok(known) = self.known(vm) {
+            disks.iter().for_each(|disk| known.jobs.made(*disk));
         }
     }
 
@@ -184,7 +207,7 @@ impl Inside {
         let export = match job {
             JobSpec::Mirror(mirror) => return self.cancel_mirror(vm, task, &mirror),
             JobSpec::Export(export) => export,
-            JobSpec::Create(_) | JobSpec::DropSources(_) => return Ok(()),
+            _ => return Ok(()),
         };
         if state == Some(JobState::Cancelled) {
             return Ok(());

@@ -16,8 +16,10 @@ mod faults;
 mod jobs;
 mod keys;
 mod mirror;
+mod proofs;
 mod replica;
 mod running;
+mod snapshots;
 mod survey;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,6 +58,7 @@ pub use faults::{Call, Fault};
 use jobs::Exports;
 use mirror::Copies;
 use running::RunningGuest;
+use snapshots::Snapshots;
 
 /// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
@@ -88,10 +91,13 @@ struct Persisted {
     descriptors: BTreeMap<(DatastoreId, VmId), VmDescriptor>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, RunningGuest>,
+    /// The guests whose memory is saved.
+    suspended: BTreeMap<VmId, RunningGuest>,
     /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
     copies: Copies,
+    snapshots: Snapshots,
 }
 
 /// A registered VM.
@@ -171,6 +177,7 @@ impl Known {
             jobs: self.jobs.statuses(),
             nics: self.nics(),
             started_with: self.started_with(),
+            not_suspended: None,
             request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
@@ -190,7 +197,8 @@ impl Known {
         };
         match self.power {
             Power::Running | Power::Stopping | Power::Paused => spec.nics().map(nic).collect(),
-            Power::Off | Power::Starting | Power::Unknown => Vec::new(),
+            Power::Suspending => spec.nics().map(nic).collect(),
+            Power::Off | Power::Starting | Power::Suspended | Power::Unknown => Vec::new(),
         }
     }
 
@@ -487,7 +495,14 @@ impl Inside {
             let known = Known { power, in_use, ..Known::new(guest.spec.clone()) };
             self.agent.vms.insert(*vm, known);
         }
+        for (vm, guest) in &self.persisted.suspended {
+            let known = Known { power: Power::Suspended, ..Known::new(guest.spec.clone()) };
+            self.agent.vms.insert(*vm, known);
+        }
         for (vm, before) in before.vms {
+            if self.persisted.suspended.contains_key(&vm) {
+                continue;
+            }
             if before.power == Power::Starting {
                 let mut known = Known::new(before.spec);
                 known.stop(StopReason::FoundDead, "the agent ended while the VM was being started");

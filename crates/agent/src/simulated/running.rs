@@ -46,7 +46,7 @@ impl RunningGuest {
 impl Known {
     /// The disks that its guest does not have, while it runs.
     pub fn unused(&self) -> Vec<DiskId> {
-        if matches!(self.power, Power::Off | Power::Starting) {
+        if matches!(self.power, Power::Off | Power::Starting | Power::Suspended) {
             return Vec::new();
         }
         let disks = self.spec.disks().map(|disk| disk.disk);
@@ -55,7 +55,7 @@ impl Known {
 
     /// What its guest has that cannot change while it runs.
     pub fn started_with(&self) -> Option<StartedWith> {
-        if matches!(self.power, Power::Off | Power::Starting) {
+        if matches!(self.power, Power::Off | Power::Starting | Power::Suspended) {
             return None;
         }
         let settings = |disk: &DiskSpec| {
@@ -186,6 +186,9 @@ impl Inside {
         let made = known.has_made(&of);
         self.situation(vm)?.may(Action::GrowDisk, Some(&of))?;
         rules::check_growth(&self.known(vm)?.spec, &of, made, size)?;
+        if of.size != size && self.has_snapshots(disk) {
+            return Err(rules::has_snapshots(&self.known(vm)?.spec, &of));
+        }
         if self.full {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
         }

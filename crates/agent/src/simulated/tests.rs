@@ -66,7 +66,7 @@ async fn with_vm() -> (SimulatedHost, VmSpec) {
 async fn create(host: &SimulatedHost, vm: VmId, disk: DiskId) -> TaskId {
     let task = TaskId::new();
     let job = JobSpec::Create(CreateJob {
-        disks: vec![DiskToCreate { disk, source: None, cloud_init: None }],
+        disks: vec![DiskToCreate { disk, source: None, cloud_init: None, copy_of: None }],
     });
     host.put_job(vm, task, job).await.unwrap();
     task

@@ -6,10 +6,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use vmseal_api::host::descriptor::{
-    DescribedDisk, DescribedReplica, LENGTH_MAX, VERSION, VmDescriptor, parse,
+    DescribedDisk, DescribedReplica, DescribedSnapshot, LENGTH_MAX, VERSION, VmDescriptor,
+    WITHOUT_SNAPSHOTS, parse,
 };
-use vmseal_api::host::{KeyReference, VmSpec};
-use vmseal_api::id::DatastoreId;
+use vmseal_api::host::{KeyReference, SnapshotSpec, VmSpec};
+use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{Purpose, derive};
@@ -80,8 +81,9 @@ pub fn of(
             facts: disk.facts.clone(),
         }
     });
+    let version = if spec.snapshots.is_empty() { WITHOUT_SNAPSHOTS } else { VERSION };
     let mut descriptor = VmDescriptor {
-        version: VERSION,
+        version,
         vm: spec.vm,
         name: spec.name.clone(),
         vcpus: Some(spec.vcpus),
@@ -92,12 +94,28 @@ pub fn of(
         hardware: spec.hardware.clone().without_medium(),
         disks: disks.collect(),
         nics: spec.nics().cloned().collect(),
+        snapshots: spec.snapshots.iter().map(|snapshot| described(spec, snapshot)).collect(),
         mac: None,
     };
     if let (Some(reference), Some(kek)) = (&spec.key, kek) {
         descriptor.mac = Some(code_of(&descriptor, reference, kek)?);
     }
     Ok(descriptor)
+}
+
+fn described(spec: &VmSpec, snapshot: &SnapshotSpec) -> DescribedSnapshot {
+    let place = |disk: &DiskId| spec.disks().position(|known| known.disk == *disk);
+    // A VM has fewer disks than a byte counts.
+    let disks = snapshot.disks.iter().filter_map(place).filter_map(|at| u8::try_from(at).ok());
+    DescribedSnapshot {
+        snapshot: snapshot.snapshot,
+        name: snapshot.name.clone(),
+        parent: snapshot.parent,
+        created: snapshot.created,
+        quiesced: snapshot.quiesced,
+        current: snapshot.current,
+        disks: disks.collect(),
+    }
 }
 
 /// Whether a descriptor was made with this key.

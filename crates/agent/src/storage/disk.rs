@@ -1,4 +1,4 @@
-//! Making and opening a disk: header, key, image, and the facts pinned in the inventory.
+//! Making a disk: header, key, image, and the facts pinned in the inventory.
 //!
 //! ```text
 //! begin (sparse, locked, *.creating) ─► LUKS2 header ─► import through a filter ─► flush ─► rename
@@ -11,29 +11,25 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::filter::Holes;
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{
-    DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, Notice, NoticeCode, VmSpec,
-};
+use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::size::Size;
-use vmseal_luks::{Facts, HeaderError, Identity};
-use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
+use vmseal_luks::{Facts, Identity};
+use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::hypervisor::firmware::FirmwareFiles;
 use crate::hypervisor::tpm::Swtpm;
 use crate::keys;
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
+use crate::storage::cloning::{Lent, Target};
 use crate::storage::cloud_init;
-pub(crate) use crate::storage::facts::from_api;
-pub use crate::storage::facts::to_api;
+use crate::storage::facts::to_api;
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
-use crate::storage::locked::Access;
+use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
 use crate::storage::timed;
 use crate::storage::tpm_disk::{self, MakeTpm};
@@ -67,6 +63,8 @@ pub enum Source {
     Variables(FirmwareFiles, Firmware),
     /// Nothing; beside it is made what the VM's TPM keeps.
     Tpm(Swtpm),
+    /// A disk of another VM.
+    Copy(Box<Lent>),
 }
 
 /// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
@@ -118,7 +116,7 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
-    let mut tpm = None;
+    let (mut tpm, mut lent) = (None, None);
     let (image, lost) = match new_disk.source.take() {
         None => (None, None),
         Some(Source::Image(source)) => {
@@ -130,6 +128,10 @@ async fn make(
             (Some(made.await.map_err(internal)??), None)
         }
         Some(Source::CloudInit(Err(problem))) => (None, Some(problem)),
+        Some(Source::Copy(of)) => {
+            lent = Some(of);
+            (None, None)
+        }
         Some(Source::Tpm(swtpm)) => {
             tpm = Some(swtpm);
             (None, None)
@@ -167,22 +169,24 @@ async fn make(
         let file = file.try_clone().map_err(internal)?;
         take_room(home, disk.disk, file, &progress, &mut cancelled).await?;
     }
-    if let Some(image) = &image {
-        let filling = Filling {
-            vm,
-            disk: &disk,
-            home,
-            file: &file,
-            offset: data_offset(&facts),
-            key: key.as_ref(),
-            image,
-        };
-        tokio::select! {
-            filled = filling.run(from, builder, slot, progress) => {
-                filled.map_err(|problem| explained_if_full(home, problem))?;
+    let fill = async {
+        let (key, offset) = (key.as_ref(), data_offset(&facts));
+        let (disk, file) = (&disk, &file);
+        match (&image, lent) {
+            (Some(image), _) => {
+                let filling = Filling { vm, disk, home, file, offset, key, image };
+                filling.run(from, builder, slot, progress).await
             }
-            Ok(()) = cancelled => return Err(removed_meanwhile()),
+            (None, Some(lent)) => {
+                let target = Target { vm, disk, file, offset, key };
+                target.fill(*lent, builder, slot, progress).await
+            }
+            (None, None) => Ok(()),
         }
+    };
+    tokio::select! {
+        filled = fill => filled.map_err(|problem| explained_if_full(home, problem))?,
+        Ok(()) = cancelled => return Err(removed_meanwhile()),
     }
     if let Some(swtpm) = tpm {
         let wanted = MakeTpm { swtpm, disk: &disk, home, file: &file, dek: key.as_ref() };
@@ -265,14 +269,6 @@ fn check_room(home: &Home, disk: &DiskSpec, image: Option<&Image>) -> Result<(),
         _ if is_preallocated(disk) => home.check_room(header + disk.size),
         Some(image) => home.check_room(image.allocated),
         None => Ok(()),
-    }
-}
-
-/// Where the guest's first byte is in the image, in bytes.
-pub(crate) fn data_offset(facts: &DiskFacts) -> u64 {
-    match facts {
-        DiskFacts::Raw => 0,
-        DiskFacts::Luks2 { data_offset, .. } => *data_offset,
     }
 }
 
@@ -359,184 +355,6 @@ fn check_whole(
     let opened = vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
         .map_err(|error| header_problem(disk, &error))?;
     Ok((to_api(&facts), Some(opened.dek)))
-}
-
-fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem> {
-    let found = file.metadata().map_err(internal)?.len();
-    let needed = offset.saturating_add(disk.size);
-    if found >= needed {
-        return Ok(());
-    }
-    Err(Problem::new(
-        ErrorCode::Damaged,
-        format!(
-            "disk '{}' is truncated: its image has {} and needs {}; restore it from a backup",
-            disk.name,
-            Size(found),
-            Size(needed)
-        ),
-    ))
-}
-
-/// The API's error for a header's error.
-pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
-    let code = match error {
-        HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
-        HeaderError::Truncated { .. }
-        | HeaderError::BothCopies { .. }
-        | HeaderError::Refused(_)
-        | HeaderError::SlotDamaged(_)
-        | HeaderError::ReadBackFailed(_)
-        | HeaderError::Occupied(_) => ErrorCode::Damaged,
-        HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
-        HeaderError::Write(error)
-            if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) =>
-        {
-            ErrorCode::NoSpace
-        }
-        _ => ErrorCode::Internal,
-    };
-    let mut detail = format!("disk '{}': {error}", disk.name);
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !detail.contains(&more) {
-            detail = format!("{detail}: {more}");
-        }
-        cause = error.source();
-    }
-    Problem::new(code, detail)
-}
-
-/// A disk, open for a guest.
-#[derive(Debug)]
-pub struct Open {
-    /// The image, its lock held.
-    pub file: File,
-    /// Where the guest's first byte is, in bytes.
-    pub offset: u64,
-    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
-    pub key: Option<(SecretFd, Holes)>,
-    /// A notice for operators.
-    pub notice: Option<Notice>,
-}
-
-fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    let file = match access {
-        Access::Read => home.open_to_read(disk.disk)?,
-        Access::Write => home.open(disk.disk)?,
-    };
-    file.ok_or_else(|| {
-        let path = home.image(disk.disk);
-        let (name, path) = (&disk.name, path.display());
-        let what =
-            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
-        Problem::new(ErrorCode::NotFound, what)
-    })
-}
-
-/// Opens the image of an encrypted disk for reading, without its key; also returns its length in bytes.
-/// Blocks.
-///
-/// # Errors
-/// `damaged`, `in-use`, `not-found`.
-pub fn open_sealed(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-) -> Result<(File, u64), Problem> {
-    let file = open_image(spec, disk, Access::Read)?;
-    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
-    check_length(&file, disk, offset)?;
-    Ok((file, offset + disk.size))
-}
-
-/// Opens the image that has the disk's name as one with these facts. Blocks.
-///
-/// # Errors
-/// `damaged`, `key-mismatch`, `in-use`, `not-found`, `locked`; nothing is written.
-pub fn open(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    kek: Option<&SecretBytes>,
-    access: Access,
-) -> Result<Open, Problem> {
-    let file = open_image(spec, disk, access)?;
-    let Some(pinned) = from_api(disk, facts) else {
-        // An encrypted disk is never opened as a plain one, whatever the datastore holds.
-        if disk.encrypted {
-            let what = format!(
-                "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
-                disk.name
-            );
-            return Err(Problem::new(ErrorCode::Damaged, what));
-        }
-        check_length(&file, disk, 0)?;
-        return Ok(Open { file, offset: 0, key: None, notice: None });
-    };
-    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
-    let dek = dek.to_memfd().map_err(internal)?;
-    Ok(Open { file, offset: pinned.data_offset, key: Some((dek, holes)), notice })
-}
-
-/// An encrypted disk, and its key.
-pub struct Unlocked {
-    /// The image, its lock held.
-    pub file: File,
-    /// The DEK.
-    pub dek: SecretBytes,
-    /// What holes mean.
-    holes: Holes,
-    /// A notice for operators.
-    pub notice: Option<Notice>,
-}
-
-/// Opens the disk of a TPM as the inventory pins it, for its key. Blocks.
-///
-/// # Errors
-/// As [`open`].
-pub fn open_for_key(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    kek: Option<&SecretBytes>,
-) -> Result<Unlocked, Problem> {
-    let file = open_image(spec, disk, Access::Write)?;
-    let Some(pinned) = from_api(disk, facts) else {
-        let what = format!("disk '{}' is not encrypted, and has no key", disk.name);
-        return Err(Problem::new(ErrorCode::Damaged, what));
-    };
-    unlock(spec, disk, (file, &pinned), kek)
-}
-
-fn unlock(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    (file, pinned): (File, &Facts),
-    kek: Option<&SecretBytes>,
-) -> Result<Unlocked, Problem> {
-    check_length(&file, disk, pinned.data_offset)?;
-    let (Some(kek), Some(reference)) = (kek, &spec.key) else {
-        let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
-        return Err(Problem::new(ErrorCode::Locked, what));
-    };
-    let opened = vmseal_luks::open(&file, pinned, kek, &keys::context(spec.vm, reference))
-        .map_err(|error| header_problem(disk, &error))?;
-    let holes = match opened.holes {
-        vmseal_luks::Holes::Zero => Holes::Zero,
-        vmseal_luks::Holes::Ciphertext => Holes::Ciphertext,
-    };
-    let notice = opened.notice.map(|notice| Notice {
-        code: NoticeCode::HeaderCopyDamaged,
-        disk: Some(disk.disk),
-        detail: format!(
-            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies again: vmseal vm recrypt {}",
-            disk.name, spec.name
-        ),
-    });
-    Ok(Unlocked { file, dek: opened.dek, holes, notice })
 }
 
 #[cfg(test)]

@@ -16,10 +16,11 @@ use vmseal_secret::SecretBytes;
 
 use crate::keys;
 use crate::rules;
-use crate::storage::disk;
+use crate::storage::facts;
 use crate::storage::home::Home;
 use crate::storage::locked::Access;
 use crate::storage::open;
+use crate::storage::opening;
 use crate::storage::replica::ReplicaHeader;
 
 /// A disk whose header may be changed.
@@ -58,7 +59,7 @@ impl<'a> DiskKeys<'a> {
             };
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
             let file = open::open(spec, disk, pinned, Some(kek), access)?.file;
-            let facts = disk::from_api(disk, pinned).ok_or_else(unmade)?;
+            let facts = facts::from_api(disk, pinned).ok_or_else(unmade)?;
             let replica = ReplicaHeader::open(spec, disk)?;
             Ok(DiskHeader { replica, disk, facts, file })
         };
@@ -74,7 +75,7 @@ impl<'a> DiskKeys<'a> {
         let held = (self.kek, &keys::context(self.spec.vm, self.registered));
         let added = (kek, &keys::context(self.spec.vm, other));
         for header in &mut self.headers {
-            let failed = |error| disk::header_problem(header.disk, &error);
+            let failed = |error| opening::header_problem(header.disk, &error);
             let (known, _) = vmseal_luks::inspect(&header.file).map_err(failed)?;
             let is = |token: &vmseal_luks::KeyReference, key: &KeyReference| {
                 token.provider == key.provider.0 && token.key_id == key.key_id
@@ -104,7 +105,7 @@ impl<'a> DiskKeys<'a> {
         let context = keys::context(self.spec.vm, self.registered);
         for header in &mut self.headers {
             vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
-                .map_err(|error| disk::header_problem(header.disk, &error))?;
+                .map_err(|error| opening::header_problem(header.disk, &error))?;
         }
         self.tell_replicas()
     }
@@ -187,7 +188,7 @@ mod tests {
             let (size, kek) = (disk.size, &self.kek);
             let made = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();
-            self.spec.disk_at_mut(index).unwrap().facts = Some(disk::to_api(&made.unwrap()));
+            self.spec.disk_at_mut(index).unwrap().facts = Some(facts::to_api(&made.unwrap()));
         }
 
         fn image(&self, index: usize) -> std::path::PathBuf {

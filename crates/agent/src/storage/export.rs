@@ -29,12 +29,12 @@ use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal};
-use crate::storage::disk::Open;
 use crate::storage::exported::Exported;
 use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
 use crate::storage::open;
+use crate::storage::opening::Open;
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 use vmseal_api::atomic_file;
 
@@ -223,15 +223,17 @@ fn begin(
     allowed: &TransferDirectories,
 ) -> Result<(File, filter::Disk), Problem> {
     let ExportRequest { spec, disk, facts, kek, export, passphrase, record } = request;
-    let (Open { file, offset, key, .. }, size) = match export.job.format {
+    let (Open { file, layers, offset, key, .. }, size) = match export.job.format {
         // The whole image as it is: its ciphertext is what is exported.
         ExportFormat::Sealed => {
-            let (file, length) = open::open_sealed(&spec, &disk, &facts)?;
-            (Open { file, offset: 0, key: None, notice: None }, length)
+            let (file, layers, length) = open::open_sealed(&spec, &disk, &facts)?;
+            (Open { file, layers, offset: 0, key: None, notice: None }, length)
         }
         _ => (open::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
     };
-    let allocated = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
+    let room = |file: &File| file.metadata().map(|it| it.blocks().saturating_mul(512));
+    let rooms = std::iter::once(&file).chain(&layers).map(room);
+    let allocated: u64 = rooms.sum::<io::Result<_>>().map_err(internal)?;
     let needed = match export.job.format {
         // Everything is ciphertext, zeroes too.
         ExportFormat::Luks2 => vmseal_luks::DATA_OFFSET + disk.size,
@@ -260,8 +262,19 @@ fn begin(
     let disk = disk.disk;
     let (beside, replica) = (None, None);
     let mirror = None;
-    let disk =
-        filter::Disk { disk, size, file, offset, key, keeps_room, work, beside, replica, mirror };
+    let disk = filter::Disk {
+        disk,
+        size,
+        file,
+        layers,
+        offset,
+        key,
+        keeps_room,
+        work,
+        beside,
+        replica,
+        mirror,
+    };
     Ok((target, disk))
 }
 

@@ -26,7 +26,7 @@ use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 
 /// How often an import is asked for its progress.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How often a filter may die without progress: then the image or the machine is the cause.
 const FAILURES_MAX: u32 = 3;
@@ -129,6 +129,7 @@ impl Filling<'_> {
             disk: self.disk.disk,
             size: self.disk.size,
             file: self.file.try_clone().map_err(internal)?,
+            layers: Vec::new(),
             offset: self.offset,
             key: key.map(|dek| (dek, Holes::Zero)),
             keeps_room: is_preallocated(self.disk),

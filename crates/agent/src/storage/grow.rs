@@ -7,12 +7,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
-use crate::storage::disk;
 use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::locked::Access;
 use crate::storage::mark::failed;
 use crate::storage::mirror;
+use crate::storage::opening;
 
 /// Whether a process of the VM has the image, and its lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +40,9 @@ pub fn grow(
 ) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     mirror::as_it_is(spec, disk, facts, Access::Write)?;
+    if size != disk.size && !layers::read(&home, disk.disk)?.is_empty() {
+        return Err(rules::has_snapshots(spec, disk));
+    }
     let path = home.image(disk.disk);
     let file = match holder {
         Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {
@@ -53,7 +58,7 @@ pub fn grow(
     };
     check(&file)?;
     let length = file.metadata().map_err(internal)?.len();
-    let needed = disk::data_offset(facts).saturating_add(size);
+    let needed = opening::data_offset(facts).saturating_add(size);
     if is_preallocated(disk) {
         if length < needed {
             home.check_room(needed - length)?;

@@ -13,6 +13,10 @@
 //! <datastore>/<vm id>/<disk id>.copy          that copy
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
+//! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
+//! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
+//! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
+//! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
 //! ```
 //! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
@@ -29,6 +33,7 @@ use std::time::{Duration, SystemTime};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
@@ -152,6 +157,12 @@ impl Home {
         Ok(Self { path: marked(spec)?.join(vm.to_string()) })
     }
 
+    /// Its directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// A disk's file.
     #[must_use]
     pub fn image(&self, disk: DiskId) -> PathBuf {
@@ -204,6 +215,43 @@ impl Home {
     #[must_use]
     pub fn source(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.source"))
+    }
+
+    /// The note of a disk's layers.
+    #[must_use]
+    pub fn layers_note(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.layers"))
+    }
+
+    /// A layer of a disk.
+    #[must_use]
+    pub fn layer(&self, disk: DiskId, layer: Uuid) -> PathBuf {
+        self.path.join(format!("{disk}.layer-{layer}"))
+    }
+
+    /// What is locked while a layer of a disk is merged into the one below it.
+    #[must_use]
+    pub fn merge_lock(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.merge"))
+    }
+
+    /// The files that are named as layers of a disk.
+    #[must_use]
+    pub fn layer_files(&self, disk: DiskId) -> Vec<(Uuid, PathBuf)> {
+        let prefix = format!("{disk}.layer-");
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let layers = entries.filter_map(|entry| {
+            let name = entry.file_name();
+            let layer = name.to_str()?.strip_prefix(&prefix)?.parse().ok()?;
+            Some((layer, entry.path()))
+        });
+        layers.collect()
+    }
+
+    /// The memory of a suspended VM.
+    #[must_use]
+    pub fn memory(&self) -> PathBuf {
+        self.path.join("vm.memory")
     }
 
     fn creating(&self, disk: DiskId) -> PathBuf {
@@ -449,7 +497,8 @@ impl Home {
             .map_err(|error| failed(&path, "removed", &error))
     }
 
-    /// Removes a disk, complete or half-made, with its copy and its former image, and with the last one the directory.
+    /// Removes a disk, complete or half-made, with its layers, its copy and its former image, and with the last one the
+    /// directory.
     ///
     /// # Errors
     /// `in-use`, or those of the file system.
@@ -458,7 +507,12 @@ impl Home {
         for path in [self.image(disk), self.copy(disk), self.source(disk), self.mirror_map(disk)] {
             self.remove_file(&path)?;
         }
-        // After the image, whose header has its key: without that nobody can read it.
+        // After the image, whose header has their key: without that nobody can read them.
+        for (_, path) in self.layer_files(disk) {
+            self.remove_file(&path)?;
+        }
+        self.remove_note(&self.layers_note(disk))?;
+        self.remove_note(&self.merge_lock(disk))?;
         remove_state_of_none(&self.image(disk))?;
         self.discard(disk)
     }

@@ -31,11 +31,13 @@ use crate::filter;
 use crate::keys;
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
-use crate::storage::disk::{self, Open, data_offset, from_api, header_problem, to_api};
+use crate::storage::facts::{from_api, to_api};
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::locked::{Access, make_locked, open_locked};
 use crate::storage::mark::failed;
+use crate::storage::opening::{self, Open, data_offset, header_problem};
 
 /// A copy that is to take a disk's place, or has taken it.
 #[derive(Clone, Debug)]
@@ -172,6 +174,9 @@ impl NewMirror<'_> {
             Some(other) => return Err(rules::other_mirror(disk, other.task())),
             None => {}
         }
+        if !layers::read(&home, disk.disk)?.is_empty() {
+            return Err(rules::has_snapshots(self.spec, disk));
+        }
         remove_debris(&home, disk.disk)?;
         let path = home.image(disk.disk);
         // Not locked: the filter of the guest may have it.
@@ -256,7 +261,7 @@ pub struct GuestDisk {
 /// Opens a disk for its guest. Blocks.
 ///
 /// # Errors
-/// As [`disk::open`].
+/// As [`opening::open`].
 pub fn open_for_guest(
     spec: &VmSpec,
     disk: &DiskSpec,
@@ -267,10 +272,10 @@ pub fn open_for_guest(
     let mirror = Mirror::find(&home, disk.disk)?;
     let Some(mirror) = mirror.as_ref().filter(|mirror| !mirror.pivoted) else {
         let (disk, facts) = as_it_is(spec, disk, facts, Access::Write)?;
-        let open = disk::open(spec, &disk, &facts, kek, Access::Write)?;
+        let open = opening::open(spec, &disk, &facts, kek, Access::Write)?;
         return Ok(GuestDisk { open, mirror: None, has_pivoted: mirror.is_some() });
     };
-    let open = disk::open(spec, disk, facts, kek, Access::Write)?;
+    let open = opening::open(spec, disk, facts, kek, Access::Write)?;
     // Others are copied while the guest does not have them.
     let copy = match disk.role.is_data() {
         true => open_copy(&home, spec, disk, &mirror.note, kek),
@@ -292,7 +297,7 @@ pub fn open_for_guest(
 /// Opens a disk and its copy for a filter that does nothing but copy; none if it is not mirrored or has pivoted. Blocks.
 ///
 /// # Errors
-/// As [`disk::open`].
+/// As [`opening::open`].
 pub fn open_to_copy(
     spec: &VmSpec,
     disk: &DiskSpec,
@@ -303,7 +308,7 @@ pub fn open_to_copy(
     let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| !mirror.pivoted) else {
         return Ok(None);
     };
-    let open = disk::open(spec, disk, facts, kek, Access::Write)?;
+    let open = opening::open(spec, disk, facts, kek, Access::Write)?;
     let copy = open_copy(&home, spec, disk, &mirror.note, kek)?;
     Ok(Some((open, copy)))
 }

@@ -1,6 +1,7 @@
 //! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
 
 pub(crate) mod builder;
+pub(crate) mod cloning;
 pub(crate) mod cloud_init;
 pub(crate) mod contents;
 pub(crate) mod datastore;
@@ -15,12 +16,16 @@ pub(crate) mod filling;
 pub(crate) mod grow;
 pub(crate) mod home;
 pub(crate) mod image;
+pub(crate) mod layers;
 pub(crate) mod locked;
 pub(crate) mod mark;
 pub(crate) mod measure;
 pub(crate) mod medium;
+pub(crate) mod memory;
 pub(crate) mod mirror;
 pub(crate) mod open;
+pub(crate) mod opening;
+pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod survey;
 pub(crate) mod timed;

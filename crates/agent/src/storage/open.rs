@@ -6,14 +6,14 @@ use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use crate::storage::disk::{self, Open};
 use crate::storage::locked::Access;
 use crate::storage::mirror::as_it_is;
+use crate::storage::opening::{self, Open};
 
 /// Opens a disk as the inventory pins it, or as its copy if it has pivoted. Blocks.
 ///
 /// # Errors
-/// As [`disk::open`]; `in-use` for a writer while a copy follows the disk.
+/// As [`opening::open`]; `in-use` for a writer while a copy follows the disk.
 pub fn open(
     spec: &VmSpec,
     disk: &DiskSpec,
@@ -22,18 +22,18 @@ pub fn open(
     access: Access,
 ) -> Result<Open, Problem> {
     let (disk, facts) = as_it_is(spec, disk, facts, access)?;
-    disk::open(spec, &disk, &facts, kek, access)
+    opening::open(spec, &disk, &facts, kek, access)
 }
 
-/// The same of an encrypted disk for reading, without its key; also returns the image's length in bytes. Blocks.
+/// The same of an encrypted disk for reading, without its key; with its layers; also returns the image's length in bytes. Blocks.
 ///
 /// # Errors
-/// As [`disk::open_sealed`].
+/// As [`opening::open_sealed`].
 pub fn open_sealed(
     spec: &VmSpec,
     disk: &DiskSpec,
     facts: &DiskFacts,
-) -> Result<(File, u64), Problem> {
+) -> Result<(File, Vec<File>, u64), Problem> {
     let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
-    disk::open_sealed(spec, &disk, &facts)
+    opening::open_sealed(spec, &disk, &facts)
 }

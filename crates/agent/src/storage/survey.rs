@@ -15,7 +15,7 @@ use vmseal_api::problem::Problem;
 
 use crate::storage::contents::look;
 use crate::storage::descriptor;
-use crate::storage::disk;
+use crate::storage::facts;
 use crate::storage::home::DESCRIPTOR;
 use crate::storage::mark::{directory, failed, marker};
 
@@ -99,7 +99,7 @@ fn from_headers(home: &Path, vm: VmId) -> FoundDescriptor {
                 });
                 let size = metadata.len().checked_sub(vmseal_luks::DATA_OFFSET);
                 let facts = size.and_then(|size| vmseal_luks::Facts::new(disk.0, size).ok());
-                (size, facts.map(|facts| disk::to_api(&facts)))
+                (size, facts.map(|facts| facts::to_api(&facts)))
             }
             _ => (None, None),
         };
@@ -123,7 +123,7 @@ fn made(descriptor: &VmDescriptor) -> Vec<DiskState> {
     let facts = without.filter_map(|described| {
         let facts = match described.encrypted {
             false => DiskFacts::Raw,
-            true => disk::to_api(&vmseal_luks::Facts::new(described.disk.0, described.size).ok()?),
+            true => facts::to_api(&vmseal_luks::Facts::new(described.disk.0, described.size).ok()?),
         };
         Some(DiskState { disk: described.disk, facts })
     });

@@ -74,6 +74,14 @@ async fn adopt_one(
         }
         Err(why) => return unreadable(shared, directory, vm, why, died.get(&vm)).await,
     };
+    if super::is_suspended(&record.spec).await == Some(true) {
+        // Its guest does not run: an agent ended before it had ended the processes, or before it let the guest go on.
+        if let Err(error) = directory.sweep().await {
+            tracing::error!(%vm, %error, "cannot remove the remains of a suspended VM");
+        }
+        tracing::info!(%vm, "found a VM suspended");
+        return Some((vm, Vm::own(shared.clone(), record.spec, Initial::Suspended)));
+    }
     let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
             tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");

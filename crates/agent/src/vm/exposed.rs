@@ -203,6 +203,7 @@ async fn start(
         disk: disk.disk,
         size: disk.size,
         file: open.file,
+        layers: open.layers,
         offset: open.offset,
         key: open.key,
         keeps_room: builder::is_preallocated(&disk),

@@ -115,6 +115,7 @@ impl LeftRunning {
             jobs: Vec::new(),
             nics: Vec::new(),
             started_with: None,
+            not_suspended: None,
             request_id: None,
         };
         self.shared.states.publish(self.spec.vm, Some(state));
@@ -213,7 +214,7 @@ impl LeftRunning {
             Call::ChangeKeys(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::DeleteDisk(_, to)
             | Call::ExamineJob(_, to)
-            | Call::PutJob(_, _, to)
+            | Call::PutJob(_, _, _, to)
             | Call::CommitJob(_, _, to)
             | Call::CancelJob(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::ControlGuest(_, to) | Call::GrowDisk(_, _, to) => {
@@ -223,7 +224,9 @@ impl LeftRunning {
             Call::Console(_, to) | Call::Expose(_, _, to) | Call::Screen(to) => {
                 drop(to.send(Err(self.refusal())))
             }
+            Call::Suspend(to) | Call::DiscardMemory(to) => drop(to.send(Err(self.refusal()))),
             Call::Guest(to) => drop(to.send(Err(self.refusal()))),
+            Call::Lend(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Bitmaps(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::Replica(_, to) => drop(to.send(Err(self.refusal()))),
         }
@@ -375,6 +378,7 @@ pub fn unknown_spec(vm: VmId) -> VmSpec {
         key: None,
         hardware: Default::default(),
         devices: Vec::new(),
+        snapshots: Vec::new(),
     }
 }
 

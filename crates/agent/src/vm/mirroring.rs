@@ -154,6 +154,7 @@ fn open(
             disk: disk.disk,
             size: disk.size,
             file: open.file,
+            layers: open.layers,
             offset: open.offset,
             key: open.key,
             keeps_room: builder::is_preallocated(&disk),

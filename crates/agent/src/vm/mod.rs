@@ -8,6 +8,8 @@
 //!     │◄─────────────────────────────── force, QEMU ended ─── Stopping ──────────┘
 //!     │◄─────────────────────────────── force, QEMU ended ─── Running
 //! ```
+//! A guest whose memory is being saved, or is saved, is suspending or suspended: see [`suspend`]. When it is started, it goes on.
+//!
 //! When a filter ends, the guest waits for another one ([`service`]); after too many, the VM is stopped. A VM
 //! that died is on record until its guest runs again ([`crate::process::died`]). A running VM that a
 //! starting agent cannot take over has no owner until it can be: see [`left_running`].
@@ -20,8 +22,10 @@ mod adopt;
 mod exposed;
 mod images;
 mod left_running;
+mod merging;
 mod mirroring;
 mod owner;
+mod proving;
 mod reconnect;
 mod report;
 mod running;
@@ -29,20 +33,21 @@ mod serve;
 mod service;
 mod start;
 pub(crate) mod state_store;
+mod suspend;
 mod tpm;
 pub mod usage;
 pub(crate) mod vms;
 mod workers;
 
 use std::fs::File;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
-    Accelerator, ConsoleClaim, ConsoleStream, Exposing, GuestControl, JobSpec, JobStatus,
+    Accelerator, ConsoleClaim, ConsoleStream, CopyOf, Exposing, GuestControl, JobSpec, JobStatus,
     KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId, VmId};
@@ -57,6 +62,8 @@ use crate::keys::KeyBox;
 use crate::process::died::DiedVms;
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
+use crate::signer::Signer;
+use crate::storage::cloning::Lent;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
 
@@ -64,6 +71,7 @@ pub use adopt::adopt;
 use left_running::LeftRunning;
 use running::Running;
 pub use service::FILTER_RESTART_TIMEOUT;
+pub use suspend::is_suspended;
 
 /// Calls that may wait for a VM's owner.
 const CALLS_MAX: usize = 32;
@@ -94,6 +102,8 @@ pub struct Shared {
     pub accelerator: Accelerator,
     /// How long starting another filter is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
+    /// The key that reports are signed with, once it is known; none for a host that has not joined.
+    pub signer: OnceLock<Signer>,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Problem>>;
@@ -112,8 +122,10 @@ pub enum Call {
     DeleteDisk(DiskId, Reply<()>),
     /// Check whether a job could begin.
     ExamineJob(JobSpec, Reply<()>),
-    /// Begin a task's job, or continue it.
-    PutJob(TaskId, JobSpec, Reply<()>),
+    /// Begin a task's job, or continue it, with the disks of other VMs that it reads.
+    PutJob(TaskId, JobSpec, Vec<Lent>, Reply<()>),
+    /// Lend a disk to the owner of another VM, to be read.
+    Lend(CopyOf, Reply<Lent>),
     /// Get the status of a task's job.
     Job(TaskId, Reply<JobStatus>),
     /// Commit a task's job.
@@ -122,6 +134,10 @@ pub enum Call {
     CancelJob(TaskId, JobSpec, Reply<()>),
     /// Start the VM, by its boot order or from such a device first.
     PowerOn(Option<BootDevice>, Reply<()>),
+    /// Save the memory of its guest, and stop it.
+    Suspend(Reply<()>),
+    /// Give the saved memory of its guest up.
+    DiscardMemory(Reply<()>),
     /// Stop it.
     PowerOff(PowerOff, Reply<()>),
     /// Pause, unpause or reset the guest.
@@ -165,6 +181,8 @@ pub enum Initial {
     New,
     /// Off: it ended, died, or was found dead.
     Stopped(Stopped),
+    /// Off, and the memory of its guest is saved.
+    Suspended,
     /// Running since before the agent's start.
     Alive(Box<Running>),
     /// Running, and this agent cannot manage it.

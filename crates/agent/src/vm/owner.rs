@@ -8,8 +8,11 @@ mod guest;
 mod jobs;
 mod key_change;
 mod mirror;
+mod proofs;
 mod replicas;
 mod set_running;
+mod snapshots;
+mod suspended;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -90,6 +93,8 @@ pub struct Owner {
     made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
     workers: Workers,
+    /// How often a layer was put above the active one of a disk so that it can be merged.
+    merge_rounds: BTreeMap<DiskId, u32>,
     /// The tasks of disks that are exposed, or were: these end by themselves.
     exposed: BTreeMap<DiskId, ConnectionSender>,
     /// The errors of disks while they were exposed; kept until the disks are used again.
@@ -111,13 +116,18 @@ pub struct Owner {
     nics_before: Vec<NicState>,
     /// The writing of its descriptors.
     describing: Option<JoinHandle<()>>,
+    /// Whether the memory of its guest is saved, while it is off.
+    suspended: bool,
+    /// Why the last attempt to suspend it failed.
+    not_suspended: Option<String>,
 }
 
 impl Owner {
     pub fn new(shared: Arc<Shared>, mut spec: VmSpec, initial: Initial) -> Self {
+        let suspended = matches!(initial, Initial::Suspended);
         let (state, stopped) = match initial {
             // A VM that is left running gets its owner when that has ended.
-            Initial::New | Initial::LeftRunning(_) => (State::Off, None),
+            Initial::New | Initial::Suspended | Initial::LeftRunning(_) => (State::Off, None),
             Initial::Stopped(stopped) => (State::Off, Some(stopped)),
             Initial::Alive(running) => (State::Running(running), None),
         };
@@ -141,6 +151,7 @@ impl Owner {
             made: BTreeMap::new(),
             jobs: Jobs::default(),
             workers: Workers::new(),
+            merge_rounds: BTreeMap::new(),
             exposed: BTreeMap::new(),
             exposed_errors: BTreeMap::new(),
             changing_keys: None,
@@ -152,6 +163,8 @@ impl Owner {
             serves_sizes: false,
             nics_before,
             describing: None,
+            suspended,
+            not_suspended: None,
         }
     }
 
@@ -162,6 +175,7 @@ impl Owner {
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.found_unserved();
+        self.sweep_memory().await;
         let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -198,8 +212,10 @@ impl Owner {
 
     fn power(&self) -> Power {
         match self.state {
+            State::Off if self.suspended => Power::Suspended,
             State::Off => Power::Off,
             State::Starting { .. } => Power::Starting,
+            State::Running(ref running) if running.saving.is_some() => Power::Suspending,
             State::Running(ref running) if running.live.paused => Power::Paused,
             State::Running(_) => Power::Running,
             State::Stopping { .. } => Power::Stopping,
@@ -225,6 +241,7 @@ impl Owner {
             jobs: self.jobs.statuses(),
             nics: self.nics().to_vec(),
             started_with: self.started_with(),
+            not_suspended: self.not_suspended.clone(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.states.publish(self.spec.vm, Some(state));
@@ -273,11 +290,16 @@ impl Owner {
             },
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
             Call::ExamineJob(spec, to) => reply!(to, self.examine_job(spec).await),
-            Call::PutJob(task, spec, to) => reply!(to, self.put_job(task, spec).await),
+            Call::PutJob(task, spec, lent, to) => {
+                reply!(to, self.put_job(task, spec, lent).await)
+            }
+            Call::Lend(of, to) => reply!(to, self.lend(of).await),
             Call::Job(task, to) => reply!(to, self.jobs.status(task)),
             Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
             Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
             Call::PowerOn(first, to) => reply!(to, self.power_on(first).await),
+            Call::Suspend(to) => reply!(to, self.suspend().await),
+            Call::DiscardMemory(to) => reply!(to, self.discard_memory().await),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::ControlGuest(what, to) => reply!(to, self.control_guest(what).await),
             Call::GrowDisk(disk, size, to) => reply!(to, self.grow_disk(disk, size).await),
@@ -322,6 +344,9 @@ impl Owner {
                     tracing::error!(vm = %self.spec.vm, %exit, "the TPM ended, and the guest goes on");
                 }
             }
+            Event::Process(ProcessEvent::MemorySaved(saved)) => {
+                request_id::during(self.request.clone(), self.memory_saved(saved)).await;
+            }
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::ShutdownTimedOut => {
@@ -349,6 +374,7 @@ impl Owner {
                     tracing::info!(vm = %self.spec.vm, %problem, "its filter serves a disk too many");
                 }
                 self.tell_of_growth().await;
+                self.go_on_with_merges().await;
             }
             Event::Call(_) => {}
         }
@@ -478,7 +504,9 @@ impl Owner {
         if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
+        self.look_for_memory().await;
         self.go_on_copying().await;
+        self.go_on_with_merges().await;
     }
 
     async fn started(&mut self, result: StartResult) {
@@ -486,11 +514,14 @@ impl Owner {
             Ok((running, notices)) => {
                 tracing::info!(vm = %self.spec.vm, qemu = running.qemu.pid(), "the VM runs");
                 self.died = None;
+                self.suspended = false;
+                self.not_suspended = None;
                 self.header_notices = notices;
                 self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
                 self.serves_sizes = true;
                 self.go_on_copying().await;
+                self.go_on_with_merges().await;
             }
             Err(problem) => self.went_off((StopReason::FailedToStart, problem.detail)).await,
         }
@@ -501,10 +532,13 @@ impl Owner {
         if self.next.as_ref().unwrap_or(&self.spec) == &spec {
             return Ok(());
         }
-        if matches!(self.state, State::Running(_) | State::Stopping { .. }) {
+        if matches!(self.power(), Power::Running | Power::Paused | Power::Stopping) {
             return self.set_running(spec).await;
         }
         self.situation().may(Action::Register, None)?;
+        if self.suspended {
+            rules::check_devices_stay(&self.spec, &spec)?;
+        }
         if self.spec.key != spec.key {
             self.kek = None;
         }
@@ -603,30 +637,46 @@ impl Owner {
 
     /// What to start; the rules have checked that all disks are made.
     fn plan(&self) -> Result<Plan, Problem> {
-        let live = match &self.state {
+        self.plan_with(match &self.state {
             State::Running(running) | State::Stopping { running, .. } => running.live.clone(),
             State::Off | State::Starting { .. } => Live::at_start(&self.spec),
-        };
+        })
+    }
+
+    fn plan_with(&self, live: Live) -> Result<Plan, Problem> {
         let disks = self.spec.disks().filter(|disk| live.disk(disk.disk).is_some());
         let disks = disks.filter_map(|disk| Some((disk.clone(), self.facts(disk)?)));
         let (tpm, disks): (Vec<_>, _) =
             disks.partition(|(disk, _)| disk.role.attachment() == Attachment::Tpm);
         let (spec, nics_before) = (self.spec.clone(), self.nics_before.clone());
         let (tpm, kek) = (tpm.into_iter().next(), self.clone_kek()?);
-        Ok(Plan { spec, disks, kek, nics_before, live, tpm, boot_once: None })
+        Ok(Plan { spec, disks, kek, nics_before, live, tpm, boot_once: None, resume: None })
     }
 
     async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
+        if matches!(self.state, State::Off) {
+            self.look_for_memory().await;
+        }
         if self.situation().may(Action::PowerOn, None)? == Permission::Already {
             return Ok(());
         }
         rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
         rules::boot::check_once(&self.spec, boot_once)?;
-        let plan = Plan { boot_once, ..self.plan()? };
+        let plan = if self.suspended {
+            rules::check_resume(&self.spec, boot_once)?;
+            let (spec, live, resume) = self.open_memory().await?;
+            // Until it stops, it is what it was when it was suspended.
+            let registered = std::mem::replace(&mut self.spec, spec);
+            self.next = (registered != self.spec).then_some(registered);
+            Plan { resume: Some(resume), ..self.plan_with(live)? }
+        } else {
+            Plan { boot_once, ..self.plan()? }
+        };
         let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
         // The users are released for another VM only after the last process of this one has ended.
         let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
         self.stop_copying().await;
+        self.stop_merging().await;
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
         let work = async move {
@@ -656,6 +706,9 @@ impl Owner {
                 let shutdown_time = rules::shutdown_time(seconds)?;
                 self.situation().may(Action::ShutDown, None)?;
                 shutdown_time
+            }
+            PowerOff::Force if self.power() == Power::Suspended => {
+                return Err(rules::suspended(&self.spec));
             }
             PowerOff::Force => Duration::ZERO,
         };

@@ -5,6 +5,9 @@ use tokio::sync::mpsc;
 use vmseal_api::host::{DiskFacts, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
+use vmseal_api::proof::SignedReport;
+
+use crate::storage::layers::LayerId;
 
 /// A report of such a task.
 pub enum Report {
@@ -20,6 +23,10 @@ pub enum Report {
     Copied(Result<(), Problem>),
     /// Its former image is removed, or cannot be.
     SourceRemoved(Result<(), Problem>),
+    /// A layer of it has been merged, or could not be.
+    Merged(LayerId, Result<(), Problem>),
+    /// The files of its VM were read, or could not be.
+    Proved(Result<SignedReport, Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -35,6 +42,8 @@ impl Report {
             | Self::Written(_)
             | Self::Copied(_)
             | Self::SourceRemoved(_)
+            | Self::Merged(..)
+            | Self::Proved(_)
             | Self::Exposed(_) => false,
         }
     }

@@ -13,6 +13,7 @@ use vmseal_api::problem::Problem;
 
 use super::serve::stays_connected;
 use super::service::{Service, ServiceEvent, answers};
+use super::suspend::Saving;
 use super::tpm::Tpm;
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
@@ -52,6 +53,8 @@ pub struct Running {
     pub left: bool,
     /// How QEMU has its devices, and whether its guest is paused.
     pub live: Live,
+    /// The saving of the guest's memory, while the VM is being suspended.
+    pub saving: Option<Saving>,
 }
 
 /// QEMU's events about its end.
@@ -89,10 +92,20 @@ pub enum ProcessEvent {
     TpmEnded(Exit),
     /// An event of the filter that serves the disks.
     Service(ServiceEvent),
+    /// The guest's memory is in a file that has no name yet; or why it is not.
+    MemorySaved(Result<(), Problem>),
     /// QEMU reports something.
     Reported(Event),
     /// The connection to QEMU's monitor ended; QEMU ends, or must be ended.
     MonitorLost,
+}
+
+/// Waits until the guest's memory is saved; for ever where it is not being saved.
+async fn saved(saving: &mut Option<Saving>) -> Result<(), Problem> {
+    match saving {
+        Some(saving) => saving.finished().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// The reason, and the text for operators.
@@ -106,6 +119,10 @@ impl Running {
             biased;
             event = self.events.recv() => event.map_or(ProcessEvent::MonitorLost, ProcessEvent::Reported),
             exit = self.qemu.ended() => ProcessEvent::QemuEnded(exit),
+            saved = saved(&mut self.saving) => {
+                self.saving = None;
+                ProcessEvent::MemorySaved(saved)
+            }
             event = self.service.next() => ProcessEvent::Service(event),
             exit = self.tpm.ended() => ProcessEvent::TpmEnded(exit),
         }

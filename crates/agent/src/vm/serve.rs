@@ -12,6 +12,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use super::suspend::Resume;
 use super::{Shared, images, internal};
 use crate::filter::{self, Connection, Control};
 use crate::hypervisor::firmware;
@@ -43,6 +44,8 @@ pub struct Plan {
     pub tpm: Option<(DiskSpec, DiskFacts)>,
     /// What the firmware tries first this time.
     pub boot_once: Option<BootDevice>,
+    /// The saved memory of its guest, where it is suspended.
+    pub resume: Option<Resume>,
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs
@@ -78,6 +81,7 @@ pub async fn filter(
             disk: disk.disk,
             size: disk.size,
             file: open.file,
+            layers: open.layers,
             offset: open.offset,
             key: open.key,
             keeps_room: is_preallocated(disk),

@@ -25,8 +25,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::Shared;
 use super::serve::{self, Plan};
 use crate::filter::Control;
-use crate::hypervisor::plug;
 use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::hypervisor::{plug, qemu};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
@@ -199,7 +199,7 @@ async fn agreed(control: &Control, plan: &Plan, qmp: &Qmp) -> Result<(), NotServ
     // One that is being plugged in gets its device when it is served, and one that was unplugged has none.
     let has_device = |disk: DiskId| {
         let built_in = plan.live.disk(disk).is_some_and(|disk| disk.port.is_none());
-        built_in || devices.contains(&plug::disk_device(disk))
+        built_in || devices.contains(&qemu::disk_device(disk))
     };
     let waited = serve::wait_connected(control, &plan.spec, has_device).await;
     answers(qmp).await.map_err(super::internal)?;

@@ -11,11 +11,12 @@ use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{Attachment, Notice, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicLink;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::running::{QemuEnd, Running};
 use super::serve::{Plan, filter, socket, wait_connected};
 use super::service::Service;
+use super::suspend;
 use super::tpm::{self, Tpm};
 use super::{Shared, internal};
 use crate::filter::log_level;
@@ -82,6 +83,8 @@ pub async fn start(
                 tpm: tpm_control.as_ref(),
                 medium: medium.as_ref(),
                 boot_once: plan.boot_once,
+                live: &live,
+                machine: plan.resume.as_ref().map(|resume| resume.machine.as_str()),
             },
             slot.qemu(),
         )
@@ -101,6 +104,17 @@ pub async fn start(
     if plan.boot_once.is_some() {
         usual_order::restore(&qmp, spec).await.map_err(internal)?;
     }
+    if let Some(resume) = &plan.resume
+        && let Err(problem) = resume.load(&qmp).await
+    {
+        // QEMU ends where it cannot load the memory, and its log says why.
+        return Err(match problem.code {
+            ErrorCode::Internal => {
+                internal(format!("{problem}; QEMU's log: {}", directory.log_ends(qemu::NAME)))
+            }
+            _ => problem,
+        });
+    }
     let running = Running {
         directory: directory.clone(),
         qemu,
@@ -115,11 +129,20 @@ pub async fn start(
         qemu_end: QemuEnd::default(),
         left: false,
         live,
+        saving: None,
     };
     // In this order: a VM on record as running that is found dead then has no older death on record.
     shared.died.forget(spec.vm).map_err(internal)?;
     running.write(spec)?;
-    running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    if let Some(resume) = &plan.resume {
+        resume.use_up().await?;
+    }
+    if !running.live.paused {
+        running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    }
+    if let Some(resume) = &plan.resume {
+        resume.remove().await;
+    }
     Ok((running, notices))
 }
 
@@ -244,6 +267,8 @@ pub async fn reconnect(
                 if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
             },
         )?;
+        // An agent may have ended while it saved the guest's memory.
+        suspend::give_up(&qmp).await.map_err(internal)?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {
@@ -260,6 +285,7 @@ pub async fn reconnect(
         qemu_end: QemuEnd::default(),
         left: false,
         live,
+        saving: None,
     })
 }
 
@@ -269,7 +295,7 @@ async fn arrived(qmp: &Qmp, record: &Record) -> Result<(VmSpec, Live), Problem> 
     let (mut spec, mut live) = (record.spec.clone(), record.live.clone());
     let devices = plug::devices(qmp).await.map_err(internal)?;
     let there = |device: String| devices.contains(&device);
-    live.disks.retain(|disk| disk.port.is_none() || there(plug::disk_device(disk.disk)));
+    live.disks.retain(|disk| disk.port.is_none() || there(qemu::disk_device(disk.disk)));
     for nic in live.nics.iter().filter(|nic| !there(plug::nic_device(nic.nic))) {
         // The agent ended before it plugged the card in, or after the guest let it go.
         plug::drop_network(qmp, nic.nic).await;

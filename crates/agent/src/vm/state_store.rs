@@ -125,6 +125,7 @@ mod tests {
             jobs: vec![],
             nics: Vec::new(),
             started_with: None,
+            not_suspended: None,
             request_id: None,
         }
     }

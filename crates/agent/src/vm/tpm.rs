@@ -15,7 +15,7 @@ use crate::hypervisor::tpm::{self, Started, State};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
-use crate::storage::{disk, tpm_disk};
+use crate::storage::{opening, tpm_disk};
 
 /// How long after its TPM QEMU may be seen to end: it closes their socket first.
 const QEMU_ENDS_WITHIN: Duration = Duration::from_secs(2);
@@ -57,7 +57,7 @@ pub async fn start(
     let begin = move || {
         let user = slot.tpm();
         let Some((disk, facts)) = &plan.tpm else { return Err(internal("a TPM without its disk")) };
-        let unlocked = disk::open_for_key(&plan.spec, disk, facts, plan.kek.as_ref())?;
+        let unlocked = opening::open_for_key(&plan.spec, disk, facts, plan.kek.as_ref())?;
         let open = tpm_disk::open(plan.spec.vm, disk, &unlocked.dek, user)?;
         let lock = &unlocked.file;
         let state = State { directory: &open.directory, lock, key: &open.key, user };

@@ -13,13 +13,16 @@ use vmseal_api::request_id;
 
 use super::Shared;
 use super::exposed::Exposure;
+use super::merging::Merging;
 use super::mirroring::{self, Copying};
+use super::proving::prove;
 use super::report::{Progress, Report};
 use crate::filter::Control;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
 use crate::storage::export::{self, ExportRequest};
+use crate::storage::proof::Proving;
 
 /// Progress reports that may wait for the owner.
 const REPORTS_MAX: usize = 16;
@@ -96,6 +99,33 @@ impl Workers {
             };
             Report::Copied(followed)
         });
+    }
+
+    /// Begins to merge a layer of a disk into what is below it.
+    pub fn begin_merge(&mut self, disk: DiskId, merging: Merging) {
+        let upper = merging.upper;
+        self.spawn(disk, |cancelled, show| async move {
+            let merged = merging.run(Some(&show), Some(cancelled)).await;
+            Report::Merged(
+                upper,
+                merged.inspect_err(
+                    |problem| tracing::warn!(%disk, %problem, "a layer could not be merged"),
+                ),
+            )
+        });
+    }
+
+    /// Begins to read the files of a VM; the work counts as that of this disk.
+    pub fn begin_proof(&mut self, shared: &Arc<Shared>, disk: DiskId, proving: Proving) {
+        let shared = Arc::clone(shared);
+        self.spawn(disk, |cancelled, show| async move {
+            Report::Proved(prove(shared, proving, show, cancelled).await)
+        });
+    }
+
+    /// Whether anything works on a disk.
+    pub fn works_on(&self, disk: DiskId) -> bool {
+        self.workers.contains_key(&disk)
     }
 
     /// Begins to remove the image that a disk had before its copy took its place.

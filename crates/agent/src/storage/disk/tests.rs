@@ -1,7 +1,7 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use vmseal_api::host::{Allocation, DatastoreSpec, Device};
+use vmseal_api::host::{Allocation, DatastoreSpec, Device, NoticeCode};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::KEK_LEN;
@@ -9,6 +9,8 @@ use vmseal_secret::KEK_LEN;
 use super::*;
 use crate::process::users::Users;
 use crate::storage::datastore;
+use crate::storage::locked::Access;
+use crate::storage::opening::{Open, open};
 
 struct Bench {
     _directory: tempfile::TempDir,

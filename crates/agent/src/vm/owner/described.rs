@@ -18,9 +18,10 @@ use super::Owner;
 use crate::keys;
 use crate::storage::contents::look;
 use crate::storage::descriptor;
-use crate::storage::disk::{from_api, header_problem};
+use crate::storage::facts::from_api;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
+use crate::storage::opening::header_problem;
 
 impl Owner {
     /// Begins to write the descriptors, after those that are being written. Without the key of a VM that has one, it
@@ -138,7 +139,7 @@ mod tests {
 
     use super::*;
     use crate::storage::datastore;
-    use crate::storage::disk::to_api;
+    use crate::storage::facts::to_api;
 
     /// An encrypted disk under this key.
     fn make(home: &Home, spec: &VmSpec, disk: DiskId, kek: &SecretBytes, key: &KeyReference) {

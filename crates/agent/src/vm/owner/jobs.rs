@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{
-    CreateJob, DiskFacts, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
+    CopyOf, CreateJob, DiskFacts, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::Problem;
@@ -12,8 +12,11 @@ use vmseal_api::problem::Problem;
 use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::cloning::Lent;
 use crate::storage::disk::{NewDisk, Source};
 use crate::storage::export::{self, Export, ExportRequest};
+use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::timed;
 use crate::vm::internal;
 use crate::vm::report::Report;
@@ -29,10 +32,37 @@ enum Ready {
 impl Owner {
     /// Checks whether a job could begin.
     pub(super) async fn examine_job(&self, spec: JobSpec) -> Result<(), Problem> {
-        self.ready(TaskId::new(), &spec).await.map(drop)
+        self.ready(TaskId::new(), &spec, Vec::new()).await.map(drop)
     }
 
-    pub(super) async fn put_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+    /// Lends a disk to be read: one that nobody writes, or what a snapshot keeps of it.
+    pub(super) async fn lend(&self, of: CopyOf) -> Result<Lent, Problem> {
+        let disk = find_disk(&self.spec, of.disk)?.clone();
+        let facts = self.facts(&disk);
+        rules::check_copied(&self.spec, &disk, self.key(), facts.is_some())?;
+        let Some(facts) = facts else { return Err(internal("a disk without facts")) };
+        match of.snapshot {
+            None => drop(self.situation().may(Action::ExportDisk, Some(&disk))?),
+            Some(snapshot) => {
+                let (vm, name, of) = (self.spec.vm, self.spec.name.clone(), disk.clone());
+                let look = move || {
+                    let home = Home::of(&of.datastore, vm)?;
+                    let kept = layers::read(&home, of.disk)?.layer_of(snapshot);
+                    kept.ok_or_else(|| rules::no_snapshot(&name, &of, snapshot))
+                };
+                spawn_blocking(look).await.map_err(internal)??;
+            }
+        }
+        let kek = if disk.encrypted { self.clone_kek()? } else { None };
+        Ok(Lent { spec: self.spec.clone(), disk, facts, kek, snapshot: of.snapshot })
+    }
+
+    pub(super) async fn put_job(
+        &mut self,
+        task: TaskId,
+        spec: JobSpec,
+        lent: Vec<Lent>,
+    ) -> Result<(), Problem> {
         match self.jobs.same(task, &spec)? {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
             Some(_) => return Ok(()),
@@ -40,9 +70,15 @@ impl Owner {
         match &spec {
             JobSpec::Mirror(job) => return self.put_mirror(task, &job.clone(), spec).await,
             JobSpec::DropSources(job) => return self.put_drop_sources(task, &job.clone(), spec),
+            JobSpec::Snapshot(job) => return self.put_snapshot(task, &job.clone(), spec).await,
+            JobSpec::Revert(job) => return self.put_revert(task, &job.clone(), spec).await,
+            JobSpec::DropSnapshot(job) => {
+                return self.put_drop_snapshot(task, &job.clone(), spec).await;
+            }
+            JobSpec::Prove(job) => return self.put_proof(task, job.clone(), spec),
             JobSpec::Create(_) | JobSpec::Export(_) => {}
         }
-        let ready = self.ready(task, &spec).await?;
+        let ready = self.ready(task, &spec, lent).await?;
         self.jobs.begin(task, spec);
         match ready {
             Ready::Create(new_disks) => {
@@ -59,9 +95,9 @@ impl Owner {
         Ok(())
     }
 
-    async fn ready(&self, task: TaskId, spec: &JobSpec) -> Result<Ready, Problem> {
+    async fn ready(&self, task: TaskId, spec: &JobSpec, lent: Vec<Lent>) -> Result<Ready, Problem> {
         match spec {
-            JobSpec::Create(create) => self.ready_to_create(create, spec).map(Ready::Create),
+            JobSpec::Create(create) => self.ready_to_create(create, spec, lent).map(Ready::Create),
             JobSpec::Export(export) => {
                 let request = self.ready_to_export(task, export, spec).await;
                 request.map(|request| Ready::Export(Box::new(request)))
@@ -72,6 +108,14 @@ impl Owner {
             JobSpec::DropSources(_) => {
                 self.may_work(Action::DropSource, spec).map(|()| Ready::Nothing)
             }
+            JobSpec::Snapshot(_) => {
+                self.may_work(Action::TakeSnapshot, spec).map(|()| Ready::Nothing)
+            }
+            JobSpec::Revert(_) => self.may_work(Action::Revert, spec).map(|()| Ready::Nothing),
+            JobSpec::DropSnapshot(_) => {
+                self.may_work(Action::DropSnapshot, spec).map(|()| Ready::Nothing)
+            }
+            JobSpec::Prove(_) => self.may_work(Action::Prove, spec).map(|()| Ready::Nothing),
         }
     }
 
@@ -84,10 +128,22 @@ impl Owner {
         rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
     }
 
-    fn ready_to_create(&self, create: &CreateJob, job: &JobSpec) -> Result<Vec<NewDisk>, Problem> {
+    fn ready_to_create(
+        &self,
+        create: &CreateJob,
+        job: &JobSpec,
+        mut lent: Vec<Lent>,
+    ) -> Result<Vec<NewDisk>, Problem> {
         self.may_work(Action::CreateDisk, job)?;
         let new_disk = |wanted: &DiskToCreate| {
             let disk = find_disk(&self.spec, wanted.disk)?.clone();
+            if let Some(of) = wanted.copy_of {
+                let found = lent.iter().position(|lent| lent.disk.disk == of.disk);
+                let found = found.ok_or_else(|| internal("a disk to be read was not lent"))?;
+                let source = Some(Source::Copy(Box::new(lent.swap_remove(found))));
+                let kek = if disk.encrypted { self.clone_kek()? } else { None };
+                return Ok(NewDisk { spec: self.spec.clone(), disk, kek, source });
+            }
             let key_box = &self.shared.key_box;
             let open = |sealed| key_box.open_cloud_init(self.spec.vm, disk.disk, sealed);
             let source = match disk.role {
@@ -132,8 +188,15 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
         }
         match spec {
-            JobSpec::Create(_) | JobSpec::DropSources(_) if state == Some(JobState::Done) => Ok(()),
-            JobSpec::Create(_) | JobSpec::DropSources(_) => Err(rules::nothing_to_commit(task)),
+            JobSpec::Create(_)
+            | JobSpec::DropSources(_)
+            | JobSpec::Snapshot(_)
+            | JobSpec::Revert(_)
+            | JobSpec::DropSnapshot(_)
+            | JobSpec::Prove(_) => match state {
+                Some(JobState::Done) => Ok(()),
+                _ => Err(rules::nothing_to_commit(task)),
+            },
             JobSpec::Mirror(job) => match state {
                 Some(JobState::Done) => Ok(()),
                 Some(JobState::Cancelled | JobState::Failed { .. }) => {
@@ -166,8 +229,6 @@ impl Owner {
             }
         }
         match spec {
-            // The worker removes what it was making.
-            JobSpec::Create(_) | JobSpec::DropSources(_) | JobSpec::Mirror(_) => Ok(()),
             JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
             JobSpec::Export(job) => {
                 let record = self.record_of(&job)?;
@@ -176,6 +237,8 @@ impl Owner {
                 let removed = removed.await.map_err(internal)?;
                 if at_work { Ok(()) } else { removed }
             }
+            // The worker removes what it was making; layers that are not merged stay as they are.
+            _ => Ok(()),
         }
     }
 
@@ -210,6 +273,9 @@ impl Owner {
             Report::SourceRemoved(Ok(())) => self.jobs.made(disk),
             Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,
             Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,
+            Report::Proved(Ok(report)) => self.jobs.proved(disk, report),
+            Report::Proved(Err(problem)) => self.give_up(disk, problem).await,
+            Report::Merged(upper, merged) => self.layer_merged(disk, upper, merged).await,
             Report::ExposedErrors(errors) => {
                 self.exposed_errors.insert(disk, errors);
             }
@@ -220,7 +286,7 @@ impl Owner {
         }
     }
 
-    async fn give_up(&mut self, disk: DiskId, problem: Problem) {
+    pub(super) async fn give_up(&mut self, disk: DiskId, problem: Problem) {
         for other in self.jobs.failed(disk, problem) {
             self.workers.cancel(other).await;
         }

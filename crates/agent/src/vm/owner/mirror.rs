@@ -62,7 +62,7 @@ impl Owner {
     }
 
     /// Whether the guest has a disk.
-    fn is_served(&mut self, disk: DiskId) -> bool {
+    pub(super) fn is_served(&mut self, disk: DiskId) -> bool {
         self.running().is_some_and(|running| running.live.disk(disk).is_some())
     }
 

@@ -20,7 +20,7 @@ use crate::filter::{self, END_SEEN_WITHIN};
 use crate::hypervisor::cdrom;
 use crate::hypervisor::network;
 use crate::hypervisor::plug;
-use crate::hypervisor::qemu::PORTS;
+use crate::hypervisor::qemu::{self, PORTS};
 use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
 use crate::rules::exclusion::{Action, Permission};
 use crate::rules::{self, set_running};
@@ -221,7 +221,7 @@ impl Owner {
         let Err(problem) = plugged else { return Ok(()) };
         let Some(running) = self.running() else { return Err(problem) };
         let devices = plug::devices(&running.qmp).await;
-        if devices.is_ok_and(|devices| !devices.contains(&plug::disk_device(id))) {
+        if devices.is_ok_and(|devices| !devices.contains(&qemu::disk_device(id))) {
             plug::drop_listener(&running.qmp, socket).await;
             self.forget_disk(id, None).await?;
             return Err(problem);
@@ -291,7 +291,7 @@ impl Owner {
         }
         self.may_replace_filter().await?;
         let Some(running) = self.running() else { return Err(not_there()) };
-        let gone = plug::out(&running.qmp, &plug::disk_device(disk)).await.map_err(internal)?;
+        let gone = plug::out(&running.qmp, &qemu::disk_device(disk)).await.map_err(internal)?;
         if !gone {
             return Err(not_released(&spec, &what));
         }
@@ -415,7 +415,7 @@ impl Owner {
         }
         let Ok(devices) = plug::devices(&running.qmp).await else { return };
         let plugged = running.live.disks.iter().filter(|disk| disk.port.is_some());
-        let missing = plugged.filter(|disk| !devices.contains(&plug::disk_device(disk.disk)));
+        let missing = plugged.filter(|disk| !devices.contains(&qemu::disk_device(disk.disk)));
         // The next one at the next check.
         if let Some(disk) = missing.copied().next() {
             plug::drop_listener(&running.qmp, disk.socket).await;
@@ -452,7 +452,7 @@ impl Owner {
         }
         let live = running.live.clone();
         let nic = live.nics.iter().map(|nic| nic.nic).find(|nic| plug::nic_device(*nic) == device);
-        let disk = live.disks.iter().find(|disk| plug::disk_device(disk.disk) == device);
+        let disk = live.disks.iter().find(|disk| qemu::disk_device(disk.disk) == device);
         if let Some(nic) = nic {
             plug::drop_network(&running.qmp, nic).await;
             let _ = self.forget_nic(nic);

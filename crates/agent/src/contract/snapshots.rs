@@ -1,0 +1,90 @@
+//! Snapshots of disks: each step repeated, every refusal provoked.
+
+use vmseal_api::host::{
+    CopyOf, CreateJob, DiskToCreate, DropSnapshotJob, HostAgent, JobSpec, JobState, LAYERS_MAX,
+    RevertJob, SnapshotJob,
+};
+use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
+use vmseal_api::problem::ErrorCode;
+
+use super::mirror::copy;
+use super::{Session, done, refused};
+
+/// The job that takes a snapshot of one disk.
+pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
+    JobSpec::Snapshot(SnapshotJob { snapshot, quiesce: true, disks: vec![disk] })
+}
+
+/// The job that reverts one disk.
+pub fn revert(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
+    JobSpec::Revert(RevertJob { snapshot, disks: vec![disk] })
+}
+
+/// The job that removes a snapshot of one disk.
+pub fn drop_snapshot(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
+    JobSpec::DropSnapshot(DropSnapshotJob { snapshot, disks: vec![disk] })
+}
+
+impl Session {
+    /// Puts a job twice, and waits until it is done.
+    async fn through(&self, agent: &dyn HostAgent, job: JobSpec) {
+        let task = TaskId::new();
+        done(agent.put_job(self.vm(), task, job.clone()).await, "a job on snapshots");
+        done(agent.put_job(self.vm(), task, job.clone()).await, "the same again");
+        assert_eq!(self.worked(agent, task).await, JobState::Done);
+        done(agent.commit_job(self.vm(), task, job.clone()).await, "committing what is done");
+        done(agent.cancel_job(self.vm(), task, job).await, "cancelling what is done");
+    }
+}
+
+/// The VM is off, its disks are made and its key is there, before and after.
+pub async fn disks(agent: &dyn HostAgent, session: &Session) {
+    let vm = session.vm();
+    let [system, data] = [0, 1].map(|index| session.disk(index).disk);
+    let put = |job| agent.put_job(vm, TaskId::new(), job);
+    let [one, two, strange] = std::array::from_fn(|_| SnapshotId::new());
+    refused(put(take(data, one)).await, ErrorCode::WrongState, "a disk with a replica");
+    let none = JobSpec::Snapshot(SnapshotJob { snapshot: one, quiesce: false, disks: vec![] });
+    refused(put(none).await, ErrorCode::InvalidRequest, "a snapshot of no disk");
+    refused(put(take(DiskId::new(), one)).await, ErrorCode::NotFound, "a strange disk");
+    refused(put(revert(system, one)).await, ErrorCode::NotFound, "no such snapshot");
+
+    session.through(agent, take(system, one)).await;
+    // Another task finds it taken.
+    session.through(agent, take(system, one)).await;
+    session.through(agent, take(system, two)).await;
+    refused(put(copy(system, true)).await, ErrorCode::WrongState, "a copy of a disk in layers");
+    let longer = session.disk(0).size * 2;
+    let grown = agent.grow_disk(vm, system, longer).await;
+    refused(grown, ErrorCode::WrongState, "a disk in layers grows");
+    refused(put(revert(system, strange)).await, ErrorCode::NotFound, "a strange snapshot");
+    session.through(agent, revert(system, one)).await;
+    session.through(agent, revert(system, two)).await;
+    session.through(agent, drop_snapshot(system, strange)).await;
+    session.through(agent, drop_snapshot(system, one)).await;
+    refused(put(revert(system, one)).await, ErrorCode::NotFound, "it was removed");
+    session.through(agent, drop_snapshot(system, two)).await;
+
+    let many: Vec<_> = (0..LAYERS_MAX).map(|_| SnapshotId::new()).collect();
+    for snapshot in &many {
+        session.through(agent, take(system, *snapshot)).await;
+    }
+    refused(put(take(system, one)).await, ErrorCode::LimitExceeded, "one layer too many");
+    for snapshot in many {
+        session.through(agent, drop_snapshot(system, snapshot)).await;
+    }
+    let copy_of = |vm, disk, snapshot| {
+        let copy_of = Some(CopyOf { vm, disk, snapshot });
+        let wanted = DiskToCreate { disk: data, source: None, cloud_init: None, copy_of };
+        JobSpec::Create(CreateJob { disks: vec![wanted] })
+    };
+    for (of, why) in [
+        (copy_of(VmId::new(), system, None), "a disk of a strange VM"),
+        (copy_of(vm, DiskId::new(), None), "a strange disk of a VM"),
+        (copy_of(vm, system, Some(strange)), "a strange snapshot of a disk"),
+    ] {
+        refused(put(of).await, ErrorCode::NotFound, why);
+    }
+    // As before: it can be copied.
+    done(agent.examine_job(vm, copy(system, true)).await, "examining a copy");
+}

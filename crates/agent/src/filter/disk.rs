@@ -1,0 +1,466 @@
+//! A disk as a filter gets it: open files, and what is done with it.
+
+use std::fs::File;
+use std::io::PipeReader;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+
+use vmseal_api::filter::{
+    BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, Direct, DiskConfig, ExportSpec,
+    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec, MirrorSpec,
+    ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
+};
+use vmseal_api::host::DiskLimits;
+use vmseal_api::id::DiskId;
+use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::SecretFd;
+
+/// How fast a copy may grow, in bytes a second: it yields to the guest by itself, so nothing else limits it.
+const MIRROR_RATE: u64 = 1 << 40;
+
+/// An open replica, for a filter.
+#[derive(Debug)]
+pub struct Replica {
+    /// The replica's image, as long as header and disk; its lock is held.
+    pub file: File,
+    /// The map of what the replica may lack; its lock is held.
+    pub map: File,
+    /// The highest rate of copying.
+    pub bytes_per_second: u64,
+}
+
+/// The open copy that is to take a disk's place, for a filter.
+#[derive(Debug)]
+pub struct Mirror {
+    /// The copy's image; its lock is held.
+    pub file: File,
+    /// Where the guest's first byte is in it, in bytes.
+    pub offset: u64,
+    /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
+    pub key: Option<(SecretFd, Holes)>,
+    /// The map of what the copy lacks; its lock is held.
+    pub map: File,
+    /// Whether the copy stays allocated when the guest discards.
+    pub keeps_room: bool,
+}
+
+/// A disk for a filter to serve, fill or export.
+pub struct Disk {
+    /// Which.
+    pub disk: DiskId,
+    /// The size that the guest sees, in bytes.
+    pub size: u64,
+    /// The image, its lock held.
+    pub file: File,
+    /// The layers above it, the active one first ([`crate::storage::layers`]).
+    pub layers: Vec<File>,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
+    pub key: Option<(SecretFd, Holes)>,
+    /// Whether the image stays allocated when the guest discards.
+    pub keeps_room: bool,
+    /// The work.
+    pub work: Work,
+    /// The socket for clients that read the disk beside the guest.
+    pub beside: Option<UnixListener>,
+    /// The replica that gets a copy of each write ([`crate::storage::replica`]).
+    pub replica: Option<Replica>,
+    /// The copy that is to take its place ([`crate::storage::mirror`]).
+    pub mirror: Option<Mirror>,
+}
+
+/// What a filter does with a disk.
+pub enum Work {
+    /// Serves a guest.
+    Serve {
+        /// The socket that [`Connection`] connects to QEMU.
+        socket: OwnedFd,
+        /// Closed at its other end when that is done.
+        connected: PipeReader,
+        /// How many queues it has.
+        queues: u16,
+        /// Whether the guest can only read it.
+        read_only: bool,
+        /// The limits of the guest's requests.
+        limits: DiskLimits,
+        /// The size of the read cache, in bytes.
+        cache: Option<u64>,
+    },
+    /// Serves a guest's firmware over NBD.
+    ServeFirmware {
+        /// The socket that QEMU connects to.
+        socket: UnixListener,
+        /// QEMU's user; none is the agent's.
+        user: Option<u32>,
+    },
+    /// Serves tools over NBD.
+    Expose {
+        /// The socket that the agent connects tools to.
+        socket: UnixListener,
+        /// Whether they may change the disk.
+        writable: bool,
+    },
+    /// Fills it from an image.
+    Import {
+        /// The image.
+        source: File,
+        /// Its format.
+        format: ImageFormat,
+        /// Where to continue, in bytes.
+        from: u64,
+    },
+    /// Copies it to its mirror, for nobody.
+    Mirror,
+    /// Writes what its first layer has to what is below that.
+    Merge {
+        /// What is below, to be written.
+        lower: Lower,
+        /// The lock of the merge.
+        lock: File,
+    },
+    /// Writes all of it to a file.
+    Export {
+        /// The file, which is new.
+        target: File,
+        /// The format to write.
+        format: Volume,
+    },
+}
+
+/// What is below a layer: an image, and the layers above it, of which the first is written; the image, where there are none.
+pub struct Lower {
+    /// The image.
+    pub file: File,
+    /// The layers.
+    pub layers: Vec<File>,
+}
+
+/// The format of an export.
+pub enum Volume {
+    /// The disk's bytes.
+    Raw,
+    /// QEMU's format.
+    Qcow2,
+    /// A disk as vmseal keeps it, which reads as zeroes.
+    Disk {
+        /// Its DEK, to be passed on; none for a plain one.
+        key: Option<SecretFd>,
+        /// Where its first byte is, in bytes.
+        offset: u64,
+        /// Whether it stays allocated where it is zero.
+        keeps_room: bool,
+    },
+    /// The data of a LUKS2 volume.
+    Luks2 {
+        /// The volume's key, to be passed on.
+        key: SecretFd,
+        /// Where the data begins, in bytes.
+        offset: u64,
+    },
+}
+
+impl Volume {
+    fn key(&self) -> Option<&SecretFd> {
+        match self {
+            Self::Raw | Self::Qcow2 => None,
+            Self::Disk { key, .. } => key.as_ref(),
+            Self::Luks2 { key, .. } => Some(key),
+        }
+    }
+
+    fn into_key(self) -> Option<SecretFd> {
+        match self {
+            Self::Raw | Self::Qcow2 => None,
+            Self::Disk { key, .. } => key,
+            Self::Luks2 { key, .. } => Some(key),
+        }
+    }
+
+    fn spec(&self) -> TargetFormat {
+        match self {
+            Self::Raw => TargetFormat::Raw,
+            Self::Qcow2 => TargetFormat::Qcow2,
+            Self::Disk { key, offset, keeps_room } => {
+                let key = key.as_ref().map(|key| Handle::Fd(key.as_fd().as_raw_fd()));
+                TargetFormat::Disk { key, offset: *offset, keeps_room: *keeps_room }
+            }
+            Self::Luks2 { key, offset } => {
+                let key = Handle::Fd(key.as_fd().as_raw_fd());
+                TargetFormat::Luks2 { key, offset: *offset }
+            }
+        }
+    }
+}
+
+impl Work {
+    /// The limits that delay requests, if there are any.
+    fn limit(&self) -> Option<LimitSpec> {
+        let Self::Serve { limits, .. } = self else { return None };
+        if *limits == DiskLimits::default() {
+            return None;
+        }
+        let budget = |per_second: u64| Budget { per_second, burst: per_second.div_ceil(10) };
+        Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
+    }
+
+    /// The read cache, if there is one.
+    fn cache(&self) -> Option<CacheSpec> {
+        let Self::Serve { cache, .. } = self else { return None };
+        cache.map(|bytes| CacheSpec { bytes })
+    }
+
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let merge = match self {
+            Self::Merge { lower, lock } => Some((lower, lock)),
+            _ => None,
+        };
+        let merge = merge.into_iter().flat_map(|(lower, lock)| {
+            let files = [&lower.file, lock].into_iter().chain(&lower.layers);
+            files.map(AsFd::as_fd)
+        });
+        let (one, other) = match self {
+            Self::Mirror | Self::Merge { .. } => (None, None),
+            Self::Serve { socket, connected, .. } => {
+                (Some(socket.as_fd()), Some(connected.as_fd()))
+            }
+            Self::Expose { socket, .. } | Self::ServeFirmware { socket, .. } => {
+                (Some(socket.as_fd()), None)
+            }
+            Self::Import { source, .. } => (Some(source.as_fd()), None),
+            Self::Export { target, format } => {
+                (Some(target.as_fd()), format.key().map(AsFd::as_fd))
+            }
+        };
+        one.into_iter().chain(other).chain(merge)
+    }
+}
+
+impl Disk {
+    pub(super) fn config(&self, peer: u32) -> DiskConfig {
+        let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
+        let crypt = |(key, holes): &(SecretFd, Holes)| FilterSpec::Crypt {
+            key: fd(key.as_fd()),
+            holes: *holes,
+        };
+        // The limit is above encryption, so that delayed requests are not encrypted yet. The cache is below
+        // it, so that it holds ciphertext.
+        let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
+        // Above encryption, as the copy has a key of its own or none.
+        let mirror = self.mirror.as_ref().map(|mirror| {
+            FilterSpec::Mirror(Box::new(MirrorSpec {
+                to: StackSpec {
+                    chain: mirror.key.iter().map(crypt).collect(),
+                    backend: BackendSpec::File {
+                        file: fd(mirror.file.as_fd()),
+                        offset: mirror.offset,
+                        direct: Direct::Auto,
+                        keeps_room: mirror.keeps_room,
+                    },
+                },
+                map: fd(mirror.map.as_fd()),
+                bytes_per_second: MIRROR_RATE,
+            }))
+        });
+        let chain = chain.chain(mirror);
+        let chain = chain.chain(self.key.iter().map(crypt));
+        let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
+        // Last, so that it copies what the image holds and takes no room in the cache.
+        let replicate = |replica: &Replica| {
+            FilterSpec::Replicate(ReplicateSpec {
+                replica: fd(replica.file.as_fd()),
+                offset: self.offset,
+                map: fd(replica.map.as_fd()),
+                bytes_per_second: replica.bytes_per_second,
+            })
+        };
+        let chain = chain.chain(self.replica.as_ref().map(replicate));
+        DiskConfig {
+            disk: self.disk,
+            size: self.size,
+            serial: serial(self.disk),
+            read_only: matches!(
+                self.work,
+                Work::Export { .. }
+                    | Work::Merge { .. }
+                    | Work::Expose { writable: false, .. }
+                    | Work::Serve { read_only: true, .. }
+            ),
+            chain: chain.collect(),
+            backend: backend(&self.file, &self.layers, self.offset, self.keeps_room, Direct::Auto),
+            front_end: match &self.work {
+                Work::Serve { socket, connected, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
+                    socket: fd(socket.as_fd()),
+                    connected: Some(fd(connected.as_fd())),
+                    peer_uid: None,
+                    queues: *queues,
+                }),
+                Work::Expose { socket, .. } => {
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid: Some(peer) })
+                }
+                Work::ServeFirmware { socket, user } => {
+                    let peer_uid = Some(user.unwrap_or(peer));
+                    Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid })
+                }
+                Work::Import { .. } | Work::Export { .. } | Work::Mirror | Work::Merge { .. } => {
+                    None
+                }
+            },
+            // A copy follows what the guest alone does.
+            beside: self
+                .beside
+                .as_ref()
+                .filter(|_| self.mirror.is_none())
+                .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
+            import: match &self.work {
+                Work::Import { source, format, from } => {
+                    Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
+                }
+                _ => None,
+            },
+            export: match &self.work {
+                Work::Export { target, format } => {
+                    Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
+                }
+                _ => None,
+            },
+            merge: match &self.work {
+                Work::Merge { lower, lock } => Some(MergeSpec {
+                    // Through the page cache, as the layer above it is read by others.
+                    into: backend(
+                        &lower.file,
+                        &lower.layers,
+                        self.offset,
+                        self.keeps_room,
+                        Direct::Off,
+                    ),
+                    lock: fd(lock.as_fd()),
+                }),
+                _ => None,
+            },
+        }
+    }
+
+    /// Closes all descriptors but those of keys.
+    pub(super) fn into_keys(self) -> impl Iterator<Item = SecretFd> {
+        let volume = match self.work {
+            Work::Export { format, .. } => format.into_key(),
+            _ => None,
+        };
+        let mirror = self.mirror.and_then(|mirror| mirror.key);
+        self.key.into_iter().chain(mirror).map(|(key, _)| key).chain(volume)
+    }
+
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let key = self.key.as_ref().map(|(key, _)| key.as_fd());
+        let beside = self.beside.as_ref().map(AsFd::as_fd);
+        let file = std::iter::once(&self.file).chain(&self.layers).map(AsFd::as_fd);
+        let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
+        let mirror = self.mirror.iter().flat_map(|it| {
+            let key = it.key.as_ref().map(|(key, _)| key.as_fd());
+            [it.file.as_fd(), it.map.as_fd()].into_iter().chain(key)
+        });
+        file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
+    }
+}
+
+/// Where a disk is stored: in its image, or in the layers above it.
+fn backend(
+    file: &File,
+    layers: &[File],
+    offset: u64,
+    keeps_room: bool,
+    direct: Direct,
+) -> BackendSpec {
+    let fd = |file: &File| Handle::Fd(file.as_raw_fd());
+    let Some((active, below)) = layers.split_first() else {
+        return BackendSpec::File { file: fd(file), offset, direct, keeps_room };
+    };
+    let below = below.iter().map(|layer| (layer, ImageFormat::Qcow2));
+    let below = below.chain([(file, ImageFormat::Raw)]);
+    let backing = below.map(|(file, format)| BackingSpec { file: fd(file), format });
+    BackendSpec::Qcow2 { file: fd(active), backing: backing.collect(), offset }
+}
+
+/// The device id that the guest sees: the last digits of the disk's id, which are random.
+fn serial(disk: DiskId) -> String {
+    let digits = disk.0.simple().to_string();
+    digits[digits.len() - SERIAL_MAX..].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::filter::Connection;
+
+    #[test]
+    fn limits_are_above_encryption_and_the_cache_is_below() {
+        let (_to_qemu, socket, connected) = Connection::new(PathBuf::new()).unwrap();
+        let limits = DiskLimits { iops: Some(100), bandwidth: None };
+        let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
+        let mut disk = Disk {
+            disk: DiskId::new(),
+            size: 4096,
+            file: tempfile::tempfile().unwrap(),
+            layers: Vec::new(),
+            offset: 0,
+            key: Some((key.to_memfd().unwrap(), Holes::Zero)),
+            keeps_room: false,
+            work: Work::Serve {
+                socket,
+                connected,
+                queues: 1,
+                read_only: false,
+                limits,
+                cache: Some(1 << 20),
+            },
+            beside: None,
+            replica: Some(Replica {
+                file: tempfile::tempfile().unwrap(),
+                map: tempfile::tempfile().unwrap(),
+                bytes_per_second: 5 << 20,
+            }),
+            mirror: None,
+        };
+        assert_eq!(
+            disk.descriptors().count(),
+            6,
+            "the filter lacks a descriptor of its configuration"
+        );
+        let chain = disk.config(0).chain;
+        let [
+            FilterSpec::Limit(_),
+            FilterSpec::Crypt { .. },
+            FilterSpec::Cache(cache),
+            FilterSpec::Replicate(replicate),
+        ] = &chain[..]
+        else {
+            panic!("{chain:?}")
+        };
+        assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
+        assert!(matches!(disk.config(0).backend, BackendSpec::File { .. }));
+        disk.layers = (0..2).map(|_| tempfile::tempfile().unwrap()).collect();
+        assert_eq!(disk.descriptors().count(), 8, "the filter lacks a layer");
+        let BackendSpec::Qcow2 { file, backing, .. } = disk.config(0).backend else {
+            panic!("the layers are not used")
+        };
+        let fd = |file: &File| Handle::Fd(file.as_raw_fd());
+        let formats: Vec<_> = backing.iter().map(|file| file.format).collect();
+        assert_eq!(formats, [ImageFormat::Qcow2, ImageFormat::Raw]);
+        assert_eq!((file, &backing[1].file), (fd(&disk.layers[0]), &fd(&disk.file)));
+        disk.layers.clear();
+        disk.replica = None;
+        let source = tempfile::tempfile().unwrap();
+        disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
+        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk has a cache");
+    }
+
+    #[test]
+    fn a_serial_is_as_long_as_virtio_allows_and_tells_disks_apart() {
+        let (one, two) = (serial(DiskId::new()), serial(DiskId::new()));
+        assert_eq!(one.len(), SERIAL_MAX);
+        assert_ne!(one, two);
+    }
+}

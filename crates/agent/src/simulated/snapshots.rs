@@ -1,0 +1,99 @@
+//! Snapshots of disks on a simulated host: they outlive the agent, as those of a real one do.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::host::{JobSpec, LAYERS_MAX};
+use vmseal_api::id::{DiskId, SnapshotId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::{Inside, SimulatedHost};
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+
+/// The snapshots of each disk, in the order in which they were taken.
+#[derive(Default)]
+pub struct Snapshots(BTreeMap<DiskId, Vec<SnapshotId>>);
+
+impl SimulatedHost {
+    /// The snapshots that a disk has.
+    #[must_use]
+    pub fn snapshots(&self, disk: DiskId) -> Vec<SnapshotId> {
+        self.inside().persisted.snapshots.0.get(&disk).cloned().unwrap_or_default()
+    }
+}
+
+impl Inside {
+    /// Checks what the files of a real host say.
+    pub fn ready_for_snapshots(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
+        let spec = self.known(vm)?.spec.clone();
+        for disk in job.disks() {
+            let disk = find_disk(&spec, disk)?;
+            let known = self.persisted.snapshots.0.get(&disk.disk).map_or(&[][..], Vec::as_slice);
+            match job {
+                JobSpec::Snapshot(job) if known.contains(&job.snapshot) => {}
+                JobSpec::Snapshot(_) if known.len() >= LAYERS_MAX => {
+                    let what = format!("disk '{}' has {LAYERS_MAX} snapshots", disk.name);
+                    return Err(Problem::new(ErrorCode::LimitExceeded, what));
+                }
+                JobSpec::Revert(job) if !known.contains(&job.snapshot) => {
+                    return Err(rules::no_snapshot(&spec.name, disk, job.snapshot));
+                }
+                JobSpec::Mirror(_) if !known.is_empty() => {
+                    return Err(rules::has_snapshots(&spec, disk));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the disks of other VMs that new ones are filled from.
+    pub fn ready_to_copy(&mut self, job: &JobSpec) -> Result<(), Problem> {
+        let JobSpec::Create(create) = job else { return Ok(()) };
+        for of in create.disks.iter().filter_map(|disk| disk.copy_of) {
+            let known = self.known(of.vm)?;
+            let (spec, key) = (known.spec.clone(), rules::key_state(&known.spec, known.key_held));
+            let disk = find_disk(&spec, of.disk)?;
+            let made = known.has_made(disk);
+            rules::check_copied(&spec, disk, key, made)?;
+            let kept = self.persisted.snapshots.0.get(&of.disk);
+            match of.snapshot {
+                None => {
+                    self.situation(of.vm)?.may(Action::ExportDisk, Some(disk))?;
+                }
+                Some(snapshot) if !kept.is_some_and(|kept| kept.contains(&snapshot)) => {
+                    return Err(rules::no_snapshot(&spec.name, disk, snapshot));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a disk has snapshots.
+    pub fn has_snapshots(&self, disk: DiskId) -> bool {
+        self.persisted.snapshots.0.get(&disk).is_some_and(|known| !known.is_empty())
+    }
+
+    pub fn take_snapshot(&mut self, disks: &[DiskId], snapshot: SnapshotId) {
+        for disk in disks {
+            let known = self.persisted.snapshots.0.entry(*disk).or_default();
+            if !known.contains(&snapshot) {
+                known.push(snapshot);
+            }
+        }
+    }
+
+    pub fn drop_snapshot(&mut self, disks: &[DiskId], snapshot: SnapshotId) {
+        for disk in disks {
+            if let Some(known) = self.persisted.snapshots.0.get_mut(disk) {
+                known.retain(|other| *other != snapshot);
+            }
+        }
+    }
+
+    /// A disk is removed, with all of it.
+    pub fn forget_snapshots(&mut self, disk: DiskId) {
+        self.persisted.snapshots.0.remove(&disk);
+    }
+}

@@ -1,0 +1,238 @@
+//! The files of a disk's layers.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use uuid::Uuid;
+use vmseal_api::atomic_file;
+use vmseal_api::id::{DiskId, SnapshotId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_qcow2::Below;
+
+use super::{Layer, LayerId, Layers, note};
+use crate::storage::file_identity::FileIdentity;
+use crate::storage::home::Home;
+use crate::storage::locked::{Access, make_locked, open_locked, open_once};
+use crate::storage::mark::failed;
+
+/// Opens the layers of a disk, the active one first: none where the disk is its image alone. For a writer the active layer is
+/// locked against all others; the others are only read. Blocks.
+///
+/// # Errors
+/// `damaged` when one is not there or is another file; `in-use`.
+pub fn open(home: &Home, disk: DiskId, access: Access) -> Result<Vec<File>, Problem> {
+    let layers = note::read(home, disk)?;
+    let chain = layers.chain(layers.active);
+    let open = |(depth, layer): (usize, &&Layer)| {
+        let access = if depth == 0 { access } else { Access::Read };
+        open_layer(home, disk, layer, access)
+    };
+    chain.iter().enumerate().map(open).collect()
+}
+
+fn open_layer(home: &Home, disk: DiskId, layer: &Layer, access: Access) -> Result<File, Problem> {
+    let path = home.layer(disk, layer.layer.0);
+    let file = open_locked(&path, access)?.ok_or_else(|| gone(&path))?;
+    same(&file, layer, &path).map(|()| file)
+}
+
+/// The same without its lock, for a merge: those who hold it only read what is not changed.
+fn open_unlocked(home: &Home, disk: DiskId, layer: &Layer, write: bool) -> Result<File, Problem> {
+    let path = home.layer(disk, layer.layer.0);
+    let file = File::options().read(true).write(write).open(&path);
+    let file = file.map_err(|error| failed(&path, "opened", &error))?;
+    same(&file, layer, &path).map(|()| file)
+}
+
+fn same(file: &File, layer: &Layer, path: &Path) -> Result<(), Problem> {
+    match FileIdentity::of(file) {
+        Ok(identity) if identity == layer.file => Ok(()),
+        Ok(_) => Err(gone(path)),
+        Err(error) => Err(failed(path, "read", &error)),
+    }
+}
+
+fn gone(path: &Path) -> Problem {
+    let what = format!(
+        "{}, a layer of the disk, is not there, or another file has taken its place: put it back",
+        path.display()
+    );
+    Problem::new(ErrorCode::Damaged, what)
+}
+
+/// Makes an empty layer above another one, or above the image, and flushes it. It is debris until it is put on the note.
+/// Blocks.
+///
+/// # Errors
+/// `no-space`; those of the file system.
+pub fn begin_layer(home: &Home, disk: DiskId, below: Option<LayerId>) -> Result<Layer, Problem> {
+    let image = home.image(disk);
+    let metadata = image.metadata().map_err(|error| failed(&image, "read", &error))?;
+    let layer = LayerId::new();
+    let path = home.layer(disk, layer.0);
+    let lower = below.map_or(image, |below| home.layer(disk, below.0));
+    let name = lower.file_name().map(|name| name.to_string_lossy().into_owned());
+    let name = name.unwrap_or_default();
+    let format = if below.is_some() { "qcow2" } else { "raw" };
+    let file = make_locked(&path)?;
+    vmseal_qcow2::create_overlay(&file, metadata.len(), Below { name: &name, format })
+        .and_then(|()| file.sync_all())
+        .and_then(|()| atomic_file::flush_directory_of(&path))
+        .map_err(|error| failed(&path, "made", &error))?;
+    let file = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
+    Ok(Layer { layer, below, file })
+}
+
+/// Makes a layer active that was begun: a snapshot keeps what was before, if one is named. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn put_active(
+    home: &Home,
+    disk: DiskId,
+    next: Layer,
+    keep: Option<(SnapshotId, Uuid)>,
+) -> Result<(), Problem> {
+    let mut layers = note::read(home, disk)?;
+    match keep {
+        Some((snapshot, attempt)) => layers.keep(snapshot, attempt, next),
+        None => layers.stack(next),
+    }
+    note::write(home, disk, &layers)
+}
+
+/// Forgets a snapshot, if one is named, and removes the files of layers that nothing needs, and those that are not on the
+/// note. A file that is in use is removed later. Returns what is left. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn remove_unneeded(
+    home: &Home,
+    disk: DiskId,
+    forgotten: Option<SnapshotId>,
+) -> Result<Layers, Problem> {
+    let before = note::read(home, disk)?;
+    let mut layers = before.clone();
+    if let Some(snapshot) = forgotten {
+        layers.forget(snapshot);
+    }
+    while let Some(layer) = layers.unneeded() {
+        layers.layers.retain(|known| known.layer != layer);
+    }
+    if layers != before {
+        note::write(home, disk, &layers)?;
+    }
+    remove_debris(home, disk, &layers);
+    Ok(layers)
+}
+
+/// Removes the files of layers that are not on the note.
+fn remove_debris(home: &Home, disk: DiskId, layers: &Layers) {
+    for (layer, path) in home.layer_files(disk) {
+        if layers.layer(LayerId(layer)).is_some() {
+            continue;
+        }
+        // One that a filter still reads goes with the next attempt.
+        let removed = match open_once(&path, Access::Write) {
+            Ok(Some(_lock)) => home.remove_locked(&path),
+            Ok(None) => Ok(()),
+            Err(problem) => Err(problem),
+        };
+        if let Err(problem) = removed {
+            tracing::info!(%disk, %problem, "a layer that nothing needs is removed later");
+        }
+    }
+}
+
+/// How much room a layer takes, in bytes; 0 where it cannot be seen. Blocks.
+#[must_use]
+pub fn room(home: &Home, disk: DiskId, layer: LayerId) -> u64 {
+    let metadata = home.layer(disk, layer.0).metadata();
+    metadata.map_or(0, |metadata| metadata.blocks().saturating_mul(512))
+}
+
+/// The lock that a merge of the disk's layers holds: a process of an earlier agent may still write. Blocks.
+///
+/// # Errors
+/// `in-use`; those of the file system.
+pub fn lock_merge(home: &Home, disk: DiskId) -> Result<File, Problem> {
+    let path = home.merge_lock(disk);
+    match open_locked(&path, Access::Write)? {
+        Some(file) => Ok(file),
+        None => make_locked(&path),
+    }
+}
+
+/// Opens a layer and all below it for reading: the image, and the layers above it from this one downwards. Blocks.
+///
+/// # Errors
+/// `damaged`; those of the file system.
+pub fn open_upper(
+    home: &Home,
+    disk: DiskId,
+    layers: &Layers,
+    upper: LayerId,
+) -> Result<(File, Vec<File>), Problem> {
+    open_chain(home, disk, layers, Some(upper), false)
+}
+
+/// Opens what a snapshot keeps, for reading and without a lock, as [`open_upper`] does; none without the snapshot. Blocks.
+///
+/// # Errors
+/// As [`open_upper`]; those of the note.
+pub fn open_kept(
+    home: &Home,
+    disk: DiskId,
+    snapshot: SnapshotId,
+) -> Result<Option<(File, Vec<File>)>, Problem> {
+    let layers = note::read(home, disk)?;
+    let kept = layers.layer_of(snapshot);
+    kept.map(|layer| open_chain(home, disk, &layers, layer, false)).transpose()
+}
+
+/// Opens what is below a layer, to be written. Blocks.
+///
+/// # Errors
+/// As [`open_upper`].
+pub fn open_lower(
+    home: &Home,
+    disk: DiskId,
+    layers: &Layers,
+    upper: LayerId,
+) -> Result<(File, Vec<File>), Problem> {
+    let below = layers.layer(upper).and_then(|layer| layer.below);
+    open_chain(home, disk, layers, below, true)
+}
+
+fn open_chain(
+    home: &Home,
+    disk: DiskId,
+    layers: &Layers,
+    from: Option<LayerId>,
+    write: bool,
+) -> Result<(File, Vec<File>), Problem> {
+    let chain = layers.chain(from);
+    let open =
+        |(depth, layer): (usize, &&Layer)| open_unlocked(home, disk, layer, write && depth == 0);
+    let files = chain.iter().enumerate().map(open).collect::<Result<Vec<_>, _>>()?;
+    let path: PathBuf = home.image(disk);
+    let image = File::options().read(true).write(write && files.is_empty()).open(&path);
+    let image = image.map_err(|error| failed(&path, "opened", &error))?;
+    Ok((image, files))
+}
+
+/// Notes that a layer has been merged into the one below it, and removes its file. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn note_merged(home: &Home, disk: DiskId, upper: LayerId) -> Result<Layers, Problem> {
+    let mut layers = note::read(home, disk)?;
+    layers.merged(upper);
+    note::write(home, disk, &layers)?;
+    remove_debris(home, disk, &layers);
+    if layers.next_merge().is_none() {
+        home.remove_note(&home.merge_lock(disk))?;
+    }
+    Ok(layers)
+}

@@ -1,0 +1,116 @@
+//! The note of a disk's layers (docs/formats/layers-note.md).
+
+use std::fs::File;
+use std::io::{self, Read};
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::{Kept, Layer, LayerId, Layers};
+use crate::storage::home::Home;
+use crate::storage::mark::failed;
+
+/// The version of notes.
+const VERSION: u32 = 1;
+
+/// The longest note, in bytes: thousands of layers.
+const NOTE_MAX: u64 = 1 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    version: u32,
+    layers: Vec<Layer>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    active: Option<LayerId>,
+    snapshots: Vec<Kept>,
+}
+
+/// The layers of a disk. Blocks.
+///
+/// # Errors
+/// `damaged` when the note cannot be understood: which files are the disk is then unknown.
+pub fn read(home: &Home, disk: DiskId) -> Result<Layers, Problem> {
+    let path = home.layers_note(disk);
+    let mut text = Vec::new();
+    match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Layers::default()),
+        Err(error) => return Err(failed(&path, "read", &error)),
+    }
+    let damaged = |why: String| {
+        let what = format!(
+            "{}, which says which files are the disk, cannot be used: {why}. A newer vmseal may have written it",
+            path.display()
+        );
+        Problem::new(ErrorCode::Damaged, what)
+    };
+    let note: Note = serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+    if note.version != VERSION {
+        return Err(damaged(format!("it has version {}", note.version)));
+    }
+    let Note { layers, active, snapshots, .. } = note;
+    let layers = Layers { layers, active, snapshots };
+    if layers.is_sound() {
+        Ok(layers)
+    } else {
+        Err(damaged("it names layers that are not in it".to_owned()))
+    }
+}
+
+/// Writes the layers of a disk, durably. A disk that is its image alone has no note.
+///
+/// # Errors
+/// Those of the file system.
+pub(super) fn write(home: &Home, disk: DiskId, layers: &Layers) -> Result<(), Problem> {
+    let path = home.layers_note(disk);
+    if layers.is_empty() {
+        return home.remove_note(&path);
+    }
+    let Layers { layers, active, snapshots } = layers.clone();
+    let note = Note { version: VERSION, layers, active, snapshots };
+    serde_json::to_vec(&note)
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
+        .map_err(|error| failed(&path, "written", &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+    use vmseal_api::id::SnapshotId;
+
+    use super::*;
+    use crate::storage::file_identity::FileIdentity;
+
+    #[test]
+    fn the_note_matches_its_description() {
+        let id = |number| LayerId(Uuid::from_u128(number));
+        let file = FileIdentity { inode: 5, born: Some(6) };
+        let note = Note {
+            version: VERSION,
+            layers: vec![
+                Layer { layer: id(1), below: None, file: file.clone() },
+                Layer { layer: id(2), below: Some(id(1)), file },
+            ],
+            active: Some(id(2)),
+            snapshots: vec![
+                Kept {
+                    snapshot: SnapshotId(Uuid::from_u128(3)),
+                    attempt: Uuid::from_u128(4),
+                    layer: None,
+                },
+                Kept {
+                    snapshot: SnapshotId(Uuid::from_u128(5)),
+                    attempt: Uuid::from_u128(6),
+                    layer: Some(id(1)),
+                },
+            ],
+        };
+        let text = r#"{"version":1,"layers":[{"layer":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}},{"layer":"00000000-0000-0000-0000-000000000002","below":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}}],"active":"00000000-0000-0000-0000-000000000002","snapshots":[{"snapshot":"00000000-0000-0000-0000-000000000003","attempt":"00000000-0000-0000-0000-000000000004"},{"snapshot":"00000000-0000-0000-0000-000000000005","attempt":"00000000-0000-0000-0000-000000000006","layer":"00000000-0000-0000-0000-000000000001"}]}"#;
+        assert_eq!(serde_json::to_string(&note).unwrap(), text);
+        assert!(serde_json::from_str::<Note>(text).is_ok());
+    }
+}

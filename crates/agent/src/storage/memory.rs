@@ -1,0 +1,355 @@
+//! The saved memory of a suspended VM: a sealed file (docs/formats/sealed-file.md) in the home of its first disk.
+//!
+//! ```text
+//! <datastore>/<vm id>/vm.memory.creating  it is being written, or debris of that
+//! <datastore>/<vm id>/vm.memory           the VM is suspended
+//! <datastore>/<vm id>/vm.memory.used      its guest has gone on, or was about to: it is of no use any more
+//! ```
+//! The content is the machine ([`SavedMachine`]), then QEMU's stream. The name decides: a VM with a `vm.memory` is suspended, whatever
+//! processes it has; a guest goes on only when that name is gone, so that no guest's memory is ever used with disks that have changed since.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufWriter, ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use vmseal_api::atomic_file;
+use vmseal_api::host::VmSpec;
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_seal::file::{FileError, Identity, Kind};
+use vmseal_seal::frame::FrameError;
+use vmseal_seal::slot::VmKey;
+use vmseal_seal::stream::{SealedReader, SealedWriter};
+use vmseal_secret::SecretBytes;
+
+use crate::keys;
+use crate::process::run_record::{LENGTH_MAX, Record};
+use crate::storage::home::Home;
+use crate::storage::mark::failed;
+
+/// The version of [`SavedMachine`].
+const MACHINE_VERSION: u32 = 1;
+
+/// The longest description of a machine, in bytes: a run record, and some words more.
+const MACHINE_MAX: u64 = LENGTH_MAX + 4096;
+
+/// Where the memory of a VM is saved.
+#[derive(Clone, Debug)]
+pub struct MemoryFiles {
+    vm: VmId,
+    name: String,
+    saved: PathBuf,
+}
+
+/// What the guest's memory belongs to.
+pub struct SavedMachine {
+    /// The type of the machine, with its version: `pc-q35-7.2`.
+    pub machine: String,
+    /// What it was, and how QEMU had its devices.
+    pub record: Record,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StoredMachine {
+    version: u32,
+    machine: String,
+    record: Box<RawValue>,
+}
+
+/// A saved memory that is being written.
+pub struct MemoryWriter(SealedWriter<BufWriter<File>>);
+
+/// A saved memory, open behind its machine: what is read is QEMU's stream.
+pub struct MemoryReader {
+    reader: SealedReader<File>,
+    path: PathBuf,
+    vm: String,
+}
+
+impl MemoryFiles {
+    /// Those of a VM.
+    ///
+    /// # Errors
+    /// `wrong-state` where it has no disk, or its first disk's datastore is not there.
+    pub fn of(spec: &VmSpec) -> Result<Self, Problem> {
+        let first = spec.disks().next().ok_or_else(|| {
+            let what = format!(
+                "VM '{}' has no disk, and its memory would be saved beside one: add a disk first",
+                spec.name
+            );
+            Problem::new(ErrorCode::WrongState, what)
+        })?;
+        let saved = Home::of(&first.datastore, spec.vm)?.memory();
+        Ok(Self { vm: spec.vm, name: spec.name.clone(), saved })
+    }
+
+    fn beside(&self, ending: &str) -> PathBuf {
+        let mut path = self.saved.as_os_str().to_owned();
+        path.push(ending);
+        path.into()
+    }
+
+    fn creating(&self) -> PathBuf {
+        self.beside(".creating")
+    }
+
+    fn used(&self) -> PathBuf {
+        self.beside(".used")
+    }
+
+    /// Whether the VM is suspended.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn is_saved(&self) -> Result<bool, Problem> {
+        self.saved.try_exists().map_err(|error| failed(&self.saved, "looked for", &error))
+    }
+
+    /// Begins to save: what an attempt before has left is replaced.
+    ///
+    /// # Errors
+    /// Those of the file system; `no-space`.
+    pub fn create(
+        &self,
+        saved: &SavedMachine,
+        kek: Option<&SecretBytes>,
+    ) -> Result<MemoryWriter, Problem> {
+        let path = self.creating();
+        let broken = |error: &io::Error| failed(&path, "written", error);
+        remove_if_there(&path)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        let file = BufWriter::new(file.map_err(|error| broken(&error))?);
+        let identity = Identity { vm: self.vm.0, kind: Kind::Memory, generation: 0 };
+        let spec = &saved.record.spec;
+        let key = vm_key(spec, kek)?;
+        let mut writer = vmseal_seal::file::create(file, identity, key.as_ref())
+            .map_err(|error| self.refused(&path, &error))?;
+        let text = saved.to_text().map_err(|error| broken(&error))?;
+        let length = u32::try_from(text.len()).map_err(|error| broken(&io::Error::other(error)))?;
+        writer
+            .write_all(&length.to_be_bytes())
+            .and_then(|()| writer.write_all(&text))
+            .map_err(|error| broken(&error))?;
+        Ok(MemoryWriter(writer))
+    }
+
+    /// Writes the end and flushes. The file still has the name of one that is being made.
+    ///
+    /// # Errors
+    /// Those of the file system; `no-space`.
+    pub fn finish(&self, writer: MemoryWriter) -> Result<(), Problem> {
+        let path = self.creating();
+        writer
+            .0
+            .finish()
+            .and_then(|buffered| buffered.into_inner().map_err(io::IntoInnerError::into_error))
+            .and_then(|file| file.sync_all())
+            .map_err(|error| failed(&path, "written", &error))
+    }
+
+    /// Gives a finished file its name: from here on, the VM is suspended.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn keep(&self) -> Result<(), Problem> {
+        std::fs::rename(self.creating(), &self.saved)
+            .and_then(|()| atomic_file::flush_directory_of(&self.saved))
+            .map_err(|error| failed(&self.saved, "given its name", &error))
+    }
+
+    /// Takes the file's name away: from here on, the VM is not suspended, and its guest may go on.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn use_up(&self) -> Result<(), Problem> {
+        std::fs::rename(&self.saved, self.used())
+            .and_then(|()| atomic_file::flush_directory_of(&self.saved))
+            .map_err(|error| failed(&self.saved, "put aside", &error))
+    }
+
+    /// Removes the saved memory.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn discard(&self) -> Result<(), Problem> {
+        remove_if_there(&self.saved)?;
+        self.sweep()
+    }
+
+    /// Removes what is of no use.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn sweep(&self) -> Result<(), Problem> {
+        remove_if_there(&self.creating())?;
+        remove_if_there(&self.used())?;
+        match atomic_file::flush_directory_of(&self.saved) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                Err(failed(&self.saved, "removed", &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Opens the saved memory with the key of `spec`.
+    ///
+    /// # Errors
+    /// `damaged`, `locked` where it needs another key, and those of the file system; each says how to give it up.
+    pub fn open(
+        &self,
+        spec: &VmSpec,
+        kek: Option<&SecretBytes>,
+    ) -> Result<(SavedMachine, MemoryReader), Problem> {
+        let path = &self.saved;
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path);
+        let file = file.map_err(|error| failed(path, "opened", &error))?;
+        let key = vm_key(spec, kek)?;
+        let mut reader = vmseal_seal::file::open(file, self.vm.0, Kind::Memory, key.as_ref())
+            .map_err(|error| self.refused(path, &error))?;
+        let saved = SavedMachine::read(&mut reader)
+            .map_err(|error| unreadable(path, &self.name, &error))?;
+        if saved.record.spec.vm != self.vm {
+            let error = io::Error::new(ErrorKind::InvalidData, "its machine is another VM's");
+            return Err(unreadable(path, &self.name, &error));
+        }
+        Ok((saved, MemoryReader { reader, path: path.clone(), vm: self.name.clone() }))
+    }
+
+    fn refused(&self, path: &Path, error: &FileError) -> Problem {
+        let code = match error {
+            FileError::OtherKey(_) => ErrorCode::Locked,
+            FileError::Io(error) if error.kind() == ErrorKind::StorageFull => ErrorCode::NoSpace,
+            FileError::Io(_) => ErrorCode::Internal,
+            _ => ErrorCode::Damaged,
+        };
+        Problem::new(code, format!("{}: {error}. {}", path.display(), way_out(&self.name)))
+    }
+}
+
+impl MemoryWriter {
+    /// Copies all of QEMU's stream.
+    ///
+    /// # Errors
+    /// Those of reading and of the file system.
+    pub fn copy_from(&mut self, mut from: impl Read) -> io::Result<u64> {
+        io::copy(&mut from, &mut self.0)
+    }
+}
+
+impl MemoryReader {
+    /// Copies all of QEMU's stream to QEMU, up to its authenticated end. A QEMU that has closed its end sooner says itself why; what is
+    /// left is checked all the same.
+    ///
+    /// # Errors
+    /// `damaged`, with the frame; those of the file system.
+    pub fn copy_to(mut self, mut to: impl Write) -> Result<(), Problem> {
+        let mut part = zeroize::Zeroizing::new(vec![0; vmseal_seal::frame::CONTENT_MAX]);
+        let mut open = true;
+        loop {
+            match self.reader.read(&mut part) {
+                Ok(0) => return Ok(()),
+                Ok(length) if open => match to.write_all(&part[..length]) {
+                    Err(error) if error.kind() == ErrorKind::BrokenPipe => open = false,
+                    Err(error) => return Err(failed(&self.path, "given to QEMU", &error)),
+                    Ok(()) => {}
+                },
+                Ok(_) => {}
+                Err(error) => return Err(unreadable(&self.path, &self.vm, &error)),
+            }
+        }
+    }
+}
+
+impl SavedMachine {
+    fn to_text(&self) -> io::Result<Vec<u8>> {
+        let record = String::from_utf8(self.record.to_text()?).map_err(io::Error::other)?;
+        let stored = StoredMachine {
+            version: MACHINE_VERSION,
+            machine: self.machine.clone(),
+            record: RawValue::from_string(record)?,
+        };
+        Ok(serde_json::to_vec(&stored)?)
+    }
+
+    fn read(from: &mut impl Read) -> io::Result<Self> {
+        let invalid = |why: String| io::Error::new(ErrorKind::InvalidData, why);
+        let mut length = [0; 4];
+        from.read_exact(&mut length)?;
+        let length = u64::from(u32::from_be_bytes(length));
+        if length > MACHINE_MAX {
+            return Err(invalid("its machine is too long".to_owned()));
+        }
+        let mut text = Vec::new();
+        from.take(length).read_to_end(&mut text)?;
+        let stored: StoredMachine = serde_json::from_slice(&text)?;
+        if stored.version != MACHINE_VERSION {
+            let version = stored.version;
+            return Err(invalid(format!("its machine is described in version {version}")));
+        }
+        let record = Record::parse(stored.record.get().as_bytes());
+        let record = record.map_err(|error| invalid(format!("its machine {error}")))?;
+        Ok(Self { machine: stored.machine, record })
+    }
+}
+
+/// The VM's key; none for a VM that has none. A VM with a key never has its memory in the clear.
+fn vm_key<'a>(
+    spec: &'a VmSpec,
+    kek: Option<&'a SecretBytes>,
+) -> Result<Option<VmKey<'a>>, Problem> {
+    let Some(reference) = &spec.key else { return Ok(None) };
+    let Some(kek) = kek else {
+        let what = format!("VM '{}' is locked: its key is not on this host", spec.name);
+        return Err(Problem::new(ErrorCode::Locked, what));
+    };
+    Ok(Some(VmKey { kek, context: keys::context(spec.vm, reference) }))
+}
+
+/// How a user gives a saved memory up.
+pub fn way_out(vm: &str) -> String {
+    format!(
+        "Restore the file from a backup of the same time as the disks, or give the saved memory up and boot from the disks (vmseal vm start {vm} --discard-memory)"
+    )
+}
+
+fn unreadable(path: &Path, vm: &str, error: &io::Error) -> Problem {
+    let frame = error.get_ref().is_some_and(|inner| inner.is::<FrameError>());
+    let spoiled =
+        frame || matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::UnexpectedEof);
+    if !spoiled {
+        return failed(path, "read", error);
+    }
+    let what = format!("the saved memory {} is damaged: {error}. {}", path.display(), way_out(vm));
+    Problem::new(ErrorCode::Damaged, what)
+}
+
+fn remove_if_there(path: &Path) -> Result<(), Problem> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(path, "removed", &error)),
+        _ => Ok(()),
+    }
+}
+
+/// Makes durable what the images of a VM's disks hold. Its guest stands still: nothing is written meanwhile.
+///
+/// # Errors
+/// Those of the file system.
+pub fn flush_disks(spec: &VmSpec) -> Result<(), Problem> {
+    for disk in spec.disks() {
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let layers = home.layer_files(disk.disk).into_iter().map(|(_, path)| path);
+        let others = [home.image(disk.disk), home.copy(disk.disk), home.source(disk.disk)];
+        for path in layers.chain(others) {
+            match File::open(&path) {
+                Ok(file) => file.sync_data().map_err(|error| failed(&path, "flushed", &error))?,
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(failed(&path, "flushed", &error)),
+            }
+        }
+    }
+    Ok(())
+}

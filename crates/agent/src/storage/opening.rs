@@ -1,0 +1,238 @@
+//! Opening a disk's image and its layers as the inventory pins them. [`super::disk`] makes them, [`super::open`] opens a disk
+//! that may be its copy.
+
+use std::fs::File;
+
+use vmseal_api::filter::Holes;
+use vmseal_api::host::{DiskFacts, DiskSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::id::SnapshotId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+use vmseal_luks::{Facts, HeaderError};
+use vmseal_secret::{SecretBytes, SecretFd};
+
+use crate::keys;
+use crate::rules;
+use crate::storage::builder::internal;
+use crate::storage::facts::from_api;
+use crate::storage::home::Home;
+use crate::storage::layers;
+use crate::storage::locked::Access;
+
+/// Where the guest's first byte is in the image, in bytes.
+pub(crate) fn data_offset(facts: &DiskFacts) -> u64 {
+    match facts {
+        DiskFacts::Raw => 0,
+        DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+    }
+}
+
+/// Checks that an image is long enough for a disk whose first byte is at `offset`.
+pub(crate) fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<(), Problem> {
+    let found = file.metadata().map_err(internal)?.len();
+    let needed = offset.saturating_add(disk.size);
+    if found >= needed {
+        return Ok(());
+    }
+    Err(Problem::new(
+        ErrorCode::Damaged,
+        format!(
+            "disk '{}' is truncated: its image has {} and needs {}; restore it from a backup",
+            disk.name,
+            Size(found),
+            Size(needed)
+        ),
+    ))
+}
+
+/// The API's error for a header's error.
+pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
+    let code = match error {
+        HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
+        HeaderError::Truncated { .. }
+        | HeaderError::BothCopies { .. }
+        | HeaderError::Refused(_)
+        | HeaderError::SlotDamaged(_)
+        | HeaderError::ReadBackFailed(_)
+        | HeaderError::Occupied(_) => ErrorCode::Damaged,
+        HeaderError::UnknownFacts(_) => ErrorCode::Unsupported,
+        HeaderError::Write(error)
+            if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) =>
+        {
+            ErrorCode::NoSpace
+        }
+        _ => ErrorCode::Internal,
+    };
+    let mut detail = format!("disk '{}': {error}", disk.name);
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !detail.contains(&more) {
+            detail = format!("{detail}: {more}");
+        }
+        cause = error.source();
+    }
+    Problem::new(code, detail)
+}
+
+/// A disk, open for a guest.
+#[derive(Debug)]
+pub struct Open {
+    /// The image, its lock held.
+    pub file: File,
+    /// The layers above it, the active one first.
+    pub layers: Vec<File>,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+    /// The DEK as a descriptor, and what holes mean; none for a plain disk.
+    pub key: Option<(SecretFd, Holes)>,
+    /// A notice for operators.
+    pub notice: Option<Notice>,
+}
+
+fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let file = match access {
+        Access::Read => home.open_to_read(disk.disk)?,
+        Access::Write => home.open(disk.disk)?,
+    };
+    file.ok_or_else(|| {
+        let path = home.image(disk.disk);
+        let (name, path) = (&disk.name, path.display());
+        let what =
+            format!("disk '{name}' has no image: {path} is not there; restore it from a backup");
+        Problem::new(ErrorCode::NotFound, what)
+    })
+}
+
+fn open_layers(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<Vec<File>, Problem> {
+    layers::open(&Home::of(&disk.datastore, spec.vm)?, disk.disk, access)
+}
+
+/// Opens the image of an encrypted disk for reading, without its key, and the layers above it; also returns the image's length
+/// in bytes. Blocks.
+///
+/// # Errors
+/// `damaged`, `in-use`, `not-found`.
+pub fn open_sealed(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(File, Vec<File>, u64), Problem> {
+    let file = open_image(spec, disk, Access::Read)?;
+    let layers = open_layers(spec, disk, Access::Read)?;
+    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
+    check_length(&file, disk, offset)?;
+    Ok((file, layers, offset + disk.size))
+}
+
+/// Opens the image that has the disk's name as one with these facts. Blocks.
+///
+/// # Errors
+/// `damaged`, `key-mismatch`, `in-use`, `not-found`, `locked`; nothing is written.
+pub fn open(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    access: Access,
+) -> Result<Open, Problem> {
+    let file = open_image(spec, disk, access)?;
+    let Some(pinned) = from_api(disk, facts) else {
+        // An encrypted disk is never opened as a plain one, whatever the datastore holds.
+        if disk.encrypted {
+            let what = format!(
+                "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+                disk.name
+            );
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
+        check_length(&file, disk, 0)?;
+        let layers = open_layers(spec, disk, access)?;
+        return Ok(Open { file, layers, offset: 0, key: None, notice: None });
+    };
+    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
+    let layers = open_layers(spec, disk, access)?;
+    let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
+    Ok(Open { file, layers, offset, key: Some((dek, holes)), notice })
+}
+
+/// Opens what a snapshot keeps of a disk, for reading and without a lock: nobody writes there. Blocks.
+///
+/// # Errors
+/// As [`open`]; `not-found` without the snapshot.
+pub fn open_kept(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    snapshot: SnapshotId,
+) -> Result<Open, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let (file, layers) = layers::open_kept(&home, disk.disk, snapshot)?
+        .ok_or_else(|| rules::no_snapshot(&spec.name, disk, snapshot))?;
+    let Some(pinned) = from_api(disk, facts) else {
+        return Ok(Open { file, layers, offset: 0, key: None, notice: None });
+    };
+    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
+    let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
+    Ok(Open { file, layers, offset, key: Some((dek, holes)), notice })
+}
+
+/// An encrypted disk, and its key.
+pub struct Unlocked {
+    /// The image, its lock held.
+    pub file: File,
+    /// The DEK.
+    pub dek: SecretBytes,
+    /// What holes mean.
+    holes: Holes,
+    /// A notice for operators.
+    pub notice: Option<Notice>,
+}
+
+/// Opens the disk of a TPM as the inventory pins it, for its key. Blocks.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_for_key(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Unlocked, Problem> {
+    let file = open_image(spec, disk, Access::Write)?;
+    let Some(pinned) = from_api(disk, facts) else {
+        let what = format!("disk '{}' is not encrypted, and has no key", disk.name);
+        return Err(Problem::new(ErrorCode::Damaged, what));
+    };
+    unlock(spec, disk, (file, &pinned), kek)
+}
+
+fn unlock(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    (file, pinned): (File, &Facts),
+    kek: Option<&SecretBytes>,
+) -> Result<Unlocked, Problem> {
+    check_length(&file, disk, pinned.data_offset)?;
+    let (Some(kek), Some(reference)) = (kek, &spec.key) else {
+        let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
+        return Err(Problem::new(ErrorCode::Locked, what));
+    };
+    let opened = vmseal_luks::open(&file, pinned, kek, &keys::context(spec.vm, reference))
+        .map_err(|error| header_problem(disk, &error))?;
+    let holes = match opened.holes {
+        vmseal_luks::Holes::Zero => Holes::Zero,
+        vmseal_luks::Holes::Ciphertext => Holes::Ciphertext,
+    };
+    let notice = opened.notice.map(|notice| Notice {
+        code: NoticeCode::HeaderCopyDamaged,
+        disk: Some(disk.disk),
+        detail: format!(
+            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies again: vmseal vm recrypt {}",
+            disk.name, spec.name
+        ),
+    });
+    Ok(Unlocked { file, dek: opened.dek, holes, notice })
+}

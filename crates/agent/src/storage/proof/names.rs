@@ -1,0 +1,92 @@
+//! What the files of a VM are by their names ([`crate::storage::home`] has the list).
+
+use uuid::Uuid;
+use vmseal_api::id::DiskId;
+use vmseal_api::proof::{FileKind, ImageKind};
+
+use crate::storage::home::DESCRIPTOR;
+
+/// A suspended VM's memory.
+const MEMORY: &str = "vm.memory";
+
+/// What swtpm locks; it is empty.
+const TPM_LOCK: &str = ".lock";
+
+/// What a file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Named {
+    /// It holds data of a disk.
+    Image(ImageKind, DiskId),
+    /// Anything else.
+    Other(FileKind),
+}
+
+/// What a file in a VM's home is.
+#[must_use]
+pub fn name_of(name: &str) -> Named {
+    // One that is being replaced as a whole.
+    let name = name.strip_suffix(".new").unwrap_or(name);
+    if name == DESCRIPTOR {
+        return Named::Other(FileKind::Descriptor);
+    }
+    if name == MEMORY || name.strip_prefix(MEMORY).is_some_and(|rest| rest.starts_with('.')) {
+        return Named::Other(FileKind::Sealed);
+    }
+    let parts = name.split_once('.').and_then(|(disk, rest)| Some((disk.parse().ok()?, rest)));
+    let Some((disk, rest)) = parts else { return Named::Other(FileKind::Unknown) };
+    let is_layer = rest.strip_prefix("layer-").is_some_and(|id| id.parse::<Uuid>().is_ok());
+    let image = |kind| Named::Image(kind, disk);
+    match rest {
+        "raw" => image(ImageKind::Image),
+        "raw.creating" => image(ImageKind::HalfMade),
+        "replica" => image(ImageKind::Replica),
+        "copy" => image(ImageKind::Copy),
+        "source" => image(ImageKind::Former),
+        _ if is_layer => image(ImageKind::Layer),
+        "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "layers" | "merge" => {
+            Named::Other(FileKind::Note)
+        }
+        _ => Named::Other(FileKind::Unknown),
+    }
+}
+
+/// Whether a name is that of the directory of what a TPM keeps.
+#[must_use]
+pub fn is_tpm_directory(name: &str) -> bool {
+    name.strip_suffix(".tpm").is_some_and(|disk| disk.parse::<DiskId>().is_ok())
+}
+
+/// What a file in that directory is.
+#[must_use]
+pub fn in_tpm_directory(name: &str) -> FileKind {
+    if name == TPM_LOCK { FileKind::Note } else { FileKind::Tpm }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_known_by_their_names() {
+        let disk = DiskId::new();
+        let image = |kind| Named::Image(kind, disk);
+        for (name, named) in [
+            ("vm.json".to_owned(), Named::Other(FileKind::Descriptor)),
+            ("vm.json.new".to_owned(), Named::Other(FileKind::Descriptor)),
+            ("vm.memory".to_owned(), Named::Other(FileKind::Sealed)),
+            ("vm.memory.writing".to_owned(), Named::Other(FileKind::Sealed)),
+            (format!("{disk}.raw"), image(ImageKind::Image)),
+            (format!("{disk}.raw.creating"), image(ImageKind::HalfMade)),
+            (format!("{disk}.replica"), image(ImageKind::Replica)),
+            (format!("{disk}.layer-{}", Uuid::now_v7()), image(ImageKind::Layer)),
+            (format!("{disk}.layer-x"), Named::Other(FileKind::Unknown)),
+            (format!("{disk}.layers"), Named::Other(FileKind::Note)),
+            (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),
+            ("notes.raw".to_owned(), Named::Other(FileKind::Unknown)),
+            ("README".to_owned(), Named::Other(FileKind::Unknown)),
+        ] {
+            assert_eq!(name_of(&name), named, "{name}");
+        }
+        assert!(is_tpm_directory(&format!("{disk}.tpm")) && !is_tpm_directory("x.tpm"));
+    }
+}

@@ -1,0 +1,129 @@
+//! Merging a layer of a disk into what is below it: a filter that serves nobody writes it there.
+
+use std::fs::File;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
+use vmseal_api::filter::DiskActivity;
+use vmseal_api::host::{DiskFacts, DiskSpec};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::internal;
+use super::report::{Progress, Report};
+use crate::filter::{self, Control, Lower};
+use crate::storage::builder::{self, DiskBuilder};
+use crate::storage::filling::end_idle;
+use crate::storage::home::Home;
+use crate::storage::layers::{self, LayerId};
+use crate::storage::opening::data_offset;
+
+/// How often the filter is asked how far it is.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The same while a guest waits.
+const FAST_INTERVAL: Duration = Duration::from_millis(5);
+
+/// A layer to merge.
+pub struct Merging {
+    pub vm: VmId,
+    pub disk: DiskSpec,
+    pub facts: DiskFacts,
+    pub upper: LayerId,
+    pub builder: DiskBuilder,
+    /// Whether the guest waits for it.
+    pub guest_waits: bool,
+}
+
+impl Merging {
+    /// Merges it. Nothing is put on record: that is the caller's.
+    ///
+    /// # Errors
+    /// The problem of the files or the filter; it can be done again.
+    pub async fn run(
+        self,
+        show: Option<&Progress>,
+        cancelled: Option<oneshot::Receiver<()>>,
+    ) -> Result<(), Problem> {
+        let directory = self.builder.directory.clone();
+        let cancelled = async {
+            let asked = match cancelled {
+                Some(cancelled) => cancelled.await.is_ok(),
+                None => false,
+            };
+            if !asked {
+                std::future::pending::<()>().await;
+            }
+        };
+        let merged = tokio::select! {
+            merged = self.merge(show) => merged,
+            () = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the merge is stopped")),
+        };
+        if merged.is_err()
+            && let Err(error) = directory.sweep().await
+        {
+            tracing::warn!(directory = directory.name(), %error, "the filter of a merge is left");
+        }
+        merged
+    }
+
+    async fn merge(self, show: Option<&Progress>) -> Result<(), Problem> {
+        let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
+        let (directory, vm, id) = (self.builder.directory.clone(), self.vm, self.disk.disk);
+        // A filter of an earlier attempt is ended, which releases the lock.
+        directory.renew().await.map_err(internal)?;
+        let (filter, interval) = (self.builder.filter.clone(), self.interval());
+        let opened = spawn_blocking(move || self.open()).await.map_err(internal)??;
+        let (process, keys) = filter::start(&filter, vm, &directory, vec![opened], slot.filter())
+            .map_err(internal)?;
+        let control = Control::of(&directory);
+        control.ready(&process, &directory).await.map_err(internal)?;
+        drop(keys);
+        loop {
+            let status = control.status_of(&process, &directory).await.map_err(internal)?;
+            match status.disks.into_iter().next().map(|disk| disk.state) {
+                Some(DiskActivity::Merging { done, total }) => {
+                    if let Some(show) = show {
+                        show.progress(Report::Progress(done, total));
+                    }
+                }
+                Some(DiskActivity::Idle) => break,
+                Some(DiskActivity::Failed { message }) => return Err(internal(message)),
+                other => return Err(internal(format!("the filter of a merge says {other:?}"))),
+            }
+            sleep(interval).await;
+        }
+        end_idle(&control, id).await?;
+        process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        directory.sweep().await.map_err(internal)
+    }
+
+    fn interval(&self) -> Duration {
+        if self.guest_waits { FAST_INTERVAL } else { PROGRESS_INTERVAL }
+    }
+
+    /// The layer with all below it, and what is below it to be written. Only ciphertext moves, so no key is needed.
+    fn open(self) -> Result<filter::Disk, Problem> {
+        let Self { vm, disk, facts, upper, .. } = self;
+        let home = Home::of(&disk.datastore, vm)?;
+        let lock = layers::lock_merge(&home, disk.disk)?;
+        let known = layers::read(&home, disk.disk)?;
+        let (file, above): (File, Vec<File>) = layers::open_upper(&home, disk.disk, &known, upper)?;
+        let lower = layers::open_lower(&home, disk.disk, &known, upper)?;
+        Ok(filter::Disk {
+            disk: disk.disk,
+            size: data_offset(&facts) + disk.size,
+            file,
+            layers: above,
+            offset: 0,
+            key: None,
+            keeps_room: builder::is_preallocated(&disk),
+            work: filter::Work::Merge { lower: Lower { file: lower.0, layers: lower.1 }, lock },
+            beside: None,
+            replica: None,
+            mirror: None,
+        })
+    }
+}

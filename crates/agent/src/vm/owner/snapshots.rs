@@ -1,0 +1,375 @@
+//! Snapshots of a VM's disks.
+//!
+//! ```text
+//!  take    layers made ─► file systems frozen ─► filter ends ─► layers put on the notes ─► filter starts ─► thawed
+//!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed
+//!  drop    taken off the note ─► while a layer can be merged:
+//!            one that nobody writes ─────────────► merged beside the guest
+//!            the active one, VM off ─────────────► merged; ends when the VM starts
+//!            the active one, large, VM running ──► a new layer above it, filter replaced: it is the first case now
+//!            the active one, small, VM running ──► filter ends, merged, filter starts
+//! ```
+//! All disks are kept at one instant because one filter serves them all, and none does between its end and the next one's start.
+
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use uuid::Uuid;
+use vmseal_api::guest::GuestCommand;
+use vmseal_api::host::{
+    DiskSpec, DropSnapshotJob, JobSpec, LAYERS_MAX, Power, RevertJob, SnapshotJob,
+};
+use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Owner;
+use crate::hypervisor::plug;
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::home::Home;
+use crate::storage::layers::{self, Layer, LayerId, ToMerge};
+use crate::vm::internal;
+use crate::vm::merging::Merging;
+use crate::vm::workers::Workers;
+
+/// How much the active layer may have, in bytes, when it is merged while the guest waits: a fraction of a second's work on most
+/// storage.
+const SMALL_BYTES: u64 = 16 << 20;
+
+/// How often a new layer is put above the active one so that it can be merged beside the guest. A guest that writes faster
+/// than layers are merged then waits for the rest.
+const ROUNDS_MAX: u32 = 8;
+
+/// The longest that a guest waits for its active layer to be merged, without the start of its filter: Linux gives a request
+/// 30 seconds.
+const GUEST_WAITS_MAX: Duration = Duration::from_secs(15);
+
+/// A layer that was begun for each disk.
+type Begun = Vec<(DiskSpec, Layer)>;
+
+impl Owner {
+    fn disks_of(&self, disks: &[DiskId]) -> Result<Vec<DiskSpec>, Problem> {
+        disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned()).collect()
+    }
+
+    pub(super) async fn put_snapshot(
+        &mut self,
+        task: TaskId,
+        job: &SnapshotJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        self.may_work(Action::TakeSnapshot, &spec)?;
+        let (vm, disks) = (self.spec.vm, self.disks_of(&job.disks)?);
+        let (snapshot, of) = (job.snapshot, disks.clone());
+        let taken = spawn_blocking(move || is_taken(vm, &of, snapshot));
+        let quiesced = match taken.await.map_err(internal)?? {
+            true => None,
+            false => Some(self.take(job, disks).await?),
+        };
+        self.jobs.begin(task, spec);
+        self.jobs.quiesced(task, quiesced);
+        job.disks.iter().for_each(|disk| self.jobs.made(*disk));
+        Ok(())
+    }
+
+    /// Takes a snapshot; returns whether the guest's file systems were frozen meanwhile.
+    async fn take(&mut self, job: &SnapshotJob, disks: Vec<DiskSpec>) -> Result<bool, Problem> {
+        let served = disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
+        let served = served.into_iter().any(|disk| self.is_served(disk));
+        if served {
+            self.may_replace_filter().await?;
+        }
+        let vm = self.spec.vm;
+        let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
+        let frozen = served && job.quiesce && self.freeze().await;
+        let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7()))).await;
+        if frozen {
+            self.thaw().await;
+        }
+        taken.map(|()| frozen)
+    }
+
+    /// Has layers be active that were begun, while no filter serves the disks.
+    async fn put_above(
+        &mut self,
+        served: bool,
+        begun: Begun,
+        keep: Option<(SnapshotId, Uuid)>,
+    ) -> Result<(), Problem> {
+        if served {
+            self.end_filter_to_replace().await?;
+        }
+        let vm = self.spec.vm;
+        let put = move || {
+            begun.into_iter().try_for_each(|(disk, layer)| {
+                layers::put_active(&Home::of(&disk.datastore, vm)?, disk.disk, layer, keep)
+            })
+        };
+        let put = spawn_blocking(put).await.map_err(internal).flatten();
+        if served && let Err(problem) = self.start_filter().await {
+            // It is started again until it serves: the guest waits.
+            tracing::warn!(%vm, %problem, "the disks of a guest are not served yet");
+            self.serve_again();
+        }
+        put
+    }
+
+    /// Freezes the guest's file systems, if its agent answers.
+    async fn freeze(&mut self) -> bool {
+        let Ok(agent) = self.guest_agent() else { return false };
+        // A guest without an agent would only be waited for.
+        let Some(running) = self.running() else { return false };
+        if !plug::guest_agent_listens(&running.qmp).await {
+            return false;
+        }
+        match agent.ask(GuestCommand::Freeze).await {
+            Ok(_) => true,
+            Err(problem) => {
+                tracing::info!(vm = %self.spec.vm, %problem, "the guest's file systems are not frozen");
+                false
+            }
+        }
+    }
+
+    async fn thaw(&mut self) {
+        let Ok(agent) = self.guest_agent() else { return };
+        if let Err(problem) = agent.ask(GuestCommand::Thaw).await {
+            tracing::error!(vm = %self.spec.vm, %problem, "the guest's file systems may still be frozen");
+        }
+    }
+
+    pub(super) async fn put_revert(
+        &mut self,
+        task: TaskId,
+        job: &RevertJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        self.may_work(Action::Revert, &spec)?;
+        let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
+        let name = self.spec.name.clone();
+        let revert = move || {
+            let homes = disks.iter().map(|disk| {
+                let home = Home::of(&disk.datastore, vm)?;
+                let kept = layers::read(&home, disk.disk)?.layer_of(snapshot);
+                let kept = kept.ok_or_else(|| rules::no_snapshot(&name, disk, snapshot))?;
+                Ok((home, disk.disk, kept))
+            });
+            // All of them, before anything is changed.
+            let homes = homes.collect::<Result<Vec<_>, Problem>>()?;
+            homes.iter().try_for_each(|(home, disk, kept)| {
+                let layer = layers::begin_layer(home, *disk, *kept)?;
+                layers::put_active(home, *disk, layer, None)?;
+                layers::remove_unneeded(home, *disk, None).map(drop)
+            })
+        };
+        spawn_blocking(revert).await.map_err(internal)??;
+        self.jobs.begin(task, spec);
+        job.disks.iter().for_each(|disk| self.jobs.made(*disk));
+        Ok(())
+    }
+
+    pub(super) async fn put_drop_snapshot(
+        &mut self,
+        task: TaskId,
+        job: &DropSnapshotJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        self.may_work(Action::DropSnapshot, &spec)?;
+        let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
+        let forget = move || {
+            disks.iter().try_for_each(|disk| {
+                let home = Home::of(&disk.datastore, vm)?;
+                layers::remove_unneeded(&home, disk.disk, Some(snapshot)).map(drop)
+            })
+        };
+        spawn_blocking(forget).await.map_err(internal)??;
+        self.jobs.begin(task, spec);
+        for disk in &job.disks {
+            self.merge_rounds.remove(disk);
+            self.go_on_merging(*disk).await;
+        }
+        Ok(())
+    }
+
+    /// Begins the next merge of a disk's layers, or ends its part of the job.
+    pub(super) async fn go_on_merging(&mut self, disk: DiskId) {
+        match self.next_merge(disk).await {
+            Ok(Next::Done) => {
+                self.merge_rounds.remove(&disk);
+                self.jobs.made(disk);
+            }
+            Ok(Next::Begun | Next::Later) => {}
+            // The guest's filter cannot be replaced now: it is tried again.
+            Err(problem) if problem.code == ErrorCode::TimedOut => {
+                tracing::info!(%disk, %problem, "the layers of a disk are merged later");
+            }
+            Err(problem) => self.give_up(disk, problem).await,
+        }
+    }
+
+    /// Goes on with merges that wait for the VM.
+    pub(super) async fn go_on_with_merges(&mut self) {
+        for disk in self.jobs.unfinished_merges() {
+            if !self.workers.works_on(disk) {
+                self.go_on_merging(disk).await;
+            }
+        }
+    }
+
+    /// Ends merges: a guest is about to have the disks.
+    pub(super) async fn stop_merging(&mut self) {
+        for disk in self.jobs.unfinished_merges() {
+            self.workers.cancel(disk).await;
+        }
+    }
+
+    async fn next_merge(&mut self, disk: DiskId) -> Result<Next, Problem> {
+        loop {
+            let spec = find_disk(&self.spec, disk)?.clone();
+            let (vm, of) = (self.spec.vm, spec.clone());
+            let read = move || {
+                let home = Home::of(&of.datastore, vm)?;
+                let known = layers::remove_unneeded(&home, of.disk, None)?;
+                let next = known.next_merge();
+                let size = next.map_or(0, |merge| layers::room(&home, of.disk, merge.upper));
+                let debris = home.layer_files(of.disk).len() > known.count();
+                Ok::<_, Problem>((next, size, debris))
+            };
+            let (next, size, debris) = spawn_blocking(read).await.map_err(internal)??;
+            let served = self.is_served(disk);
+            match (next, self.power()) {
+                (None, Power::Running) if served && debris => {
+                    // Its filter reads files that were merged: they take room until it ends.
+                    self.may_replace_filter().await?;
+                    self.replace_filter_or_retry().await;
+                    let home = Home::of(&spec.datastore, vm)?;
+                    layers::remove_unneeded(&home, disk, None)?;
+                    return Ok(Next::Done);
+                }
+                (None, _) => return Ok(Next::Done),
+                (Some(ToMerge { upper, active: false }), _)
+                | (Some(ToMerge { upper, active: true }), Power::Off) => {
+                    let merging = self.merging(&spec, upper, false)?;
+                    self.workers.begin_merge(disk, merging);
+                    return Ok(Next::Begun);
+                }
+                (Some(_), Power::Running) if served => {
+                    self.may_replace_filter().await?;
+                    let rounds = self.merge_rounds.entry(disk).or_default();
+                    *rounds += 1;
+                    if size > SMALL_BYTES && *rounds <= ROUNDS_MAX {
+                        let begun = spawn_blocking(move || begin(vm, vec![spec]));
+                        let begun = begun.await.map_err(internal)??;
+                        self.put_above(true, begun, None).await?;
+                    } else if let Some(merge) = next {
+                        self.merge_active(&spec, merge.upper).await?;
+                    }
+                }
+                // When it runs, or is off.
+                (Some(_), _) => return Ok(Next::Later),
+            }
+        }
+    }
+
+    /// Merges the active layer of a disk while the guest waits.
+    async fn merge_active(&mut self, disk: &DiskSpec, upper: LayerId) -> Result<(), Problem> {
+        let merging = self.merging(disk, upper, true)?;
+        self.end_filter_to_replace().await?;
+        let merged = match timeout(GUEST_WAITS_MAX, merging.run(None, None)).await {
+            Ok(Ok(())) => note_merged(self.spec.vm, disk.clone(), upper).await,
+            Ok(Err(problem)) => Err(problem),
+            Err(_) => {
+                let what = format!("disk '{}' takes too long to be merged", disk.name);
+                Err(Problem::new(ErrorCode::TimedOut, what))
+            }
+        };
+        if let Err(problem) = self.start_filter().await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "the disks of a guest are not served yet");
+            self.serve_again();
+        }
+        merged
+    }
+
+    async fn replace_filter_or_retry(&mut self) {
+        if let Err(problem) = self.replace_filter().await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "the disks of a guest are not served yet");
+            self.serve_again();
+        }
+    }
+
+    fn merging(
+        &self,
+        disk: &DiskSpec,
+        upper: LayerId,
+        guest_waits: bool,
+    ) -> Result<Merging, Problem> {
+        let facts = self.facts(disk).ok_or_else(|| internal("a disk without facts"))?;
+        let builder = Workers::builder(&self.shared, disk.disk);
+        Ok(Merging { vm: self.spec.vm, disk: disk.clone(), facts, upper, builder, guest_waits })
+    }
+
+    /// A layer has been merged, or could not be.
+    pub(super) async fn layer_merged(
+        &mut self,
+        disk: DiskId,
+        upper: LayerId,
+        merged: Result<(), Problem>,
+    ) {
+        let spec = find_disk(&self.spec, disk).cloned();
+        let noted = match (merged, spec) {
+            (Ok(()), Ok(spec)) => note_merged(self.spec.vm, spec, upper).await,
+            (Err(problem), _) | (_, Err(problem)) => Err(problem),
+        };
+        match noted {
+            Ok(()) => self.go_on_merging(disk).await,
+            Err(problem) if problem.code == ErrorCode::Cancelled => {}
+            Err(problem) => self.give_up(disk, problem).await,
+        }
+    }
+}
+
+/// What comes next for the layers of a disk.
+enum Next {
+    /// Nothing: there is none to merge.
+    Done,
+    /// A merge has begun.
+    Begun,
+    /// One that waits for the VM.
+    Later,
+}
+
+/// Whether all disks have a snapshot of one instant. Blocks.
+fn is_taken(vm: VmId, disks: &[DiskSpec], snapshot: SnapshotId) -> Result<bool, Problem> {
+    let attempt = |disk: &DiskSpec| {
+        let home = Home::of(&disk.datastore, vm)?;
+        Ok(layers::read(&home, disk.disk)?.attempt(snapshot))
+    };
+    let attempts = disks.iter().map(attempt).collect::<Result<Vec<_>, Problem>>()?;
+    Ok(attempts.first().is_some_and(Option::is_some)
+        && attempts.iter().all(|attempt| *attempt == attempts[0]))
+}
+
+/// Begins a layer above the active one of each disk. Blocks.
+fn begin(vm: VmId, disks: Vec<DiskSpec>) -> Result<Begun, Problem> {
+    let begin = |disk: DiskSpec| {
+        let home = Home::of(&disk.datastore, vm)?;
+        let known = layers::remove_unneeded(&home, disk.disk, None)?;
+        if !known.has_room() {
+            let what = format!(
+                "disk '{}' has {LAYERS_MAX} layers above each other, and more would make it slow: delete a snapshot first",
+                disk.name
+            );
+            return Err(Problem::new(ErrorCode::LimitExceeded, what));
+        }
+        let layer = layers::begin_layer(&home, disk.disk, known.active())?;
+        Ok((disk, layer))
+    };
+    disks.into_iter().map(begin).collect()
+}
+
+async fn note_merged(vm: VmId, disk: DiskSpec, upper: LayerId) -> Result<(), Problem> {
+    let note =
+        move || layers::note_merged(&Home::of(&disk.datastore, vm)?, disk.disk, upper).map(drop);
+    spawn_blocking(note).await.map_err(internal)?
+}

@@ -1,0 +1,135 @@
+//! A VM whose memory is being saved, or is saved.
+
+use serde_json::Value;
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{KeyState, StopReason, VmSpec};
+use vmseal_api::problem::Problem;
+use vmseal_api::request_id;
+
+use super::{Owner, State};
+use crate::process::run_record::{Phase, Record};
+use crate::rules;
+use crate::rules::exclusion::{Action, Permission};
+use crate::storage::memory::MemoryFiles;
+use crate::vm::internal;
+use crate::vm::suspend::{self, Resume, ToSave};
+
+impl Owner {
+    /// Begins to suspend the VM.
+    pub(super) async fn suspend(&mut self) -> Result<(), Problem> {
+        if self.situation().may(Action::Suspend, None)? == Permission::Already {
+            return Ok(());
+        }
+        rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
+        let spec = self.spec.clone();
+        let look = move || MemoryFiles::of(&spec);
+        let files = spawn_blocking(look).await.map_err(internal)??;
+        let kek = self.clone_kek()?;
+        let spec = self.spec.clone();
+        self.request = request_id::current();
+        let State::Running(running) = &mut self.state else {
+            return Err(internal("a VM that runs has no processes"));
+        };
+        let record = Record {
+            boot: String::new(),
+            spec,
+            slot: 0,
+            phase: Phase::Running,
+            live: running.live.clone(),
+        };
+        let qmp = running.qmp.clone();
+        tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
+        running.saving = Some(suspend::begin(ToSave { files, record, kek, qmp }));
+        self.not_suspended = None;
+        Ok(())
+    }
+
+    /// The memory is saved, or is not.
+    pub(super) async fn memory_saved(&mut self, saved: Result<(), Problem>) {
+        let kept = match saved {
+            Ok(()) => self.with_files(|files| files.keep()).await,
+            Err(problem) => Err(problem),
+        };
+        match kept {
+            Ok(()) => {
+                self.suspended = true;
+                let Some(running) = self.take_running() else { return };
+                running.force_off().await;
+                let detail = "an operator suspended it: its memory is saved".to_owned();
+                self.went_off((StopReason::Suspended, detail)).await;
+            }
+            Err(problem) => self.goes_on(problem).await,
+        }
+    }
+
+    /// The guest goes on, as its memory could not be saved.
+    async fn goes_on(&mut self, problem: Problem) {
+        tracing::error!(vm = %self.spec.vm, %problem, "the VM is not suspended, and goes on");
+        if let Some(running) = self.running() {
+            let (qmp, paused) = (running.qmp.clone(), running.live.paused);
+            let go_on = async {
+                suspend::give_up(&qmp).await?;
+                if !paused {
+                    qmp.execute("cont", Value::Null).await?;
+                }
+                Ok::<_, crate::hypervisor::qmp::QmpError>(())
+            };
+            if let Err(error) = go_on.await {
+                tracing::error!(vm = %self.spec.vm, %error, "its guest does not go on");
+            }
+        }
+        if let Err(problem) = self.with_files(|files| files.sweep()).await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "what was saved cannot be removed");
+        }
+        self.not_suspended = Some(problem.detail);
+    }
+
+    /// Gives the saved memory up; a VM that has none is as asked.
+    pub(super) async fn discard_memory(&mut self) -> Result<(), Problem> {
+        if !matches!(self.state, State::Off) {
+            return Ok(());
+        }
+        self.look_for_memory().await;
+        if self.suspended {
+            self.with_files(|files| files.discard()).await?;
+            tracing::info!(vm = %self.spec.vm, "its saved memory was given up");
+            self.suspended = false;
+        }
+        Ok(())
+    }
+
+    /// An agent may have ended before it removed what its guest has used.
+    pub(super) async fn sweep_memory(&self) {
+        if !matches!(self.state, State::Running(_)) {
+            return;
+        }
+        if let Err(problem) = self.with_files(|files| files.sweep()).await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "a memory that was used cannot be removed");
+        }
+    }
+
+    /// Finds whether the VM that is off is suspended; what is known stays where its datastore is not there.
+    pub(super) async fn look_for_memory(&mut self) {
+        if let Some(suspended) = suspend::is_suspended(&self.spec).await {
+            self.suspended = suspended;
+        }
+    }
+
+    /// What a suspended VM starts as.
+    pub(super) async fn open_memory(
+        &self,
+    ) -> Result<(VmSpec, crate::process::live::Live, Resume), Problem> {
+        let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
+        let open = move || suspend::open(&spec, kek.as_ref());
+        spawn_blocking(open).await.map_err(internal)?
+    }
+
+    async fn with_files(
+        &self,
+        work: impl FnOnce(&MemoryFiles) -> Result<(), Problem> + Send + 'static,
+    ) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let work = move || work(&MemoryFiles::of(&spec)?);
+        spawn_blocking(work).await.map_err(internal)?
+    }
+}

@@ -1,0 +1,247 @@
+//! Saving the memory of a guest, and giving it back.
+//!
+//! ```text
+//! saving:   stop ─► QEMU's stream, sealed into vm.memory.creating ─► flush it and the disks ─► (the owner) name it vm.memory
+//!           ─► QEMU and the filter end
+//! loading:  QEMU, waiting ─► vm.memory, opened into QEMU's stream, to its authenticated end ─► on record as running
+//!           ─► rename vm.memory away ─► cont ─► remove it
+//! ```
+//! Until the file has its name the guest can go on; from then on it is suspended.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use serde_json::{Value, json};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::sleep;
+use vmseal_api::host::{Device, VmSpec};
+use vmseal_api::id::TaskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::internal;
+use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::process::live::Live;
+use crate::process::run_record::Record;
+use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
+
+/// The pause between questions about the progress of a stream.
+const ASK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How many bytes QEMU may write before they are sealed: the most that the kernel gives anybody.
+const PIPE_SIZE: i32 = 1 << 20;
+
+/// As fast as it can, in bytes a second: QEMU's usual limit is for networks.
+const BANDWIDTH_MAX: u64 = 1 << 40;
+
+/// The saving of a guest's memory, while the VM is being suspended. Dropped, it ends, and nothing is named.
+pub struct Saving(JoinHandle<Result<(), Problem>>);
+
+impl Saving {
+    /// Waits until the memory is in a flushed file that has no name yet.
+    pub async fn finished(&mut self) -> Result<(), Problem> {
+        (&mut self.0).await.unwrap_or_else(|error| Err(internal(error)))
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// What is saved.
+pub struct ToSave {
+    pub files: MemoryFiles,
+    /// What it runs as; its key is the one under which it is saved.
+    pub record: Record,
+    pub kek: Option<SecretBytes>,
+    pub qmp: Arc<Qmp>,
+}
+
+/// Begins to save the memory of a guest that runs or is paused.
+pub fn begin(what: ToSave) -> Saving {
+    Saving(tokio::spawn(vmseal_api::request_id::inherit(save(what))))
+}
+
+async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem> {
+    let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
+    qmp.execute("stop", Value::Null).await.map_err(refused)?;
+    let question = json!({"path": "/machine", "property": "type"});
+    let machine = qmp.execute("qom-get", question).await.map_err(refused)?;
+    let machine = machine.as_str().unwrap_or_default().trim_end_matches("-machine").to_owned();
+    let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
+    qmp.execute("migrate-set-parameters", limits).await.map_err(refused)?;
+    let (ours, theirs) = pipe()?;
+    let name = pass(&qmp, theirs).await.map_err(refused)?;
+    let (spec, saved) = (record.spec.clone(), SavedMachine { machine, record });
+    let writing = files.clone();
+    let copying = spawn_blocking(move || {
+        let mut writer = writing.create(&saved, kek.as_ref())?;
+        writer.copy_from(File::from(ours)).map_err(|error| {
+            internal(format!(
+                "the memory of VM '{}' cannot be written: {error}",
+                saved.record.spec.name
+            ))
+        })?;
+        Ok::<_, Problem>(writer)
+    });
+    let uri = json!({"uri": format!("fd:{name}")});
+    qmp.execute("migrate", uri).await.map_err(refused)?;
+    // It ends when QEMU has closed its end of the pipe; where it ends sooner, QEMU finds the pipe closed.
+    let copied = copying.await.map_err(internal)?;
+    let streamed = streamed(&qmp).await;
+    let writer = copied?;
+    streamed?;
+    let finish = move || {
+        files.finish(writer)?;
+        memory::flush_disks(&spec)
+    };
+    spawn_blocking(finish).await.map_err(internal)?
+}
+
+/// A pipe: the reading end and the writing end.
+fn pipe() -> Result<(OwnedFd, OwnedFd), Problem> {
+    let (reading, writing) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal)?;
+    if let Err(error) = fcntl(&writing, FcntlArg::F_SETPIPE_SZ(PIPE_SIZE)) {
+        tracing::debug!(%error, "a pipe keeps its usual size");
+    }
+    Ok((reading, writing))
+}
+
+/// Passes a descriptor to QEMU; nobody else keeps it.
+async fn pass(qmp: &Qmp, fd: OwnedFd) -> Result<String, QmpError> {
+    let name = format!("memory-{}", TaskId::new());
+    qmp.pass_descriptor(&name, fd.as_fd()).await?;
+    Ok(name)
+}
+
+/// Waits until QEMU has written or read its whole stream.
+async fn streamed(qmp: &Qmp) -> Result<(), Problem> {
+    loop {
+        let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
+        match state["status"].as_str().unwrap_or_default() {
+            "completed" => return Ok(()),
+            "failed" | "cancelled" => {
+                let why = state["error-desc"].as_str().unwrap_or("it does not say why");
+                return Err(internal(format!("QEMU has not moved the guest's memory: {why}")));
+            }
+            _ => sleep(ASK_INTERVAL).await,
+        }
+    }
+}
+
+/// Has QEMU give up a stream that it may be writing, so that its guest can go on.
+///
+/// # Errors
+/// QEMU's.
+pub async fn give_up(qmp: &Qmp) -> Result<(), QmpError> {
+    loop {
+        let state = qmp.execute("query-migrate", Value::Null).await?;
+        match state["status"].as_str() {
+            Some("setup" | "active" | "device" | "pre-switchover") => {
+                qmp.execute("migrate_cancel", Value::Null).await?;
+            }
+            Some("cancelling") => {}
+            _ => return Ok(()),
+        }
+        sleep(ASK_INTERVAL).await;
+    }
+}
+
+/// The saved memory that a VM starts with.
+pub struct Resume {
+    files: MemoryFiles,
+    /// Taken when it is read.
+    reader: Mutex<Option<MemoryReader>>,
+    /// The type of the machine.
+    pub machine: String,
+}
+
+/// A suspended VM: what it is to run as, how QEMU is to have its devices, and its memory. Blocks.
+///
+/// # Errors
+/// `damaged`, `locked`, those of the file system, and `wrong-state` where a device is missing.
+pub fn open(
+    registered: &VmSpec,
+    kek: Option<&SecretBytes>,
+) -> Result<(VmSpec, Live, Resume), Problem> {
+    let files = MemoryFiles::of(registered)?;
+    let (saved, reader) = files.open(registered, kek)?;
+    let SavedMachine { machine, record } = saved;
+    let spec = same_machine(registered, record.spec)?;
+    let live = Live { nics: Vec::new(), ..record.live };
+    Ok((spec, live, Resume { files, reader: Mutex::new(Some(reader)), machine }))
+}
+
+/// The machine that was saved, with keys and devices as they are registered.
+fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
+    let id = |device: &Device| match device {
+        Device::Disk(disk) => disk.disk.0,
+        Device::Nic(nic) => nic.nic.0,
+    };
+    let known = |wanted: &Device| {
+        let mut devices = registered.devices.iter();
+        devices.find(|device| id(device) == id(wanted)).cloned().ok_or_else(|| {
+            let what = format!(
+                "VM '{}' was suspended with a device that it no longer has, and its guest needs it. Add it again, or give the saved memory up (vmseal vm start {} --discard-memory)",
+                registered.name, registered.name
+            );
+            Problem::new(ErrorCode::WrongState, what)
+        })
+    };
+    let devices = saved.devices.iter().map(known).collect::<Result<_, _>>()?;
+    let (vcpus, memory, hardware) = (saved.vcpus, saved.memory, saved.hardware);
+    Ok(VmSpec { vcpus, memory, hardware, devices, ..registered.clone() })
+}
+
+impl Resume {
+    /// Gives the memory to a QEMU that waits for it.
+    ///
+    /// # Errors
+    /// `damaged`, and QEMU's.
+    pub async fn load(&self, qmp: &Qmp) -> Result<(), Problem> {
+        let taken = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let reader = taken.ok_or_else(|| internal("the saved memory has been read already"))?;
+        let (theirs, ours) = pipe()?;
+        let name = pass(qmp, theirs).await.map_err(internal)?;
+        let copying = spawn_blocking(move || reader.copy_to(File::from(ours)));
+        let uri = json!({"uri": format!("fd:{name}")});
+        let loading = async {
+            qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
+            streamed(qmp).await
+        };
+        let loaded = loading.await;
+        // First what the file says: QEMU only finds that its stream has ended.
+        copying.await.map_err(internal)??;
+        loaded
+    }
+
+    /// Takes the file's name away: the guest may go on.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub async fn use_up(&self) -> Result<(), Problem> {
+        let files = self.files.clone();
+        spawn_blocking(move || files.use_up()).await.map_err(internal)?
+    }
+
+    /// Removes the file: the guest has gone on.
+    pub async fn remove(&self) {
+        let files = self.files.clone();
+        let swept = spawn_blocking(move || files.sweep()).await;
+        if let Ok(Err(problem)) = swept {
+            tracing::warn!(%problem, "a memory that was used cannot be removed");
+        }
+    }
+}
+
+/// Whether the memory of the VM's guest is saved; none where its datastore cannot be asked.
+pub async fn is_suspended(spec: &VmSpec) -> Option<bool> {
+    let spec = spec.clone();
+    let look = move || MemoryFiles::of(&spec).and_then(|files| files.is_saved()).ok();
+    spawn_blocking(look).await.ok().flatten()
+}
