@@ -1,11 +1,12 @@
 //! The operations of tasks, in their stored form.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
-use vmseal_api::host::{KeyReference, NicSpec, SealedKey, VmSpec};
-use vmseal_api::id::{DiskId, HostId, PolicyId, ProviderId, VmId};
+use vmseal_api::host::{CopyOf, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::id::{DiskId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
@@ -27,6 +28,27 @@ pub struct Definition {
     pub replaces: Option<KeyReference>,
 }
 
+/// What the disks of a clone are copied from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Copies {
+    /// The VM that is cloned.
+    pub vm: VmId,
+    /// What its disks held then; none means what they hold now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<SnapshotId>,
+    /// Its disks, by those of the clone.
+    pub disks: BTreeMap<DiskId, DiskId>,
+}
+
+impl Copies {
+    /// What a disk of the clone is copied from.
+    #[must_use]
+    pub fn of(&self, disk: DiskId) -> Option<CopyOf> {
+        let (vm, snapshot) = (self.vm, self.snapshot);
+        self.disks.get(&disk).map(|from| CopyOf { vm, disk: *from, snapshot })
+    }
+}
+
 /// What a task does; stored with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
@@ -39,6 +61,9 @@ pub enum Operation {
         /// open them, nor can the agent after a restart.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cloud_init: Option<SealedKey>,
+        /// What its disks are copied from, where it is the clone of another VM.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        copies: Option<Copies>,
     },
     /// Starts a VM that is off.
     StartVm {
@@ -83,6 +108,38 @@ pub enum Operation {
         /// Its size after that, in bytes.
         size: u64,
     },
+    /// Takes a snapshot of a VM, whose row is there.
+    TakeSnapshot {
+        /// The VM.
+        vm: VmId,
+        /// The snapshot.
+        snapshot: SnapshotId,
+        /// Whether the guest's file systems are frozen meanwhile, if its agent answers.
+        quiesce: bool,
+    },
+    /// Has the disks of a VM that is off hold what a snapshot keeps.
+    RevertSnapshot {
+        /// The VM.
+        vm: VmId,
+        /// The snapshot.
+        snapshot: SnapshotId,
+    },
+    /// Deletes a snapshot that is marked as being deleted.
+    DeleteSnapshot {
+        /// The VM.
+        vm: VmId,
+        /// The snapshot.
+        snapshot: SnapshotId,
+    },
+    /// Has a VM's host read the VM's files and report whether they are encrypted.
+    ProveVm {
+        /// The VM.
+        vm: VmId,
+        /// Whether every byte is read.
+        all: bool,
+        /// What decides which parts of a file are in the sample.
+        seed: u64,
+    },
     /// Gives a VM that is off a TPM: adds the disk of its key, whose row is there.
     AddTpm {
         /// The VM.
@@ -123,6 +180,11 @@ pub enum Operation {
         force: bool,
         /// How long the guest may take, in seconds.
         timeout_seconds: u32,
+    },
+    /// Saves the memory of a VM's guest, and stops the VM.
+    SuspendVm {
+        /// The VM.
+        vm: VmId,
     },
     /// Writes a disk of a VM that is off to a file of its host.
     ExportDisk {
@@ -200,6 +262,7 @@ impl Operation {
     #[must_use]
     pub fn kind(&self) -> &str {
         match self {
+            Self::CreateVm { copies: Some(_), .. } => "vm.clone",
             Self::CreateVm { .. } => "vm.create",
             Self::StartVm { .. } => "vm.start",
             Self::AutostartVm { .. } => "vm.autostart",
@@ -207,11 +270,16 @@ impl Operation {
             Self::AddDisk { .. } => "disk.add",
             Self::RemoveDisk { .. } => "disk.remove",
             Self::GrowDisk { .. } => "disk.resize",
+            Self::TakeSnapshot { .. } => "snapshot.create",
+            Self::RevertSnapshot { .. } => "snapshot.revert",
+            Self::DeleteSnapshot { .. } => "snapshot.delete",
+            Self::ProveVm { .. } => "vm.prove",
             Self::AddTpm { .. } => "tpm.add",
             Self::RemoveTpm { .. } => "tpm.remove",
             Self::AddNic { .. } => "nic.add",
             Self::RemoveNic { .. } => "nic.remove",
             Self::StopVm { .. } => "vm.stop",
+            Self::SuspendVm { .. } => "vm.suspend",
             Self::ExportDisk { .. } => "disk.export",
             Self::RecryptVm { .. } => "vm.recrypt",
             Self::EncryptVm { .. } => "vm.encrypt",
@@ -234,11 +302,16 @@ impl Operation {
             | Self::AddDisk { vm, .. }
             | Self::RemoveDisk { vm, .. }
             | Self::GrowDisk { vm, .. }
+            | Self::TakeSnapshot { vm, .. }
+            | Self::RevertSnapshot { vm, .. }
+            | Self::DeleteSnapshot { vm, .. }
+            | Self::ProveVm { vm, .. }
             | Self::AddTpm { vm, .. }
             | Self::RemoveTpm { vm, .. }
             | Self::AddNic { vm, .. }
             | Self::RemoveNic { vm, .. }
             | Self::StopVm { vm, .. }
+            | Self::SuspendVm { vm }
             | Self::ExportDisk { vm, .. }
             | Self::RecryptVm { vm, .. }
             | Self::EncryptVm { vm, .. }
@@ -292,10 +365,14 @@ impl Operation {
         !matches!(self, Self::DeleteVm { .. } | Self::Unreadable { .. })
     }
 
-    /// The resource that it holds until it ends: only one task holds a resource at a time.
+    /// The resources that it holds until it ends: only one task holds a resource at a time.
     #[must_use]
     pub fn claims(&self) -> Vec<Claim> {
-        self.vm().map(Claim::Vm).into_iter().collect()
+        let cloned = match self {
+            Self::CreateVm { copies: Some(copies), .. } => Some(copies.vm),
+            _ => None,
+        };
+        self.vm().into_iter().chain(cloned).map(Claim::Vm).collect()
     }
 }
 

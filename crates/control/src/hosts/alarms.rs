@@ -186,6 +186,7 @@ mod tests {
             jobs: Vec::new(),
             nics: Vec::new(),
             started_with: None,
+            not_suspended: None,
             request_id: None,
         };
         let raised = of_vm(&vm, &seen, &disks, None);

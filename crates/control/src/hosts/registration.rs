@@ -1,13 +1,17 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::DESCRIPTORS;
-use vmseal_api::host::{Device, DiskRole, DiskSpec, HostDescription, NicSpec, VmSpec};
+use vmseal_api::host::version::{DESCRIPTORS, SNAPSHOTS};
+use vmseal_api::host::{
+    Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
+};
 use vmseal_api::id::VmId;
+use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::Problem;
 
 use super::Hosts;
 use crate::store::disks::{self, Disk};
 use crate::store::nics;
+use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
@@ -24,6 +28,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         key: vm.key.clone(),
         hardware: vm.hardware.clone(),
         devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
+        snapshots: Vec::new(),
     }
 }
 
@@ -45,11 +50,28 @@ pub fn spec_of_disk(disk: &Disk) -> DiskSpec {
     }
 }
 
+fn spec_of_snapshot(of: Snapshot) -> SnapshotSpec {
+    SnapshotSpec {
+        snapshot: of.id,
+        name: of.name,
+        parent: of.parent,
+        created: of.created,
+        quiesced: of.quiesced,
+        current: of.current,
+        disks: of.disks,
+    }
+}
+
 /// A definition without what the host's agent does not know.
 #[must_use]
 pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec {
-    let knows = |host: &HostDescription| host.features.iter().any(|it| it == DESCRIPTORS);
-    if description.is_some_and(knows) { spec } else { VmSpec { policy: None, ..spec } }
+    let knows = |feature: &str| {
+        let features = description.map_or(&[][..], |host| &host.features);
+        features.iter().any(|it| it == feature)
+    };
+    let policy = spec.policy.filter(|_| knows(DESCRIPTORS));
+    let snapshots = if knows(SNAPSHOTS) { spec.snapshots } else { Vec::new() };
+    VmSpec { policy, snapshots, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.
@@ -61,7 +83,11 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     let Some(vm) = vms::get(&mut read, vm).await? else { return Ok(None) };
     let disks = disks::of_vm(&mut read, vm.id).await?;
     let nics = nics::of_vm(&mut read, vm.id).await?;
-    let spec = spec_of(&vm, &disks, &nics);
+    let snapshots = snapshots::of_vm(&mut read, vm.id).await?;
+    // One that is being taken or deleted is not for another inventory.
+    let whole = snapshots.into_iter().filter(|it| it.state == SnapshotState::Ready);
+    let snapshots = whole.map(spec_of_snapshot).collect();
+    let spec = VmSpec { snapshots, ..spec_of(&vm, &disks, &nics) };
     Ok(Some((vm, spec)))
 }
 

@@ -130,6 +130,7 @@ async fn vms_that_the_inventory_does_not_have_are_unregistered() {
         key: None,
         hardware: Default::default(),
         devices: Vec::new(),
+        snapshots: Vec::new(),
     };
     let ghost = spec.vm;
     fixture.agent.register_vm(spec).await.unwrap();

@@ -12,16 +12,15 @@ use futures_util::stream;
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Adoption};
 use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
 use vmseal_api::host::descriptor::{
-    self, DescribedDisk, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
+    self, DescribedDisk, DescribedSnapshot, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
 };
 use vmseal_api::host::{
-    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, VmSpec,
+    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, SnapshotSpec, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, PolicyId, VmId, check_name};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
-use vmseal_api::request::{MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, Purpose, derive};
@@ -31,6 +30,7 @@ use super::Services;
 use super::caller::{Caller, Privilege};
 use super::datastores::{describes, find};
 use super::hardware;
+use super::vm_values::{check_memory, check_vcpus};
 use crate::operation::{Definition, Operation};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Placed;
@@ -42,9 +42,6 @@ use crate::tasks::Engine;
 
 /// How many keys are asked for at a time.
 const KEYS_AT_ONCE: usize = 8;
-
-/// The unit of a VM's memory, in bytes.
-const MEMORY_UNIT: u64 = 1 << 20;
 
 /// What a VM of a datastore is compared with.
 struct Known {
@@ -125,22 +122,8 @@ fn check(request: &AdoptVms) -> Result<(), Problem> {
         check_name(&rename.name)
             .map_err(|error| Problem::invalid("rename", format!("'{}': {error}", rename.name)))?;
     }
-    if request.vcpus.is_some_and(|vcpus| !(1..=VCPUS_MAX).contains(&vcpus)) {
-        return Err(Problem::invalid("vcpus", format!("must be 1 to {VCPUS_MAX}")));
-    }
-    let fits = |memory: u64| {
-        (MEMORY_MIN..=MEMORY_MAX).contains(&memory) && memory.is_multiple_of(MEMORY_UNIT)
-    };
-    if request.memory.is_some_and(|memory| !fits(memory)) {
-        let detail = format!(
-            "must be {} to {}, a multiple of {}",
-            Size(MEMORY_MIN),
-            Size(MEMORY_MAX),
-            Size(MEMORY_UNIT)
-        );
-        return Err(Problem::invalid("memory", detail));
-    }
-    Ok(())
+    request.vcpus.map_or(Ok(()), check_vcpus)?;
+    request.memory.map_or(Ok(()), check_memory)
 }
 
 /// Whether a VM is called by one of these names or ids.
@@ -241,6 +224,7 @@ async fn completed(
         hardware: Default::default(),
         disks: images.iter().enumerate().map(disk).collect(),
         nics: Vec::new(),
+        snapshots: Vec::new(),
         mac: None,
     });
     let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
@@ -437,6 +421,7 @@ fn define(
             key: descriptor.key.clone().filter(|_| encrypts),
             hardware: descriptor.hardware.clone(),
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
+            snapshots: descriptor.snapshots.iter().map(|it| snapshot(descriptor, it)).collect(),
         },
         host: known.datastore.host,
         host_name: known.datastore.host_name.clone(),
@@ -444,6 +429,20 @@ fn define(
         policy_name,
         replaces: None,
     })
+}
+
+/// A snapshot that a descriptor names.
+fn snapshot(descriptor: &VmDescriptor, of: &DescribedSnapshot) -> SnapshotSpec {
+    let disk = |at: &u8| descriptor.disks.get(usize::from(*at)).map(|disk| disk.disk);
+    SnapshotSpec {
+        snapshot: of.snapshot,
+        name: of.name.clone(),
+        parent: of.parent,
+        created: of.created,
+        quiesced: of.quiesced,
+        current: of.current,
+        disks: of.disks.iter().filter_map(disk).collect(),
+    }
 }
 
 fn policy_of(

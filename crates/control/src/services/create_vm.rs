@@ -39,7 +39,9 @@ pub async fn create(
     let documents = documents.transpose()?;
     let mut hardware = request.hardware.clone();
     hardware.cpu_model = cpu_model(services, &request).await?;
-    let asked = ask_host(services, &request, &hardware).await?;
+    let asked = ask_host(services, &request, &hardware)
+        .await
+        .map_err(|problem| of_policy(problem, &request, &hardware))?;
     let mut write = services.store.write().await?;
     let policy = policies::find(&mut write, &request.policy).await?.ok_or_else(|| Problem {
         field: Some("policy".to_owned()),
@@ -97,7 +99,7 @@ pub async fn create(
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
     if dry_run {
-        let operation = Operation::CreateVm { vm: vm.id, cloud_init: None };
+        let operation = Operation::CreateVm { vm: vm.id, cloud_init: None, copies: None };
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
@@ -113,7 +115,7 @@ pub async fn create(
         }
         _ => None,
     };
-    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed };
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: None };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
@@ -122,6 +124,22 @@ async fn cpu_model(services: &Services, request: &CreateVm) -> Result<Option<Str
     let policy = policies::find(&mut *services.store.read().await?, &request.policy).await?;
     let of_policy = policy.and_then(|policy| policy.cpu_model);
     Ok(request.hardware.cpu_model.clone().or(of_policy))
+}
+
+/// Says of a processor model that the host refuses whose it is, where the request names none.
+fn of_policy(problem: Problem, request: &CreateVm, hardware: &Hardware) -> Problem {
+    let is_model = problem.field.as_deref() == Some("hardware.cpu_model");
+    match &hardware.cpu_model {
+        Some(model) if is_model && request.hardware.cpu_model.is_none() => Problem {
+            field: Some("policy".to_owned()),
+            detail: format!(
+                "'{}' gives VMs the processor model '{model}': {}",
+                request.policy, problem.detail
+            ),
+            ..problem
+        },
+        _ => problem,
+    }
 }
 
 /// Whether a VM of a policy may have this processor model.
@@ -233,7 +251,8 @@ pub(super) fn check_disk(disk: &CreateDisk) -> Result<(), (&'static str, String)
     let sized = (DISK_SIZE_MIN..=DISK_SIZE_MAX).contains(&disk.size);
     if !sized || !disk.size.is_multiple_of(CRYPT_SECTOR.into()) {
         let detail = format!(
-            "must be {} to {}, a multiple of {}",
+            "is {}: it must be {} to {}, a multiple of {}",
+            Size(disk.size),
             Size(DISK_SIZE_MIN),
             Size(DISK_SIZE_MAX),
             Size(CRYPT_SECTOR.into())
@@ -260,7 +279,7 @@ fn source_of(disk: &CreateDisk) -> Option<ImageSource> {
 }
 
 /// The provider of a policy's keys; it must be able to create one.
-async fn provider_of(
+pub(super) async fn provider_of(
     services: &Services,
     write: &mut Write<'_>,
     policy: &Policy,

@@ -85,7 +85,8 @@ async fn require_running(
         Power::Paused if paused_is_fine => return Ok(()),
         Power::Paused => format!("unpause it first (vmseal vm unpause {name})"),
         Power::Off => format!("start it (vmseal vm start {name})"),
-        Power::Starting | Power::Stopping => "wait until it runs".to_owned(),
+        Power::Suspended => format!("resume it (vmseal vm resume {name})"),
+        Power::Starting | Power::Stopping | Power::Suspending => "wait until it runs".to_owned(),
     };
     let detail = format!("VM '{name}' is {word}: {remedy}");
     Err(Problem::new(ErrorCode::WrongState, detail))

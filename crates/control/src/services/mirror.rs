@@ -117,6 +117,7 @@ async fn begin(
     wanted: Wanted,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
+    super::snapshots::require_none(services, &wanted.vm, "their disks cannot be copied").await?;
     require_power(services, &wanted.vm).await?;
     require_feature(services, &wanted.vm)?;
     require_work(services, &wanted).await?;

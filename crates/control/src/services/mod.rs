@@ -12,7 +12,9 @@
 //! | [`caller`], [`users`] | callers, their privileges and tokens |
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
-//! | [`vms`], [`create_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`vms`], [`create_vm`], [`clone_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`snapshots`] | snapshots of virtual machines |
+//! | [`proofs`] | proofs that virtual machines are encrypted |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
@@ -22,6 +24,7 @@
 pub mod adopt;
 pub mod bitmaps;
 pub mod caller;
+pub mod clone_vm;
 mod cloud_init;
 pub mod create_vm;
 pub mod datastores;
@@ -38,14 +41,18 @@ pub mod mirror;
 mod nics;
 pub mod passphrases;
 pub mod policies;
+pub mod proofs;
 pub mod providers;
 pub mod recrypt;
 mod room;
+mod saved_memory;
 mod scan;
 pub mod server_backup;
 pub mod set_nic;
 pub mod set_policy;
 pub mod set_vm;
+pub mod snapshots;
+pub mod suspend;
 pub mod tasks;
 pub mod usage;
 pub mod users;

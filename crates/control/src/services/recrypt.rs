@@ -32,6 +32,9 @@ pub async fn recrypt(
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     let power = power(services, &vm).await?.unwrap_or(Power::Off);
+    if power == Power::Suspended {
+        return Err(super::saved_memory::refusal(&vm));
+    }
     if power != Power::Off {
         let (name, word) = (&vm.name, word(power));
         let detail = format!(

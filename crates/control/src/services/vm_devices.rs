@@ -18,7 +18,7 @@ use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::vms::Vm;
-use crate::store::{nics, policies};
+use crate::store::{nics, policies, snapshots};
 use crate::tasks::Engine;
 
 /// Adds a disk to a VM.
@@ -108,7 +108,11 @@ async fn changeable(
     vm: &Vm,
 ) -> Result<std::sync::Arc<dyn HostAgent>, Problem> {
     let agent = services.hosts.connected(vm.host)?;
-    let runs = power(services, vm).await?.is_some_and(|power| power != Power::Off);
+    let power = power(services, vm).await?;
+    if power == Some(Power::Suspended) {
+        return Err(super::saved_memory::refusal(vm));
+    }
+    let runs = power.is_some_and(|power| power != Power::Off);
     if runs && !services.hosts.view(vm.host).has(SET_RUNNING) {
         let (host, name) = (&vm.host_name, &vm.name);
         let detail = format!(
@@ -158,6 +162,14 @@ pub async fn remove_disk(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
+    let keeps = |snapshot: &snapshots::Snapshot| snapshot.disks.contains(&disk.id);
+    if let Some(snapshot) = snapshots::of_vm(&mut write, vm.id).await?.iter().find(|it| keeps(it)) {
+        let detail = format!(
+            "snapshot '{0}' of VM '{1}' keeps disk '{2}': delete the snapshot first (vmseal snapshot delete {1} {0})",
+            snapshot.name, vm.name, disk.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     if disk.role == DiskRole::UefiVariables {
         let detail = format!("disk '{}' is a part of VM '{}''s firmware", disk.name, vm.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -189,7 +201,8 @@ pub async fn resize_disk(
     let size = request.size;
     if size > DISK_SIZE_MAX || !size.is_multiple_of(CRYPT_SECTOR.into()) {
         let detail = format!(
-            "must be a multiple of {} up to {}",
+            "is {}: it must be a multiple of {} up to {}",
+            Size(size),
             Size(CRYPT_SECTOR.into()),
             Size(DISK_SIZE_MAX)
         );
@@ -211,6 +224,7 @@ pub async fn resize_disk(
         let detail = format!("disk '{}' cannot grow: it is not the guest's", disk.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
+    super::snapshots::require_none(services, &vm, "its disks cannot grow").await?;
     changeable(services, &vm).await?;
     if !services.hosts.view(vm.host).has(GROW_DISK) {
         let detail = format!(

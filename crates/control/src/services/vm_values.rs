@@ -25,7 +25,8 @@ pub(super) fn check_memory(memory: u64) -> Result<(), Problem> {
         return Ok(());
     }
     let detail = format!(
-        "must be {} to {}, a multiple of {}",
+        "is {}: it must be {} to {}, a multiple of {}",
+        Size(memory),
         Size(MEMORY_MIN),
         Size(MEMORY_MAX),
         Size(MEMORY_UNIT)
@@ -71,4 +72,19 @@ fn check_label(key: &str, value: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!("the value of label '{key}' has more than {LABEL_MAX} bytes, or a comma or ="))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_memory_is_said_as_it_was_understood() {
+        check_memory(MEMORY_MIN).unwrap();
+        for (bytes, said) in [(512, "is 512 bytes: "), (MEMORY_MAX + MEMORY_UNIT, "is 6")] {
+            let refused = check_memory(bytes).unwrap_err();
+            assert!(refused.detail.starts_with(said), "{refused}");
+            assert_eq!(refused.field.as_deref(), Some("memory"));
+        }
+    }
 }

@@ -240,7 +240,7 @@ pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
 }
 
-/// Starts a VM that is off.
+/// Starts a VM that is off. A suspended one goes on where it was, or boots when its memory is given up.
 pub async fn start(
     services: &Services,
     caller: &Caller,
@@ -251,13 +251,19 @@ pub async fn start(
     caller.require(Privilege::VmPower)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
-    let StartVm { boot_once } = request;
+    let StartVm { boot_once, discard_memory } = request;
     let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
     if let Some(first) = boot_once {
         super::hardware::check_boot_once(services, &vm, &nics, first).await?;
     }
-    if let Some(power) = power(services, &vm).await?
+    let power = power(services, &vm).await?;
+    let is_suspended = power == Some(Power::Suspended);
+    if is_suspended && boot_once.is_some() && !discard_memory {
+        return Err(super::saved_memory::refusal(&vm));
+    }
+    if let Some(power) = power
         && power != Power::Off
+        && !is_suspended
     {
         let detail = format!("VM '{}' is not off: it is {}", vm.name, word(power));
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -266,6 +272,9 @@ pub async fn start(
         check_key(services, &vm)?;
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
+    }
+    if is_suspended && discard_memory && !dry_run {
+        super::saved_memory::discard(services, caller, &vm).await?;
     }
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once };
@@ -290,6 +299,8 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Running => "running",
         Power::Stopping => "stopping",
         Power::Paused => "paused",
+        Power::Suspending => "being suspended",
+        Power::Suspended => "suspended",
         Power::Unknown => "in a state that this server does not know",
     }
 }
@@ -316,7 +327,11 @@ pub async fn stop(
     let timeout_seconds = shutdown_time(request.timeout_seconds)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
-    if power(services, &vm).await? == Some(Power::Paused) && !request.force {
+    let power = power(services, &vm).await?;
+    if power == Some(Power::Suspended) {
+        return Err(super::saved_memory::refusal(&vm));
+    }
+    if power == Some(Power::Paused) && !request.force {
         let name = &vm.name;
         let detail = format!(
             "VM '{name}' is paused, so its guest cannot shut down: unpause it first (vmseal vm unpause {name}), or cut its power (--force)"
@@ -352,6 +367,9 @@ pub async fn delete(
     if let Some(power) = power(services, &vm).await?
         && power != Power::Off
     {
+        if power == Power::Suspended {
+            return Err(super::saved_memory::refusal(&vm));
+        }
         let detail = format!(
             "VM '{}' is {}: stop it first (vmseal vm stop {})",
             vm.name,

@@ -110,7 +110,8 @@ async fn create(run: &Run<'_>) -> Result<(), StepError> {
     if disk.facts.is_some() {
         return Ok(());
     }
-    let wanted = DiskToCreate { disk: disk.id, source: disk.image.clone(), cloud_init: None };
+    let wanted =
+        DiskToCreate { disk: disk.id, source: disk.image.clone(), cloud_init: None, copy_of: None };
     let job = JobSpec::Create(CreateJob { disks: vec![wanted] });
     let vm = register_with(run.store(), run.hosts(), run.vm_id, &disk).await?;
     let agent = run.agent(&vm)?;

@@ -12,7 +12,7 @@
 
 use async_trait::async_trait;
 use vmseal_api::host::Power;
-use vmseal_api::model::Lifecycle;
+use vmseal_api::model::{Lifecycle, SnapshotState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
@@ -23,6 +23,7 @@ use crate::hosts::keys::{self as delivery, Purpose};
 use crate::operation::{Definition, Operation};
 use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
+use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
 use crate::store::{keys, nics};
 
@@ -241,6 +242,21 @@ async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(
     }
     for (position, nic) in definition.spec.nics().enumerate() {
         nics::insert(&mut write, vm.id, position, nic).await?;
+    }
+    for of in &definition.spec.snapshots {
+        let snapshot = Snapshot {
+            id: of.snapshot,
+            vm: vm.id,
+            name: of.name.clone(),
+            description: String::new(),
+            parent: of.parent,
+            created: of.created,
+            state: SnapshotState::Ready,
+            quiesced: of.quiesced,
+            current: of.current,
+            disks: of.disks.clone(),
+        };
+        snapshots::insert(&mut write, &snapshot).await?;
     }
     let (kind, actor) = ("vm.adopted", run.task.actor.as_str());
     let key = vm.key.as_ref().map(|key| format!(", key '{}'", key.key_id)).unwrap_or_default();

@@ -21,6 +21,7 @@ fn leaves_work(operation: &Operation) -> bool {
         Operation::StartVm { .. }
             | Operation::AutostartVm { .. }
             | Operation::StopVm { .. }
+            | Operation::SuspendVm { .. }
             | Operation::RebootVm { .. }
     )
 }

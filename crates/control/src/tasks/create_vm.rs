@@ -29,6 +29,7 @@ pub(crate) enum CreateVmStep {
     MakeKey,
     Register,
     DeliverKey,
+    PrepareOrigin,
     CreateDisks,
     Finish,
 }
@@ -42,6 +43,17 @@ pub(crate) const STEPS: &[&dyn super::step::Step] = &[
     &CreateVmStep::Finish,
 ];
 
+/// The same of a VM whose disks are copied from another one's.
+pub(crate) const CLONE: &[&dyn super::step::Step] = &[
+    &CreateVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::PrepareOrigin,
+    &CreateVmStep::CreateDisks,
+    &CreateVmStep::Finish,
+];
+
 #[async_trait]
 impl super::step::Step for CreateVmStep {
     fn name(&self) -> &'static str {
@@ -50,6 +62,7 @@ impl super::step::Step for CreateVmStep {
             Self::MakeKey => "make-key",
             Self::Register => "register",
             Self::DeliverKey => "deliver-key",
+            Self::PrepareOrigin => "prepare-origin",
             Self::CreateDisks => "create-disks",
             Self::Finish => "finish",
         }
@@ -61,6 +74,7 @@ impl super::step::Step for CreateVmStep {
             Self::MakeKey => "make the key",
             Self::Register => "register on the host",
             Self::DeliverKey => "deliver the key",
+            Self::PrepareOrigin => "deliver the key of the VM that is cloned",
             Self::CreateDisks => "create the disks",
             Self::Finish => "finish",
         }
@@ -72,7 +86,7 @@ impl super::step::Step for CreateVmStep {
 
     fn wait_policy(&self) -> WaitPolicy {
         match self {
-            Self::MakeKey | Self::DeliverKey => WaitPolicy::PROVIDER,
+            Self::MakeKey | Self::DeliverKey | Self::PrepareOrigin => WaitPolicy::PROVIDER,
             Self::CreateDisks => WaitPolicy::BOTH,
             _ => WaitPolicy::NONE,
         }
@@ -80,7 +94,7 @@ impl super::step::Step for CreateVmStep {
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::MakeKey | Self::DeliverKey => Some(Limit::Provider),
+            Self::MakeKey | Self::DeliverKey | Self::PrepareOrigin => Some(Limit::Provider),
             Self::CreateDisks => Some(Limit::HostWork),
             _ => None,
         }
@@ -97,6 +111,7 @@ impl super::step::Step for CreateVmStep {
             Self::MakeKey => make_key(run).await,
             Self::Register => register(run).await,
             Self::DeliverKey => deliver_key(run).await,
+            Self::PrepareOrigin => prepare_origin(run).await,
             Self::CreateDisks => create_disks(run).await,
             Self::Finish => finish(run).await,
         }
@@ -108,7 +123,7 @@ impl super::step::Step for CreateVmStep {
             Self::Reserve => remove_rows(run).await,
             Self::MakeKey => unmake_key(run).await,
             Self::Register => super::delete_vm::forget(run).await,
-            Self::DeliverKey => Ok(()),
+            Self::DeliverKey | Self::PrepareOrigin => Ok(()),
             Self::CreateDisks => delete_disks(run).await,
             Self::Finish => unfinish(run).await,
         }
@@ -156,6 +171,15 @@ pub(super) async fn deliver_key(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
+/// Registers the VM that is cloned on its host, with its key.
+async fn prepare_origin(run: &Run<'_>) -> Result<(), StepError> {
+    let Operation::CreateVm { copies: Some(copies), .. } = &run.task.operation else {
+        return Ok(());
+    };
+    crate::hosts::register(run.store(), run.hosts(), copies.vm).await?;
+    Ok(run.hosts().prepare(copies.vm, Purpose::Open).await?)
+}
+
 /// Creates the disks, and records the facts about them when all are complete.
 pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
@@ -164,13 +188,14 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     if disks.iter().all(|disk| disk.facts.is_some()) {
         return Ok(());
     }
-    let Operation::CreateVm { cloud_init, .. } = &run.task.operation else {
+    let Operation::CreateVm { cloud_init, copies, .. } = &run.task.operation else {
         return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it creates no VM")));
     };
     let wanted = |disk: &Disk| DiskToCreate {
         disk: disk.id,
         source: disk.image.clone(),
         cloud_init: cloud_init.clone().filter(|_| disk.role == DiskRole::CloudInit),
+        copy_of: copies.as_ref().and_then(|copies| copies.of(disk.id)),
     };
     let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
     begin(run, &vm, &*agent, job).await?;
@@ -225,6 +250,7 @@ async fn begin(
         // The agent restarted since it got the VM and its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
             run.hosts().prepare(vm.id, Purpose::Encrypt).await?;
+            prepare_origin(run).await?;
             Ok(agent.put_job(vm.id, run.task.id, job).await?)
         }
         other => Ok(other?),

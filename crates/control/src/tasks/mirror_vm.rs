@@ -20,18 +20,16 @@
 
 mod keys;
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
 use vmseal_api::host::{
-    DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, HostState, JobKind, JobSpec,
-    JobState, MirrorJob, Power,
+    DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec, MirrorJob,
+    Power,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::Progress;
 
+use super::job::follow;
 use super::run::{Run, StepError, register, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -261,34 +259,6 @@ async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), StepError> {
     }
 }
 
-/// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all.
-async fn follow(run: &Run<'_>, vm: &Vm, kind: JobKind) -> Result<(), StepError> {
-    let mut state: Option<Arc<HostState>> = None;
-    loop {
-        let next = run.host_state(vm.host, state.as_deref()).await?;
-        let job = run.job_in(&next).filter(|job| job.kind == kind);
-        match job.map(|job| &job.state) {
-            Some(JobState::ReadyToCommit | JobState::Done) => {
-                run.show(Progress::default());
-                return Ok(());
-            }
-            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
-            Some(JobState::Cancelled) => {
-                let detail = format!("host '{}' has cancelled this step", vm.host_name);
-                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
-            }
-            Some(_) => run.show_job(&next),
-            // The agent has restarted and does not know the job: it is put again, and goes on where it was.
-            None => {
-                let detail = format!("host '{}' lost track of the disks", vm.host_name);
-                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-            }
-        }
-        run.check_cancelled()?;
-        state = Some(next);
-    }
-}
-
 /// Deals with what tasks have left that could be neither finished nor undone: copies, former images.
 async fn clear(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
@@ -313,7 +283,7 @@ async fn copy(run: &Run<'_>) -> Result<(), StepError> {
     }
     let vm = run.vm().await?;
     put(run, &vm, mirror(&run.task.operation, &disks)).await?;
-    follow(run, &vm, JobKind::Mirror).await
+    follow(run, &vm, JobKind::Mirror).await.map(drop)
 }
 
 /// What has become of copies that were to be removed.
@@ -545,7 +515,7 @@ async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
         return Ok(());
     }
     put(run, vm, JobSpec::DropSources(DropSourcesJob { disks })).await?;
-    follow(run, vm, JobKind::DropSources).await
+    follow(run, vm, JobKind::DropSources).await.map(drop)
 }
 
 /// The problem of a failure after the host has begun to use the copies.

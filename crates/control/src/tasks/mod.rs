@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
-//! | `create_vm`, `start_vm`, `stop_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | `create_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
 //! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
@@ -25,17 +25,21 @@ pub mod engine;
 mod environment;
 mod export_disk;
 mod grow_disk;
+mod job;
 mod limits;
 pub(crate) mod mirror_vm;
+mod prove_vm;
 mod reboot_vm;
 mod recrypt_vm;
 mod remove_disk;
 mod run;
 mod runner;
+mod snapshots;
 mod start_vm;
 mod step;
 pub(crate) mod steps;
 mod stop_vm;
+mod suspend_vm;
 mod waits;
 
 pub use engine::Engine;

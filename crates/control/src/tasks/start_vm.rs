@@ -91,7 +91,9 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let state = run.host_state(vm.host, None).await?;
     // Processes of an earlier attempt may be running: they have what they need.
-    if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
+    if state_of(&state, vm.id)
+        .is_some_and(|seen| !matches!(seen.power, Power::Off | Power::Suspended))
+    {
         return Ok(());
     }
     let purpose = match run.task.operation {
@@ -146,7 +148,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
                 run.hosts().until_shown(vm.host, &next).await;
                 return Ok(());
             }
-            Some((Power::Off, Some(stopped))) => match stopped.reason {
+            Some((Power::Off | Power::Suspended, Some(stopped))) => match stopped.reason {
                 // It ran, and has ended already.
                 StopReason::GuestShutdown | StopReason::PoweredOff => {
                     run.hosts().until_shown(vm.host, &next).await;
@@ -158,10 +160,10 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
                     return Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)));
                 }
             },
-            Some((Power::Off, None)) | None => {
+            Some((Power::Off | Power::Suspended, None)) | None => {
                 return Err(again("the host's agent restarted while it started the VM"));
             }
-            Some((Power::Starting | Power::Stopping | Power::Unknown, _)) => {}
+            Some((Power::Starting | Power::Stopping | Power::Suspending | Power::Unknown, _)) => {}
         }
         run.check_cancelled()?;
         if Instant::now() > deadline {
@@ -180,6 +182,11 @@ fn again(why: &str) -> StepError {
 pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
+    let state = run.host_state(vm.host, None).await?;
+    // A start that failed leaves a suspended VM so.
+    if state_of(&state, vm.id).is_some_and(|seen| seen.power == Power::Suspended) {
+        return Ok(());
+    }
     absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
     wait_off(run, &vm).await
 }
@@ -190,7 +197,9 @@ pub(super) async fn wait_off(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let mut state: Option<Arc<HostState>> = None;
     loop {
         let next = run.host_state(vm.host, state.as_deref()).await?;
-        if state_of(&next, vm.id).is_none_or(|seen| seen.power == Power::Off) {
+        if state_of(&next, vm.id)
+            .is_none_or(|seen| matches!(seen.power, Power::Off | Power::Suspended))
+        {
             run.hosts().until_shown(vm.host, &next).await;
             return Ok(());
         }

@@ -6,7 +6,7 @@ use vmseal_api::problem::Problem;
 use super::step::Step;
 use super::{
     add_disk, adopt_vm, change_nics, create_vm, delete_vm, export_disk, grow_disk, mirror_vm,
-    reboot_vm, recrypt_vm, remove_disk, start_vm, stop_vm,
+    prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -14,14 +14,20 @@ use crate::store::tasks::Task;
 /// The steps of an operation, in order.
 pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
     match operation {
+        Operation::CreateVm { copies: Some(_), .. } => create_vm::CLONE,
         Operation::CreateVm { .. } => create_vm::STEPS,
         Operation::StartVm { .. } => start_vm::STEPS,
         Operation::AutostartVm { .. } => start_vm::AUTOSTART,
         Operation::StopVm { .. } => stop_vm::STEPS,
+        Operation::SuspendVm { .. } => suspend_vm::STEPS,
         Operation::RebootVm { .. } => reboot_vm::STEPS,
         Operation::AddDisk { .. } | Operation::AddTpm { .. } => add_disk::STEPS,
         Operation::RemoveDisk { .. } | Operation::RemoveTpm { .. } => remove_disk::STEPS,
         Operation::GrowDisk { .. } => grow_disk::STEPS,
+        Operation::TakeSnapshot { .. } => snapshots::TAKE,
+        Operation::RevertSnapshot { .. } => snapshots::REVERT,
+        Operation::DeleteSnapshot { .. } => snapshots::DELETE,
+        Operation::ProveVm { .. } => prove_vm::STEPS,
         Operation::AddNic { .. } => change_nics::ADD,
         Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
@@ -45,6 +51,9 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             remove_disk::unfinished(operation, target, cause)
         }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
+        Operation::TakeSnapshot { .. }
+        | Operation::RevertSnapshot { .. }
+        | Operation::DeleteSnapshot { .. } => snapshots::unfinished(operation, target, cause),
         _ => delete_vm::unfinished(target, cause),
     }
 }

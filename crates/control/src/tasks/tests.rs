@@ -23,8 +23,10 @@ mod held;
 mod limits;
 mod mirror;
 mod outage;
+mod proofs;
 mod recrypt;
 mod revoked;
+mod snapshots;
 mod tpm;
 mod upgrade;
 mod waiting;
@@ -90,6 +92,8 @@ enum Kind {
     Recrypt,
     Mirror(mirror::Mirror),
     Change(changes::Change),
+    Snapshot(snapshots::Snapshot),
+    Clone,
     Adopt,
 }
 
@@ -98,12 +102,17 @@ impl Kind {
     async fn before(self, fixture: &Fixture) -> Option<VmId> {
         match self {
             Self::Create | Self::FirstBoot => None,
+            Self::Clone => {
+                fixture.made("origin", "encrypted").await;
+                None
+            }
             Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
                 Some(fixture.made("web", "encrypted").await)
             }
             Self::Stop => Some(fixture.running("web").await),
             Self::Mirror(mirror) => Some(mirror.before(fixture).await),
             Self::Change(change) => Some(change.before(fixture).await),
+            Self::Snapshot(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
         }
     }
@@ -112,11 +121,12 @@ impl Kind {
         let Some(vm) = vm else {
             return match self {
                 Self::FirstBoot => cloud_init::create(fixture, "web").await,
+                Self::Clone => snapshots::clone(fixture).await,
                 _ => fixture.create("web", "encrypted").await,
             };
         };
         let operation = match self {
-            Self::Create | Self::FirstBoot => unreachable!("it has no VM yet"),
+            Self::Create | Self::FirstBoot | Self::Clone => unreachable!("it has no VM yet"),
             Self::Adopt => return (vm, adopt::begin(fixture).await),
             Self::Start => Operation::StartVm { vm, boot_once: None },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
@@ -125,6 +135,7 @@ impl Kind {
             Self::Recrypt => fixture.recryption(vm).await,
             Self::Mirror(mirror) => mirror.operation(fixture, vm).await,
             Self::Change(change) => change.operation(fixture, vm).await,
+            Self::Snapshot(what) => what.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -133,8 +144,9 @@ impl Kind {
         let vm = VmId::new();
         let steps = match self {
             Self::Create | Self::FirstBoot => {
-                steps::of(&Operation::CreateVm { vm, cloud_init: None })
+                steps::of(&Operation::CreateVm { vm, cloud_init: None, copies: None })
             }
+            Self::Clone => steps::of(&snapshots::cloning(vm, VmId::new())),
             Self::Start => steps::of(&Operation::StartVm { vm, boot_once: None }),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
@@ -142,6 +154,7 @@ impl Kind {
             Self::Recrypt => return recrypt::steps(),
             Self::Mirror(mirror) => return mirror.steps(),
             Self::Change(change) => change.steps(),
+            Self::Snapshot(what) => what.steps(),
             Self::Adopt => return adopt::steps(),
         };
         steps.iter().map(|step| step.name()).collect()
@@ -155,6 +168,7 @@ impl Kind {
             Self::Recrypt => recrypt::operation(vm),
             Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
+            Self::Snapshot(what) => return what.is_past_commit(step),
             _ => return false,
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
@@ -164,7 +178,7 @@ impl Kind {
     /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::FirstBoot | Self::Stop => {
+            Self::Create | Self::FirstBoot | Self::Stop | Self::Clone => {
                 fixture.assert_whole(vm, Power::Off, what).await
             }
             Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
@@ -176,6 +190,7 @@ impl Kind {
             Self::Recrypt => recrypt::assert_done(fixture, vm, what).await,
             Self::Mirror(mirror) => mirror.assert_done(fixture, vm, what).await,
             Self::Change(change) => change.assert_done(fixture, vm, what).await,
+            Self::Snapshot(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
         }
     }
@@ -184,6 +199,7 @@ impl Kind {
     async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
             Self::Create | Self::FirstBoot => fixture.assert_nothing_left(vm, what).await,
+            Self::Clone => snapshots::assert_no_clone(fixture, vm, what).await,
             Self::Start | Self::Delete => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;
@@ -192,6 +208,7 @@ impl Kind {
             Self::Recrypt => recrypt::assert_undone(fixture, vm, what).await,
             Self::Mirror(mirror) => mirror.assert_undone(fixture, vm, what).await,
             Self::Change(change) => change.assert_undone(fixture, vm, what).await,
+            Self::Snapshot(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
@@ -318,6 +335,9 @@ async fn assert_failed_truly(
             }
             if let Kind::Mirror(mirror) = kind {
                 return mirror.assert_unfinished(fixture, vm, &problem, what).await;
+            }
+            if let Kind::Snapshot(of) = kind {
+                return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Change(change) = kind {
                 return change.assert_unfinished(fixture, vm, &problem, what).await;

@@ -210,7 +210,11 @@ impl Fixture {
             disks::insert(&mut write, vm.id, position, &disk).await.unwrap();
         }
         write.commit().await.unwrap();
-        (vm.id, self.begin(Operation::CreateVm { vm: vm.id, cloud_init: None }, name).await)
+        (
+            vm.id,
+            self.begin(Operation::CreateVm { vm: vm.id, cloud_init: None, copies: None }, name)
+                .await,
+        )
     }
 
     pub async fn begin(&self, operation: Operation, target: &str) -> TaskId {

@@ -18,8 +18,10 @@ mod log_levels;
 pub(crate) mod metrics;
 mod nics;
 mod policies;
+mod proofs;
 mod providers;
 mod server_backup;
+mod snapshots;
 mod tasks;
 mod usage;
 mod vm_devices;
@@ -105,6 +107,10 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vms::show))
                 .routes(routes!(usage::show))
                 .routes(routes!(bitmaps::list))
+                .routes(routes!(snapshots::list))
+                .routes(routes!(snapshots::show))
+                .routes(routes!(proofs::prove))
+                .routes(routes!(proofs::last))
                 .routes(routes!(disks::replica))
                 .routes(routes!(tasks::list))
                 .routes(routes!(tasks::show))
@@ -117,6 +123,8 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
             new()
                 .routes(routes!(vms::start))
                 .routes(routes!(vms::stop))
+                .routes(routes!(vms::suspend))
+                .routes(routes!(vms::resume))
                 .routes(routes!(guests::reboot))
                 .routes(routes!(guests::reset))
                 .routes(routes!(guests::pause))
@@ -126,6 +134,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
             Privilege::VmConfigure,
             new()
                 .routes(routes!(vms::create))
+                .routes(routes!(vms::clone))
                 .routes(routes!(vms::set, vms::delete))
                 .routes(routes!(datastores::adopt))
                 .routes(routes!(vm_devices::add_disk))
@@ -134,6 +143,9 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vm_devices::add_tpm, vm_devices::remove_tpm))
                 .routes(routes!(vm_devices::add_nic))
                 .routes(routes!(nics::set, vm_devices::remove_nic))
+                .routes(routes!(snapshots::take))
+                .routes(routes!(snapshots::revert))
+                .routes(routes!(snapshots::delete))
                 .routes(routes!(bitmaps::add))
                 .routes(routes!(bitmaps::clear))
                 .routes(routes!(bitmaps::remove)),

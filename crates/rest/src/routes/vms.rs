@@ -7,13 +7,15 @@ use axum::extract::State;
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
-use vmseal_api::request::{CreateVm, DecryptVm, EncryptVm, RecryptVm, SetVm, StartVm, StopVm};
+use vmseal_api::request::{
+    CloneVm, CreateVm, DecryptVm, EncryptVm, RecryptVm, SetVm, StartVm, StopVm,
+};
 use vmseal_control::services::{self, PageRequest, Services};
 
 use crate::answer::{Accepted, Answer, VmOrPlan};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, OptionalJson, PathSegment, QueryOf};
+use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf};
 use crate::request::dry_run::DryRunQuery;
 
 /// Which VMs are listed.
@@ -86,7 +88,7 @@ pub(super) async fn create(
     ))
 }
 
-/// Starts a VM that is off.
+/// Starts a VM that is off. A suspended one goes on where it was, unless its memory is given up.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/start", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<StartVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
@@ -118,6 +120,38 @@ pub(super) async fn stop(
     ))
 }
 
+/// Saves the memory of a guest that runs or is paused, sealed with the key of its VM, and stops the VM.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/suspend", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn suspend(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    Ok(Answer(
+        services::suspend::suspend(&control, &caller, &name, query.dry_run).await?.map(Accepted),
+    ))
+}
+
+/// Has the guest of a suspended VM go on where it was.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/resume", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn resume(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    Ok(Answer(
+        services::suspend::resume(&control, &caller, &name, query.dry_run).await?.map(Accepted),
+    ))
+}
+
 /// Deletes a VM that is off, with its disks and its key, or the remains of one.
 #[utoipa::path(delete, path = "/api/v1/vms/{vm}", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
@@ -129,6 +163,21 @@ pub(super) async fn delete(
     QueryOf(query): QueryOf<DryRunQuery>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     Ok(Answer(services::vms::delete(&control, &caller, &name, query.dry_run).await?.map(Accepted)))
+}
+
+/// Clones a VM that is off, or a snapshot of one: a new VM with disks, keys, addresses and a TPM of its own.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/clone", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = CloneVm, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn clone(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<CloneVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun = services::clone_vm::clone(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
 }
 
 /// Encrypts the disks of a VM, off or running, and gives it a policy that encrypts. The disks are copied, the copies used,

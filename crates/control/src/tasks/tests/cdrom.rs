@@ -36,7 +36,7 @@ async fn set(services: &Services, request: SetVm) -> Result<vmseal_api::model::V
 }
 
 async fn start(services: &Services, first: BootDevice) -> Result<TaskId, Problem> {
-    let request = StartVm { boot_once: Some(first) };
+    let request = StartVm { boot_once: Some(first), ..StartVm::default() };
     match services::vms::start(services, &Caller::administrator("me"), "web", request, false)
         .await?
     {

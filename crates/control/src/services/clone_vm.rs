@@ -1,0 +1,191 @@
+//! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own.
+
+use std::collections::BTreeMap;
+
+use vmseal_api::host::version::COPIES;
+use vmseal_api::host::{DiskRole, Power};
+use vmseal_api::id::{DiskId, VmId, check_name};
+use vmseal_api::model::{Lifecycle, Plan, SnapshotState, Task};
+use vmseal_api::nic::NicBackend;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{CloneVm, CreateNic};
+
+use super::caller::{Caller, Privilege};
+use super::create_vm::provider_of;
+use super::vms::{begin, find, plan, power, require_ready, word};
+use super::{Outcome, Services, cloud_init, hardware, room};
+use crate::operation::{Copies, Operation};
+use crate::store::disks::{self, Disk};
+use crate::store::snapshots::{self, Snapshot};
+use crate::store::{Write, nics, policies, vms};
+use crate::tasks::Engine;
+
+/// Clones a VM.
+pub async fn clone(
+    services: &Services,
+    caller: &Caller,
+    from: &str,
+    request: CloneVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    let (origin, _) = find(services, from).await?;
+    require_ready(&origin)?;
+    if origin.key.is_some() {
+        caller.require(Privilege::Clone)?;
+    }
+    require_feature(services, &origin)?;
+    let (id, name) = (VmId::new(), request.name.clone());
+    let documents =
+        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let documents = documents.transpose()?;
+    let key_box = match &documents {
+        Some(_) => Some(cloud_init::key_box(services, origin.host, &origin.host_name).await?),
+        None => None,
+    };
+    if request.snapshot.is_none() {
+        require_off(services, &origin).await?;
+    }
+    let mut write = services.store.write().await?;
+    let known = disks::of_vm(&mut write, origin.id).await?;
+    let snapshot = chosen(&mut write, &origin, request.snapshot.as_deref()).await?;
+    let policy = policies::find(&mut write, &origin.policy.to_string()).await?;
+    let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
+    let provider = provider_of(services, &mut write, &policy).await?;
+    room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
+    let (mut made, copies) = copied(&origin, &known, snapshot.as_ref())?;
+    if documents.is_some() {
+        made.extend(cloud_init::disk(&made));
+    }
+    let for_cloud_init = made.iter().find(|disk| disk.role == DiskRole::CloudInit).map(|it| it.id);
+    made.extend(hardware::tpm(&origin.hardware, &made));
+    let cards: Vec<_> = nics::of_vm(&mut write, origin.id).await?.into_iter().map(card).collect();
+    let cards = super::nics::place(&mut write, &cards).await?;
+    let vm = vms::Vm {
+        id,
+        name,
+        provider: provider.map(|provider| provider.id),
+        key: None,
+        autostart: false,
+        lifecycle: Lifecycle::Creating,
+        seen_power: None,
+        seen_stopped: None,
+        ..origin.clone()
+    };
+    vms::insert(&mut write, &vm).await?;
+    for (position, disk) in made.iter().enumerate() {
+        disks::insert(&mut write, vm.id, position, disk).await?;
+    }
+    for (position, nic) in cards.iter().enumerate() {
+        nics::insert(&mut write, vm.id, position, nic).await?;
+    }
+    let sealed = match (documents, for_cloud_init, key_box) {
+        (Some(documents), Some(disk), Some(key_box)) => {
+            Some(cloud_init::seal(key_box, &vm, disk, &documents)?)
+        }
+        _ => None,
+    };
+    let cloud_init = sealed.is_some();
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: Some(copies) };
+    if dry_run {
+        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        let mut planned =
+            Plan { warnings: room::examine(services, &vm, &made).await?, ..plan(&task, &vm) };
+        planned.steps.insert(0, room::understood(&vm, &made));
+        if !cloud_init {
+            planned.warnings.push(SAME_GUEST.to_owned());
+        }
+        return Ok(Outcome::Planned(planned));
+    }
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// What a clone without data for cloud-init is.
+const SAME_GUEST: &str = "the guest keeps its host name, SSH host keys and machine id: give data for cloud-init (--ssh-key, --cloud-init), which makes new ones in images that use it, or change them in the guest";
+
+fn require_feature(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).has(COPIES) {
+        return Ok(());
+    }
+    let detail =
+        format!("the agent of host '{}' cannot clone disks: upgrade vmseal there", vm.host_name);
+    Err(Problem::new(ErrorCode::Unsupported, detail))
+}
+
+/// What a running guest's disks hold changes while it is copied.
+async fn require_off(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+    match power(services, vm).await? {
+        None | Some(Power::Off) => Ok(()),
+        Some(now) => {
+            let detail = format!(
+                "VM '{0}' is {1}: clone a snapshot of it (vmseal snapshot create {0} NAME, then --snapshot NAME), or stop it first",
+                vm.name,
+                word(now)
+            );
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+    }
+}
+
+async fn chosen(
+    write: &mut Write<'_>,
+    vm: &vms::Vm,
+    name: Option<&str>,
+) -> Result<Option<Snapshot>, Problem> {
+    let Some(name) = name else { return Ok(None) };
+    let found = snapshots::find(write, vm.id, name).await?;
+    match found {
+        Some(snapshot) if snapshot.state == SnapshotState::Ready => Ok(Some(snapshot)),
+        Some(_) => {
+            let detail = format!("snapshot '{name}' of VM '{}' is not complete", vm.name);
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+        None => Err(Problem {
+            field: Some("snapshot".to_owned()),
+            ..Problem::new(
+                ErrorCode::NotFound,
+                format!("VM '{}' has no snapshot '{name}'", vm.name),
+            )
+        }),
+    }
+}
+
+/// The disks of the clone, and what each is copied from.
+fn copied(
+    origin: &vms::Vm,
+    known: &[Disk],
+    snapshot: Option<&Snapshot>,
+) -> Result<(Vec<Disk>, Copies), Problem> {
+    let is_copied = |disk: &&Disk| {
+        let kept = snapshot.is_none_or(|snapshot| snapshot.disks.contains(&disk.id));
+        matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables) && !disk.detached && kept
+    };
+    let mut of = BTreeMap::new();
+    let made = known.iter().filter(is_copied).map(|disk| {
+        let id = DiskId::new();
+        of.insert(id, disk.id);
+        Disk { id, facts: None, image: None, deleting: false, ..disk.clone() }
+    });
+    let made: Vec<Disk> = made.collect();
+    if made.is_empty() {
+        let detail = format!("VM '{}' has no disk to clone", origin.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let snapshot = snapshot.map(|snapshot| snapshot.id);
+    Ok((made, Copies { vm: origin.id, snapshot, disks: of }))
+}
+
+/// A card like another one: with an address of its own, and ports of the host that are chosen when it starts.
+fn card(of: vmseal_api::host::NicSpec) -> CreateNic {
+    let backend = match of.backend {
+        NicBackend::User { mut forwards } => {
+            forwards.iter_mut().for_each(|forward| forward.host_port = 0);
+            NicBackend::User { forwards }
+        }
+        other => other,
+    };
+    CreateNic { name: Some(of.name), mac: None, model: of.model, backend, link: of.link }
+}

@@ -1,0 +1,30 @@
+//! The saved memory of suspended VMs, which other requests would lose.
+
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Services;
+use super::caller::Caller;
+use crate::store::events::NewEvent;
+use crate::store::vms::Vm;
+
+/// Gives the saved memory of a suspended VM up: it is off then.
+pub(super) async fn discard(services: &Services, caller: &Caller, vm: &Vm) -> Result<(), Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    agent.discard_memory(vm.id).await?;
+    let mut write = services.store.write().await?;
+    let (kind, actor, target) = ("vm.memory-discarded", caller.name(), vm.name.as_str());
+    write.event(NewEvent { kind, actor, target, detail: "" }).await?;
+    write.commit().await?;
+    let state = agent.state_now().await?;
+    services.hosts.until_shown(vm.host, &state).await;
+    Ok(())
+}
+
+/// A VM is suspended: what boots it or cuts its power would lose its memory.
+pub(super) fn refusal(vm: &Vm) -> Problem {
+    let name = &vm.name;
+    let detail = format!(
+        "VM '{name}' is suspended, and its memory is saved: resume it (vmseal vm resume {name}), or give the saved memory up and boot from its disks (vmseal vm start {name} --discard-memory)"
+    );
+    Problem::new(ErrorCode::WrongState, detail)
+}

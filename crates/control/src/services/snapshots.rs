@@ -1,0 +1,236 @@
+//! Snapshots of VMs: taken while a VM runs or is off, reverted to while it is off, deleted at any time.
+
+use jiff::Timestamp;
+use vmseal_api::host::version::SNAPSHOTS;
+use vmseal_api::host::{DiskRole, Power};
+use vmseal_api::id::{DiskId, SnapshotId};
+use vmseal_api::limits::SNAPSHOTS_MAX;
+use vmseal_api::model::{self, Page, SnapshotState, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
+
+use super::caller::{Caller, Privilege};
+use super::vms::{begin, find, power, require_ready, word};
+use super::{Outcome, PageRequest, Services};
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::snapshots::{self, Snapshot};
+use crate::store::vms::Vm;
+
+fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {
+    let name = |id: &SnapshotId| all.iter().find(|it| it.id == *id).map(|it| it.name.clone());
+    let disk = |id: &DiskId| disks.iter().find(|disk| disk.id == *id).map(|disk| disk.name.clone());
+    model::Snapshot {
+        id: snapshot.id,
+        name: snapshot.name.clone(),
+        vm: vm.name.clone(),
+        description: snapshot.description.clone(),
+        parent: snapshot.parent.as_ref().and_then(name),
+        created: snapshot.created,
+        state: snapshot.state,
+        current: snapshot.current,
+        quiesced: snapshot.quiesced,
+        disks: snapshot.disks.iter().filter_map(disk).collect(),
+    }
+}
+
+/// Lists the snapshots of a VM, oldest first.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: PageRequest,
+) -> Result<Page<model::Snapshot>, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, disks) = find(services, vm).await?;
+    let all = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let part = request.part();
+    let after = all.iter().filter(|known| known.id.to_string() > part.after);
+    let items: Vec<_> = after
+        .take(part.limit as usize)
+        .map(|snapshot| shown(&vm, &disks, &all, snapshot))
+        .collect();
+    Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
+}
+
+/// Shows a snapshot.
+pub async fn show(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+) -> Result<model::Snapshot, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, disks) = find(services, vm).await?;
+    let all = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let snapshot = one(&vm, &all, name)?;
+    Ok(shown(&vm, &disks, &all, snapshot))
+}
+
+fn one<'a>(vm: &Vm, all: &'a [Snapshot], name: &str) -> Result<&'a Snapshot, Problem> {
+    let found = all.iter().find(|known| known.name == name || known.id.to_string() == name);
+    found.ok_or_else(|| {
+        let detail = format!("VM '{}' has no snapshot '{name}'", vm.name);
+        Problem::new(ErrorCode::NotFound, detail)
+    })
+}
+
+fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).has(SNAPSHOTS) {
+        return Ok(());
+    }
+    let detail =
+        format!("the agent of host '{}' cannot take snapshots: upgrade vmseal there", vm.host_name);
+    Err(Problem::new(ErrorCode::Unsupported, detail))
+}
+
+/// Refuses while the power of a VM changes; the host refuses, too.
+async fn require_power(
+    services: &Services,
+    vm: &Vm,
+    fine: &[Power],
+    remedy: &str,
+) -> Result<(), Problem> {
+    match power(services, vm).await? {
+        None => Ok(()),
+        Some(now) if fine.contains(&now) => Ok(()),
+        Some(now) => {
+            if now == Power::Suspended {
+                return Err(super::saved_memory::refusal(vm));
+            }
+            let detail = format!("VM '{}' is {}: {remedy}", vm.name, word(now));
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+    }
+}
+
+/// Takes a snapshot of all disks of a VM, at one instant.
+pub async fn take(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: TakeSnapshot,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    if let Some(name) = &request.name {
+        vmseal_api::id::check_name(name)
+            .map_err(|error| Problem::invalid("name", error.to_string()))?;
+    }
+    let description = request.description.clone().unwrap_or_default();
+    if description.len() > DESCRIPTION_MAX {
+        let detail = format!("is longer than {DESCRIPTION_MAX} bytes");
+        return Err(Problem::invalid("description", detail));
+    }
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let remedy = "snapshots are taken while it runs or is off";
+    require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+    let mut write = services.store.write().await?;
+    let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;
+    let kept = keepable(&vm, &disks)?;
+    let known = snapshots::of_vm(&mut write, vm.id).await?;
+    if known.len() >= SNAPSHOTS_MAX {
+        let detail = format!("VM '{}' has {SNAPSHOTS_MAX} snapshots: delete one first", vm.name);
+        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
+    }
+    let free = |name: &String| known.iter().all(|other| other.name != *name);
+    let made_up = (1..=known.len() + 1).map(|number| format!("snapshot-{number}")).find(free);
+    let name = request.name.or(made_up).unwrap_or_default();
+    let snapshot = Snapshot {
+        id: SnapshotId::new(),
+        vm: vm.id,
+        name,
+        description,
+        parent: known.iter().find(|known| known.current).map(|known| known.id),
+        created: Timestamp::now(),
+        state: SnapshotState::Taking,
+        quiesced: None,
+        current: false,
+        disks: kept,
+    };
+    snapshots::insert(&mut write, &snapshot).await?;
+    let (vm_id, snapshot, quiesce) = (vm.id, snapshot.id, request.quiesce);
+    let operation = Operation::TakeSnapshot { vm: vm_id, snapshot, quiesce };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The disks that a snapshot keeps: those of the guest and of its firmware. What cloud-init reads does not change, and what
+/// a TPM keeps is not taken back.
+fn keepable(vm: &Vm, disks: &[Disk]) -> Result<Vec<DiskId>, Problem> {
+    let kept = |disk: &&Disk| {
+        matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables) && !disk.detached
+    };
+    if let Some(disk) = disks.iter().filter(kept).find(|disk| disk.replica.is_some()) {
+        let detail = format!(
+            "VM '{}' has a replica of its disk '{}', which would not be reverted: back the disk up instead (vmseal disk export)",
+            vm.name, disk.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    Ok(disks.iter().filter(kept).map(|disk| disk.id).collect())
+}
+
+/// Has the disks of a VM that is off hold what they held when a snapshot was taken.
+pub async fn revert(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
+    require_power(services, &vm, &[Power::Off], &remedy).await?;
+    let mut write = services.store.write().await?;
+    let all = snapshots::of_vm(&mut write, vm.id).await?;
+    let snapshot = one(&vm, &all, name)?;
+    if snapshot.state != SnapshotState::Ready {
+        let detail = format!(
+            "snapshot '{}' of VM '{}' is {}, and cannot be reverted to",
+            snapshot.name,
+            vm.name,
+            match snapshot.state {
+                SnapshotState::Deleting => "being deleted",
+                SnapshotState::Taking | SnapshotState::Ready => "not complete yet",
+            }
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: snapshot.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Deletes a snapshot; what the VM's disks hold, and other snapshots, stay as they are.
+pub async fn delete(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let mut write = services.store.write().await?;
+    let all = snapshots::of_vm(&mut write, vm.id).await?;
+    let snapshot = one(&vm, &all, name)?;
+    let operation = Operation::DeleteSnapshot { vm: vm.id, snapshot: snapshot.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Refuses what cannot be done to disks that snapshots keep.
+pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Result<(), Problem> {
+    let known = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let Some(first) = known.first() else { return Ok(()) };
+    let detail = format!(
+        "VM '{0}' has snapshots, '{1}' for one, and {what}: delete them first (vmseal snapshot list {0})",
+        vm.name, first.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}

@@ -1,0 +1,74 @@
+//! Suspending VMs, and resuming them.
+
+use vmseal_api::host::Power;
+use vmseal_api::host::version::SUSPEND;
+use vmseal_api::model::Task;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::caller::{Caller, Privilege};
+use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::{Outcome, Services};
+use crate::operation::Operation;
+use crate::store::vms::{self, Vm};
+
+/// Saves the memory of a guest that runs or is paused, and stops its VM.
+pub async fn suspend(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    require_suspend(services, &vm)?;
+    let now = power(services, &vm).await?.unwrap_or(Power::Off);
+    if !matches!(now, Power::Running | Power::Paused | Power::Suspending | Power::Suspended) {
+        let detail = format!(
+            "VM '{}' is {}: only a VM that runs or is paused can be suspended",
+            vm.name,
+            word(now)
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    check_key(services, &vm)?;
+    let mut write = services.store.write().await?;
+    // A start that is due because its host has rebooted would undo it.
+    vms::set_start_done(&mut write, vm.id).await?;
+    begin(services, write, Operation::SuspendVm { vm: vm.id }, &vm, caller, dry_run).await
+}
+
+/// Has the guest of a suspended VM go on.
+pub async fn resume(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmPower)?;
+    let (vm, _) = find(services, name).await?;
+    require_ready(&vm)?;
+    let now = power(services, &vm).await?.unwrap_or(Power::Off);
+    if now != Power::Suspended {
+        let remedy = match now {
+            Power::Off => format!(": start it (vmseal vm start {})", vm.name),
+            Power::Paused => format!(": unpause it (vmseal vm unpause {})", vm.name),
+            _ => String::new(),
+        };
+        let detail = format!("VM '{}' is {}, not suspended{remedy}", vm.name, word(now));
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    check_key(services, &vm)?;
+    let write = services.store.write().await?;
+    let operation = Operation::StartVm { vm: vm.id, boot_once: None };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+fn require_suspend(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).has(SUSPEND) {
+        return Ok(());
+    }
+    let detail =
+        format!("the agent of host '{}' cannot suspend VMs: upgrade vmseal there", vm.host_name);
+    Err(Problem::new(ErrorCode::Unsupported, detail))
+}

@@ -1,0 +1,56 @@
+//! The job of a task on the host of its VM.
+
+use std::sync::Arc;
+
+use vmseal_api::host::{HostState, JobKind, JobSpec, JobState};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
+
+use super::run::{Run, StepError};
+use super::start_vm::prepare;
+use crate::store::vms::Vm;
+
+/// Has the host begin a job; an agent that has restarted gets the VM and its key first.
+pub(super) async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), StepError> {
+    let agent = run.agent(vm)?;
+    match agent.put_job(vm.id, run.task.id, job.clone()).await {
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
+            prepare(run).await?;
+            Ok(agent.put_job(vm.id, run.task.id, job).await?)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all. Returns whether the
+/// guest's file systems were frozen, where that is known.
+pub(super) async fn follow(
+    run: &Run<'_>,
+    vm: &Vm,
+    kind: JobKind,
+) -> Result<Option<bool>, StepError> {
+    let mut state: Option<Arc<HostState>> = None;
+    loop {
+        let next = run.host_state(vm.host, state.as_deref()).await?;
+        let job = run.job_in(&next).filter(|job| job.kind == kind);
+        match job.map(|job| &job.state) {
+            Some(JobState::ReadyToCommit | JobState::Done) => {
+                run.show(Progress::default());
+                return Ok(job.and_then(|job| job.quiesced));
+            }
+            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Cancelled) => {
+                let detail = format!("host '{}' has cancelled this step", vm.host_name);
+                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
+            }
+            Some(_) => run.show_job(&next),
+            // The agent has restarted and does not know the job: it is put again, and goes on where it was.
+            None => {
+                let detail = format!("host '{}' lost track of the disks", vm.host_name);
+                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+            }
+        }
+        run.check_cancelled()?;
+        state = Some(next);
+    }
+}

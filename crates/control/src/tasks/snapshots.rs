@@ -1,0 +1,298 @@
+//! Takes a snapshot of a VM's disks, reverts to one, and deletes one.
+//!
+//! ```text
+//! take    reserve (its row is there) ─► prepare ─► take ─► record (commit)     undone by having the host drop it
+//! revert  check that the VM is off (commit) ─► revert ─► record
+//! delete  check ─► mark (commit: it cannot be reverted to any more) ─► merge ─► record
+//! ```
+//! A deletion that cannot be finished leaves the row as marked: it is deleted again when the cause is gone.
+
+use async_trait::async_trait;
+use vmseal_api::host::{DropSnapshotJob, JobKind, JobSpec, Power, RevertJob, SnapshotJob};
+use vmseal_api::id::SnapshotId;
+use vmseal_api::model::SnapshotState;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::job::{follow, put};
+use super::run::{Run, StepError, register, state_of};
+use super::start_vm::prepare;
+use super::step::{Limit, Output, Step, WaitPolicy};
+use crate::operation::Operation;
+use crate::store::events::NewEvent;
+use crate::store::snapshots::{self, Snapshot};
+
+/// The steps of the three operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SnapshotStep {
+    Reserve,
+    Prepare,
+    Take,
+    RecordTaken,
+    CheckOff,
+    Revert,
+    RecordReverted,
+    CheckPower,
+    Mark,
+    Merge,
+    RecordDeleted,
+}
+
+pub(crate) const TAKE: &[&dyn Step] = &[
+    &SnapshotStep::Reserve,
+    &SnapshotStep::Prepare,
+    &SnapshotStep::Take,
+    &SnapshotStep::RecordTaken,
+];
+
+pub(crate) const REVERT: &[&dyn Step] =
+    &[&SnapshotStep::CheckOff, &SnapshotStep::Revert, &SnapshotStep::RecordReverted];
+
+pub(crate) const DELETE: &[&dyn Step] = &[
+    &SnapshotStep::CheckPower,
+    &SnapshotStep::Mark,
+    &SnapshotStep::Merge,
+    &SnapshotStep::RecordDeleted,
+];
+
+#[async_trait]
+impl Step for SnapshotStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve",
+            Self::Prepare => "prepare",
+            Self::Take => "take",
+            Self::RecordTaken => "record-taken",
+            Self::CheckOff => "check-off",
+            Self::Revert => "revert",
+            Self::RecordReverted => "record-reverted",
+            Self::CheckPower => "check-power",
+            Self::Mark => "mark",
+            Self::Merge => "merge",
+            Self::RecordDeleted => "record-deleted",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve its name",
+            Self::Prepare => "register and deliver the key",
+            Self::Take => "keep what the disks hold",
+            Self::RecordTaken => "record the snapshot",
+            Self::CheckOff => "check that the VM is off",
+            Self::Revert => "revert the disks",
+            Self::RecordReverted => "record what the disks hold",
+            Self::CheckPower => "check the VM",
+            Self::Mark => "mark the snapshot as being deleted",
+            Self::Merge => "merge what nothing needs apart",
+            Self::RecordDeleted => "remove the snapshot from the inventory",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::Prepare)
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::RecordTaken | Self::CheckOff | Self::Mark)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::Merge | Self::RecordDeleted => WaitPolicy::BOTH,
+            _ => WaitPolicy::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::Prepare => Some(Limit::Provider),
+            Self::Merge => Some(Limit::HostWork),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Reserve => Ok(Output::default()),
+            Self::Prepare => prepare(run).await.map(Output::from),
+            Self::Take => take(run).await.map(|quiesced| Output::of(&quiesced)),
+            Self::RecordTaken => record_taken(run).await.map(Output::from),
+            Self::CheckOff => check_off(run).await.map(Output::from),
+            Self::Revert => revert(run).await.map(Output::from),
+            Self::RecordReverted => record_reverted(run).await.map(Output::from),
+            Self::CheckPower => check_power(run).await.map(Output::from),
+            Self::Mark => mark(run).await.map(Output::from),
+            Self::Merge => merge(run).await.map(Output::from),
+            Self::RecordDeleted => record_deleted(run).await.map(Output::from),
+        }
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Reserve => {
+                if let Some(snapshot) = find(run).await? {
+                    let mut write = run.store().write().await?;
+                    snapshots::delete(&mut write, &snapshot).await?;
+                    write.commit().await?;
+                }
+                Ok(())
+            }
+            Self::Take => merge(run).await,
+            Self::Mark => {
+                let mut write = run.store().write().await?;
+                snapshots::set_state(&mut write, id(run)?, SnapshotState::Ready).await?;
+                Ok(write.commit().await?)
+            }
+            // Nothing was done, or it is past the commit step.
+            _ => Ok(()),
+        }
+    }
+}
+
+fn id(run: &Run<'_>) -> Result<SnapshotId, StepError> {
+    match run.task.operation {
+        Operation::TakeSnapshot { snapshot, .. }
+        | Operation::RevertSnapshot { snapshot, .. }
+        | Operation::DeleteSnapshot { snapshot, .. } => Ok(snapshot),
+        _ => {
+            let what = "the task is about no snapshot";
+            Err(StepError::Final(Problem::new(ErrorCode::Internal, what)))
+        }
+    }
+}
+
+/// The snapshot of the task; none if it is removed.
+async fn find(run: &Run<'_>) -> Result<Option<Snapshot>, StepError> {
+    let id = id(run)?;
+    let known = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
+    Ok(known.into_iter().find(|known| known.id == id))
+}
+
+async fn snapshot(run: &Run<'_>) -> Result<Snapshot, StepError> {
+    find(run).await?.ok_or_else(|| {
+        let detail = format!("VM '{}' has lost the snapshot of this task", run.task.target);
+        StepError::Final(Problem::new(ErrorCode::NotFound, detail))
+    })
+}
+
+async fn take(run: &Run<'_>) -> Result<Option<bool>, StepError> {
+    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
+    let quiesce = matches!(run.task.operation, Operation::TakeSnapshot { quiesce: true, .. });
+    let job = JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, disks });
+    put(run, &vm, job).await?;
+    follow(run, &vm, JobKind::Snapshot).await
+}
+
+async fn record_taken(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, snapshot) = (run.vm().await?, snapshot(run).await?);
+    let quiesced: Option<bool> = run.output(SnapshotStep::Take.name()).flatten();
+    let mut write = run.store().write().await?;
+    snapshots::set_taken(&mut write, snapshot.id, quiesced).await?;
+    snapshots::set_current(&mut write, vm.id, Some(snapshot.id)).await?;
+    let detail = format!("snapshot '{}' of {} disks", snapshot.name, snapshot.disks.len());
+    let (kind, actor) = ("snapshot.taken", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    write.commit().await?;
+    describe(run).await;
+    Ok(())
+}
+
+async fn check_off(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        None | Some(Power::Off) => register(run).await,
+        Some(_) => {
+            let detail = format!(
+                "VM '{0}' is not off: stop it first (vmseal vm stop {0}), as what it holds would change under its guest",
+                vm.name
+            );
+            Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+        }
+    }
+}
+
+async fn revert(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
+    put(run, &vm, JobSpec::Revert(RevertJob { snapshot: id, disks })).await?;
+    follow(run, &vm, JobKind::Revert).await.map(drop)
+}
+
+async fn record_reverted(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, snapshot) = (run.vm().await?, snapshot(run).await?);
+    let mut write = run.store().write().await?;
+    snapshots::set_current(&mut write, vm.id, Some(snapshot.id)).await?;
+    let detail = format!("to snapshot '{}'", snapshot.name);
+    let (kind, actor) = ("snapshot.reverted", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    write.commit().await?;
+    describe(run).await;
+    Ok(())
+}
+
+/// Has the host describe the VM on its datastores as it is now; one that does not answer does so later.
+async fn describe(run: &Run<'_>) {
+    if let Err(error) = register(run).await {
+        tracing::info!(vm = run.task.target, problem = %error.as_problem(), "its descriptor follows later");
+    }
+}
+
+/// A host drops snapshots of a VM that is off or runs.
+async fn check_power(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        Some(Power::Starting) => {
+            let detail = format!("VM '{}' is starting: wait until it runs", vm.name);
+            Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+        }
+        _ => Ok(()),
+    }
+}
+
+async fn mark(run: &Run<'_>) -> Result<(), StepError> {
+    let mut write = run.store().write().await?;
+    snapshots::set_state(&mut write, id(run)?, SnapshotState::Deleting).await?;
+    Ok(write.commit().await?)
+}
+
+/// Has the host begin to drop the snapshot: it is gone there when this returns, and its layers are being merged.
+async fn begin_drop(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
+    put(run, &vm, JobSpec::DropSnapshot(DropSnapshotJob { snapshot: id, disks })).await
+}
+
+/// Has the host drop the snapshot, if there is one, and merge its layers.
+async fn merge(run: &Run<'_>) -> Result<(), StepError> {
+    if find(run).await?.is_none() {
+        return Ok(());
+    }
+    begin_drop(run).await?;
+    follow(run, &run.vm().await?, JobKind::DropSnapshot).await.map(drop)
+}
+
+async fn record_deleted(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(snapshot) = find(run).await? else { return Ok(()) };
+    let vm = run.vm().await?;
+    let mut write = run.store().write().await?;
+    snapshots::delete(&mut write, &snapshot).await?;
+    let detail = format!("snapshot '{}'", snapshot.name);
+    let (kind, actor) = ("snapshot.deleted", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    write.commit().await?;
+    describe(run).await;
+    Ok(())
+}
+
+/// The problem of a failure after the commit step.
+pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+    let detail = match operation {
+        Operation::DeleteSnapshot { .. } => format!(
+            "a snapshot of VM '{target}' is given up, but not all of it is merged yet ({cause}): delete it again once the cause is fixed"
+        ),
+        _ => format!(
+            "what was done with a snapshot of VM '{target}' is not on record ({cause}): do it again once the cause is fixed"
+        ),
+    };
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}

@@ -1,0 +1,234 @@
+//! Snapshots that are taken, reverted to and deleted.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use vmseal_api::id::SnapshotId;
+use vmseal_api::model::SnapshotState;
+
+use super::*;
+use crate::operation::Copies;
+use crate::store::{disks, snapshots, vms};
+
+/// What is done with a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Snapshot {
+    /// Of a VM that runs.
+    Take,
+    /// To the first of two, of a VM that is off.
+    Revert,
+    /// The first of two, of a VM that runs.
+    Delete,
+}
+
+async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot> {
+    snapshots::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
+}
+
+/// A snapshot that is asked for: its row is there.
+async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
+    let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
+    let parent = rows(fixture, vm).await.into_iter().find(|it| it.current).map(|it| it.id);
+    let snapshot = snapshots::Snapshot {
+        id: SnapshotId::new(),
+        vm,
+        name: name.to_owned(),
+        description: String::new(),
+        parent,
+        created: Timestamp::now(),
+        state: SnapshotState::Taking,
+        quiesced: None,
+        current: false,
+        disks,
+    };
+    let mut write = fixture.store.write().await.unwrap();
+    snapshots::insert(&mut write, &snapshot).await.unwrap();
+    write.commit().await.unwrap();
+    snapshot.id
+}
+
+/// Takes a snapshot, with no faults.
+async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
+    let snapshot = reserve(fixture, vm, name).await;
+    let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
+    let task = fixture.begin(operation, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    snapshot
+}
+
+/// The snapshots that the host has of all disks of a VM.
+async fn on_host(fixture: &Fixture, vm: VmId) -> Vec<SnapshotId> {
+    let mut all = fixture.disks(vm).await.into_iter().map(|it| fixture.agent.snapshots(it.id));
+    let first = all.next().unwrap();
+    assert!(all.all(|other| other == first), "the disks have different snapshots");
+    first
+}
+
+/// The names of a VM's snapshots, and the current one.
+async fn names(fixture: &Fixture, vm: VmId) -> (Vec<String>, Option<String>) {
+    let rows = rows(fixture, vm).await;
+    let current = rows.iter().find(|row| row.current).map(|row| row.name.clone());
+    (rows.into_iter().map(|row| row.name).collect(), current)
+}
+
+fn owned(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+impl Snapshot {
+    pub(super) async fn before(self, fixture: &Fixture) -> VmId {
+        let vm = match self {
+            Self::Revert => fixture.made("web", "encrypted").await,
+            Self::Take | Self::Delete => fixture.running("web").await,
+        };
+        if self != Self::Take {
+            taken(fixture, vm, "first").await;
+            taken(fixture, vm, "second").await;
+        }
+        vm
+    }
+
+    pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
+        if self == Self::Take {
+            let snapshot = reserve(fixture, vm, "first").await;
+            return Operation::TakeSnapshot { vm, snapshot, quiesce: true };
+        }
+        let rows = rows(fixture, vm).await;
+        let snapshot = rows.iter().find(|row| row.name == "first").unwrap().id;
+        match self {
+            Self::Revert => Operation::RevertSnapshot { vm, snapshot },
+            _ => Operation::DeleteSnapshot { vm, snapshot },
+        }
+    }
+
+    fn all(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+        let (vm, snapshot) = (VmId::new(), SnapshotId::new());
+        steps::of(&match self {
+            Self::Take => Operation::TakeSnapshot { vm, snapshot, quiesce: true },
+            Self::Revert => Operation::RevertSnapshot { vm, snapshot },
+            Self::Delete => Operation::DeleteSnapshot { vm, snapshot },
+        })
+    }
+
+    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+        self.all()
+    }
+
+    pub(super) fn is_past_commit(self, step: &str) -> bool {
+        let before = self.all().iter().take_while(|it| it.name() != step);
+        before.into_iter().any(|step| step.commits())
+    }
+
+    fn power(self) -> Power {
+        if self == Self::Revert { Power::Off } else { Power::Running }
+    }
+
+    pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
+        fixture.assert_whole(vm, self.power(), what).await;
+        let (expected, current): (&[&str], _) = match self {
+            Self::Take => (&["first"], "first"),
+            Self::Revert => (&["first", "second"], "first"),
+            Self::Delete => (&["second"], "second"),
+        };
+        let (known, now) = names(fixture, vm).await;
+        assert_eq!((known, now.as_deref()), (owned(expected), Some(current)), "{what}");
+        assert_eq!(on_host(fixture, vm).await.len(), expected.len(), "{what}");
+        let rows = rows(fixture, vm).await;
+        assert!(rows.iter().all(|row| row.state == SnapshotState::Ready), "{what}: {rows:?}");
+        if self == Self::Delete {
+            assert_eq!(rows[0].parent, None, "{what}: its parent is gone");
+        }
+    }
+
+    pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
+        fixture.assert_whole(vm, self.power(), what).await;
+        let (expected, current): (&[&str], _) = match self {
+            Self::Take => (&[], None),
+            Self::Revert | Self::Delete => (&["first", "second"], Some("second")),
+        };
+        let (known, now) = names(fixture, vm).await;
+        assert_eq!((known, now.as_deref()), (owned(expected), current), "{what}");
+        assert_eq!(on_host(fixture, vm).await.len(), expected.len(), "{what}");
+    }
+
+    /// Past its commit step: an alarm says so, and the same again finishes it.
+    pub(super) async fn assert_unfinished(
+        self,
+        fixture: &mut Fixture,
+        vm: VmId,
+        problem: &Problem,
+        what: &str,
+    ) {
+        assert!(problem.detail.contains("again once the cause is fixed"), "{what}: {problem}");
+        let alarm = "task-unfinished web".to_owned();
+        assert!(fixture.alarms().await.contains(&alarm), "{what}");
+        // The fault is still there.
+        fixture.restart(|_| {}).await;
+        let known = names(fixture, vm).await.0;
+        if known.contains(&"first".to_owned()) {
+            let operation = self.operation(fixture, vm).await;
+            let task = fixture.begin(operation, "web").await;
+            assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
+        }
+        self.assert_done(fixture, vm, what).await;
+    }
+}
+
+/// The clone of a VM that is off.
+pub(super) fn cloning(vm: VmId, from: VmId) -> Operation {
+    let copies = Copies { vm: from, snapshot: None, disks: BTreeMap::new() };
+    Operation::CreateVm { vm, cloud_init: None, copies: Some(copies) }
+}
+
+/// Begins to clone the VM `origin`: the rows of the clone are there.
+pub(super) async fn clone(fixture: &Fixture) -> (VmId, vmseal_api::id::TaskId) {
+    let mut write = fixture.store.write().await.unwrap();
+    let origin = vms::find(&mut write, "origin").await.unwrap().unwrap();
+    let (id, lifecycle) = (VmId::new(), Lifecycle::Creating);
+    let vm = vms::Vm { id, name: "web".to_owned(), key: None, lifecycle, ..origin.clone() };
+    vms::insert(&mut write, &vm).await.unwrap();
+    let mut copies = BTreeMap::new();
+    let known = disks::of_vm(&mut write, origin.id).await.unwrap();
+    for (position, from) in known.into_iter().enumerate() {
+        let disk = disks::Disk { id: DiskId::new(), facts: None, ..from.clone() };
+        disks::insert(&mut write, id, position, &disk).await.unwrap();
+        copies.insert(disk.id, from.id);
+    }
+    write.commit().await.unwrap();
+    let copies = Some(Copies { vm: origin.id, snapshot: None, disks: copies });
+    let operation = Operation::CreateVm { vm: id, cloud_init: None, copies };
+    (id, fixture.begin(operation, "web").await)
+}
+
+/// Nothing is left of the clone, and the VM that was to be cloned is as before.
+pub(super) async fn assert_no_clone(fixture: &Fixture, vm: VmId, what: &str) {
+    assert!(fixture.vm(vm).await.is_none(), "{what}: its row is left");
+    assert!(fixture.disks(vm).await.is_empty(), "{what}: rows of disks are left");
+    let origin = {
+        let mut read = fixture.store.read().await.unwrap();
+        vms::find(&mut read, "origin").await.unwrap().unwrap()
+    };
+    assert_eq!(fixture.agent.registered(), [origin.id], "{what}: the host knows the clone");
+    assert_eq!(fixture.agent.disks().len(), 2, "{what}: disks are left");
+    fixture.assert_whole(origin.id, Power::Off, what).await;
+}
+
+#[tokio::test]
+async fn a_vm_is_cloned_or_nothing_of_the_clone_is_left() {
+    matrix(Kind::Clone).await;
+}
+
+#[tokio::test]
+async fn a_snapshot_is_taken_or_nothing_of_it_is_left() {
+    matrix(Kind::Snapshot(Snapshot::Take)).await;
+}
+
+#[tokio::test]
+async fn a_revert_is_done_or_nothing_has_changed() {
+    matrix(Kind::Snapshot(Snapshot::Revert)).await;
+}
+
+#[tokio::test]
+async fn a_snapshot_is_deleted_or_stays() {
+    matrix(Kind::Snapshot(Snapshot::Delete)).await;
+}
