@@ -20,7 +20,7 @@ const VARIABLE: &str = "COMPLETE";
 const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 8] = [
+const NOUNS: [(&str, &str); 9] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
@@ -28,6 +28,7 @@ const NOUNS: [(&str, &str); 8] = [
     ("vm", "vms"),
     ("disk", "vms"),
     ("nic", "vms"),
+    ("snapshot", "vms"),
     ("task", "tasks"),
 ];
 
@@ -38,7 +39,7 @@ const UNFINISHED: [&str; 2] = ["cancel", "wait"];
 const ENDED: [&str; 4] = ["done", "failed", "cancelled", "unknown"];
 
 /// The verbs that take a new name.
-const NEW: [&str; 3] = ["add", "create", "import"];
+const NEW: [&str; 4] = ["add", "clone", "create", "import"];
 
 /// If a shell asks for completions, answers and ends the program.
 pub fn answer() {
@@ -82,6 +83,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
         "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
+        "snapshot" => arg.add(ArgValueCandidates::new(snapshots)),
         "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
@@ -95,6 +97,20 @@ fn named(arg: Arg, list: &'static str) -> Arg {
 /// The names of the disks, or network cards, of the VM that is already typed; of all VMs while none is.
 fn of_vms(what: &str) -> Vec<CompletionCandidate> {
     candidates(names_of(&fetched("vms"), what, &typed_words()))
+}
+
+/// The names of the snapshots of the VM that is already typed.
+fn snapshots() -> Vec<CompletionCandidate> {
+    let typed = typed_words();
+    let vms = fetched("vms");
+    let is_typed =
+        |vm: &&Value| typed.iter().any(|word| vm["name"] == **word || vm["id"] == **word);
+    let Some(id) = vms.iter().find(is_typed).and_then(|vm| vm["id"].as_str()) else {
+        return Vec::new();
+    };
+    let known = fetched(&format!("vms/{id}/snapshots"));
+    let names = known.iter().filter_map(|it| Some(it["name"].as_str()?.to_owned()));
+    candidates(names.collect())
 }
 
 fn names_of(vms: &[Value], what: &str, typed: &[String]) -> Vec<String> {

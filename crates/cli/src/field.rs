@@ -13,13 +13,20 @@ const OTHER_NAMES: [(&str, &str); 6] = [
     ("replica.datastore", "replicate_to"),
 ];
 
-/// Has a problem name the option of the command line in place of the API's field. A field that is no option stays.
+/// Has a problem name the option of the command line in place of the API's field. A field that is no option stays, but
+/// for a network card that the VM has already: the message has its name.
 pub fn name_option(error: &mut anyhow::Error, command: &Command, parsed: &ArgMatches) {
     let Some(problem) = error.downcast_mut::<Problem>() else { return };
     let Some(field) = &problem.field else { return };
     if let Some(option) = option_of(leaf(command, parsed), field) {
         problem.field = Some(option);
+    } else if field.starts_with("nics[") && !leaf_has(leaf(command, parsed), "nics") {
+        problem.field = None;
     }
+}
+
+fn leaf_has(command: &Command, id: &str) -> bool {
+    command.get_arguments().any(|argument| argument.get_id() == id)
 }
 
 /// The command that was given: the last of its words.
@@ -53,6 +60,10 @@ fn option_of(command: &Command, field: &str) -> Option<String> {
     };
     // The API counts from 0, people from 1.
     let place = index.strip_suffix(']')?.parse::<usize>().ok()? + 1;
+    // `vm launch` makes one disk, and has an option for each of its fields.
+    if list == "disks" && argument(list).is_none() {
+        return argument(if rest == "size" { "disk_size" } else { rest }).map(typed);
+    }
     // What a network card is connected to is not a level of its own in --nic.
     let rest = if rest == "backend" { "" } else { rest };
     let rest = rest.strip_prefix("backend.").unwrap_or(rest);
@@ -72,7 +83,10 @@ fn option_of_device(command: &Command, field: &str) -> Option<String> {
 fn typed(argument: &Arg) -> String {
     match argument.get_long() {
         Some(long) => format!("--{long}"),
-        None => argument.get_id().as_str().to_uppercase(),
+        None => match argument.get_value_names() {
+            Some([name, ..]) => name.to_string(),
+            _ => argument.get_id().as_str().to_uppercase(),
+        },
     }
 }
 
@@ -131,6 +145,18 @@ mod tests {
         assert_eq!(told(add, "backend.forwards[0]"), "--nic (forwards[0]): is wrong");
         let set = "vmseal vm set web --vcpus 2";
         assert_eq!(told(set, "labels"), "--label: is wrong");
+        assert_eq!(told("vmseal vm start web --dry-run", "nics[0].backend"), "is wrong");
+        assert_eq!(told("vmseal vm cdrom insert web /a.iso", "cdrom"), "ISO: is wrong");
+        let launch = "vmseal vm launch web --image debian";
+        for (field, option) in [
+            ("disks[0].size", "--disk-size"),
+            ("disks[0].image", "--image"),
+            ("disks[0].datastore", "--datastore"),
+            ("nics[0].backend", "--nic (the 1st)"),
+            ("policy", "--policy"),
+        ] {
+            assert_eq!(told(launch, field), format!("{option}: is wrong"));
+        }
         let policy = "vmseal policy create p --plain";
         for (field, option) in [
             ("limits.iops", "--iops"),

@@ -14,7 +14,7 @@ use zeroize::{Zeroize, Zeroizing};
 
 use crate::arguments::FirstBoot;
 use crate::disk_option::parts;
-use crate::exit::{Ended, Exit};
+use crate::exit::{Ended, Exit, text};
 use crate::passphrase::{self, Prompt};
 use crate::print;
 
@@ -28,7 +28,9 @@ const ROUNDS: u32 = 200_000;
 pub fn asked(options: &FirstBoot) -> anyhow::Result<Option<CloudInit>> {
     let FirstBoot { cloud_init, ssh_keys, password, password_file, user } = options;
     let password = match password_file {
-        Some(file) => Some(passphrase::from_file(file)?),
+        Some(file) => Some(
+            passphrase::from_file(file).map_err(|why| wrong_file("--password-file", file, &why))?,
+        ),
         None if *password => Some(passphrase::ask("Password", Prompt::Twice, "--password-file")?),
         None => None,
     };
@@ -86,7 +88,8 @@ fn documents(option: &str) -> anyhow::Result<CloudInit> {
             ),
         };
         ensure!(document.is_none(), "--cloud-init {option}: '{key}' is given twice");
-        *document = Some(read(Path::new(file))?);
+        *document =
+            Some(read(Path::new(file)).with_context(|| format!("--cloud-init {key}={file}"))?);
     }
     Ok(documents)
 }
@@ -108,11 +111,15 @@ fn read(file: &Path) -> anyhow::Result<SecretText> {
     Ok(text.into())
 }
 
+/// What is wrong with the file that an option names.
+fn wrong_file(option: &str, file: &Path, why: &anyhow::Error) -> Ended {
+    Ended::new(Exit::Usage, format!("{option} {}: {}", file.display(), text(why)))
+}
+
 /// The public keys in a file: lines, as `authorized_keys` has them.
 fn keys_of(file: &Path) -> anyhow::Result<Vec<String>> {
-    let text = read(file)?;
-    let usage =
-        |what: &str| Ended::new(Exit::Usage, format!("--ssh-key {}: {what}", file.display()));
+    let usage = |what: &str| wrong_file("--ssh-key", file, &anyhow::anyhow!("{what}"));
+    let text = read(file).map_err(|why| wrong_file("--ssh-key", file, &why))?;
     if text.expose().contains("PRIVATE KEY") {
         let public = PathBuf::from(format!("{}.pub", file.display()));
         let what = format!("this is a private key: give the public one ({})", public.display());
@@ -198,9 +205,20 @@ mod tests {
             (key(&private), "private key"),
             (key(&empty), "no key"),
             (FirstBoot { password: true, ..options() }, "--password-file"),
+            (with("user-data=/none"), "--cloud-init user-data=/none: cannot read"),
+            (
+                FirstBoot { ssh_keys: vec!["/none".into()], ..options() },
+                "--ssh-key /none: cannot read",
+            ),
+            (
+                FirstBoot { password_file: Some("/none".into()), ..options() },
+                "--password-file /none: cannot read",
+            ),
         ] {
-            let message = format!("{:#}", asked(&options).unwrap_err());
+            let error = asked(&options).unwrap_err();
+            let message = text(&error);
             assert!(message.contains(named), "{message}");
+            assert_eq!(Exit::of(&error), Exit::Usage, "{message}");
         }
     }
 

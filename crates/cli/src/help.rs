@@ -82,6 +82,9 @@ fn ending(page: &str) -> String {
 mod conventions;
 
 #[cfg(test)]
+mod documents;
+
+#[cfg(test)]
 mod tests {
     use std::path::PathBuf;
 

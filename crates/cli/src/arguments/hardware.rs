@@ -12,16 +12,16 @@ use super::cdrom::BootDevice;
 #[derive(Args, Default)]
 pub struct HardwareOptions {
     /// The firmware. UEFI keeps its variables on a small disk of the VM's, encrypted as its others; with secure boot
-    /// it starts only what is signed with Microsoft's keys. A guest is installed for one of BIOS and UEFI [default: bios, or
-    /// that of the domain that is imported]
+    /// it starts only what is signed with Microsoft's keys. A guest is installed for one of BIOS and UEFI [default: bios; of
+    /// an imported libvirt domain, its own]
     #[arg(long, value_enum)]
     pub firmware: Option<Firmware>,
-    /// The processor's model: `host`, or a name that QEMU on the host knows [default: that of the domain that is
-    /// imported; else host under KVM, and max without it]
+    /// The processor's model: `host`, or a name that QEMU on the host knows [default: host under KVM,
+    /// max without it; of an imported libvirt domain, its own]
     #[arg(long, value_name = "MODEL")]
     pub cpu_model: Option<String>,
     /// What the guest's memory is made of: `hugepages` are pages of 2 MiB that the host has set aside, and all are
-    /// taken when the VM starts [default: pages, or those of the domain that is imported]
+    /// taken when the VM starts [default: pages; of an imported libvirt domain, its own]
     #[arg(long, value_enum)]
     pub memory_backing: Option<Backing>,
     /// Give it a TPM 2.0. What the TPM keeps is encrypted, so the VM needs a policy that encrypts

@@ -19,9 +19,11 @@ mod lab;
 mod nic;
 mod passphrase;
 mod policy;
+mod prove;
 mod provider;
 mod server;
 mod shell;
+mod snapshot;
 mod task;
 mod vm;
 mod wait;
@@ -48,9 +50,11 @@ pub use self::lab::Lab;
 pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
 pub use self::policy::{Policy, SetPolicy};
+pub use self::prove::Prove;
 pub use self::provider::Provider;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
+pub use self::snapshot::Snapshot;
 pub use self::task::Task;
 pub use self::vm::{FirstBoot, Import, Launch, OnOff, SetVm, Ssh, Top, TopOrder, Vm};
 pub use self::wait::{DryRun, Wait};
@@ -103,6 +107,9 @@ pub enum Command {
     /// Network cards
     #[command(subcommand, visible_alias = "nics")]
     Nic(Nic),
+    /// Snapshots of virtual machines
+    #[command(subcommand, visible_alias = "snapshots")]
+    Snapshot(Snapshot),
     /// Images of systems on this machine, to fill disks from
     #[command(subcommand, visible_alias = "images")]
     Image(Image),

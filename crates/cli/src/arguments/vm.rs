@@ -9,7 +9,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use super::hardware::HardwareOptions;
 use super::wait::duration;
-use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Show, Vnc, Wait};
+use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Prove, Show, Vnc, Wait};
 use crate::size::parse_size;
 
 #[derive(Subcommand)]
@@ -66,13 +66,16 @@ pub enum Vm {
     },
     /// Create a VM from images or a libvirt domain, and encrypt it on the way
     Import(Import),
-    /// Power a VM on
+    /// Power a VM on; a suspended one goes on where it was
     Start {
         /// Name or id
         name: String,
         /// What its firmware tries first this time; when the guest is reset or reboots, the usual order holds
         #[arg(long, value_enum, value_name = "DEVICE")]
         boot_once: Option<BootDevice>,
+        /// Give the saved memory of a suspended VM up and boot from its disks, which are as after a power cut
+        #[arg(long)]
+        discard_memory: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -124,12 +127,53 @@ pub enum Vm {
         #[command(flatten)]
         dry_run: DryRun,
     },
+    /// Save the memory of a VM, sealed with the VM's key, and power the VM off; `resume` has it go on
+    ///
+    /// The memory is kept beside the VM's first disk. Of a VM without a key it is kept in the clear, as its disks are.
+    /// Until the VM is resumed, nothing of its disks and its machine can change.
+    Suspend {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Have a suspended VM go on where it was
+    Resume {
+        /// Name or id
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Let a paused VM go on
     Unpause {
         /// Name or id
         name: String,
         #[command(flatten)]
         dry_run: DryRun,
+    },
+    /// Clone a VM that is off, or a snapshot of one that may run
+    ///
+    /// The clone has disks of its own that hold the same, encrypted with keys of its own, other addresses of its network
+    /// cards and an empty TPM. Forwarded ports of the host are chosen when it starts. Its guest is what the other one was,
+    /// with its host name and keys: data for cloud-init makes new ones in images that use it.
+    Clone {
+        /// The VM's name or id
+        vm: String,
+        /// The clone's name
+        name: String,
+        /// Clone what this snapshot keeps
+        #[arg(long, value_name = "NAME")]
+        snapshot: Option<String>,
+        #[command(flatten)]
+        first_boot: FirstBoot,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
     },
     /// Encrypt VMs that are there, off or running
     ///
@@ -193,6 +237,12 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Read the bytes of a VM on its datastores, and report whether they are encrypted; it may run
+    ///
+    /// The host reads disks, layers of snapshots, replicas, what a TPM keeps and suspended memory as they are stored, and
+    /// signs what it has found. Sectors must look like ciphertext and decrypt with the disk's key, and headers must open
+    /// with the VM's key. The exit status is 0 only for `encrypted`. What that proves, and what not: docs/proof.md.
+    Prove(Prove),
     /// Create a VM from an image, start it, and wait until its SSH server answers
     Launch(Launch),
     /// Log in to a running VM by SSH, or run a command there

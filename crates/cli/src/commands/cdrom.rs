@@ -6,6 +6,7 @@ use vmseal_api::model::Vm;
 use vmseal_api::request::SetVm;
 
 use crate::arguments::{self, Output};
+use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
 
 pub async fn run(
@@ -20,7 +21,10 @@ pub async fn run(
     let path = format!("vms/{name}");
     if medium.is_none() {
         let vm: Vm = server.get(&path).await?;
-        anyhow::ensure!(vm.hardware.cdrom.is_some(), "VM '{}' has no CD-ROM drive", vm.name);
+        if vm.hardware.cdrom.is_none() {
+            let message = format!("VM '{}' has no CD-ROM drive", vm.name);
+            return Err(Ended::new(Exit::Conflict, message).into());
+        }
     }
     let request = SetVm { cdrom: Some(Cdrom { medium }), ..SetVm::default() };
     if dry_run.dry_run {

@@ -26,10 +26,10 @@ pub async fn run(server: &ServerClient, verb: Guest) -> anyhow::Result<()> {
     match server.post(&format!("vms/{name}/guest"), &command).await? {
         GuestAnswer::Pong => print::line(&format!("the guest agent of {name} answers")),
         GuestAnswer::Frozen { file_systems } => print::line(&format!(
-            "{file_systems} file systems of {name} are frozen; to go on: vmseal vm guest fsthaw {name}"
+            "file systems of {name} that are frozen: {file_systems}; to go on: vmseal vm guest fsthaw {name}"
         )),
         GuestAnswer::Thawed { file_systems } => {
-            print::line(&format!("{file_systems} file systems of {name} are thawed"))
+            print::line(&format!("file systems of {name} that were thawed: {file_systems}"))
         }
         GuestAnswer::Ended { status, signal, stdout, stderr, truncated } => {
             std::io::stdout().write_all(&STANDARD.decode(stdout)?)?;

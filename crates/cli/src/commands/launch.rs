@@ -1,6 +1,6 @@
 //! `vmseal vm launch`: a VM from an image, created, started, and waited for until it is reached by SSH.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -40,9 +40,11 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         given => nic_option::parse_all(given)?,
     };
     let datastore = datastore(server, options.datastore.as_deref()).await?;
-    let (image, format) = image_of(&options, options.dry_run.dry_run)?;
+    let image = image_of(&options)?;
+    let is_there = image.is_some();
+    let (image, format) = image.unzip();
     first_boot::warn_if_plain(server, &options.policy).await;
-    let request = CreateVm {
+    let mut request = CreateVm {
         name: options.name.clone(),
         policy: options.policy.clone(),
         vcpus: options.vcpus,
@@ -51,8 +53,8 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
             name: "disk0".to_owned(),
             datastore,
             size: options.disk_size,
-            image: Some(image),
-            format: Some(format),
+            image,
+            format,
             force: false,
         }],
         nics,
@@ -64,8 +66,19 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     };
     if options.dry_run.dry_run {
         let mut plan = server.try_post("vms", &request).await?;
+        if !is_there {
+            plan.steps.insert(0, format!("build the image '{DEBIAN}', which takes some minutes"));
+        }
         plan.steps.push("start it, and wait until its SSH server answers".to_owned());
         return plan::show(output, &plan);
+    }
+    if !is_there {
+        // What is refused is refused before the minutes that the image takes.
+        server.try_post("vms", &request).await?;
+        let built = image::debian()?;
+        for disk in &mut request.disks {
+            (disk.image, disk.format) = (Some(built.clone()), Some(ImageFormat::Raw));
+        }
     }
     // Only the VM is printed as a document: one result.
     let quiet = Output::Table;
@@ -109,28 +122,21 @@ async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result
     }
 }
 
-/// The file to fill the disk from. Debian's is built if it is missing, but not by a dry run.
-fn image_of(options: &Launch, dry_run: bool) -> anyhow::Result<(std::path::PathBuf, ImageFormat)> {
+/// The file to fill the disk from; none for Debian's where it must be built first.
+fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
     let image = &options.image;
     if !images::is_name(image) {
         let format = options.format.or_else(|| format_of(image)).with_context(|| {
             format!("give the format of {}: --format raw or --format qcow2", image.display())
         })?;
-        return Ok((std::path::absolute(image)?, format));
+        return Ok(Some((std::path::absolute(image)?, format)));
     }
     let name = image.to_string_lossy();
     let directory = images::directory()?;
-    match images::find(&directory, &name) {
-        Ok(found) => Ok(found),
-        Err(_)
-            if name == DEBIAN
-                && !dry_run
-                && !images::list(&directory)?.iter().any(|it| it.name == DEBIAN) =>
-        {
-            Ok((image::debian()?, ImageFormat::Raw))
-        }
-        Err(error) => Err(error),
+    if name == DEBIAN && !images::list(&directory)?.iter().any(|it| it.name == DEBIAN) {
+        return Ok(None);
     }
+    images::find(&directory, &name).map(Some)
 }
 
 /// What a file's name says of its format; its content could be a guest's.

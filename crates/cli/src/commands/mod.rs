@@ -25,11 +25,13 @@ mod nic;
 mod policy;
 mod processes;
 mod progress;
+mod prove;
 mod provider;
 mod provider_secret;
 mod reconnect;
 mod replica;
 mod server_backup;
+mod snapshot;
 mod ssh;
 mod task;
 mod top;
@@ -87,6 +89,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Vm(verb) => vm::run(server, output, verb).await,
         Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Nic(verb) => nic::run(&server, output, verb).await,
+        Command::Snapshot(verb) => snapshot::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
             log_level::run(&server, output, "log-level", levels).await

@@ -145,7 +145,7 @@ pub async fn restore(
     match output {
         Output::Table | Output::Csv => {
             print::line(&format!(
-                "restored into {}, as of {}: {} hosts, {} key providers, {} policies, {} VMs",
+                "restored into {}, as of {}: hosts: {}, key providers: {}, policies: {}, VMs: {}",
                 shown.data_dir, shown.made, shown.hosts, shown.providers, shown.policies, shown.vms
             ))?;
         }

@@ -8,7 +8,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CreateVm, DecryptVm, EncryptVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
@@ -98,9 +98,9 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }
         arguments::Vm::Import(options) => import::run(server, output, options).await,
-        arguments::Vm::Start { name, boot_once, dry_run, wait } => {
+        arguments::Vm::Start { name, boot_once, discard_memory, dry_run, wait } => {
             let path = format!("vms/{name}/start");
-            let request = StartVm { boot_once: boot_once.map(|device| device.0) };
+            let request = StartVm { boot_once: boot_once.map(|device| device.0), discard_memory };
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Stop { name, force, grace_period, dry_run, wait } => {
@@ -108,6 +108,20 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = StopVm { force, timeout_seconds };
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
+        }
+        arguments::Vm::Clone { vm, name, snapshot, first_boot, dry_run, wait } => {
+            let cloud_init = first_boot::asked(&first_boot)?;
+            let request = CloneVm { name, snapshot, cloud_init };
+            let path = format!("vms/{vm}/clone");
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Suspend { name, dry_run, wait } => {
+            let path = format!("vms/{name}/suspend");
+            task::begin(server, output, &path, &serde_json::json!({}), &dry_run, &wait).await
+        }
+        arguments::Vm::Resume { name, dry_run, wait } => {
+            let path = format!("vms/{name}/resume");
+            task::begin(server, output, &path, &serde_json::json!({}), &dry_run, &wait).await
         }
         arguments::Vm::Encrypt { vms, policy, provider, dry_run, wait } => {
             let request = EncryptVm { policy, provider };
@@ -121,6 +135,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider, deep });
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
+        arguments::Vm::Prove(prove) => super::prove::run(server, output, prove).await,
         arguments::Vm::Launch(options) => launch::run(server, output, options).await,
         arguments::Vm::Ssh(options) => ssh::run(server, options).await,
         // Above.

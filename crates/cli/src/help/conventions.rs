@@ -25,6 +25,8 @@ const READING: &[&str] = &[
     "policy show",
     "provider list",
     "provider show",
+    "snapshot list",
+    "snapshot show",
     "task list",
     "task show",
     "task wait",

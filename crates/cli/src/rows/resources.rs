@@ -10,8 +10,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Task, TaskState,
-    Vm,
+    Alarm, Datastore, Disk, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot, Task,
+    TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -81,6 +81,26 @@ impl Row for Provider {
     }
     fn order(&self, other: &Self) -> Ordering {
         self.name.cmp(&other.name)
+    }
+}
+
+impl Row for Snapshot {
+    const PLURAL: &'static str = "snapshots";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("current", |it| Cell::YesNo(it.current)),
+        usual("parent", |it| it.parent.clone().into()),
+        usual("created", |it| Cell::Time(it.created)),
+        usual("state", |it| word(&it.state).into()),
+        usual("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
+        more("id", |it| it.id.to_string().into()),
+        more("vm", |it| (&it.vm).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.id.cmp(&other.id)
     }
 }
 
