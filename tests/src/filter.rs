@@ -189,6 +189,7 @@ fn configuration(
             beside: None,
             import: None,
             export: None,
+            merge: None,
         }],
     })
 }

@@ -129,6 +129,11 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
             assert!(message.contains(said), "{more:?}: {message}");
         }
     }
+    // A model that nobody typed is the policy's.
+    here.vmseal(&["policy", "create", "old", "--encrypt", "--cpu-model", "i860"]).unwrap();
+    let create = ["vm", "create", "web", "--policy", "old"];
+    let message = here.refused(&[&create[..], &EMPTY].concat()).unwrap();
+    assert!(message.contains("--policy: 'old' gives VMs the processor model 'i860'"), "{message}");
     let named = "datastore=local,size=1MiB,name=uefi-variables";
     let create =
         ["vm", "create", "web", "--policy", "plain", "--firmware", "uefi", "--disk", named];

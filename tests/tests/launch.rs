@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use vmseal_tests::installation::{Installation, text};
 
@@ -36,6 +37,17 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let said =
         here.refused(&["vm", "launch", "web1", "--image=none", "--ssh-key", public]).unwrap();
     assert!(said.contains("no image 'none'"), "{said}");
+    // The image of Debian is built only for a VM that would be made.
+    let debian = ["vm", "launch", "web1", "--image=debian", "--ssh-key", public];
+    let said = here.refused(&[&debian[..], &["--policy=none"]].concat()).unwrap();
+    assert!(said.contains("none") && !said.contains("building"), "{said}");
+    if !Path::new("/var/lib/vmseal/images/debian.raw").exists() {
+        let plan = here.vmseal(&[&debian[..], &["--dry-run"]].concat()).unwrap();
+        assert!(plan.contains("1. build the image 'debian'"), "{plan}");
+    }
+    let more = ["--ssh-key", public, "--dry-run"];
+    let said = here.refused(&command("/none/a.raw", &more)).unwrap();
+    assert!(said.contains("--image: /none/a.raw: "), "{said}");
     let plan = here.vmseal(&command(image, &["--ssh-key", public, "--dry-run"])).unwrap();
     assert!(plan.contains("wait until its SSH server answers"), "{plan}");
     assert_eq!(here.json(&["vm", "list"]).unwrap(), serde_json::json!([]));

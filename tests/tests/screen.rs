@@ -96,5 +96,12 @@ fn a_debian_guest_runs_programs_and_freezes_its_file_systems() {
     assert!(frozen.contains("are frozen"), "{frozen}");
     let thawed = here.vmseal(&["vm", "guest", "fsthaw", "web"]).unwrap();
     assert!(thawed.contains("are thawed"), "{thawed}");
+    // A snapshot does both.
+    here.vmseal(&["snapshot", "create", "web", "quiet"]).unwrap();
+    let quiet = here.json(&["snapshot", "show", "web", "quiet"]).unwrap();
+    assert_eq!(quiet["quiesced"], true, "{quiet}");
+    let wrote = run(&["/bin/sh", "-c", "echo goes on >/root/after && sync && cat /root/after"]);
+    assert_eq!(&wrote.stdout[..], b"goes on\n");
+    here.vmseal(&["snapshot", "delete", "web", "quiet"]).unwrap();
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 }

@@ -96,6 +96,9 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     for vm in ["cold", "bare", "open"] {
         stop(&here, vm);
     }
+    // What it holds then is the count of one boot.
+    here.vmseal(&["snapshot", "create", "cold", "first"]).unwrap();
+    here.vmseal(&["snapshot", "create", "cold", "second"]).unwrap();
     let bare = here.vm("bare").unwrap()["id"].as_str().unwrap().to_owned();
     let before = here.vm("cold").unwrap();
     let guests = here.guest_processes("qemu-system-x86_64");
@@ -187,6 +190,15 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     stop(&here, "web");
     for vm in ["web", "cold", "bare", "open"] {
         assert_eq!(here.boot_counter(vm).unwrap(), 2, "{vm}: what its guest wrote is gone");
+    }
+    // Its snapshots were adopted with it.
+    let second = here.json(&["snapshot", "show", "cold", "second"]).unwrap();
+    assert_eq!((&second["parent"], &second["current"]), (&"first".into(), &true.into()));
+    stop(&here, "cold");
+    here.vmseal(&["snapshot", "revert", "cold", "first"]).unwrap();
+    assert_eq!(here.boot_counter("cold").unwrap(), 2, "it was not reverted");
+    for snapshot in ["first", "second"] {
+        here.vmseal(&["snapshot", "delete", "cold", snapshot]).unwrap();
     }
     // They are VMs like all others.
     stop(&here, "cold");

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use vmseal_iofilter::layers::crypt::xts::{self, SECTOR, Xts, XtsError};
+use vmseal_secret::xts::{self, SECTOR, Xts, XtsError};
 
 use crate::load::{Direction, Workload};
 

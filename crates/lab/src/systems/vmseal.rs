@@ -69,6 +69,7 @@ impl Vmseal {
             beside: None,
             import: None,
             export: None,
+            merge: None,
         }
     }
 

@@ -1,0 +1,101 @@
+//! Proofs that VMs are encrypted: of a running VM with a snapshot, of one that is off, of one in the clear, and of one
+//! with a single sector in the clear.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use vmseal_tests::installation::Installation;
+use vmseal_tests::shell_guest::{self, booted};
+
+const VM: &str = "web";
+
+/// Where the data of an encrypted disk begins in its image, in bytes.
+const HEADER: u64 = 16 << 20;
+
+const SECTOR: u64 = 4096;
+
+/// A proof that does not end well: its exit status, and what it prints.
+fn refused(here: &Installation, arguments: &[&str]) -> (i32, String, String) {
+    let output = here.try_vmseal(&[&["vm", "prove", VM], arguments].concat()).unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
+/// The last proof.
+fn last(here: &Installation) -> serde_json::Value {
+    // The exit status is that of the verdict.
+    serde_json::from_str(&refused(here, &["--last", "-o", "json"]).1).unwrap()
+}
+
+#[test]
+fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, VM, "encrypted", &[]).unwrap();
+    let console = booted(&here, VM).unwrap();
+    here.vmseal(&["snapshot", "create", VM, "one"]).unwrap();
+    let none = refused(&here, &["--last"]);
+    assert!(none.2.contains("has no proof yet"), "{none:?}");
+    let shown = here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
+    assert!(shown.starts_with(&format!("VM {VM}: encrypted; every byte was read")), "{shown}");
+    assert!(shown.contains("signed by host"), "{shown}");
+
+    let proof = last(&here);
+    let report = &proof["report"];
+    assert_eq!(report["verdict"], "encrypted", "{report}");
+    let images = report["images"].as_array().unwrap();
+    let kinds: Vec<_> = images.iter().map(|image| image["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["image", "layer"], "{report}");
+    for image in images {
+        assert_eq!(image["header"]["authentic"], true, "{image}");
+        assert_eq!(image["header"]["keys"][0], report["key"], "{image}");
+        assert_eq!((&image["data"]["clear"], &image["data"]["equal"]), (&0.into(), &0.into()));
+    }
+    assert!(images[0]["data"]["opened"].as_u64().unwrap() > 1000, "{report}");
+    // What is signed is what is shown.
+    let signed: serde_json::Value =
+        serde_json::from_str(proof["signed"]["report"].as_str().unwrap()).unwrap();
+    assert_eq!(&signed, report);
+    assert!(proof["signed"]["signature"]["certificate"].as_str().unwrap().contains("CERTIFICATE"));
+
+    // Off, a sample of the same seed reads the same.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    drop(console);
+    let shown = here.vmseal(&["vm", "prove", VM, "--seed", "7"]).unwrap();
+    assert!(shown.contains("a sample was read (seed 7)"), "{shown}");
+
+    // Somebody writes a sector in the clear into the image, where the disk has data.
+    let path = here.images(VM).unwrap()[0].clone();
+    let image = File::options().read(true).write(true).open(&path).unwrap();
+    let mut sector = [0; SECTOR as usize];
+    let has_data = |number: &u64| {
+        let mut bytes = [0; SECTOR as usize];
+        image.read_exact_at(&mut bytes, HEADER + number * SECTOR).unwrap();
+        bytes.iter().any(|byte| *byte != 0)
+    };
+    let number = (100..).find(has_data).unwrap();
+    let text = b"what the guest has written, in the clear\n";
+    sector.chunks_mut(text.len()).for_each(|part| part.copy_from_slice(&text[..part.len()]));
+    image.write_all_at(&sector, HEADER + number * SECTOR).unwrap();
+    let found = refused(&here, &["--all"]);
+    assert!(found.0 == 1 && found.2.contains("is not encrypted"), "{found:?}");
+    let report = last(&here)["report"].clone();
+    assert_eq!(report["verdict"], "not_encrypted", "{report}");
+    let data = &report["images"][0]["data"];
+    assert_eq!(data["clear"], 1, "{data}");
+    assert_eq!(data["findings"][0]["sector"], number, "{data}");
+    assert_eq!(data["findings"][0]["offset"], HEADER + number * SECTOR, "{data}");
+    let events = here.json(&["events", "--kind", "vm.proved"]).unwrap();
+    assert_eq!(events.as_array().unwrap().len(), 3, "{events}");
+}
+
+#[test]
+fn a_vm_in_the_clear_is_not_encrypted() {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, VM, "plain", &[]).unwrap();
+    let (status, shown, _) = refused(&here, &[]);
+    assert!(status == 1 && shown.contains("not encrypted; no header"), "{shown}");
+    let planned = here.vmseal(&["vm", "prove", VM, "--dry-run"]).unwrap();
+    assert!(planned.contains("read the files of the VM"), "{planned}");
+}

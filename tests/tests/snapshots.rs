@@ -1,0 +1,270 @@
+//! Snapshots of a VM whose guest writes: what they keep comes back, what the guest writes is not lost, and nothing is in the
+//! clear; not when the agent, the filter or the server dies meanwhile.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::Duration;
+
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{self, booted, run};
+
+const VM: &str = "web";
+
+/// Places of the guest's disk that its system does not use, in MiB from the beginning.
+const TEXT_AT: u32 = 60;
+const COUNTER_AT: u32 = 61;
+
+fn started(policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    let more = ["--disk", "name=data,datastore=local,size=32MiB"];
+    shell_guest::start(&here, VM, policy, &more).unwrap();
+    let console = booted(&here, VM).unwrap();
+    (here, console)
+}
+
+/// The guest writes a text to both of its disks.
+fn write(console: &mut Console, text: &str) {
+    let to = |disk: &str, at: u32| {
+        format!("echo {text} | dd of=/dev/{disk} bs=1M seek={at} conv=notrunc,fsync 2>/dev/null")
+    };
+    let both = format!("{}; {}", to("vda", TEXT_AT), to("vdb", 5));
+    run(console, &format!("{both}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
+}
+
+/// The guest reads the same text from both of its disks.
+fn reads(console: &mut Console, text: &str) {
+    run(console, "echo 3 >/proc/sys/vm/drop_caches; echo DROPPED-$((6 * 7))", "DROPPED-42")
+        .unwrap();
+    for (disk, at) in [("vda", TEXT_AT), ("vdb", 5)] {
+        let read = format!("dd if=/dev/{disk} bs=1M skip={at} count=1 2>/dev/null | head -n 1");
+        run(console, &read, text).unwrap();
+    }
+}
+
+/// The guest writes numbers, reads each again from the disk, and says which one was lost.
+fn count(console: &mut Console) {
+    let block = COUNTER_AT * 2048;
+    let body = format!(
+        "i=$((i + 1)); printf '%-511s\\n' N-$i | dd of=/dev/vda bs=512 seek={block} conv=notrunc,fsync 2>/dev/null; \
+         echo 1 >/proc/sys/vm/drop_caches; r=$(dd if=/dev/vda bs=512 skip={block} count=1 2>/dev/null); \
+         case $r in N-$i\\ *) ;; *) echo LOST-$i;; esac"
+    );
+    let begin = format!("(i=0; while [ ! -e /stop ]; do {body}; done; echo COUNTED-$i) &");
+    run(console, &format!("rm -f /stop; {begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
+}
+
+fn stop_counting(console: &mut Console) {
+    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
+    assert!(!console.has_said("LOST-"), "the guest has lost what it wrote");
+}
+
+/// The files in the VM's directory.
+fn files(here: &Installation) -> Vec<PathBuf> {
+    let images = here.images(VM).unwrap();
+    let home = images[0].parent().unwrap();
+    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+/// Those of layers: overlays, notes, locks.
+fn of_layers(here: &Installation) -> Vec<PathBuf> {
+    let of_layers = |file: &PathBuf| {
+        let extension = file.extension().unwrap_or_default().to_string_lossy().into_owned();
+        extension == "layers" || extension == "merge" || extension.starts_with("layer-")
+    };
+    files(here).into_iter().filter(of_layers).collect()
+}
+
+fn is_in_the_clear(here: &Installation, text: &str) -> bool {
+    files(here).iter().any(|file| {
+        std::fs::read(file).unwrap().windows(text.len()).any(|part| part == text.as_bytes())
+    })
+}
+
+fn snapshot(here: &Installation, arguments: &[&str]) {
+    here.vmseal(&[&["snapshot"], arguments].concat()).unwrap();
+}
+
+fn names(here: &Installation) -> Vec<String> {
+    let listed = here.json(&["snapshot", "list", VM]).unwrap();
+    let name = |it: &serde_json::Value| it["name"].as_str().unwrap().to_owned();
+    listed.as_array().unwrap().iter().map(name).collect()
+}
+
+fn restarted(here: &Installation) -> Console {
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    booted(here, VM).unwrap()
+}
+
+fn stop(here: &Installation, console: Console) {
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    drop(console);
+}
+
+#[test]
+fn what_snapshots_keep_comes_back_and_is_ciphertext() {
+    let (mut here, mut console) = started("encrypted");
+    write(&mut console, "TEXT-OF-ONE");
+    let planned = here.vmseal(&["snapshot", "create", VM, "one", "--dry-run"]).unwrap();
+    assert!(planned.contains("keep what the disks hold"), "{planned}");
+    assert_eq!(names(&here), Vec::<String>::new());
+    count(&mut console);
+    snapshot(&here, &["create", VM, "one", "--description", "the first"]);
+    stop_counting(&mut console);
+    write(&mut console, "TEXT-OF-TWO");
+    snapshot(&here, &["create", VM, "two"]);
+    write(&mut console, "TEXT-OF-NOW");
+    reads(&mut console, "TEXT-OF-NOW");
+    assert_eq!(names(&here), ["one", "two"]);
+    let one = here.json(&["snapshot", "show", VM, "one"]).unwrap();
+    assert_eq!((&one["state"], &one["current"]), (&"ready".into(), &false.into()), "{one}");
+    // The guest has no agent that could freeze anything.
+    assert_eq!(one["quiesced"], false, "{one}");
+    assert_eq!(one["disks"].as_array().unwrap().len(), 2, "{one}");
+    let two = here.json(&["snapshot", "show", VM, "two"]).unwrap();
+    assert_eq!((&two["parent"], &two["current"]), (&"one".into(), &true.into()), "{two}");
+    // What layers cannot take.
+    for refused in [
+        &["snapshot", "revert", VM, "one"][..],
+        &["snapshot", "create", VM, "two"],
+        &["snapshot", "delete", VM, "three"],
+        &["disk", "resize", VM, "data", "--size", "64MiB"],
+        &["disk", "remove", VM, "data"],
+        &["vm", "recrypt", VM, "--deep"],
+        &["vm", "decrypt", VM, "--policy", "plain", "--yes"],
+    ] {
+        let answer = here.try_vmseal(refused).unwrap();
+        assert!(!answer.status.success(), "{refused:?} was done");
+    }
+    for text in ["TEXT-OF-ONE", "TEXT-OF-TWO", "TEXT-OF-NOW"] {
+        assert!(!is_in_the_clear(&here, text), "{text} is in the clear");
+    }
+    // The agent finds the layers when it adopts the VM, and so does the next filter.
+    here.kill_agent();
+    here.start_agent().unwrap();
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    eventually("the guest is served", || {
+        here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+    })
+    .unwrap();
+    drop(console);
+    console = here.console(VM).unwrap();
+    reads(&mut console, "TEXT-OF-NOW");
+    stop(&here, console);
+
+    // Another key opens all of it.
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    snapshot(&here, &["revert", VM, "one"]);
+    let mut console = restarted(&here);
+    reads(&mut console, "TEXT-OF-ONE");
+    write(&mut console, "TEXT-OF-BRANCH");
+    snapshot(&here, &["create", VM, "branch"]);
+    let branch = here.json(&["snapshot", "show", VM, "branch"]).unwrap();
+    assert_eq!(branch["parent"], "one", "{branch}");
+    stop(&here, console);
+    snapshot(&here, &["revert", VM, "two"]);
+    let mut console = restarted(&here);
+    reads(&mut console, "TEXT-OF-TWO");
+    write(&mut console, "TEXT-OF-NOW");
+
+    // While the guest runs, and with the image alone at the end.
+    count(&mut console);
+    for name in ["one", "branch", "two"] {
+        snapshot(&here, &["delete", VM, name]);
+    }
+    stop_counting(&mut console);
+    reads(&mut console, "TEXT-OF-NOW");
+    assert_eq!(names(&here), Vec::<String>::new());
+    assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
+    assert!(!is_in_the_clear(&here, "TEXT-OF-NOW"));
+    stop(&here, console);
+    reads(&mut restarted(&here), "TEXT-OF-NOW");
+    here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
+}
+
+/// The same of a VM that is off, plain, and with a large layer.
+#[test]
+fn a_vm_that_is_off_has_snapshots_too() {
+    let (here, mut console) = started("plain");
+    write(&mut console, "TEXT-OF-ONE");
+    stop(&here, console);
+    snapshot(&here, &["create", VM]);
+    assert_eq!(names(&here), ["snapshot-1"]);
+    let mut console = restarted(&here);
+    // More than is merged while a guest waits.
+    let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M count=24 conv=fsync 2>/dev/null; sha1sum /dev/vdb | cut -c1-40 >/sum";
+    run(&mut console, &format!("{fill}; echo FILLED-$((6 * 7))"), "FILLED-42").unwrap();
+    count(&mut console);
+    snapshot(&here, &["delete", VM, "snapshot-1"]);
+    stop_counting(&mut console);
+    let check = "echo 3 >/proc/sys/vm/drop_caches; sha1sum /dev/vdb | cut -c1-40 | cmp - /sum && echo SAME-$((6 * 7))";
+    run(&mut console, check, "SAME-42").unwrap();
+    assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
+    snapshot(&here, &["create", VM, "kept"]);
+    write(&mut console, "TEXT-OF-NOW");
+    stop(&here, console);
+    snapshot(&here, &["revert", VM, "kept"]);
+    run(&mut restarted(&here), "sha1sum /dev/vdb | cut -c1-40", "").unwrap();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    snapshot(&here, &["delete", VM, "kept"]);
+    assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
+    snapshot(&here, &["create", VM, "last"]);
+    let home = here.images(VM).unwrap()[0].parent().unwrap().to_owned();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    assert!(!home.exists(), "something of the VM is left");
+}
+
+/// Whatever dies while a snapshot is taken or deleted, the task goes on or is undone, and the guest has lost nothing.
+#[test]
+fn what_dies_while_snapshots_change_loses_nothing() {
+    let (mut here, mut console) = started("encrypted");
+    write(&mut console, "TEXT-OF-NOW");
+    for (round, milliseconds) in [10, 60, 120, 200, 300, 450].into_iter().enumerate() {
+        count(&mut console);
+        let take = names(&here).is_empty();
+        let change = match take {
+            true => ["snapshot", "create", VM, "one", "--no-wait"],
+            false => ["snapshot", "delete", VM, "one", "--no-wait"],
+        };
+        let task = here.json(&change).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        match round / 2 % 3 {
+            0 => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            1 => {
+                here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+            }
+            _ => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        assert_eq!(names(&here).is_empty(), take != ended.status.success(), "{ended:?}");
+        eventually("the guest is served", || {
+            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+        })
+        .unwrap();
+        // The agent or the server may have ended the connection.
+        drop(console);
+        console = here.console(VM).unwrap();
+        stop_counting(&mut console);
+        reads(&mut console, "TEXT-OF-NOW");
+    }
+    for name in names(&here) {
+        snapshot(&here, &["delete", VM, &name]);
+    }
+    // Attempts that were undone have left nothing either.
+    snapshot(&here, &["create", VM, "last"]);
+    snapshot(&here, &["delete", VM, "last"]);
+    assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
+    reads(&mut console, "TEXT-OF-NOW");
+    stop(&here, console);
+    reads(&mut restarted(&here), "TEXT-OF-NOW");
+}

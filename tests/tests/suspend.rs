@@ -1,0 +1,221 @@
+//! VMs that are suspended: what their guests had in memory is there again when they are resumed, is in no file in the clear, and is not lost
+//! when a process dies meanwhile.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{self, booted, run};
+
+const VM: &str = "web";
+
+/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
+const SECRET: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-7351");
+
+/// The place of the guest's number on its disk, in sectors: its system does not use it.
+const NUMBER_AT: u32 = 60 * 2048;
+
+/// A guest that counts in its memory and on its disk.
+fn started(policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, VM, policy, &[]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    let (one, two) = SECRET;
+    run(&mut console, &format!("m={one}; m=$m{two}; n=0; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    (here, console)
+}
+
+/// The guest counts on by one, in its memory and on its disk, and finds both equal before that.
+fn counts(console: &mut Console, from: u32) {
+    let disk = format!("dd if=/dev/vda bs=512 skip={NUMBER_AT} count=1 2>/dev/null | tr -dc 0-9");
+    let to = format!("dd of=/dev/vda bs=512 seek={NUMBER_AT} conv=notrunc,fsync 2>/dev/null");
+    if from > 0 {
+        let drop = "echo 3 >/proc/sys/vm/drop_caches";
+        run(
+            console,
+            &format!("{drop}; echo DISK-$({disk})-RAM-$n-"),
+            &format!("DISK-{from}-RAM-{from}-"),
+        )
+        .unwrap();
+    }
+    let next = from + 1;
+    let count = format!("n=$((n + 1)); printf '%-511s\\n' $n | {to}; echo COUNTED-$n-");
+    run(console, &count, &format!("COUNTED-{next}-")).unwrap();
+}
+
+fn home(here: &Installation) -> PathBuf {
+    here.images(VM).unwrap()[0].parent().unwrap().to_owned()
+}
+
+fn memory(here: &Installation) -> PathBuf {
+    home(here).join("vm.memory")
+}
+
+fn is_in_the_clear(here: &Installation) -> bool {
+    let text = format!("{}{}", SECRET.0, SECRET.1).into_bytes();
+    let files = std::fs::read_dir(home(here)).unwrap().map(|entry| entry.unwrap().path());
+    files.filter(|file| file.is_file()).any(|file| {
+        let content = std::fs::read(file).unwrap();
+        content.windows(text.len()).any(|part| part == text)
+    })
+}
+
+/// How the file has its key (docs/formats/sealed-file.md).
+fn key_slot(here: &Installation) -> u8 {
+    std::fs::read(memory(here)).unwrap()[512]
+}
+
+fn suspend(here: &Installation, console: Console) {
+    here.vmseal(&["vm", "suspend", VM]).unwrap();
+    drop(console);
+}
+
+fn resume(here: &Installation) -> Console {
+    here.vmseal(&["vm", "resume", VM]).unwrap();
+    here.console(VM).unwrap()
+}
+
+fn is_off_and_saved(here: &Installation) {
+    assert_eq!(here.vm(VM).unwrap()["power"], "suspended");
+    assert!(memory(here).exists() && !home(here).join("vm.memory.creating").exists());
+    for process in ["qemu-system-x86_64", "vmseal-filter"] {
+        assert!(here.processes_of(VM, process).unwrap().is_empty(), "{process} lives");
+    }
+}
+
+#[test]
+fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    is_off_and_saved(&here);
+    assert!(!is_in_the_clear(&here), "the memory is in the clear");
+    assert_eq!(key_slot(&here), 1, "the file's key is wrapped under the VM's");
+    // What would change what its guest knows is refused, with the way out.
+    for change in [
+        &["vm", "stop", VM, "--force"][..],
+        &["disk", "add", VM, "--disk", "name=more,datastore=local,size=8MiB"],
+        &["snapshot", "create", VM, "one"],
+        &["vm", "recrypt", VM],
+        &["vm", "delete", VM],
+        &["vm", "start", VM, "--boot-once", "network"],
+    ] {
+        let refused = here.refused(change).unwrap();
+        assert!(refused.contains("suspended"), "{change:?}: {refused}");
+    }
+    // What takes effect when the guest next boots may change.
+    here.vmseal(&["vm", "set", VM, "--memory", "256MiB", "--vcpus", "2"]).unwrap();
+    is_off_and_saved(&here);
+    here.vmseal(&["vm", "suspend", VM]).unwrap();
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+    assert!(!memory(&here).exists() && !home(&here).join("vm.memory.used").exists());
+    assert!(here.refused(&["vm", "resume", VM]).unwrap().contains("not suspended"));
+    // Once more, and started in place of resumed.
+    suspend(&here, console);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    counts(&mut here.console(VM).unwrap(), 2);
+}
+
+#[test]
+fn a_damaged_memory_is_named_and_the_vm_boots_when_it_is_given_up() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    let file = memory(&here);
+    let mut content = std::fs::read(&file).unwrap();
+    let middle = content.len() / 2;
+    content[middle] ^= 1;
+    std::fs::write(&file, &content).unwrap();
+    let why = here.refused(&["vm", "resume", VM]).unwrap();
+    assert!(why.contains("is damaged") && why.contains("--discard-memory"), "{why}");
+    is_off_and_saved(&here);
+    // Cut at the end of a frame, it has no end.
+    content[middle] ^= 1;
+    std::fs::write(&file, &content[..content.len() - 32]).unwrap();
+    let why = here.refused(&["vm", "resume", VM]).unwrap();
+    assert!(why.contains("cut off"), "{why}");
+    is_off_and_saved(&here);
+    // The whole file is good still.
+    std::fs::write(&file, &content).unwrap();
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+    suspend(&here, console);
+    here.vmseal(&["vm", "start", VM, "--discard-memory"]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    run(&mut console, "echo FORGOTTEN-$n-", "FORGOTTEN--").unwrap();
+    assert!(!memory(&here).exists());
+}
+
+#[test]
+fn a_process_that_dies_leaves_a_vm_that_runs_or_a_whole_memory() {
+    let (mut here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    let mut count = 1;
+    for delay in [0, 150, 400, 900] {
+        drop(console);
+        let suspending = here.command().unwrap().args(["vm", "suspend", VM]).spawn();
+        std::thread::sleep(std::time::Duration::from_millis(delay));
+        here.kill_agent();
+        if delay % 100 == 0 {
+            here.kill_server();
+            here.start_server().unwrap();
+        }
+        here.start_agent().unwrap();
+        here.wait_host().unwrap();
+        let _ = suspending.unwrap().wait();
+        // The task goes on, or has ended.
+        let power = eventually("the VM to run or to be suspended", || {
+            let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
+            matches!(power.as_str(), "running" | "suspended").then_some(power)
+        });
+        let power = power.unwrap();
+        let tasks = here.json(&["task", "list"]).unwrap();
+        println!("after {delay} ms: {power}; {}", tasks[0]["state"]);
+        // A task that is open may suspend it still.
+        let _ = here.try_vmseal(&["vm", "suspend", VM]);
+        here.wait_power(VM, "suspended").unwrap();
+        console = resume(&here);
+        counts(&mut console, count);
+        count += 1;
+    }
+    // The agent dies while it resumes.
+    for delay in [0, 300, 800] {
+        suspend(&here, console);
+        let resuming = here.command().unwrap().args(["vm", "resume", VM]).spawn();
+        std::thread::sleep(std::time::Duration::from_millis(delay));
+        here.kill_agent();
+        here.start_agent().unwrap();
+        here.wait_host().unwrap();
+        let _ = resuming.unwrap().wait();
+        let _ = here.try_vmseal(&["vm", "resume", VM]);
+        here.wait_power(VM, "running").unwrap();
+        console = here.console(VM).unwrap();
+        counts(&mut console, count);
+        count += 1;
+    }
+    // QEMU dies while the memory is saved: the VM is off, and nothing is left of the attempt.
+    drop(console);
+    let suspending = here.command().unwrap().args(["vm", "suspend", VM]).spawn();
+    kill_hard(here.processes_of(VM, "qemu-system-x86_64").unwrap()[0]);
+    let _ = suspending.unwrap().wait();
+    here.wait_power(VM, "off").unwrap();
+    assert!(!memory(&here).exists());
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    booted(&here, VM).unwrap();
+}
+
+#[test]
+fn a_vm_without_a_key_is_suspended_in_the_clear() {
+    let (here, mut console) = started("plain");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    is_off_and_saved(&here);
+    assert_eq!(key_slot(&here), 2, "the file's key is in the clear");
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+}
