@@ -325,9 +325,9 @@ async fn a_job_that_only_a_later_agent_has_is_refused_as_such() {
     let put = |body: &'static str| {
         move |client: &reqwest::Client, url: String| client.put(url).body(body)
     };
-    let later = r#"{"kind":"snapshot","name":"before"}"#;
+    let later = r#"{"kind":"defragment","name":"before"}"#;
     let (status, _, text) = raw(&authority, id, &address, put(later), &path).await;
-    assert!(status == 422 && text.contains("snapshot") && text.contains("upgrade it"), "{text}");
+    assert!(status == 422 && text.contains("defragment") && text.contains("upgrade it"), "{text}");
     // Fields unknown to this agent are refused, too.
     let more = r#"{"kind":"create","disks":[],"speed":1}"#;
     let (status, _, text) = raw(&authority, id, &address, put(more), &path).await;

@@ -84,12 +84,13 @@ async fn pair(agent: &dyn HostAgent, session: &Session, action: Action, activity
 
 async fn at_rest(agent: &dyn HostAgent, session: &Session) {
     let vm = session.vm();
-    if session.seen(agent).await.is_none_or(|seen| seen.power != Power::Off)
-        && agent.power_off(vm, PowerOff::Force).await.is_err()
-    {
-        let _ = agent.discard_memory(vm).await;
+    if session.seen(agent).await.is_some_and(|seen| seen.power != Power::Off) {
+        // Refused where it is suspended.
+        let _ = agent.power_off(vm, PowerOff::Force).await;
     }
     done(agent.register_vm(session.spec.clone()).await, "registering");
+    // One that was unregistered while it was suspended is suspended when it is registered again.
+    done(agent.discard_memory(vm).await, "discarding its memory");
     if session.now(agent).await.key == KeyState::Missing {
         done(session.offer(agent).await, "the key");
     }
