@@ -327,7 +327,7 @@ mod tests {
             serde_json::json!({"at": "2026-01-01T00:00:00Z", "reason": "evicted", "detail": "so"});
         state["notices"] = serde_json::json!([{"code": "clock-skew", "disk": null, "detail": "d"}]);
         state["jobs"] = serde_json::json!([{
-            "task": crate::id::TaskId::new(), "kind": "snapshot", "disks": [], "more": 1,
+            "task": crate::id::TaskId::new(), "kind": "defragment", "disks": [], "more": 1,
             "state": {"is": "paused", "until": "noon"}, "progress": {"done": 1, "total": 2}
         }]);
         state["mood"] = "fine".into();

@@ -195,7 +195,11 @@ impl Run<'_> {
         let Some(last) = last else { return read().await };
         let mut requests = self.requests.clone();
         tokio::select! {
-            newer = self.hosts().newer_state(host, last) => newer,
+            newer = self.hosts().newer_state(host, last) => match newer {
+                // The monitor may not have noticed yet that the agent has restarted: this is the state from before.
+                Ok(newer) if newer.incarnation != last.incarnation => read().await,
+                newer => newer,
+            },
             // The host does not answer, or its monitor is busy.
             () = tokio::time::sleep(NEWER_STATE_WAIT) => read().await,
             // The caller checks the requests; its state is unchanged.
