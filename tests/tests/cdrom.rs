@@ -160,7 +160,7 @@ fn what_no_drive_takes_is_refused_and_nothing_changes() {
     refused(&["vm", "cdrom", "insert", "web", good], "VM 'web'", "stop it first");
     off(&here, "web");
     assert!(here.vm("web").unwrap()["hardware"].get("cdrom").is_none());
-    refused(&["vm", "cdrom", "insert", "web", "/etc"], "CDROM", "no regular file");
+    refused(&["vm", "cdrom", "insert", "web", "/etc"], "ISO", "no regular file");
     here.vmseal(&["vm", "cdrom", "insert", "web", good]).unwrap();
 
     // What has gone since is missed when the VM starts, until it is taken out.
