@@ -25,7 +25,8 @@ fn started(policy: &str) -> (Installation, Console) {
     shell_guest::start(&here, VM, policy, &[]).unwrap();
     let mut console = booted(&here, VM).unwrap();
     let (one, two) = SECRET;
-    run(&mut console, &format!("m={one}; m=$m{two}; n=0; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    run(&mut console, &format!("m={one}; m=${{m}}{two}; n=0; echo SET-$((6 * 7))"), "SET-42")
+        .unwrap();
     (here, console)
 }
 
