@@ -6,6 +6,7 @@
 mod bitmaps;
 mod cdrom;
 mod cloud_init;
+mod dumps;
 mod exclusion;
 mod jobs;
 mod mirror;
@@ -252,6 +253,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     mirror::disks(agent, &mut session).await;
     snapshots::disks(agent, &session).await;
     proofs::disks(agent, &session).await;
+    dumps::off(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
     running(agent, &session).await;
@@ -519,6 +521,7 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.register_vm(spec.clone()).await, "registering the same while it runs");
     running::registered_anew(agent, session).await;
     running::controlled(agent, session).await;
+    dumps::running(agent, session).await;
     survey::of_running(agent, session).await;
     refused(agent.unregister_vm(vm).await, ErrorCode::WrongState, "unregistering while it runs");
     for disk in spec.disks() {

@@ -201,7 +201,9 @@ impl Jobs {
                 | JobSpec::Snapshot(_)
                 | JobSpec::Revert(_)
                 | JobSpec::DropSnapshot(_)
-                | JobSpec::Prove(_) => Activity::Mirroring,
+                | JobSpec::Prove(_)
+                | JobSpec::Dump(_)
+                | JobSpec::DecryptDump(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
                 JobSpec::Mirror(_) => job.spec.disks(),

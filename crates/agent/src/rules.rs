@@ -15,8 +15,8 @@ use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::{
     DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob,
-    DropSourcesJob, ExportJob, JobSpec, KeyReference, KeyState, RevertJob, SHUTDOWN_SECONDS_MAX,
-    SnapshotJob, VmSpec,
+    DropSourcesJob, DumpJob, ExportJob, JobSpec, KeyReference, KeyState, RevertJob,
+    SHUTDOWN_SECONDS_MAX, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
@@ -251,6 +251,17 @@ pub fn check_job(
                 needs_to_be_made(spec, disk, made(disk))?;
                 needs_key(spec, disk, key)
             })
+        }
+        JobSpec::Dump(DumpJob { disk, .. }) => {
+            find_disk(spec, *disk)?;
+            if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
+        }
+        JobSpec::DecryptDump(job) => {
+            find_disk(spec, job.disk)?;
+            if let Some(export) = JobSpec::DecryptDump(job.clone()).exported() {
+                check_export(&export)?;
+            }
+            if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
         }
         JobSpec::DropSources(DropSourcesJob { disks })
         | JobSpec::DropSnapshot(DropSnapshotJob { disks, .. }) => {

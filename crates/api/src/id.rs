@@ -74,6 +74,8 @@ identity! {
     PolicyId,
     /// A snapshot of a VM.
     SnapshotId,
+    /// A core dump of a VM.
+    DumpId,
     /// A task: durable work of the server.
     TaskId,
     /// One life of an agent process: changes when the agent restarts and its keys are gone.

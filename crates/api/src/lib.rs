@@ -21,6 +21,7 @@ pub mod cloud_init;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;
+pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
 pub mod filter;

@@ -12,5 +12,8 @@ pub const MEMORY_MIN: u64 = 16 << 20;
 /// The most memory of a VM in bytes.
 pub const MEMORY_MAX: u64 = 6 << 40;
 
+/// The most core dumps of a VM: each is as long as the guest's memory.
+pub const DUMPS_MAX: usize = 16;
+
 /// The most snapshots of a VM: a tree that people can still read.
 pub const SNAPSHOTS_MAX: usize = 64;

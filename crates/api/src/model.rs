@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::dump::DumpFormat;
 use crate::hardware::Hardware;
 use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
@@ -13,7 +14,7 @@ use crate::host::{
     HostDescription, KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{
-    DatastoreId, DiskId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId, VmId,
+    DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId, VmId,
 };
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
@@ -324,6 +325,28 @@ pub enum SnapshotState {
     Ready,
     /// It is given up, and a task merges its layers.
     Deleting,
+}
+
+/// A core dump of a VM: what the memory of its guest held at one instant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Dump {
+    /// Its id.
+    pub id: DumpId,
+    /// Its name, unique within the VM.
+    pub name: String,
+    /// Its VM, by name.
+    pub vm: String,
+    /// Its format.
+    pub format: DumpFormat,
+    /// When it was asked for.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub created: Timestamp,
+    /// The length of its file; none while a task makes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// Whether it is encrypted: that of a VM without a key is not.
+    pub encrypted: bool,
 }
 
 /// Whether a disk is in its VM.

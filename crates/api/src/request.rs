@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
+use crate::dump::DumpFormat;
 use crate::hardware::Hardware;
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -455,6 +456,33 @@ impl Default for TakeSnapshot {
 
 fn yes() -> bool {
     true
+}
+
+/// Writes a core dump of a VM's guest, which stands still meanwhile.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct TakeDump {
+    /// Its name; none means the first of `dump-1`, `dump-2`, … that is free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Its format.
+    #[serde(default)]
+    pub format: DumpFormat,
+    /// The absolute path of a file on the host that it is decrypted to as well; nothing is there yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub decrypt_to: Option<PathBuf>,
+}
+
+/// Decrypts a core dump to a file of the VM's host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DecryptDump {
+    /// The file's absolute path on the host; nothing is there yet.
+    #[cfg_attr(feature = "openapi", schema(value_type = String))]
+    pub to: PathBuf,
 }
 
 /// Has a VM's files read and reports whether they are encrypted.

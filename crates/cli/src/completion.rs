@@ -20,7 +20,7 @@ const VARIABLE: &str = "COMPLETE";
 const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 9] = [
+const NOUNS: [(&str, &str); 10] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
@@ -29,6 +29,7 @@ const NOUNS: [(&str, &str); 9] = [
     ("disk", "vms"),
     ("nic", "vms"),
     ("snapshot", "vms"),
+    ("dump", "vms"),
     ("task", "tasks"),
 ];
 
@@ -83,7 +84,8 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
         "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
-        "snapshot" => arg.add(ArgValueCandidates::new(snapshots)),
+        "snapshot" => arg.add(ArgValueCandidates::new(|| kept_of_vm("snapshots"))),
+        "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
         "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
@@ -99,8 +101,8 @@ fn of_vms(what: &str) -> Vec<CompletionCandidate> {
     candidates(names_of(&fetched("vms"), what, &typed_words()))
 }
 
-/// The names of the snapshots of the VM that is already typed.
-fn snapshots() -> Vec<CompletionCandidate> {
+/// The names of the snapshots, or core dumps, of the VM that is already typed.
+fn kept_of_vm(what: &str) -> Vec<CompletionCandidate> {
     let typed = typed_words();
     let vms = fetched("vms");
     let is_typed =
@@ -108,7 +110,7 @@ fn snapshots() -> Vec<CompletionCandidate> {
     let Some(id) = vms.iter().find(is_typed).and_then(|vm| vm["id"].as_str()) else {
         return Vec::new();
     };
-    let known = fetched(&format!("vms/{id}/snapshots"));
+    let known = fetched(&format!("vms/{id}/{what}"));
     let names = known.iter().filter_map(|it| Some(it["name"].as_str()?.to_owned()));
     candidates(names.collect())
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{CopyOf, KeyReference, NicSpec, SealedKey, VmSpec};
-use vmseal_api::id::{DiskId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
+use vmseal_api::id::{DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
@@ -139,6 +139,32 @@ pub enum Operation {
         all: bool,
         /// What decides which parts of a file are in the sample.
         seed: u64,
+    },
+    /// Writes a core dump of a VM's guest, whose row is there.
+    DumpVm {
+        /// The VM.
+        vm: VmId,
+        /// The dump.
+        dump: DumpId,
+        /// The file of the host that it is decrypted to as well.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        to: Option<PathBuf>,
+    },
+    /// Decrypts a core dump to a file of the VM's host.
+    DecryptDump {
+        /// The VM.
+        vm: VmId,
+        /// The dump.
+        dump: DumpId,
+        /// The file.
+        to: PathBuf,
+    },
+    /// Removes a core dump.
+    DeleteDump {
+        /// The VM.
+        vm: VmId,
+        /// The dump.
+        dump: DumpId,
     },
     /// Gives a VM that is off a TPM: adds the disk of its key, whose row is there.
     AddTpm {
@@ -274,6 +300,9 @@ impl Operation {
             Self::RevertSnapshot { .. } => "snapshot.revert",
             Self::DeleteSnapshot { .. } => "snapshot.delete",
             Self::ProveVm { .. } => "vm.prove",
+            Self::DumpVm { .. } => "vm.dump",
+            Self::DecryptDump { .. } => "dump.decrypt",
+            Self::DeleteDump { .. } => "dump.delete",
             Self::AddTpm { .. } => "tpm.add",
             Self::RemoveTpm { .. } => "tpm.remove",
             Self::AddNic { .. } => "nic.add",
@@ -306,6 +335,9 @@ impl Operation {
             | Self::RevertSnapshot { vm, .. }
             | Self::DeleteSnapshot { vm, .. }
             | Self::ProveVm { vm, .. }
+            | Self::DumpVm { vm, .. }
+            | Self::DecryptDump { vm, .. }
+            | Self::DeleteDump { vm, .. }
             | Self::AddTpm { vm, .. }
             | Self::RemoveTpm { vm, .. }
             | Self::AddNic { vm, .. }

@@ -9,10 +9,11 @@ use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
     HostAgent, JobSpec, JobState, KeyState, Power, PowerOff,
 };
-use vmseal_api::id::{SnapshotId, TaskId};
+use vmseal_api::id::{DumpId, SnapshotId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
+use super::dumps::{decryption, dump_of};
 use super::jobs::{creation, image};
 use super::mirror::copy;
 use super::proofs::proof;
@@ -249,6 +250,23 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             let task = TaskId::new();
             agent.put_job(vm, task, proof(&[disk])).await?;
             assert_eq!(session.worked(agent, task).await, JobState::Done);
+            Ok(())
+        }
+        Action::Dump => {
+            let (task, dump) = (TaskId::new(), DumpId::new());
+            agent.put_job(vm, task, dump_of(dump, disk)).await?;
+            assert_eq!(session.worked(agent, task).await, JobState::Done);
+            agent.discard_dump(vm, dump).await
+        }
+        Action::DecryptDump => {
+            let (task, to) = (TaskId::new(), session.fixture.image.with_file_name("core"));
+            let job = decryption(DumpId::new(), disk, &to);
+            agent.put_job(vm, task, job).await?;
+            // It was let as far as to look for the dump.
+            let failed = session.worked(agent, task).await;
+            let absent = |problem: &Problem| problem.code == ErrorCode::NotFound;
+            let as_expected = matches!(&failed, JobState::Failed { problem } if absent(problem));
+            assert!(as_expected, "{failed:?}");
             Ok(())
         }
         Action::ExposeToRead | Action::ExposeToWrite => {

@@ -129,6 +129,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/power-on-from", post(power_on_from))
         .route("/v1/vms/{vm}/suspend", post(suspend))
         .route("/v1/vms/{vm}/memory", delete(discard_memory))
+        .route("/v1/vms/{vm}/dumps/{dump}", delete(discard_dump))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/control", post(control_guest))
         .route("/v1/vms/{vm}/console", get(console))
@@ -440,6 +441,14 @@ async fn suspend(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<R
 
 async fn discard_memory(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
     agent.discard_memory(id("vm", &vm)?).await?;
+    done()
+}
+
+async fn discard_dump(
+    State(agent): State<Agent>,
+    Path((vm, dump)): Path<(String, String)>,
+) -> Answer<Response> {
+    agent.discard_dump(id("vm", &vm)?, id("dump", &dump)?).await?;
     done()
 }
 

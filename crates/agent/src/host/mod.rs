@@ -28,7 +28,7 @@ use vmseal_api::host::{
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
     OtherKey, PowerOff, SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
-use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::usage::HostUsage;
@@ -457,6 +457,10 @@ impl HostAgent for RealHost {
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, Call::DiscardMemory).await
+    }
+
+    async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::DiscardDump(dump, reply)).await
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {

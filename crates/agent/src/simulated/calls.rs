@@ -17,7 +17,7 @@ use vmseal_api::host::{
     KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey,
     ShowsCertificate, StateChange, StopReason, VmSpec,
 };
-use vmseal_api::id::{DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -697,6 +697,14 @@ impl HostAgent for SimulatedHost {
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
         self.call(Call::DiscardMemory, |inside| inside.discard_memory(vm))
+    }
+
+    async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem> {
+        self.call(Call::DiscardDump, |inside| {
+            inside.known(vm)?;
+            inside.persisted.dumps.remove(&dump);
+            Ok(())
+        })
     }
 
     async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {

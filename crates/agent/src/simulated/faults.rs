@@ -76,6 +76,8 @@ pub enum Call {
     Suspend,
     /// `discard_memory`
     DiscardMemory,
+    /// `discard_dump`
+    DiscardDump,
     /// `control_guest`
     ControlGuest,
     /// `grow_disk`
@@ -90,7 +92,7 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 16] = [
+    pub const CHANGING: [Self; 17] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
@@ -105,6 +107,7 @@ impl Call {
         Self::PowerOff,
         Self::Suspend,
         Self::DiscardMemory,
+        Self::DiscardDump,
         Self::ControlGuest,
         Self::GrowDisk,
     ];

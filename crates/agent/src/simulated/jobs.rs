@@ -42,6 +42,8 @@ impl Inside {
             JobSpec::Revert(_) => Action::Revert,
             JobSpec::DropSnapshot(_) => Action::DropSnapshot,
             JobSpec::Prove(_) => Action::Prove,
+            JobSpec::Dump(_) => Action::Dump,
+            JobSpec::DecryptDump(_) => Action::DecryptDump,
         };
         for disk in job.disks() {
             situation.may(action, Some(find_disk(situation.spec, disk)?))?;
@@ -53,8 +55,10 @@ impl Inside {
         self.ready_to_copy(job)?;
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
-            JobSpec::Export(export) => export,
-            _ => return Ok(()),
+            _ => match job.exported() {
+                Some(export) => export,
+                None => return Ok(()),
+            },
         };
         if self.persisted.exports.named.contains_key(&export.to) {
             let what = format!("{} is there already", export.to.display());
@@ -115,6 +119,7 @@ impl Inside {
     pub fn worked(&mut self, vm: VmId, work: Work) {
         let Work::Job(task) = work else { return };
         let full = self.full;
+        let dumps = self.persisted.dumps.clone();
         let Ok(known) = self.known(vm) else { return };
         let Ok(status) = known.jobs.status(task) else { return };
         if !matches!(status.state, JobState::Waiting | JobState::Running) {
@@ -132,6 +137,22 @@ impl Inside {
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Prove(job)), _) => self.prove(vm, task, job),
+            (Some(JobSpec::Dump(job)), _) if full => {
+                let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
+                known.jobs.failed(job.disk, problem);
+            }
+            (Some(JobSpec::Dump(job)), _) => {
+                self.persisted.dumps.insert(job.dump);
+                self.all_made(vm, &[job.disk]);
+            }
+            (Some(JobSpec::DecryptDump(job)), _) if !dumps.contains(&job.dump) => {
+                let what = "the core dump was removed";
+                known.jobs.failed(job.disk, Problem::new(ErrorCode::NotFound, what));
+            }
+            (Some(JobSpec::DecryptDump(job)), _) => {
+                known.jobs.written(job.disk);
+                self.persisted.exports.unnamed.insert(task);
+            }
             (_, JobKind::Mirror) => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
             }
@@ -177,15 +198,17 @@ impl Inside {
         }
         match job {
             JobSpec::Mirror(mirror) => self.commit_mirror(vm, task, &mirror),
-            JobSpec::Export(export) => {
-                self.check_export(vm, &export)?;
-                self.name(task, &export)?;
-                self.known(vm)?.jobs.committed(task);
-                self.agent.publish(vm);
-                Ok(())
-            }
-            _ if state == Some(JobState::Done) => Ok(()),
-            _ => Err(rules::nothing_to_commit(task)),
+            job => match job.exported() {
+                Some(export) => {
+                    self.check_export(vm, &export)?;
+                    self.name(task, &export)?;
+                    self.known(vm)?.jobs.committed(task);
+                    self.agent.publish(vm);
+                    Ok(())
+                }
+                None if state == Some(JobState::Done) => Ok(()),
+                None => Err(rules::nothing_to_commit(task)),
+            },
         }
     }
 
@@ -204,11 +227,10 @@ impl Inside {
             known.work.remove(&Work::Job(task));
             self.agent.publish(vm);
         }
-        let export = match job {
-            JobSpec::Mirror(mirror) => return self.cancel_mirror(vm, task, &mirror),
-            JobSpec::Export(export) => export,
-            _ => return Ok(()),
-        };
+        if let JobSpec::Mirror(mirror) = &job {
+            return self.cancel_mirror(vm, task, mirror);
+        }
+        let Some(export) = job.exported() else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());
         }

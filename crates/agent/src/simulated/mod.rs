@@ -37,7 +37,7 @@ use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
     KeyReference, NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, Incarnation, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
@@ -93,6 +93,7 @@ struct Persisted {
     guests: BTreeMap<VmId, RunningGuest>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
+    dumps: BTreeSet<DumpId>,
     /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
@@ -446,6 +447,12 @@ impl SimulatedHost {
     #[must_use]
     pub fn exports(&self) -> (Vec<PathBuf>, usize) {
         self.inside().persisted.exports.files()
+    }
+
+    /// The core dumps that it has.
+    #[must_use]
+    pub fn dumps(&self) -> Vec<DumpId> {
+        self.inside().persisted.dumps.iter().copied().collect()
     }
 
     /// The running guests.

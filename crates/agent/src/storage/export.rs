@@ -278,8 +278,11 @@ fn begin(
     Ok((target, disk))
 }
 
-/// Makes the file; removes what an earlier attempt has left.
-fn make(
+/// Makes the file, of which so many bytes are needed; removes what an earlier attempt has left.
+///
+/// # Errors
+/// `already-exists`, `no-space`, `invalid-request`.
+pub fn make(
     export: &Export,
     needed: u64,
     record: &Path,

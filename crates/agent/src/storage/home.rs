@@ -14,6 +14,7 @@
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
+//! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
 //! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
@@ -36,7 +37,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
@@ -53,6 +54,9 @@ const NOTE_VERSION: u32 = 2;
 
 /// The file that names the VM of a directory.
 pub const DESCRIPTOR: &str = "vm.json";
+
+/// What the names of core dumps begin with.
+pub const CORE: &str = "vm.core-";
 
 /// How long a half-made disk of an interrupted import is kept: longer than a host is usually down.
 const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -252,6 +256,12 @@ impl Home {
     #[must_use]
     pub fn memory(&self) -> PathBuf {
         self.path.join("vm.memory")
+    }
+
+    /// A core dump.
+    #[must_use]
+    pub fn core(&self, dump: DumpId) -> PathBuf {
+        self.path.join(format!("{CORE}{dump}"))
     }
 
     fn creating(&self, disk: DiskId) -> PathBuf {

@@ -20,15 +20,13 @@ use vmseal_api::host::VmSpec;
 use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_seal::file::{FileError, Identity, Kind};
-use vmseal_seal::frame::FrameError;
-use vmseal_seal::slot::VmKey;
 use vmseal_seal::stream::{SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
-use crate::keys;
 use crate::process::run_record::{LENGTH_MAX, Record};
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
+use crate::storage::sealed::{self, remove_if_there, vm_key};
 
 /// The version of [`SavedMachine`].
 const MACHINE_VERSION: u32 = 1;
@@ -205,8 +203,7 @@ impl MemoryFiles {
         kek: Option<&SecretBytes>,
     ) -> Result<(SavedMachine, MemoryReader), Problem> {
         let path = &self.saved;
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path);
-        let file = file.map_err(|error| failed(path, "opened", &error))?;
+        let file = sealed::open(path)?;
         let key = vm_key(spec, kek)?;
         let mut reader = vmseal_seal::file::open(file, self.vm.0, Kind::Memory, key.as_ref())
             .map_err(|error| self.refused(path, &error))?;
@@ -220,13 +217,7 @@ impl MemoryFiles {
     }
 
     fn refused(&self, path: &Path, error: &FileError) -> Problem {
-        let code = match error {
-            FileError::OtherKey(_) => ErrorCode::Locked,
-            FileError::Io(error) if error.kind() == ErrorKind::StorageFull => ErrorCode::NoSpace,
-            FileError::Io(_) => ErrorCode::Internal,
-            _ => ErrorCode::Damaged,
-        };
-        Problem::new(code, format!("{}: {error}. {}", path.display(), way_out(&self.name)))
+        sealed::refused(path, error, &way_out(&self.name))
     }
 }
 
@@ -296,19 +287,6 @@ impl SavedMachine {
     }
 }
 
-/// The VM's key; none for a VM that has none. A VM with a key never has its memory in the clear.
-fn vm_key<'a>(
-    spec: &'a VmSpec,
-    kek: Option<&'a SecretBytes>,
-) -> Result<Option<VmKey<'a>>, Problem> {
-    let Some(reference) = &spec.key else { return Ok(None) };
-    let Some(kek) = kek else {
-        let what = format!("VM '{}' is locked: its key is not on this host", spec.name);
-        return Err(Problem::new(ErrorCode::Locked, what));
-    };
-    Ok(Some(VmKey { kek, context: keys::context(spec.vm, reference) }))
-}
-
 /// How a user gives a saved memory up.
 pub fn way_out(vm: &str) -> String {
     format!(
@@ -317,21 +295,7 @@ pub fn way_out(vm: &str) -> String {
 }
 
 fn unreadable(path: &Path, vm: &str, error: &io::Error) -> Problem {
-    let frame = error.get_ref().is_some_and(|inner| inner.is::<FrameError>());
-    let spoiled =
-        frame || matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::UnexpectedEof);
-    if !spoiled {
-        return failed(path, "read", error);
-    }
-    let what = format!("the saved memory {} is damaged: {error}. {}", path.display(), way_out(vm));
-    Problem::new(ErrorCode::Damaged, what)
-}
-
-fn remove_if_there(path: &Path) -> Result<(), Problem> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(path, "removed", &error)),
-        _ => Ok(()),
-    }
+    sealed::unreadable(path, "the saved memory", error, &way_out(vm))
 }
 
 /// Makes durable what the images of a VM's disks hold. Its guest stands still: nothing is written meanwhile.

@@ -225,6 +225,7 @@ impl LeftRunning {
                 drop(to.send(Err(self.refusal())))
             }
             Call::Suspend(to) | Call::DiscardMemory(to) => drop(to.send(Err(self.refusal()))),
+            Call::DiscardDump(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Guest(to) => drop(to.send(Err(self.refusal()))),
             Call::Lend(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Bitmaps(_, _, to) => drop(to.send(Err(self.refusal()))),

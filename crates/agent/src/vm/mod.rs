@@ -19,6 +19,7 @@
 //! gone.
 
 mod adopt;
+mod dumping;
 mod exposed;
 mod images;
 mod left_running;
@@ -33,6 +34,7 @@ mod serve;
 mod service;
 mod start;
 pub(crate) mod state_store;
+mod stream;
 mod suspend;
 mod tpm;
 pub mod usage;
@@ -50,7 +52,7 @@ use vmseal_api::host::{
     Accelerator, ConsoleClaim, ConsoleStream, CopyOf, Exposing, GuestControl, JobSpec, JobStatus,
     KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
 };
-use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
@@ -138,6 +140,8 @@ pub enum Call {
     Suspend(Reply<()>),
     /// Give the saved memory of its guest up.
     DiscardMemory(Reply<()>),
+    /// Remove a core dump of its guest.
+    DiscardDump(DumpId, Reply<()>),
     /// Stop it.
     PowerOff(PowerOff, Reply<()>),
     /// Pause, unpause or reset the guest.

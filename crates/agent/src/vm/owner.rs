@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod described;
+mod dumps;
 mod exposures;
 mod grow;
 mod guest;
@@ -300,6 +301,7 @@ impl Owner {
             Call::PowerOn(first, to) => reply!(to, self.power_on(first).await),
             Call::Suspend(to) => reply!(to, self.suspend().await),
             Call::DiscardMemory(to) => reply!(to, self.discard_memory().await),
+            Call::DiscardDump(dump, to) => reply!(to, self.discard_dump(dump).await),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),
             Call::ControlGuest(what, to) => reply!(to, self.control_guest(what).await),
             Call::GrowDisk(disk, size, to) => reply!(to, self.grow_disk(disk, size).await),

@@ -27,6 +27,8 @@ pub enum Report {
     Merged(LayerId, Result<(), Problem>),
     /// The files of its VM were read, or could not be.
     Proved(Result<SignedReport, Problem>),
+    /// A core dump of its guest was written, of so many bytes, or could not be.
+    Dumped(Result<u64, Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -44,6 +46,7 @@ impl Report {
             | Self::SourceRemoved(_)
             | Self::Merged(..)
             | Self::Proved(_)
+            | Self::Dumped(_)
             | Self::Exposed(_) => false,
         }
     }

@@ -9,20 +9,18 @@
 //! Until the file has its name the guest can go on; from then on it is suspended.
 
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde_json::{Value, json};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::sleep;
 use vmseal_api::host::{Device, VmSpec};
-use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::internal;
+use super::stream::{pass, pipe};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::live::Live;
 use crate::process::run_record::Record;
@@ -30,9 +28,6 @@ use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
 
 /// The pause between questions about the progress of a stream.
 const ASK_INTERVAL: Duration = Duration::from_millis(50);
-
-/// How many bytes QEMU may write before they are sealed: the most that the kernel gives anybody.
-const PIPE_SIZE: i32 = 1 << 20;
 
 /// As fast as it can, in bytes a second: QEMU's usual limit is for networks.
 const BANDWIDTH_MAX: u64 = 1 << 40;
@@ -76,7 +71,7 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
     qmp.execute("migrate-set-parameters", limits).await.map_err(refused)?;
     let (ours, theirs) = pipe()?;
-    let name = pass(&qmp, theirs).await.map_err(refused)?;
+    let name = pass(&qmp, "memory", theirs).await.map_err(refused)?;
     let (spec, saved) = (record.spec.clone(), SavedMachine { machine, record });
     let writing = files.clone();
     let copying = spawn_blocking(move || {
@@ -101,22 +96,6 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
         memory::flush_disks(&spec)
     };
     spawn_blocking(finish).await.map_err(internal)?
-}
-
-/// A pipe: the reading end and the writing end.
-fn pipe() -> Result<(OwnedFd, OwnedFd), Problem> {
-    let (reading, writing) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal)?;
-    if let Err(error) = fcntl(&writing, FcntlArg::F_SETPIPE_SZ(PIPE_SIZE)) {
-        tracing::debug!(%error, "a pipe keeps its usual size");
-    }
-    Ok((reading, writing))
-}
-
-/// Passes a descriptor to QEMU; nobody else keeps it.
-async fn pass(qmp: &Qmp, fd: OwnedFd) -> Result<String, QmpError> {
-    let name = format!("memory-{}", TaskId::new());
-    qmp.pass_descriptor(&name, fd.as_fd()).await?;
-    Ok(name)
 }
 
 /// Waits until QEMU has written or read its whole stream.
@@ -207,7 +186,7 @@ impl Resume {
         let taken = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
         let reader = taken.ok_or_else(|| internal("the saved memory has been read already"))?;
         let (theirs, ours) = pipe()?;
-        let name = pass(qmp, theirs).await.map_err(internal)?;
+        let name = pass(qmp, "memory", theirs).await.map_err(internal)?;
         let copying = spawn_blocking(move || reader.copy_to(File::from(ours)));
         let uri = json!({"uri": format!("fd:{name}")});
         let loading = async {

@@ -12,6 +12,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
 use super::Shared;
+use super::dumping::{Decrypting, Dumping};
 use super::exposed::Exposure;
 use super::merging::Merging;
 use super::mirroring::{self, Copying};
@@ -120,6 +121,26 @@ impl Workers {
         let shared = Arc::clone(shared);
         self.spawn(disk, |cancelled, show| async move {
             Report::Proved(prove(shared, proving, show, cancelled).await)
+        });
+    }
+
+    /// Begins to write a core dump of the guest; the work counts as that of this disk.
+    pub fn begin_dump(&mut self, disk: DiskId, dumping: Dumping) {
+        self.spawn(disk, |cancelled, show| async move {
+            let dumped = dumping.run(&show, cancelled).await;
+            Report::Dumped(
+                dumped.inspect_err(|problem| tracing::warn!(%problem, "no core dump was written")),
+            )
+        });
+    }
+
+    /// Begins to decrypt a core dump; the work counts as that of this disk.
+    pub fn begin_decryption(&mut self, disk: DiskId, decrypting: Decrypting) {
+        self.spawn(disk, |cancelled, show| async move {
+            let written = decrypting.run(Arc::new(show), cancelled).await;
+            Report::Written(written.inspect_err(
+                |problem| tracing::warn!(%problem, "a core dump could not be decrypted"),
+            ))
         });
     }
 

@@ -31,7 +31,7 @@ use crate::host::{
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
     OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShowsCertificate, StateChange, VmSpec,
 };
-use crate::id::{DiskId, HostId, Incarnation, TaskId, VmId};
+use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::problem::{ErrorCode, Problem};
 use crate::usage::HostUsage;
@@ -298,6 +298,10 @@ impl HostAgent for HostClient {
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {
         self.command(Method::DELETE, &format!("vms/{vm}/memory")).await
+    }
+
+    async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem> {
+        self.command(Method::DELETE, &format!("vms/{vm}/dumps/{dump}")).await
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {

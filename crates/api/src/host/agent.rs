@@ -20,7 +20,7 @@ use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::guest::{GuestAnswer, GuestCommand};
 use crate::hardware::Hardware;
-use crate::id::{DiskId, Incarnation, TaskId, VmId};
+use crate::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::nic::NicSpec;
 use crate::problem::{ErrorCode, Problem};
@@ -299,6 +299,12 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// Those of the file system.
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem>;
+
+    /// Removes a core dump of a VM, also while it runs and without its key. One that is not there is as asked.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem>;
 
     /// Stops a VM; one that is off stays off.
     ///

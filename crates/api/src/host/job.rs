@@ -1,7 +1,7 @@
 //! Long work on the disks of a VM: a job of a task.
 //!
 //! ```text
-//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror)
+//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror, decrypting)
 //!                      │  └──────────────────────────────► Done      (the others: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
@@ -18,8 +18,9 @@ use serde::{Deserialize, Serialize};
 use super::disk::ImageSource;
 use super::key::SealedKey;
 use super::proof::SignedReport;
+use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
-use crate::id::{DiskId, SnapshotId, TaskId, VmId};
+use crate::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use crate::problem::Problem;
 use crate::transfer::ExportFormat;
 
@@ -43,6 +44,10 @@ pub enum JobSpec {
     DropSnapshot(DropSnapshotJob),
     /// Read the VM's files, and report whether they are encrypted.
     Prove(ProveJob),
+    /// Write what the guest's memory holds to a sealed file.
+    Dump(DumpJob),
+    /// Write what such a file holds to a file in the clear.
+    DecryptDump(DecryptDumpJob),
 }
 
 /// Makes disks of a registered VM that is off. A complete disk is not touched.
@@ -182,6 +187,33 @@ pub struct ProveJob {
     pub seed: u64,
 }
 
+/// Writes what the memory of a guest holds, a core dump, to a sealed file beside the VM's first disk. The guest stands still
+/// meanwhile. It needs the VM's key, where it has one. It is done when the file has its name; its length is then the job's
+/// total.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DumpJob {
+    /// The dump.
+    pub dump: DumpId,
+    /// The first disk of the VM.
+    pub disk: DiskId,
+    /// What is written.
+    pub format: DumpFormat,
+}
+
+/// Writes what a core dump holds to a file on the host, in the clear. Like an export it is written under another name, and
+/// renamed when the job is committed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DecryptDumpJob {
+    /// The dump.
+    pub dump: DumpId,
+    /// The first disk of the VM.
+    pub disk: DiskId,
+    /// The file's absolute path on the host; nothing is there yet.
+    pub to: PathBuf,
+}
+
 /// How many layers of a disk may be above each other: a read may have to look into the tables of each.
 pub const LAYERS_MAX: usize = BACKING_MAX;
 
@@ -204,6 +236,8 @@ impl JobSpec {
             Self::Revert(_) => JobKind::Revert,
             Self::DropSnapshot(_) => JobKind::DropSnapshot,
             Self::Prove(_) => JobKind::Prove,
+            Self::Dump(_) => JobKind::Dump,
+            Self::DecryptDump(_) => JobKind::DecryptDump,
         }
     }
 
@@ -219,6 +253,21 @@ impl JobSpec {
             Self::Revert(job) => job.disks.clone(),
             Self::DropSnapshot(job) => job.disks.clone(),
             Self::Prove(job) => job.disks.clone(),
+            Self::Dump(job) => vec![job.disk],
+            Self::DecryptDump(job) => vec![job.disk],
+        }
+    }
+
+    /// The file that it writes for its user, as that of an export.
+    #[must_use]
+    pub fn exported(&self) -> Option<ExportJob> {
+        match self {
+            Self::Export(export) => Some(export.clone()),
+            Self::DecryptDump(DecryptDumpJob { disk, to, .. }) => {
+                let (format, passphrase) = (ExportFormat::Raw, None);
+                Some(ExportJob { disk: *disk, to: to.clone(), format, passphrase })
+            }
+            _ => None,
         }
     }
 }
@@ -243,6 +292,10 @@ pub enum JobKind {
     DropSnapshot,
     /// [`ProveJob`]
     Prove,
+    /// [`DumpJob`]
+    Dump,
+    /// [`DecryptDumpJob`]
+    DecryptDump,
     /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,

@@ -46,6 +46,7 @@
 //! POST   /v1/vms/{vm}/power-off            power_off
 //! POST   /v1/vms/{vm}/suspend              suspend
 //! DELETE /v1/vms/{vm}/memory               discard_memory
+//! DELETE /v1/vms/{vm}/dumps/{dump}         discard_dump
 //! POST   /v1/vms/{vm}/control              control_guest
 //! GET    /v1/vms/{vm}/screen               screen (WebSocket, binary frames)
 //! POST   /v1/vms/{vm}/guest                guest
@@ -79,9 +80,9 @@ pub use self::disk::{
     ImageSource, NewDisk,
 };
 pub use self::job::{
-    CopyOf, CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, ExportJob,
-    JobKind, JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RevertJob,
-    SnapshotJob, export_info,
+    CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
+    DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob,
+    ProveJob, RevertJob, SnapshotJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 18] = [
+pub const FEATURES: [&str; 19] = [
     "job-create",
     "job-export",
     NICS,
@@ -43,6 +43,7 @@ pub const FEATURES: [&str; 18] = [
     COPIES,
     PROVE,
     SUSPEND,
+    DUMP,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -94,6 +95,9 @@ pub const PROVE: &str = "job-prove";
 
 /// The feature of agents that save the memory of guests to files, and have them go on from these.
 pub const SUSPEND: &str = "suspend";
+
+/// The feature of agents that write core dumps.
+pub const DUMP: &str = "job-dump";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -7,6 +7,7 @@ mod console;
 mod datastore;
 mod disk;
 mod doctor;
+mod dump;
 mod events;
 mod global;
 mod guest;
@@ -38,6 +39,7 @@ pub use self::console::{Console, Escape};
 pub use self::datastore::{Adopt, Datastore};
 pub use self::disk::{Disk, ExportFormat, Expose};
 pub use self::doctor::Doctor;
+pub use self::dump::{Dump, DumpFormat, TakeDump};
 pub use self::events::Events;
 pub use self::global::{Columns, Global, List, Name, Output, Show};
 pub use self::guest::{Guest, Vnc};
@@ -110,6 +112,9 @@ pub enum Command {
     /// Snapshots of virtual machines
     #[command(subcommand, visible_alias = "snapshots")]
     Snapshot(Snapshot),
+    /// Core dumps of virtual machines; 'vmseal vm dump' writes them
+    #[command(subcommand, visible_alias = "dumps")]
+    Dump(Dump),
     /// Images of systems on this machine, to fill disks from
     #[command(subcommand, visible_alias = "images")]
     Image(Image),

@@ -9,7 +9,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use super::hardware::HardwareOptions;
 use super::wait::duration;
-use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Prove, Show, Vnc, Wait};
+use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Prove, Show, TakeDump, Vnc, Wait};
 use crate::size::parse_size;
 
 #[derive(Subcommand)]
@@ -243,6 +243,11 @@ pub enum Vm {
     /// signs what it has found. Sectors must look like ciphertext and decrypt with the disk's key, and headers must open
     /// with the VM's key. The exit status is 0 only for `encrypted`. What that proves, and what not: docs/proof.md.
     Prove(Prove),
+    /// Write what the memory of a VM's guest holds to a core dump, encrypted, beside its first disk
+    ///
+    /// The guest stands still meanwhile, and goes on. The file is encrypted under the VM's key; that of a VM without a key
+    /// is not. 'vmseal dump' lists, decrypts and deletes core dumps. docs/dumps.md says how to read one.
+    Dump(TakeDump),
     /// Create a VM from an image, start it, and wait until its SSH server answers
     Launch(Launch),
     /// Log in to a running VM by SSH, or run a command there

@@ -7,6 +7,7 @@ mod console;
 mod datastore;
 mod disk;
 mod doctor;
+mod dump;
 mod events;
 mod expose;
 mod follow;
@@ -90,6 +91,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Nic(verb) => nic::run(&server, output, verb).await,
         Command::Snapshot(verb) => snapshot::run(&server, output, verb).await,
+        Command::Dump(verb) => dump::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {
             log_level::run(&server, output, "log-level", levels).await

@@ -136,6 +136,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Prove(prove) => super::prove::run(server, output, prove).await,
+        arguments::Vm::Dump(options) => super::dump::take(server, output, options).await,
         arguments::Vm::Launch(options) => launch::run(server, output, options).await,
         arguments::Vm::Ssh(options) => ssh::run(server, options).await,
         // Above.

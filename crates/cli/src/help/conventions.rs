@@ -16,6 +16,8 @@ const READING: &[&str] = &[
     "disk replica",
     "disk show",
     "doctor",
+    "dump list",
+    "dump show",
     "events",
     "host list",
     "host show",

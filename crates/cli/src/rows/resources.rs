@@ -10,8 +10,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot, Task,
-    TaskState, Vm,
+    Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
+    Task, TaskState, Vm,
 };
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -93,6 +93,25 @@ impl Row for Snapshot {
         usual("created", |it| Cell::Time(it.created)),
         usual("state", |it| word(&it.state).into()),
         usual("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
+        more("id", |it| it.id.to_string().into()),
+        more("vm", |it| (&it.vm).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.id.cmp(&other.id)
+    }
+}
+
+impl Row for Dump {
+    const PLURAL: &'static str = "core dumps";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("format", |it| it.format.name().into()),
+        usual("created", |it| Cell::Time(it.created)),
+        usual("file", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
+        usual("encrypted", |it| Cell::YesNo(it.encrypted)),
         more("id", |it| it.id.to_string().into()),
         more("vm", |it| (&it.vm).into()),
     ];

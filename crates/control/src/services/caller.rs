@@ -39,7 +39,7 @@ pub enum Privilege {
     Clone,
     /// Move encrypted resources to another host.
     Migrate,
-    /// Read the content of disks without their VM, and open the console of an encrypted VM.
+    /// Read the content of disks, and of core dumps, without their VM, and open the console of an encrypted VM.
     DirectAccess,
     /// Take backups of the keys of a provider, and restore them.
     ManageKeys,

@@ -118,6 +118,10 @@ async fn begin(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     super::snapshots::require_none(services, &wanted.vm, "their disks cannot be copied").await?;
+    if wanted.policy.is_some() {
+        let what = "they would not be encrypted as the VM is";
+        super::dumps::require_none(services, &wanted.vm, what).await?;
+    }
     require_power(services, &wanted.vm).await?;
     require_feature(services, &wanted.vm)?;
     require_work(services, &wanted).await?;

@@ -13,6 +13,7 @@
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
 //! | [`vms`], [`create_vm`], [`clone_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`dumps`] | core dumps of virtual machines |
 //! | [`snapshots`] | snapshots of virtual machines |
 //! | [`proofs`] | proofs that virtual machines are encrypted |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
@@ -29,6 +30,7 @@ mod cloud_init;
 pub mod create_vm;
 pub mod datastores;
 pub mod disks;
+pub mod dumps;
 pub mod events;
 pub mod guest;
 pub mod guests;

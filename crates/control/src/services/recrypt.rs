@@ -42,6 +42,7 @@ pub async fn recrypt(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
+    super::dumps::require_none(services, &vm, "another key would not open them").await?;
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.
     let vm = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;

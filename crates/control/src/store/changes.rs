@@ -53,7 +53,7 @@ impl Kinds {
             "datastores" | "datastore_hosts" => Self::NONE.with(ChangeKind::Datastore),
             "providers" | "kmip_servers" | "kmip_clients" => Self::NONE.with(ChangeKind::Provider),
             "policies" => Self::NONE.with(ChangeKind::Policy),
-            "vms" | "placements" | "disks" | "volumes" | "nics" | "snapshots" => {
+            "vms" | "placements" | "disks" | "volumes" | "nics" | "snapshots" | "dumps" => {
                 Self::NONE.with(ChangeKind::Vm)
             }
             "tasks" | "task_claims" => Self::NONE.with(ChangeKind::Task),

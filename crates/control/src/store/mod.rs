@@ -8,6 +8,7 @@ pub mod alarms;
 pub mod changes;
 pub mod datastores;
 pub mod disks;
+pub mod dumps;
 pub mod events;
 pub mod hosts;
 pub mod key_requests;

@@ -2,6 +2,7 @@
 //! again. Works without the VM's key.
 
 use async_trait::async_trait;
+use vmseal_api::host::HostAgent;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -9,7 +10,7 @@ use super::run::{Run, StepError, absent_is_fine, register};
 use super::step::{Limit, Output};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
-use crate::store::{disks, keys, vms};
+use crate::store::{disks, dumps, keys, vms};
 
 /// The steps, in order. The request has already marked the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +92,7 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     register(run).await?;
+    delete_dumps(run, &vm, &*agent).await?;
     for disk in run.disks().await? {
         if disk.detached {
             // A task that added or removed it has left it: the host knows it only if it is told.
@@ -104,6 +106,14 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
             mark_disk(run, &disk, disk.deleting).await?;
         }
         answer?;
+    }
+    Ok(())
+}
+
+/// Removes its core dumps: no key opens them any more when it is deleted.
+async fn delete_dumps(run: &Run<'_>, vm: &vms::Vm, agent: &dyn HostAgent) -> Result<(), StepError> {
+    for dump in dumps::of_vm(&mut *run.store().read().await?, vm.id).await? {
+        absent_is_fine(agent.discard_dump(vm.id, dump.id).await)?;
     }
     Ok(())
 }

@@ -1,13 +1,14 @@
-//! Writes a disk to a file of its host. The host writes it under a temporary name, and renames it in a separate
-//! step: so it is always known whether the file has its name.
+//! Writes a disk, or what a core dump holds, to a file of its host. The host writes it under a temporary name, and renames
+//! it in a separate step: so it is always known whether the file has its name.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use vmseal_api::host::{ExportJob, HostAgent, HostState, JobSpec, JobState};
+use vmseal_api::host::{DecryptDumpJob, ExportJob, HostAgent, HostState, JobSpec, JobState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::{ExportFormat, Progress};
 
+use super::job::first_disk;
 use super::run::{Run, StepError};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, WaitPolicy};
@@ -82,18 +83,28 @@ impl super::step::Step for ExportDiskStep {
     }
 }
 
-fn order(run: &Run<'_>) -> Result<ExportJob, StepError> {
-    let Operation::ExportDisk { disk, to, format, passphrase, .. } = &run.task.operation else {
-        return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it is no export")));
+/// The job of the task that writes the file, and that file as an export.
+async fn order(run: &Run<'_>) -> Result<(JobSpec, ExportJob), StepError> {
+    let job = match &run.task.operation {
+        Operation::ExportDisk { disk, to, format, passphrase, .. } => {
+            let (to, passphrase) = (to.clone(), passphrase.clone());
+            JobSpec::Export(ExportJob { disk: *disk, to, format: *format, passphrase })
+        }
+        Operation::DumpVm { dump, to: Some(to), .. } | Operation::DecryptDump { dump, to, .. } => {
+            let disk = first_disk(run).await?;
+            JobSpec::DecryptDump(DecryptDumpJob { dump: *dump, disk, to: to.clone() })
+        }
+        _ => return Err(StepError::Final(Problem::new(ErrorCode::Internal, "it writes no file"))),
     };
-    let (to, passphrase) = (to.clone(), passphrase.clone());
-    Ok(ExportJob { disk: *disk, to, format: *format, passphrase })
+    let file = job.exported();
+    let file = file.ok_or_else(|| Problem::new(ErrorCode::Internal, "it writes no file"))?;
+    Ok((job, file))
 }
 
 pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    begin(run, &vm, &*agent, order(run)?).await?;
+    begin(run, &vm, &*agent, order(run).await?).await?;
     let mut state: Option<Arc<HostState>> = None;
     loop {
         let next = run.host_state(vm.host, state.as_deref()).await?;
@@ -123,9 +134,9 @@ async fn begin(
     run: &Run<'_>,
     vm: &Vm,
     agent: &dyn HostAgent,
-    spec: ExportJob,
+    (job, spec): (JobSpec, ExportJob),
 ) -> Result<(), StepError> {
-    let step = || agent.put_job(vm.id, run.task.id, JobSpec::Export(spec.clone()));
+    let step = || agent.put_job(vm.id, run.task.id, job.clone());
     let begun = match step().await {
         // The agent restarted since the registration; ciphertext is copied without the key.
         Err(problem)
@@ -168,7 +179,7 @@ pub(super) async fn drop_unnamed(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Removes the file under its temporary name; on failure, the problem says what may be left.
 async fn drop_half(run: &Run<'_>) -> Result<(), StepError> {
-    let spec = order(run)?;
+    let (_, spec) = order(run).await?;
     let dropped = end(run, End::Cancel).await;
     dropped.map_err(|error| error.about(|detail| {
         let (directory, name) = (spec.to.parent(), spec.to.file_name().unwrap_or_default());
@@ -208,7 +219,7 @@ enum End {
 async fn end(run: &Run<'_>, how: End) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    let job = JobSpec::Export(order(run)?);
+    let (job, _) = order(run).await?;
     crate::hosts::register(run.store(), run.hosts(), vm.id).await?;
     let ended = match how {
         End::Commit => agent.commit_job(vm.id, run.task.id, job).await,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use vmseal_api::host::{HostState, JobKind, JobSpec, JobState};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
@@ -20,6 +21,16 @@ pub(super) async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), Step
         }
         other => Ok(other?),
     }
+}
+
+/// The disk beside which core dumps are written.
+pub(super) async fn first_disk(run: &Run<'_>) -> Result<DiskId, StepError> {
+    let disks = run.disks().await?;
+    let first = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+    first.map(|disk| disk.id).ok_or_else(|| {
+        let detail = format!("VM '{}' has no disk, and core dumps are beside one", run.task.target);
+        StepError::Final(Problem::new(ErrorCode::WrongState, detail))
+    })
 }
 
 /// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all. Returns whether the

@@ -21,6 +21,7 @@ pub mod autostart;
 mod change_nics;
 mod create_vm;
 mod delete_vm;
+mod dumps;
 pub mod engine;
 mod environment;
 mod export_disk;

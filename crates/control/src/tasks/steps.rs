@@ -5,8 +5,9 @@ use vmseal_api::problem::Problem;
 
 use super::step::Step;
 use super::{
-    add_disk, adopt_vm, change_nics, create_vm, delete_vm, export_disk, grow_disk, mirror_vm,
-    prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
+    add_disk, adopt_vm, change_nics, create_vm, delete_vm, dumps, export_disk, grow_disk,
+    mirror_vm, prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm, stop_vm,
+    suspend_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -28,6 +29,10 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::RevertSnapshot { .. } => snapshots::REVERT,
         Operation::DeleteSnapshot { .. } => snapshots::DELETE,
         Operation::ProveVm { .. } => prove_vm::STEPS,
+        Operation::DumpVm { to: None, .. } => dumps::DUMP,
+        Operation::DumpVm { to: Some(_), .. } => dumps::DUMP_AND_DECRYPT,
+        Operation::DecryptDump { .. } => dumps::DECRYPT,
+        Operation::DeleteDump { .. } => dumps::DELETE,
         Operation::AddNic { .. } => change_nics::ADD,
         Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
@@ -54,6 +59,9 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::TakeSnapshot { .. }
         | Operation::RevertSnapshot { .. }
         | Operation::DeleteSnapshot { .. } => snapshots::unfinished(operation, target, cause),
+        Operation::DumpVm { .. } | Operation::DeleteDump { .. } => {
+            dumps::unfinished(operation, target, cause)
+        }
         _ => delete_vm::unfinished(target, cause),
     }
 }

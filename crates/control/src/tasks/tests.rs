@@ -18,6 +18,7 @@ mod cdrom;
 mod changes;
 mod cloud_init;
 mod defects;
+mod dumps;
 mod forced;
 mod held;
 mod limits;
@@ -93,6 +94,7 @@ enum Kind {
     Mirror(mirror::Mirror),
     Change(changes::Change),
     Snapshot(snapshots::Snapshot),
+    Dump(dumps::Dump),
     Clone,
     Adopt,
 }
@@ -113,6 +115,7 @@ impl Kind {
             Self::Mirror(mirror) => Some(mirror.before(fixture).await),
             Self::Change(change) => Some(change.before(fixture).await),
             Self::Snapshot(what) => Some(what.before(fixture).await),
+            Self::Dump(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
         }
     }
@@ -136,6 +139,7 @@ impl Kind {
             Self::Mirror(mirror) => mirror.operation(fixture, vm).await,
             Self::Change(change) => change.operation(fixture, vm).await,
             Self::Snapshot(what) => what.operation(fixture, vm).await,
+            Self::Dump(what) => what.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -155,6 +159,7 @@ impl Kind {
             Self::Mirror(mirror) => return mirror.steps(),
             Self::Change(change) => change.steps(),
             Self::Snapshot(what) => what.steps(),
+            Self::Dump(what) => what.steps(),
             Self::Adopt => return adopt::steps(),
         };
         steps.iter().map(|step| step.name()).collect()
@@ -169,6 +174,7 @@ impl Kind {
             Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
             Self::Snapshot(what) => return what.is_past_commit(step),
+            Self::Dump(what) => return what.is_past_commit(step),
             _ => return false,
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
@@ -191,6 +197,7 @@ impl Kind {
             Self::Mirror(mirror) => mirror.assert_done(fixture, vm, what).await,
             Self::Change(change) => change.assert_done(fixture, vm, what).await,
             Self::Snapshot(of) => of.assert_done(fixture, vm, what).await,
+            Self::Dump(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
         }
     }
@@ -209,6 +216,7 @@ impl Kind {
             Self::Mirror(mirror) => mirror.assert_undone(fixture, vm, what).await,
             Self::Change(change) => change.assert_undone(fixture, vm, what).await,
             Self::Snapshot(of) => of.assert_undone(fixture, vm, what).await,
+            Self::Dump(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
@@ -337,6 +345,9 @@ async fn assert_failed_truly(
                 return mirror.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Snapshot(of) = kind {
+                return of.assert_unfinished(fixture, vm, &problem, what).await;
+            }
+            if let Kind::Dump(of) = kind {
                 return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Change(change) = kind {

@@ -8,6 +8,7 @@ mod changes;
 mod console;
 mod datastores;
 mod disks;
+mod dumps;
 mod events;
 mod guest;
 mod guests;
@@ -109,6 +110,8 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(bitmaps::list))
                 .routes(routes!(snapshots::list))
                 .routes(routes!(snapshots::show))
+                .routes(routes!(dumps::list))
+                .routes(routes!(dumps::show))
                 .routes(routes!(proofs::prove))
                 .routes(routes!(proofs::last))
                 .routes(routes!(disks::replica))
@@ -143,6 +146,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vm_devices::add_tpm, vm_devices::remove_tpm))
                 .routes(routes!(vm_devices::add_nic))
                 .routes(routes!(nics::set, vm_devices::remove_nic))
+                .routes(routes!(dumps::delete))
                 .routes(routes!(snapshots::take))
                 .routes(routes!(snapshots::revert))
                 .routes(routes!(snapshots::delete))
@@ -169,7 +173,11 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
         (Privilege::Recrypt, new().routes(routes!(vms::recrypt))),
         (
             Privilege::DirectAccess,
-            new().routes(routes!(disks::export)).routes(routes!(disks::expose)),
+            new()
+                .routes(routes!(disks::export))
+                .routes(routes!(disks::expose))
+                .routes(routes!(dumps::take))
+                .routes(routes!(dumps::decrypt)),
         ),
         (
             Privilege::ManageKeys,

@@ -4,7 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::DESCRIPTOR;
+use crate::storage::home::{CORE, DESCRIPTOR};
 
 /// A suspended VM's memory.
 const MEMORY: &str = "vm.memory";
@@ -28,6 +28,9 @@ pub fn name_of(name: &str) -> Named {
     let name = name.strip_suffix(".new").unwrap_or(name);
     if name == DESCRIPTOR {
         return Named::Other(FileKind::Descriptor);
+    }
+    if name.starts_with(CORE) {
+        return Named::Other(FileKind::Sealed);
     }
     if name == MEMORY || name.strip_prefix(MEMORY).is_some_and(|rest| rest.starts_with('.')) {
         return Named::Other(FileKind::Sealed);
@@ -75,6 +78,7 @@ mod tests {
             ("vm.json.new".to_owned(), Named::Other(FileKind::Descriptor)),
             ("vm.memory".to_owned(), Named::Other(FileKind::Sealed)),
             ("vm.memory.writing".to_owned(), Named::Other(FileKind::Sealed)),
+            (format!("vm.core-{disk}"), Named::Other(FileKind::Sealed)),
             (format!("{disk}.raw"), image(ImageKind::Image)),
             (format!("{disk}.raw.creating"), image(ImageKind::HalfMade)),
             (format!("{disk}.replica"), image(ImageKind::Replica)),

@@ -76,6 +76,8 @@ impl Owner {
                 return self.put_drop_snapshot(task, &job.clone(), spec).await;
             }
             JobSpec::Prove(job) => return self.put_proof(task, job.clone(), spec),
+            JobSpec::Dump(job) => return self.put_dump(task, job.clone(), spec).await,
+            JobSpec::DecryptDump(job) => return self.put_decryption(task, job.clone(), spec).await,
             JobSpec::Create(_) | JobSpec::Export(_) => {}
         }
         let ready = self.ready(task, &spec, lent).await?;
@@ -116,6 +118,10 @@ impl Owner {
                 self.may_work(Action::DropSnapshot, spec).map(|()| Ready::Nothing)
             }
             JobSpec::Prove(_) => self.may_work(Action::Prove, spec).map(|()| Ready::Nothing),
+            JobSpec::Dump(_) => self.may_work(Action::Dump, spec).map(|()| Ready::Nothing),
+            JobSpec::DecryptDump(job) => {
+                self.ready_to_decrypt(task, job, spec).await.map(|_| Ready::Nothing)
+            }
         }
     }
 
@@ -193,7 +199,8 @@ impl Owner {
             | JobSpec::Snapshot(_)
             | JobSpec::Revert(_)
             | JobSpec::DropSnapshot(_)
-            | JobSpec::Prove(_) => match state {
+            | JobSpec::Prove(_)
+            | JobSpec::Dump(_) => match state {
                 Some(JobState::Done) => Ok(()),
                 _ => Err(rules::nothing_to_commit(task)),
             },
@@ -205,7 +212,8 @@ impl Owner {
                 // Of an earlier agent, too: its notes say what is there.
                 _ => self.commit_mirror(task, &job).await,
             },
-            JobSpec::Export(job) => {
+            JobSpec::Export(_) | JobSpec::DecryptDump(_) => {
+                let Some(job) = spec.exported() else { return Err(internal("no file is written")) };
                 let record = self.record_of(&job)?;
                 let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
                 let named = spawn_blocking(move || export::name(&export, &record, &transfer));
@@ -228,9 +236,9 @@ impl Owner {
                 self.workers.cancel(disk).await;
             }
         }
-        match spec {
-            JobSpec::Export(_) if state == Some(JobState::Cancelled) => Ok(()),
-            JobSpec::Export(job) => {
+        match spec.exported() {
+            Some(_) if state == Some(JobState::Cancelled) => Ok(()),
+            Some(job) => {
                 let record = self.record_of(&job)?;
                 let (export, transfer) = (Export { task, job }, self.shared.transfer.clone());
                 let removed = spawn_blocking(move || export::remove(&export, &record, &transfer));
@@ -275,6 +283,11 @@ impl Owner {
             Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,
             Report::Proved(Ok(report)) => self.jobs.proved(disk, report),
             Report::Proved(Err(problem)) => self.give_up(disk, problem).await,
+            Report::Dumped(Ok(bytes)) => {
+                self.jobs.progress(disk, bytes, bytes, Instant::now());
+                self.jobs.made(disk);
+            }
+            Report::Dumped(Err(problem)) => self.give_up(disk, problem).await,
             Report::Merged(upper, merged) => self.layer_merged(disk, upper, merged).await,
             Report::ExposedErrors(errors) => {
                 self.exposed_errors.insert(disk, errors);

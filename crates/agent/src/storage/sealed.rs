@@ -1,0 +1,78 @@
+//! What the sealed files of a VM (docs/formats/sealed-file.md) have in common: the key, and what is said of files that do not
+//! open.
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use vmseal_api::host::VmSpec;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_seal::file::FileError;
+use vmseal_seal::frame::FrameError;
+use vmseal_seal::slot::VmKey;
+use vmseal_secret::SecretBytes;
+
+use crate::keys;
+use crate::storage::mark::failed;
+
+/// The VM's key; none for a VM that has none. A VM with a key never has such a file in the clear.
+///
+/// # Errors
+/// `locked`.
+pub fn vm_key<'a>(
+    spec: &'a VmSpec,
+    kek: Option<&'a SecretBytes>,
+) -> Result<Option<VmKey<'a>>, Problem> {
+    let Some(reference) = &spec.key else { return Ok(None) };
+    let Some(kek) = kek else {
+        let what = format!("VM '{}' is locked: its key is not on this host", spec.name);
+        return Err(Problem::new(ErrorCode::Locked, what));
+    };
+    Ok(Some(VmKey { kek, context: keys::context(spec.vm, reference) }))
+}
+
+/// Opens such a file to be read.
+///
+/// # Errors
+/// Those of the file system.
+pub fn open(path: &Path) -> Result<File, Problem> {
+    let opened = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path);
+    opened.map_err(|error| failed(path, "opened", &error))
+}
+
+/// A file whose header is refused, and what to do about it.
+#[must_use]
+pub fn refused(path: &Path, error: &FileError, remedy: &str) -> Problem {
+    let code = match error {
+        FileError::OtherKey(_) => ErrorCode::Locked,
+        FileError::Io(error) if error.kind() == ErrorKind::StorageFull => ErrorCode::NoSpace,
+        FileError::Io(_) => ErrorCode::Internal,
+        _ => ErrorCode::Damaged,
+    };
+    Problem::new(code, format!("{}: {error}. {remedy}", path.display()))
+}
+
+/// A file that could not be read, or that is damaged, and what to do about that. `what` names it.
+#[must_use]
+pub fn unreadable(path: &Path, what: &str, error: &io::Error, remedy: &str) -> Problem {
+    let frame = error.get_ref().is_some_and(|inner| inner.is::<FrameError>());
+    let spoiled =
+        frame || matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::UnexpectedEof);
+    if !spoiled {
+        return failed(path, "read", error);
+    }
+    let detail = format!("{what} {} is damaged: {error}. {remedy}", path.display());
+    Problem::new(ErrorCode::Damaged, detail)
+}
+
+/// Removes a file that may be there.
+///
+/// # Errors
+/// Those of the file system.
+pub fn remove_if_there(path: &Path) -> Result<(), Problem> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(path, "removed", &error)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,81 @@
+//! Core dumps of a VM, as its owner begins them.
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{DecryptDumpJob, DumpJob, JobSpec};
+use vmseal_api::id::{DumpId, TaskId};
+use vmseal_api::problem::Problem;
+
+use super::{Owner, State};
+use crate::rules::exclusion::Action;
+use crate::storage::core_file::CoreFile;
+use crate::storage::export::{self, Export};
+use crate::storage::timed;
+use crate::vm::dumping::{Decrypting, Dumping};
+use crate::vm::internal;
+
+impl Owner {
+    pub(super) async fn put_dump(
+        &mut self,
+        task: TaskId,
+        job: DumpJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        self.may_work(Action::Dump, &spec)?;
+        let kek = self.clone_kek()?;
+        let file = self.core_file(job.dump).await?;
+        let running = match &self.state {
+            State::Running(running) | State::Stopping { running, .. } => running,
+            State::Off | State::Starting { .. } => {
+                return Err(internal("a VM that runs has no processes"));
+            }
+        };
+        let (qmp, format) = (running.qmp.clone(), job.format);
+        let dumping = Dumping { file, spec: self.spec.clone(), kek, qmp, format };
+        self.jobs.begin(task, spec);
+        self.workers.begin_dump(job.disk, dumping);
+        Ok(())
+    }
+
+    /// Whether a core dump could be decrypted so.
+    pub(super) async fn ready_to_decrypt(
+        &self,
+        task: TaskId,
+        job: &DecryptDumpJob,
+        spec: &JobSpec,
+    ) -> Result<Decrypting, Problem> {
+        self.may_work(Action::DecryptDump, spec)?;
+        let Some(exported) = spec.exported() else {
+            return Err(internal("what is decrypted goes to no file"));
+        };
+        let export = Export { task, job: exported };
+        let (wanted, allowed) = (export.clone(), self.shared.transfer.clone());
+        let transfer = allowed.clone();
+        timed::call(&job.to, move || export::check(&wanted, &transfer)).await?;
+        let file = self.core_file(job.dump).await?;
+        let kek = self.clone_kek()?;
+        let record = self.shared.run_dir.exported(job.disk);
+        Ok(Decrypting { file, spec: self.spec.clone(), kek, export, record, allowed })
+    }
+
+    pub(super) async fn put_decryption(
+        &mut self,
+        task: TaskId,
+        job: DecryptDumpJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        let decrypting = self.ready_to_decrypt(task, &job, &spec).await?;
+        self.jobs.begin(task, spec);
+        self.workers.begin_decryption(job.disk, decrypting);
+        Ok(())
+    }
+
+    pub(super) async fn discard_dump(&self, dump: DumpId) -> Result<(), Problem> {
+        let file = self.core_file(dump).await?;
+        spawn_blocking(move || file.remove()).await.map_err(internal)?
+    }
+
+    async fn core_file(&self, dump: DumpId) -> Result<CoreFile, Problem> {
+        let spec = self.spec.clone();
+        spawn_blocking(move || CoreFile::of(&spec, dump)).await.map_err(internal)?
+    }
+}

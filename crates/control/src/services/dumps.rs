@@ -1,0 +1,238 @@
+//! Core dumps: what the memory of a guest holds, written encrypted beside its disks.
+
+use jiff::Timestamp;
+use vmseal_api::host::version::DUMP;
+use vmseal_api::host::{DecryptDumpJob, JobSpec, Power};
+use vmseal_api::id::DumpId;
+use vmseal_api::limits::DUMPS_MAX;
+use vmseal_api::model::{self, Page, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::{DecryptDump, TakeDump};
+
+use super::caller::{Caller, Privilege};
+use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::{Outcome, PageRequest, Services};
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::dumps::{self, Dump};
+use crate::store::events::NewEvent;
+use crate::store::vms::Vm;
+
+fn shown(vm: &Vm, dump: &Dump) -> model::Dump {
+    model::Dump {
+        id: dump.id,
+        name: dump.name.clone(),
+        vm: vm.name.clone(),
+        format: dump.format,
+        created: dump.created,
+        bytes: dump.bytes,
+        encrypted: dump.encrypted,
+    }
+}
+
+/// Lists the core dumps of a VM, oldest first.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: PageRequest,
+) -> Result<Page<model::Dump>, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, _) = find(services, vm).await?;
+    let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let part = request.part();
+    let after = all.iter().filter(|known| known.id.to_string() > part.after);
+    let items: Vec<_> = after.take(part.limit as usize).map(|dump| shown(&vm, dump)).collect();
+    Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
+}
+
+/// Shows a core dump.
+pub async fn show(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+) -> Result<model::Dump, Problem> {
+    caller.require(Privilege::Read)?;
+    let (vm, _) = find(services, vm).await?;
+    let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    Ok(shown(&vm, one(&vm, &all, name)?))
+}
+
+fn one<'a>(vm: &Vm, all: &'a [Dump], name: &str) -> Result<&'a Dump, Problem> {
+    let found = all.iter().find(|known| known.name == name || known.id.to_string() == name);
+    found.ok_or_else(|| {
+        let detail = format!("VM '{}' has no core dump '{name}'", vm.name);
+        Problem::new(ErrorCode::NotFound, detail)
+    })
+}
+
+fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).has(DUMP) {
+        return Ok(());
+    }
+    let detail = format!(
+        "the agent of host '{}' cannot write core dumps: upgrade vmseal there",
+        vm.host_name
+    );
+    Err(Problem::new(ErrorCode::Unsupported, detail))
+}
+
+fn check_path(to: &std::path::Path) -> Result<(), Problem> {
+    if to.is_absolute() && to.file_name().is_some() {
+        return Ok(());
+    }
+    Err(Problem::invalid("to", "must be an absolute path that ends with a name"))
+}
+
+/// Writes a core dump of a VM's guest.
+pub async fn take(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: TakeDump,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    if let Some(name) = &request.name {
+        vmseal_api::id::check_name(name)
+            .map_err(|error| Problem::invalid("name", error.to_string()))?;
+    }
+    let (vm, disks) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let now = power(services, &vm).await?.unwrap_or(Power::Off);
+    if !matches!(now, Power::Running | Power::Paused | Power::Stopping) {
+        let detail = format!(
+            "VM '{}' is {}: only the memory of a guest that runs or is paused can be dumped",
+            vm.name,
+            word(now)
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    check_key(services, &vm)?;
+    if let Some(to) = &request.decrypt_to {
+        require_decryption(services, caller, &vm, &disks, to, None).await?;
+    }
+    let mut write = services.store.write().await?;
+    let known = dumps::of_vm(&mut write, vm.id).await?;
+    if known.len() >= DUMPS_MAX {
+        let detail = format!(
+            "VM '{0}' has {DUMPS_MAX} core dumps: delete one first (vmseal dump list {0})",
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
+    }
+    let free = |name: &String| known.iter().all(|other| other.name != *name);
+    let made_up = (1..=known.len() + 1).map(|number| format!("dump-{number}")).find(free);
+    let dump = Dump {
+        id: DumpId::new(),
+        vm: vm.id,
+        name: request.name.or(made_up).unwrap_or_default(),
+        format: request.format,
+        created: Timestamp::now(),
+        bytes: None,
+        encrypted: vm.key.is_some(),
+    };
+    dumps::insert(&mut write, &dump).await?;
+    if let Some(to) = &request.decrypt_to {
+        tell_decryption(&mut write, caller, &vm, &dump.name, to).await?;
+    }
+    let operation = Operation::DumpVm { vm: vm.id, dump: dump.id, to: request.decrypt_to };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Decrypts a core dump to a file of the VM's host.
+pub async fn decrypt(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    request: DecryptDump,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    let (vm, disks) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let dump = one(&vm, &all, name)?;
+    if dump.bytes.is_none() {
+        let detail = format!("core dump '{}' of VM '{}' is not whole yet", dump.name, vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let to = request.to;
+    require_decryption(services, caller, &vm, &disks, &to, Some(dump.id)).await?;
+    let mut write = services.store.write().await?;
+    tell_decryption(&mut write, caller, &vm, &dump.name, &to).await?;
+    let operation = Operation::DecryptDump { vm: vm.id, dump: dump.id, to };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Checks who asks, and what the host would refuse.
+async fn require_decryption(
+    services: &Services,
+    caller: &Caller,
+    vm: &Vm,
+    disks: &[Disk],
+    to: &std::path::Path,
+    dump: Option<DumpId>,
+) -> Result<(), Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    if vm.key.is_some() {
+        caller.require(Privilege::Decrypt)?;
+    }
+    check_path(to)?;
+    let first = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+    let Some(disk) = first.map(|disk| disk.id) else { return Ok(()) };
+    let (dump, to) = (dump.unwrap_or_default(), to.to_owned());
+    let job = JobSpec::DecryptDump(DecryptDumpJob { dump, disk, to });
+    match services.hosts.connected(vm.host)?.examine_job(vm.id, job).await {
+        // The task registers the VM, and delivers its key.
+        Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => Ok(()),
+        answer => answer,
+    }
+}
+
+/// The use of the key is an event before it happens.
+async fn tell_decryption(
+    write: &mut crate::store::Write<'_>,
+    caller: &Caller,
+    vm: &Vm,
+    dump: &str,
+    to: &std::path::Path,
+) -> Result<(), Problem> {
+    let (host, to) = (&vm.host_name, to.display());
+    let detail = format!("core dump '{dump}' to {to} on host '{host}', IN THE CLEAR");
+    let (kind, actor, target) = ("dump.decrypt", caller.name(), vm.name.as_str());
+    Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
+}
+
+/// Removes a core dump; the VM may run.
+pub async fn delete(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    require_feature(services, &vm)?;
+    let mut write = services.store.write().await?;
+    let all = dumps::of_vm(&mut write, vm.id).await?;
+    let operation = Operation::DeleteDump { vm: vm.id, dump: one(&vm, &all, name)?.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Refuses what would leave core dumps that no key opens.
+pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Result<(), Problem> {
+    let known = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let Some(first) = known.first() else { return Ok(()) };
+    let detail = format!(
+        "VM '{0}' has core dumps, '{1}' for one, and {what}: decrypt or delete them first (vmseal dump list {0})",
+        vm.name, first.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}

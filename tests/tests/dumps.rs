@@ -1,0 +1,208 @@
+//! Core dumps: what a guest has in memory is in them, encrypted until somebody who may has them decrypted; the guest goes on.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{self, booted, run};
+
+const VM: &str = "web";
+
+/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
+const SECRET: (&str, &str) = ("MARKER-IN-", "A-CORE-9184");
+
+fn started(policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, VM, policy, &[]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    let (one, two) = SECRET;
+    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    (here, console)
+}
+
+fn goes_on(console: &mut Console) {
+    run(console, "echo LIVES-$((6 * 7))", "LIVES-42").unwrap();
+}
+
+fn has_secret(file: &Path) -> bool {
+    let secret = format!("{}{}", SECRET.0, SECRET.1).into_bytes();
+    let content = std::fs::read(file).unwrap();
+    content.windows(secret.len()).any(|part| part == secret)
+}
+
+fn home(here: &Installation) -> PathBuf {
+    here.images(VM).unwrap()[0].parent().unwrap().to_owned()
+}
+
+/// The files of core dumps, whole or not.
+fn cores(here: &Installation) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(home(here)).unwrap().map(|entry| entry.unwrap().path());
+    let is_core =
+        |file: &PathBuf| file.file_name().unwrap().to_string_lossy().starts_with("vm.core-");
+    files.filter(is_core).collect()
+}
+
+fn dumps(here: &Installation) -> Vec<Value> {
+    here.json(&["dump", "list", VM]).unwrap().as_array().unwrap().clone()
+}
+
+fn readelf(core: &Path) -> String {
+    let output = Command::new("readelf").args(["-h", "-n", "-l"]).arg(core).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
+    let (here, mut console) = started("encrypted");
+    here.vmseal(&["vm", "dump", VM, "--dry-run"]).unwrap();
+    assert!(dumps(&here).is_empty() && cores(&here).is_empty(), "a dry run has left something");
+    here.vmseal(&["vm", "dump", VM, "first"]).unwrap();
+    goes_on(&mut console);
+    let [core] = &cores(&here)[..] else { panic!("{:?}", cores(&here)) };
+    assert!(!has_secret(core), "the core dump is in the clear");
+    let known = &dumps(&here)[0];
+    assert_eq!((known["name"].as_str(), known["encrypted"].as_bool()), (Some("first"), Some(true)));
+    assert_eq!(known["bytes"].as_u64(), Some(core.metadata().unwrap().len()));
+
+    let clear = here.path("core");
+    let to = text(&clear).unwrap();
+    here.vmseal(&["dump", "decrypt", VM, "first", "--to", to]).unwrap();
+    assert!(has_secret(&clear), "what was decrypted lacks the guest's memory");
+    let said = readelf(&clear);
+    assert!(said.contains("CORE (Core file)") && said.contains("NT_PRSTATUS"), "{said}");
+    let events = here.json(&["events"]).unwrap();
+    let told = events.as_array().unwrap().iter().any(|event| {
+        event["kind"] == "dump.decrypt"
+            && event["detail"].as_str().unwrap().contains("IN THE CLEAR")
+    });
+    assert!(told, "{events}");
+    let again = here.refused(&["dump", "decrypt", VM, "first", "--to", to]).unwrap();
+    assert!(again.contains("there already"), "{again}");
+
+    // Both at once, in the other format.
+    let clear = here.path("kdump");
+    let both = ["vm", "dump", VM, "--format", "kdump", "--decrypt-to", text(&clear).unwrap()];
+    here.vmseal(&both).unwrap();
+    goes_on(&mut console);
+    assert!(std::fs::read(&clear).unwrap().starts_with(b"makedumpfile"));
+    assert_eq!(dumps(&here)[1]["name"], "dump-1");
+    // A paused guest stays paused.
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    here.vmseal(&["vm", "dump", VM, "paused"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["power"], "paused");
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    goes_on(&mut console);
+    here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
+
+    let taken = here.refused(&["vm", "dump", VM, "first"]).unwrap();
+    assert!(taken.contains("'first'"), "{taken}");
+    here.vmseal(&["dump", "delete", VM, "dump-1"]).unwrap();
+    assert_eq!((dumps(&here).len(), cores(&here).len()), (2, 2));
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let off = here.refused(&["vm", "dump", VM]).unwrap();
+    assert!(off.contains("is off"), "{off}");
+    // Decrypted while the VM is off.
+    let late = here.path("late");
+    here.vmseal(&["dump", "decrypt", VM, "paused", "--to", text(&late).unwrap()]).unwrap();
+    assert!(has_secret(&late));
+    for change in [&["vm", "recrypt", VM][..], &["vm", "decrypt", VM, "--yes", "--policy", "plain"]]
+    {
+        let refused = here.refused(change).unwrap();
+        assert!(refused.contains("core dumps"), "{change:?}: {refused}");
+    }
+    let home = home(&here);
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    assert!(!home.exists(), "core dumps outlive their VM");
+}
+
+#[test]
+fn a_damaged_core_dump_is_named_and_nothing_is_left_of_its_decryption() {
+    let (here, _console) = started("encrypted");
+    here.vmseal(&["vm", "dump", VM]).unwrap();
+    let core = cores(&here).remove(0);
+    let mut content = std::fs::read(&core).unwrap();
+    let middle = content.len() / 2;
+    content[middle] ^= 1;
+    std::fs::write(&core, &content).unwrap();
+    let clear = here.path("clear");
+    std::fs::create_dir(&clear).unwrap();
+    let to = clear.join("core");
+    let decrypt = ["dump", "decrypt", VM, "dump-1", "--to", text(&to).unwrap()];
+    let why = here.refused(&decrypt).unwrap();
+    assert!(why.contains("is damaged"), "{why}");
+    assert_eq!(std::fs::read_dir(&clear).unwrap().count(), 0, "a part of it is left");
+    content[middle] ^= 1;
+    std::fs::write(&core, &content).unwrap();
+    here.vmseal(&decrypt).unwrap();
+    assert!(has_secret(&to));
+}
+
+#[test]
+fn the_core_dump_of_a_vm_without_a_key_is_said_to_be_in_the_clear() {
+    let (here, mut console) = started("plain");
+    here.vmseal(&["vm", "dump", VM]).unwrap();
+    goes_on(&mut console);
+    assert_eq!(dumps(&here)[0]["encrypted"], false);
+    let events = here.json(&["events"]).unwrap();
+    let told = |event: &Value| {
+        event["kind"] == "vm.dumped" && event["detail"].as_str().unwrap().contains("IN THE CLEAR")
+    };
+    assert!(events.as_array().unwrap().iter().any(told), "{events}");
+    let clear = here.path("core");
+    here.vmseal(&["dump", "decrypt", VM, "dump-1", "--to", text(&clear).unwrap()]).unwrap();
+    assert!(has_secret(&clear));
+}
+
+#[test]
+fn a_process_that_dies_leaves_a_whole_core_dump_or_none() {
+    let (mut here, mut console) = started("encrypted");
+    for delay in [0, 100, 250, 500] {
+        let dumping = here.command().unwrap().args(["vm", "dump", VM]).spawn();
+        std::thread::sleep(Duration::from_millis(delay));
+        here.kill_agent();
+        if delay % 100 == 0 {
+            here.kill_server();
+            here.start_server().unwrap();
+        }
+        here.start_agent().unwrap();
+        here.wait_host().unwrap();
+        let _ = dumping.unwrap().wait();
+        eventually("the tasks to end", || {
+            let tasks = here.json(&["task", "list"]).ok()?;
+            // The first one may not have begun.
+            let is_open =
+                |task: &&Value| !matches!(task["state"].as_str(), Some("done" | "failed"));
+            tasks.as_array()?.iter().find(is_open).is_none().then_some(())
+        })
+        .unwrap();
+        println!("after {delay} ms: {} core dumps", dumps(&here).len());
+        drop(console);
+        console = here.console(VM).unwrap();
+        goes_on(&mut console);
+        let (known, files) = (dumps(&here), cores(&here));
+        assert!(known.iter().all(|dump| dump["bytes"].is_u64()), "{known:?}");
+        assert_eq!(known.len(), files.len(), "{known:?} {files:?}");
+    }
+    for (number, dump) in dumps(&here).iter().enumerate() {
+        let clear = here.path(&format!("core-{number}"));
+        let name = dump["name"].as_str().unwrap();
+        here.vmseal(&["dump", "decrypt", VM, name, "--to", text(&clear).unwrap()]).unwrap();
+        assert!(has_secret(&clear), "{name}");
+    }
+    // QEMU dies while it dumps.
+    let before = cores(&here).len();
+    let mut dumping = here.command().unwrap().args(["vm", "dump", VM]).spawn().unwrap();
+    eventually("the dump to begin", || (cores(&here).len() > before).then_some(())).unwrap();
+    kill_hard(here.processes_of(VM, "qemu-system-x86_64").unwrap()[0]);
+    let _ = dumping.wait();
+    here.wait_power(VM, "off").unwrap();
+    let known = dumps(&here).len();
+    assert_eq!(known, cores(&here).len(), "{:?}", cores(&here));
+}
