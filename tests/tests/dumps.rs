@@ -108,15 +108,13 @@ fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     let off = here.refused(&["vm", "dump", VM]).unwrap();
     assert!(off.contains("is off"), "{off}");
-    // Decrypted while the VM is off.
+    // Decrypted while the VM is off, with another key than it was encrypted with.
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
     let late = here.path("late");
     here.vmseal(&["dump", "decrypt", VM, "paused", "--to", text(&late).unwrap()]).unwrap();
     assert!(has_secret(&late));
-    for change in [&["vm", "recrypt", VM][..], &["vm", "decrypt", VM, "--yes", "--policy", "plain"]]
-    {
-        let refused = here.refused(change).unwrap();
-        assert!(refused.contains("core dumps"), "{change:?}: {refused}");
-    }
+    let decrypt = here.refused(&["vm", "decrypt", VM, "--yes", "--policy", "plain"]).unwrap();
+    assert!(decrypt.contains("core dumps"), "{decrypt}");
     let home = home(&here);
     here.vmseal(&["vm", "delete", VM]).unwrap();
     assert!(!home.exists(), "core dumps outlive their VM");

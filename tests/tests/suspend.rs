@@ -101,13 +101,19 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
         &["vm", "stop", VM, "--force"][..],
         &["disk", "add", VM, "--disk", "name=more,datastore=local,size=8MiB"],
         &["snapshot", "create", VM, "one"],
-        &["vm", "recrypt", VM],
         &["vm", "delete", VM],
         &["vm", "start", VM, "--boot-once", "network"],
     ] {
         let refused = here.refused(change).unwrap();
         assert!(refused.contains("suspended"), "{change:?}: {refused}");
     }
+    // Another key opens the memory, and the former one does not.
+    let before = std::fs::read(memory(&here)).unwrap();
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    let after = std::fs::read(memory(&here)).unwrap();
+    assert!(before[512..1536] != after[512..1536], "its key slots are as before");
+    assert!(before[4096..] == after[4096..], "its frames were written again");
+    is_off_and_saved(&here);
     // What takes effect when the guest next boots may change.
     here.vmseal(&["vm", "set", VM, "--memory", "256MiB", "--vcpus", "2"]).unwrap();
     is_off_and_saved(&here);

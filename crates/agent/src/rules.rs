@@ -145,14 +145,15 @@ pub fn check_suspend(spec: &VmSpec, locked: bool) -> Result<(), Problem> {
     }
 }
 
-/// Checks that a suspended VM, which is registered anew, has the devices that its guest knows. The rest takes effect when its guest boots.
+/// Checks that a suspended VM, which is registered anew, has the devices that its guest knows. Its key may change, which opens the saved
+/// memory then; the rest takes effect when its guest boots.
 ///
 /// # Errors
 /// `wrong-state`.
 pub fn check_devices_stay(known: &VmSpec, new: &VmSpec) -> Result<(), Problem> {
     let disks = |spec: &VmSpec| spec.disks().map(|disk| disk.disk).collect::<BTreeSet<_>>();
     let nics = |spec: &VmSpec| spec.nics().map(|nic| nic.nic).collect::<BTreeSet<_>>();
-    let same = disks(known) == disks(new) && nics(known) == nics(new) && known.key == new.key;
+    let same = disks(known) == disks(new) && nics(known) == nics(new);
     if same { Ok(()) } else { Err(suspended(known)) }
 }
 

@@ -135,7 +135,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 28] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
-    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     AGAIN,     IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       AGAIN,     IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    ENDS,     IN_USE,    IN_USE,  ENDS]),
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),

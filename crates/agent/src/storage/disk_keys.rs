@@ -1,4 +1,4 @@
-//! Changing the keys that open a VM's disks. Only the headers are written, in an order that survives a power
+//! Changing the keys that open a VM's disks and sealed files. Only the headers are written, in an order that survives a power
 //! cut at any point (crate luks). The VM is off. All its encrypted disks are opened and locked before the
 //! first is written: one that is missing, damaged or in use fails the change before anything is written.
 //!
@@ -12,6 +12,7 @@ use std::fs::File;
 use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_luks::Facts;
+use vmseal_seal::slot::VmKey;
 use vmseal_secret::SecretBytes;
 
 use crate::keys;
@@ -22,6 +23,7 @@ use crate::storage::locked::Access;
 use crate::storage::open;
 use crate::storage::opening;
 use crate::storage::replica::ReplicaHeader;
+use crate::storage::sealed_keys::SealedKeys;
 
 /// A disk whose header may be changed.
 struct DiskHeader<'a> {
@@ -32,12 +34,13 @@ struct DiskHeader<'a> {
     file: File,
 }
 
-/// The encrypted disks of a VM, all of which open with its registered key.
+/// The encrypted disks and sealed files of a VM, all of which open with its registered key.
 pub struct DiskKeys<'a> {
     spec: &'a VmSpec,
     registered: &'a KeyReference,
     kek: &'a SecretBytes,
     headers: Vec<DiskHeader<'a>>,
+    sealed: Vec<SealedKeys>,
 }
 
 impl<'a> DiskKeys<'a> {
@@ -64,7 +67,9 @@ impl<'a> DiskKeys<'a> {
             Ok(DiskHeader { replica, disk, facts, file })
         };
         let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
-        Ok(Self { spec, registered, kek, headers })
+        let key = VmKey { kek, context: keys::context(spec.vm, registered) };
+        let sealed = SealedKeys::open_all(spec, &key, access)?;
+        Ok(Self { spec, registered, kek, headers, sealed })
     }
 
     /// Adds another KEK that opens them beside the registered one. Blocks.
@@ -88,6 +93,10 @@ impl<'a> DiskKeys<'a> {
             }
             vmseal_luks::add_kek(file, facts, held, added).map_err(failed)?;
         }
+        let registered =
+            VmKey { kek: self.kek, context: keys::context(self.spec.vm, self.registered) };
+        let added = VmKey { kek, context: keys::context(self.spec.vm, other) };
+        self.sealed.iter_mut().try_for_each(|file| file.add(&registered, &added))?;
         self.tell_replicas()
     }
 
@@ -107,6 +116,9 @@ impl<'a> DiskKeys<'a> {
             vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
                 .map_err(|error| opening::header_problem(header.disk, &error))?;
         }
+        let registered =
+            VmKey { kek: self.kek, context: keys::context(self.spec.vm, self.registered) };
+        self.sealed.iter_mut().try_for_each(|file| file.keep_only(&registered))?;
         self.tell_replicas()
     }
 

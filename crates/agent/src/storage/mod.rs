@@ -29,6 +29,7 @@ pub(crate) mod opening;
 pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod sealed;
+pub(crate) mod sealed_keys;
 pub(crate) mod survey;
 pub(crate) mod timed;
 pub(crate) mod tpm_disk;

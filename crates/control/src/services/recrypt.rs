@@ -32,17 +32,13 @@ pub async fn recrypt(
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     let power = power(services, &vm).await?.unwrap_or(Power::Off);
-    if power == Power::Suspended {
-        return Err(super::saved_memory::refusal(&vm));
-    }
-    if power != Power::Off {
+    if !matches!(power, Power::Off | Power::Suspended) {
         let (name, word) = (&vm.name, word(power));
         let detail = format!(
-            "VM '{name}' is {word}: a VM is recrypted while it is off (vmseal vm stop {name})"
+            "VM '{name}' is {word}: a VM is recrypted while it is off or suspended (vmseal vm stop {name})"
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    super::dumps::require_none(services, &vm, "another key would not open them").await?;
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.
     let vm = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;

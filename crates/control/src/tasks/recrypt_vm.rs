@@ -198,7 +198,8 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     }
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;
-    if state_of(&state, vm.id).is_some_and(|seen| seen.power != Power::Off) {
+    let power = state_of(&state, vm.id).map_or(Power::Off, |seen| seen.power);
+    if !matches!(power, Power::Off | Power::Suspended) {
         return refused("is not off: stop it first");
     }
     prepare(run).await?;
