@@ -3,7 +3,7 @@
 //! ```text
 //! dump     reserve (its row is there) ─► prepare ─► dump [─► decrypt to a file] ─► record (commit) [─► name the file]
 //! decrypt  prepare ─► decrypt to a file ─► name the file
-//! delete   remove the file (commit) ─► remove the row
+//! delete   register (commit) ─► remove the file ─► remove the row
 //! ```
 //! A dump that fails or is cancelled is removed.
 
@@ -30,6 +30,7 @@ pub(crate) enum DumpStep {
     WriteFile,
     NameFile,
     Record,
+    Register,
     RemoveFile,
     RemoveRow,
 }
@@ -49,7 +50,8 @@ pub(crate) const DUMP_AND_DECRYPT: &[&dyn Step] = &[
 pub(crate) const DECRYPT: &[&dyn Step] =
     &[&DumpStep::Prepare, &DumpStep::WriteFile, &DumpStep::NameFile];
 
-pub(crate) const DELETE: &[&dyn Step] = &[&DumpStep::RemoveFile, &DumpStep::RemoveRow];
+pub(crate) const DELETE: &[&dyn Step] =
+    &[&DumpStep::Register, &DumpStep::RemoveFile, &DumpStep::RemoveRow];
 
 #[async_trait]
 impl Step for DumpStep {
@@ -61,6 +63,7 @@ impl Step for DumpStep {
             Self::WriteFile => "write-file",
             Self::NameFile => "name-file",
             Self::Record => "record-dump",
+            Self::Register => "register",
             Self::RemoveFile => "remove-file",
             Self::RemoveRow => "remove-row",
         }
@@ -74,6 +77,7 @@ impl Step for DumpStep {
             Self::WriteFile => "decrypt it to a file",
             Self::NameFile => "give the file its name",
             Self::Record => "record the core dump",
+            Self::Register => "register the VM with its host",
             Self::RemoveFile => "remove the core dump",
             Self::RemoveRow => "remove it from the inventory",
         }
@@ -84,7 +88,7 @@ impl Step for DumpStep {
     }
 
     fn commits(&self) -> bool {
-        matches!(self, Self::Record | Self::RemoveFile)
+        matches!(self, Self::Record | Self::Register)
     }
 
     fn limit(&self) -> Option<Limit> {
@@ -103,6 +107,7 @@ impl Step for DumpStep {
             Self::WriteFile => export_disk::write(run).await.map(Output::from),
             Self::NameFile => export_disk::name(run).await.map(Output::from),
             Self::Record => record(run).await.map(Output::from),
+            Self::Register => register(run).await.map(Output::from),
             Self::RemoveFile => remove_file(run).await.map(Output::from),
             Self::RemoveRow => remove_row(run).await.map(Output::from),
         }
@@ -123,7 +128,9 @@ impl Step for DumpStep {
             }
             Self::WriteFile => export_disk::drop_unnamed(run).await,
             Self::NameFile => export_disk::unname(run, cause).await,
-            Self::Prepare | Self::Record | Self::RemoveFile | Self::RemoveRow => Ok(()),
+            Self::Prepare | Self::Record | Self::Register | Self::RemoveFile | Self::RemoveRow => {
+                Ok(())
+            }
         }
     }
 }
@@ -200,7 +207,7 @@ async fn remove_row(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     let detail = match operation {
         Operation::DeleteDump { .. } => format!(
-            "a core dump of VM '{target}' is removed, and the inventory has it still ({cause}): delete it again once the cause is fixed"
+            "a core dump of VM '{target}' is removed in part ({cause}): delete it again once the cause is fixed"
         ),
         _ => format!(
             "the core dump of VM '{target}' is whole, and the file that it was decrypted to has no name yet ({cause}): decrypt it again once the cause is fixed (vmseal dump decrypt {target})"
