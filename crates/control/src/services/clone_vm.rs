@@ -13,7 +13,7 @@ use vmseal_api::request::{CloneVm, CreateNic};
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
 use super::vms::{begin, find, plan, power, require_ready, word};
-use super::{Outcome, Services, cloud_init, hardware, room};
+use super::{Outcome, Services, cloud_init, features, hardware, room};
 use crate::operation::{Copies, Operation};
 use crate::store::disks::{self, Disk};
 use crate::store::snapshots::{self, Snapshot};
@@ -35,7 +35,7 @@ pub async fn clone(
     if origin.key.is_some() {
         caller.require(Privilege::Clone)?;
     }
-    require_feature(services, &origin)?;
+    features::require(services, &origin, COPIES, "clone disks")?;
     let (id, name) = (VmId::new(), request.name.clone());
     let documents =
         request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
@@ -105,15 +105,6 @@ pub async fn clone(
 
 /// What a clone without data for cloud-init is.
 const SAME_GUEST: &str = "the guest keeps its host name, SSH host keys and machine id: give data for cloud-init (--ssh-key, --cloud-init), which makes new ones in images that use it, or change them in the guest";
-
-fn require_feature(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
-    if services.hosts.view(vm.host).has(COPIES) {
-        return Ok(());
-    }
-    let detail =
-        format!("the agent of host '{}' cannot clone disks: upgrade vmseal there", vm.host_name);
-    Err(Problem::new(ErrorCode::Unsupported, detail))
-}
 
 /// What a running guest's disks hold changes while it is copied.
 async fn require_off(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {

@@ -11,7 +11,7 @@ use vmseal_api::request::{DecryptDump, TakeDump};
 
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, check_key, find, power, require_ready, word};
-use super::{Outcome, PageRequest, Services};
+use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::dumps::{self, Dump};
@@ -67,17 +67,6 @@ fn one<'a>(vm: &Vm, all: &'a [Dump], name: &str) -> Result<&'a Dump, Problem> {
     })
 }
 
-fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
-    if services.hosts.view(vm.host).has(DUMP) {
-        return Ok(());
-    }
-    let detail = format!(
-        "the agent of host '{}' cannot write core dumps: upgrade vmseal there",
-        vm.host_name
-    );
-    Err(Problem::new(ErrorCode::Unsupported, detail))
-}
-
 fn check_path(to: &std::path::Path) -> Result<(), Problem> {
     if to.is_absolute() && to.file_name().is_some() {
         return Ok(());
@@ -100,7 +89,7 @@ pub async fn take(
     }
     let (vm, disks) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, DUMP, "write core dumps")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
     if !matches!(now, Power::Running | Power::Paused | Power::Stopping) {
         let detail = format!(
@@ -154,7 +143,7 @@ pub async fn decrypt(
     caller.require(Privilege::DirectAccess)?;
     let (vm, disks) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, DUMP, "write core dumps")?;
     let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
     let dump = one(&vm, &all, name)?;
     if dump.bytes.is_none() {
@@ -219,7 +208,7 @@ pub async fn delete(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, DUMP, "write core dumps")?;
     let mut write = services.store.write().await?;
     let all = dumps::of_vm(&mut write, vm.id).await?;
     let operation = Operation::DeleteDump { vm: vm.id, dump: one(&vm, &all, name)?.id };

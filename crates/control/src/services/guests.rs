@@ -50,13 +50,7 @@ pub async fn control(
         GuestControl::Unpause => ("vm.unpause", "vm.unpaused", "let the guest go on"),
         GuestControl::Reset => ("vm.reset", "vm.reset", "reset the guest"),
     };
-    if !services.hosts.view(vm.host).has(GUEST_CONTROL) {
-        let detail = format!(
-            "the agent of host '{}' cannot pause or reset guests: upgrade vmseal there",
-            vm.host_name
-        );
-        return Err(Problem::new(ErrorCode::Unsupported, detail));
-    }
+    super::features::require(services, &vm, GUEST_CONTROL, "pause or reset guests")?;
     require_running(services, &vm, true).await?;
     super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
     if dry_run {

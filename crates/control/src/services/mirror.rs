@@ -13,7 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
 use super::vms::{check_key, find, plan, power, require_ready, word};
-use super::{Outcome, Services, room};
+use super::{Outcome, Services, features, room};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
@@ -123,7 +123,7 @@ async fn begin(
         super::dumps::require_none(services, &wanted.vm, what).await?;
     }
     require_power(services, &wanted.vm).await?;
-    require_feature(services, &wanted.vm)?;
+    features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     require_work(services, &wanted).await?;
     let warnings = examine(services, &wanted, dry_run).await?;
     let mut write = services.store.write().await?;
@@ -161,17 +161,6 @@ async fn require_power(services: &Services, vm: &Vm) -> Result<(), Problem> {
             Err(Problem::new(ErrorCode::WrongState, detail))
         }
     }
-}
-
-fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
-    if services.hosts.view(vm.host).has(MIRROR) {
-        return Ok(());
-    }
-    let detail = format!(
-        "the agent of host '{}' cannot encrypt or decrypt disks that are there: upgrade vmseal there",
-        vm.host_name
-    );
-    Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
 /// Refuses where nothing is to be done. What an earlier attempt has left, and a key that nothing needs, is something.

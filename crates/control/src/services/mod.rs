@@ -32,6 +32,7 @@ pub mod datastores;
 pub mod disks;
 pub mod dumps;
 pub mod events;
+mod features;
 pub mod guest;
 pub mod guests;
 mod hardware;

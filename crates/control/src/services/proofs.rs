@@ -7,7 +7,7 @@ use vmseal_api::request::ProveVm;
 
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, find, require_ready};
-use super::{Outcome, Services};
+use super::{Outcome, Services, features};
 use crate::operation::Operation;
 use crate::store::proofs;
 
@@ -22,13 +22,7 @@ pub async fn prove(
     caller.require(Privilege::Read)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
-    if !services.hosts.view(vm.host).has(PROVE) {
-        let detail = format!(
-            "the agent of host '{}' cannot prove what is encrypted: upgrade vmseal there",
-            vm.host_name
-        );
-        return Err(Problem::new(ErrorCode::Unsupported, detail));
-    }
+    features::require(services, &vm, PROVE, "prove what is encrypted")?;
     let mut write = services.store.write().await?;
     let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;
     if !disks.iter().any(|disk| disk.facts.is_some() && !disk.detached) {

@@ -11,7 +11,7 @@ use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, find, power, require_ready, word};
-use super::{Outcome, PageRequest, Services};
+use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::snapshots::{self, Snapshot};
@@ -75,15 +75,6 @@ fn one<'a>(vm: &Vm, all: &'a [Snapshot], name: &str) -> Result<&'a Snapshot, Pro
     })
 }
 
-fn require_feature(services: &Services, vm: &Vm) -> Result<(), Problem> {
-    if services.hosts.view(vm.host).has(SNAPSHOTS) {
-        return Ok(());
-    }
-    let detail =
-        format!("the agent of host '{}' cannot take snapshots: upgrade vmseal there", vm.host_name);
-    Err(Problem::new(ErrorCode::Unsupported, detail))
-}
-
 /// Refuses while the power of a VM changes; the host refuses, too.
 async fn require_power(
     services: &Services,
@@ -124,7 +115,7 @@ pub async fn take(
     }
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let remedy = "snapshots are taken while it runs or is off";
     require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
     let mut write = services.store.write().await?;
@@ -183,7 +174,7 @@ pub async fn revert(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
     require_power(services, &vm, &[Power::Off], &remedy).await?;
     let mut write = services.store.write().await?;
@@ -216,7 +207,7 @@ pub async fn delete(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
-    require_feature(services, &vm)?;
+    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;

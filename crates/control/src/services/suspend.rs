@@ -7,9 +7,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, check_key, find, power, require_ready, word};
-use super::{Outcome, Services};
+use super::{Outcome, Services, features};
 use crate::operation::Operation;
-use crate::store::vms::{self, Vm};
+use crate::store::vms;
 
 /// Saves the memory of a guest that runs or is paused, and stops its VM.
 pub async fn suspend(
@@ -21,7 +21,7 @@ pub async fn suspend(
     caller.require(Privilege::VmPower)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
-    require_suspend(services, &vm)?;
+    features::require(services, &vm, SUSPEND, "suspend VMs")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
     if !matches!(now, Power::Running | Power::Paused | Power::Suspending | Power::Suspended) {
         let detail = format!(
@@ -62,13 +62,4 @@ pub async fn resume(
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once: None };
     begin(services, write, operation, &vm, caller, dry_run).await
-}
-
-fn require_suspend(services: &Services, vm: &Vm) -> Result<(), Problem> {
-    if services.hosts.view(vm.host).has(SUSPEND) {
-        return Ok(());
-    }
-    let detail =
-        format!("the agent of host '{}' cannot suspend VMs: upgrade vmseal there", vm.host_name);
-    Err(Problem::new(ErrorCode::Unsupported, detail))
 }

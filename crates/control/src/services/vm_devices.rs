@@ -226,13 +226,7 @@ pub async fn resize_disk(
     }
     super::snapshots::require_none(services, &vm, "its disks cannot grow").await?;
     changeable(services, &vm).await?;
-    if !services.hosts.view(vm.host).has(GROW_DISK) {
-        let detail = format!(
-            "the agent of host '{}' cannot resize disks: upgrade vmseal there",
-            vm.host_name
-        );
-        return Err(Problem::new(ErrorCode::Unsupported, detail));
-    }
+    super::features::require(services, &vm, GROW_DISK, "resize disks")?;
     let write = services.store.write().await?;
     let operation = Operation::GrowDisk { vm: vm.id, disk: disk.id, size };
     begin(services, write, operation, &vm, caller, dry_run).await
