@@ -86,7 +86,7 @@ impl CoreFile {
     /// Begins to write it: what an attempt before has left is replaced.
     ///
     /// # Errors
-    /// Those of the file system; `locked`; `in-use` while another attempt writes.
+    /// Those of the file system; `locked`.
     pub fn create(&self, spec: &VmSpec, kek: Option<&SecretBytes>) -> Result<CoreWriter, Problem> {
         let path = self.creating();
         remove_if_there(&path)?;

@@ -46,6 +46,7 @@ use crate::storage::descriptor;
 use crate::storage::image::ImageIdentity;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
+use crate::storage::sealed::remove_if_there;
 use crate::storage::tpm_state;
 use vmseal_api::atomic_file::{self, PRIVATE};
 
@@ -626,15 +627,6 @@ fn remove_state_of_none(image: &Path) -> Result<(), Problem> {
     match image.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             tpm_state::remove(&image.with_extension("tpm"))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn remove_if_there(path: &Path) -> Result<(), Problem> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(failed(path, "removed", &error))
         }
         _ => Ok(()),
     }

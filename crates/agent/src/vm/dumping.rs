@@ -22,7 +22,7 @@ use vmseal_secret::SecretBytes;
 
 use super::internal;
 use super::report::{Progress, Report};
-use super::stream::{pass, pipe};
+use super::stream::{pass, pipe, take_back};
 use crate::hypervisor::qmp::Qmp;
 use crate::storage::core_file::CoreFile;
 use crate::storage::export::{self, Export};
@@ -102,7 +102,11 @@ impl Dumping {
             "paging": false, "detach": true, "protocol": format!("fd:{name}"),
             "format": match format { DumpFormat::Elf => "elf", DumpFormat::Kdump => "kdump-zlib" },
         });
-        qmp.execute("dump-guest-memory", what).await.map_err(refused)?;
+        if let Err(error) = qmp.execute("dump-guest-memory", what).await {
+            take_back(&qmp, &name).await;
+            sealing.await.map_err(internal)??;
+            return Err(refused(error));
+        }
         // Where the reading ends sooner, QEMU finds the pipe closed, and lets its guest go on.
         let sealed = loop {
             tokio::select! {

@@ -100,7 +100,7 @@ pub enum ProcessEvent {
     MonitorLost,
 }
 
-/// Waits until the guest's memory is saved; for ever where it is not being saved.
+/// Waits until the guest's memory is saved. While nobody saves it, this never returns.
 async fn saved(saving: &mut Option<Saving>) -> Result<(), Problem> {
     match saving {
         Some(saving) => saving.finished().await,

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use serde_json::json;
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::Problem;
 
@@ -26,4 +27,10 @@ pub async fn pass(qmp: &Qmp, purpose: &str, fd: OwnedFd) -> Result<String, QmpEr
     let name = format!("{purpose}-{}", TaskId::new());
     qmp.pass_descriptor(&name, fd.as_fd()).await?;
     Ok(name)
+}
+
+/// Takes back a descriptor that QEMU has not used, so that the other end of its pipe sees the end.
+pub async fn take_back(qmp: &Qmp, name: &str) {
+    // One that QEMU has used, or a QEMU that is gone, has closed it.
+    let _ = qmp.execute("closefd", json!({"fdname": name})).await;
 }

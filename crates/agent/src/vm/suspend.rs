@@ -20,7 +20,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::internal;
-use super::stream::{pass, pipe};
+use super::stream::{pass, pipe, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::live::Live;
 use crate::process::run_record::Record;
@@ -85,7 +85,11 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
         Ok::<_, Problem>(writer)
     });
     let uri = json!({"uri": format!("fd:{name}")});
-    qmp.execute("migrate", uri).await.map_err(refused)?;
+    if let Err(error) = qmp.execute("migrate", uri).await {
+        take_back(&qmp, &name).await;
+        copying.await.map_err(internal)??;
+        return Err(refused(error));
+    }
     // It ends when QEMU has closed its end of the pipe; where it ends sooner, QEMU finds the pipe closed.
     let copied = copying.await.map_err(internal)?;
     let streamed = streamed(&qmp).await;
