@@ -88,6 +88,9 @@ pub async fn take(
             .map_err(|error| Problem::invalid("name", error.to_string()))?;
     }
     let (vm, disks) = find(services, vm).await?;
+    if request.decrypt_to.is_some() {
+        require_privileges(caller, &vm)?;
+    }
     require_ready(&vm)?;
     features::require(services, &vm, DUMP, "write core dumps")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
@@ -101,7 +104,7 @@ pub async fn take(
     }
     check_key(services, &vm)?;
     if let Some(to) = &request.decrypt_to {
-        require_decryption(services, caller, &vm, &disks, to, None).await?;
+        examine(services, &vm, &disks, to, None).await?;
     }
     let mut write = services.store.write().await?;
     let known = dumps::of_vm(&mut write, vm.id).await?;
@@ -142,6 +145,7 @@ pub async fn decrypt(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::DirectAccess)?;
     let (vm, disks) = find(services, vm).await?;
+    require_privileges(caller, &vm)?;
     require_ready(&vm)?;
     features::require(services, &vm, DUMP, "write core dumps")?;
     let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
@@ -151,26 +155,30 @@ pub async fn decrypt(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let to = request.to;
-    require_decryption(services, caller, &vm, &disks, &to, Some(dump.id)).await?;
+    examine(services, &vm, &disks, &to, Some(dump.id)).await?;
     let mut write = services.store.write().await?;
     tell_decryption(&mut write, caller, &vm, &dump.name, &to).await?;
     let operation = Operation::DecryptDump { vm: vm.id, dump: dump.id, to };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// Checks who asks, and what the host would refuse.
-async fn require_decryption(
+/// Decrypting needs two privileges where the VM is encrypted.
+fn require_privileges(caller: &Caller, vm: &Vm) -> Result<(), Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    match vm.key {
+        Some(_) => caller.require(Privilege::Decrypt),
+        None => Ok(()),
+    }
+}
+
+/// Checks what the host would refuse.
+async fn examine(
     services: &Services,
-    caller: &Caller,
     vm: &Vm,
     disks: &[Disk],
     to: &std::path::Path,
     dump: Option<DumpId>,
 ) -> Result<(), Problem> {
-    caller.require(Privilege::DirectAccess)?;
-    if vm.key.is_some() {
-        caller.require(Privilege::Decrypt)?;
-    }
     check_path(to)?;
     let first = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
     let Some(disk) = first.map(|disk| disk.id) else { return Ok(()) };

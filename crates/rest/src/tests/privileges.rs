@@ -371,6 +371,16 @@ async fn encrypted_resources_need_the_cryptography_privileges_too() {
     allowed(&[DirectAccess], "POST", &export("open"), &raw).await;
     allowed(&[DirectAccess, Decrypt], "POST", &export("secret"), &raw).await;
 
+    let (dumps, to) = (|vm: &str| format!("/api/v1/vms/{vm}/dumps"), json!({ "to": "/x" }));
+    let decrypt = |vm: &str| format!("{}/first/decrypt", dumps(vm));
+    let both = json!({ "decrypt_to": "/x" });
+    allowed(&[DirectAccess], "POST", &dumps("secret"), &json!({})).await;
+    for (path, body) in [(dumps("secret"), &both), (decrypt("secret"), &to)] {
+        forbidden(&[DirectAccess], "POST", &path, body, "decrypt").await;
+        allowed(&[DirectAccess, Decrypt], "POST", &path, body).await;
+    }
+    allowed(&[DirectAccess], "POST", &decrypt("open"), &to).await;
+
     let console = |vm: &str| format!("/api/v1/vms/{vm}/console");
     forbidden(&[VmConsole], "GET", &console("secret"), &Value::Null, "direct-access").await;
     allowed(&[VmConsole], "GET", &console("open"), &Value::Null).await;
