@@ -243,7 +243,7 @@ impl Header {
     }
 
     /// The change that lets a new key of the VM open the file, too: where these bytes go in the file. None when it does so
-    /// already. Whoever writes them flushes them before the old key is dropped.
+    /// already. The caller writes and flushes them before it drops the old key.
     ///
     /// # Errors
     /// [`FileError::OtherKey`]: `old` does not open it.

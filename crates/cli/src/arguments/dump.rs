@@ -54,7 +54,7 @@ pub enum Dump {
     },
     /// Decrypt a core dump to a file of the VM's host
     ///
-    /// Whoever reads that file reads what the guest had in memory, keys and passwords among it. It is an event.
+    /// The file holds the guest's memory in the clear, with its keys and passwords. The server records an event.
     Decrypt {
         /// The VM's name or id
         vm: String,

@@ -216,9 +216,9 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Give a VM that is off a new key, or encrypt its data again (--deep)
+    /// Give a VM that is off or suspended a new key, or encrypt its data again (--deep)
     ///
-    /// The disks' keys are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
+    /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
     /// copies of the disks, such as backups, cannot be opened any more.
     ///
     /// With --deep the disks get new keys of their own, and the VM keeps its key: the disks are copied as by `vmseal vm

@@ -16,7 +16,7 @@ pub struct Snapshot {
     pub vm: VmId,
     /// Its name, unique within the VM.
     pub name: String,
-    /// What it is, in the words of whoever took it.
+    /// The description that its user gave.
     pub description: String,
     /// The snapshot that the VM's disks began with when this one was taken.
     pub parent: Option<SnapshotId>,

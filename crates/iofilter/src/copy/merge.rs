@@ -5,8 +5,8 @@
 //!        ─ zeroes it has set  ─────────────────────────► write-zeroes there
 //!        ─ the rest           ─────────────────────────► not touched
 //! ```
-//! Whoever reads through the layer sees the same bytes at any time: what is written below is what the layer hides. So it
-//! may be stopped and done again, and others may read meanwhile.
+//! A read through the layer returns the same bytes at any time: the merge writes to the image below only where the layer
+//! hides it. So the merge may be stopped and repeated, and other processes may read meanwhile.
 
 use std::io;
 

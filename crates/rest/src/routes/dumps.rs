@@ -56,7 +56,7 @@ pub(super) async fn take(
     accepted(services::dumps::take(&control, &caller, &vm, request, query.dry_run).await)
 }
 
-/// Decrypts a core dump to a file of the VM's host. Whoever reads that file reads the guest's memory.
+/// Decrypts a core dump to a file of the VM's host. The file holds the guest's memory in the clear.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/dumps/{dump}/decrypt", tag = "dumps",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("dump" = String, Path, description = "The core dump's name, or its id"), DryRunQuery),
