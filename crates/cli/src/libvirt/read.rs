@@ -132,9 +132,9 @@ pub fn read(file: &Path) -> anyhow::Result<Domain> {
     let mut text = String::new();
     File::open(file)
         .and_then(|open| open.take(XML_MAX + 1).read_to_string(&mut text))
-        .with_context(|| format!("cannot read {}", file.display()))?;
+        .with_context(|| format!("--libvirt: cannot read {}", file.display()))?;
     ensure!(text.len() as u64 <= XML_MAX, "{} is longer than {XML_MAX} bytes", file.display());
-    parse(&text).with_context(|| format!("the domain in {} cannot be imported", file.display()))
+    parse(&text).with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
 }
 
 fn parse(text: &str) -> anyhow::Result<Domain> {
