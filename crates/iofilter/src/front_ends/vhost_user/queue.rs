@@ -223,6 +223,7 @@ impl QueueWorker {
     }
 
     fn run(mut self) -> (Chain, u16) {
+        self.notify_of_earlier_answers();
         self.check_ring();
         loop {
             if self.stop.asked() && self.phase != Phase::Draining {
@@ -237,6 +238,14 @@ impl QueueWorker {
             if !moved && !self.poll_window() {
                 self.sleep();
             }
+        }
+    }
+
+    /// Notifies the guest once, needed or not: a filter that died between an answer and its notification leaves a guest that
+    /// waits for it, with nothing in flight that would bring another.
+    fn notify_of_earlier_answers(&self) {
+        if let Some(call) = &self.setup.call {
+            signal(call.as_fd());
         }
     }
 

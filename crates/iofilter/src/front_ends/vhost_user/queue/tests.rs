@@ -1,6 +1,6 @@
 //! How many requests a pass takes.
 
-use nix::sys::eventfd::EventFd;
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use vm_memory::{Bytes, GuestAddress};
@@ -104,6 +104,17 @@ fn a_pass_takes_few_requests_and_of_large_ones_a_device_gets_one() {
     assert_eq!(taken(false, LARGE), PassLimit::AT_ONCE.requests);
     assert_eq!(taken(true, SMALL), PassLimit::DEVICE.requests);
     assert_eq!(taken(true, LARGE), 1);
+}
+
+#[test]
+fn a_guest_whose_last_filter_died_before_it_notified_is_notified_by_the_next() {
+    let call = Arc::new(OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap()));
+    let setup = Setup { call: Some(Arc::clone(&call)), ..setup(4096) };
+    // All that the guest has asked for is answered already.
+    setup.memory.write_obj(0u16, GuestAddress(AVAILABLE + 2)).unwrap();
+    let (_, next) = serve_now(setup, spare(), 1).unwrap();
+    assert_eq!(next, 0, "the ring is not empty");
+    assert!(nix::unistd::read(&call, &mut [0; 8]).is_ok(), "nobody told the guest");
 }
 
 /// Counts lines of log.
