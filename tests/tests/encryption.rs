@@ -149,6 +149,52 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
+/// The key of a VM changes while its guest writes, also where an agent, filter or server dies meanwhile: the guest goes on,
+/// and the disk opens with the new key alone.
+#[test]
+fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
+    let (mut here, mut console) = started("encrypted");
+    let key = |here: &Installation| here.vm(VM).unwrap()["key"]["key_id"].clone();
+    let mut before = key(&here);
+    count(&mut console);
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    assert_ne!(key(&here), before);
+    for (round, milliseconds) in [0, 20, 50, 80, 120, 200].into_iter().enumerate() {
+        before = key(&here);
+        let task = here.json(&["vm", "recrypt", VM, "--no-wait"]).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        match round % 3 {
+            0 => here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard),
+            1 => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            _ => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        assert_eq!(ended.status.success(), key(&here) != before, "{ended:?}");
+    }
+    eventually("the guest is served", || {
+        here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+    })
+    .unwrap();
+    drop(console);
+    let mut console = here.console(VM).unwrap();
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    is_encrypted(&here, true);
+    // From here on the new key alone opens what is on the datastore.
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
 /// What a firmware keeps is encrypted with the rest.
 #[test]
 fn a_vm_with_uefi_is_encrypted_with_its_variables() {

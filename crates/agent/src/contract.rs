@@ -9,6 +9,7 @@ mod cloud_init;
 mod dumps;
 mod exclusion;
 mod jobs;
+mod keys;
 mod mirror;
 mod nics;
 mod proofs;
@@ -30,9 +31,8 @@ use vmseal_api::expose::{HOLD, LET_GO};
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Allocation, ConsoleClaim, DatastoreLocation, DatastoreSpec, Device, DiskSpec, Exposing,
-    HostAgent, HostState, ImageSource, KeyReference, KeyState, NewDisk, Notice, NoticeCode,
-    OtherKey, Power, PowerOff, SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VmSpec,
-    VmState,
+    HostAgent, HostState, ImageSource, KeyState, NewDisk, Notice, NoticeCode, Power, PowerOff,
+    SHUTDOWN_SECONDS_MAX, STATE_WAIT_MAX, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, Incarnation, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -666,7 +666,7 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     assert_eq!(session.now(agent).await.died, None, "a requested stop is reported as a death");
     running::deleted(agent, &session, plugged).await;
-    other_keys(agent, &mut session).await;
+    keys::others(agent, &mut session).await;
     let spec = session.spec.clone();
 
     done(agent.unregister_vm(vm).await, "forgetting");
@@ -680,70 +680,6 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
     }
     done(agent.unregister_vm(vm).await, "unregistering at last");
     assert!(state(agent).await.vms.is_empty());
-}
-
-/// Adds and drops keys of the disks. The VM is off and its key is there.
-async fn other_keys(agent: &dyn HostAgent, session: &mut Session) {
-    let vm = session.vm();
-    let first = session.spec.key.clone().expect("the VM has a key");
-    let new = |id: &str| {
-        let kek = SecretBytes::random(KEK_LEN).expect("locked memory");
-        let key = reference_of(&kek, vm, id);
-        (kek, key)
-    };
-    let key_box = session.key_box.clone();
-    let other = |beside: &KeyReference, key: &KeyReference, kek: &SecretBytes| OtherKey {
-        beside: beside.clone(),
-        key: key.clone(),
-        sealed: seal_for(&key_box, vm, key, kek),
-    };
-    let ((second_kek, second), (third_kek, third)) = (new("second"), new("third"));
-    done(agent.check_key(vm, first.clone()).await, "the key that it has");
-    let (another, code) = (agent.check_key(vm, second.clone()).await, ErrorCode::WrongState);
-    refused(another, code, "checking one that it is not registered with");
-    let wrong = agent.add_key(vm, other(&first, &second, &third_kek)).await;
-    refused(wrong, ErrorCode::KeyMismatch, "another key than its reference says");
-    let beside_another = agent.add_key(vm, other(&third, &second, &second_kek)).await;
-    refused(beside_another, code, "beside one that it is not registered with");
-    refused(
-        agent.drop_other_keys(vm, second.clone()).await,
-        code,
-        "keeping a key that it does not have",
-    );
-    done(agent.drop_other_keys(vm, first.clone()).await, "dropping none");
-    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "another key");
-    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the same again");
-    done(agent.drop_other_keys(vm, first.clone()).await, "dropping the added key");
-    let called_off = VmSpec { key: Some(second.clone()), ..session.spec.clone() };
-    let new_kek = std::mem::replace(&mut session.kek, second_kek);
-    let old_spec = std::mem::replace(&mut session.spec, called_off);
-    done(agent.register_vm(session.spec.clone()).await, "registering with the dropped key");
-    refused(agent.check_key(vm, second.clone()).await, ErrorCode::Locked, "without its key");
-    done(session.offer(agent).await, "the dropped key");
-    let gone = agent.check_key(vm, second.clone()).await;
-    refused(gone, ErrorCode::KeyMismatch, "the dropped key");
-    refused(agent.drop_other_keys(vm, second.clone()).await, ErrorCode::KeyMismatch, "keeping it");
-    let second_kek = std::mem::replace(&mut session.kek, new_kek);
-    session.spec = old_spec;
-    done(agent.register_vm(session.spec.clone()).await, "and back");
-    done(session.offer(agent).await, "the first key");
-    done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the second once more");
-    done(agent.add_key(vm, other(&first, &third, &third_kek)).await, "a third in its place");
-
-    session.kek = third_kek;
-    session.spec.key = Some(third.clone());
-    done(agent.register_vm(session.spec.clone()).await, "registering with the third");
-    done(session.offer(agent).await, "the third key");
-    done(agent.drop_other_keys(vm, third.clone()).await, "dropping the first");
-    done(agent.drop_other_keys(vm, third.clone()).await, "dropping it again");
-    done(agent.power_on(vm).await, "starting with the third");
-    session.wait(agent, "running", |state| state.power == Power::Running).await;
-    console(agent, session).await;
-    refused(agent.check_key(vm, third.clone()).await, code, "checking while it runs");
-    refused(agent.drop_other_keys(vm, third.clone()).await, code, "dropping while it runs");
-    let running = agent.add_key(vm, other(&third, &second, &second_kek)).await;
-    refused(running, code, "adding while it runs");
-    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
 }
 
 /// Log levels can be changed. Invalid levels change nothing.

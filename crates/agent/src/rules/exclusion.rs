@@ -135,7 +135,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 28] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
-    (Action::ChangeKeys,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       AGAIN,     IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ChangeKeys,    [YES,   STATE,   YES,    STATE,   YES,    STATE,      YES,       AGAIN,     IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::CreateDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    ENDS,     IN_USE,    IN_USE,  ENDS]),
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
@@ -249,8 +249,8 @@ impl Situation<'_> {
             (Action::Unregister, Starting | Running | Stopping | Paused) => {
                 "is not off. Stop it first"
             }
-            (Action::ChangeKeys, Starting | Running | Stopping | Paused) => {
-                "is not off: the keys of its disks cannot be changed. Stop it first"
+            (Action::ChangeKeys, Starting | Stopping) => {
+                "is starting or stopping: the keys of its disks cannot be changed meanwhile. Wait until it runs or is off"
             }
             (Action::GrowDisk, Starting | Stopping | Paused) => {
                 "is starting, stopping or paused: its disks cannot grow meanwhile. Wait until it runs or is off"

@@ -3,7 +3,7 @@
 //! | what | when |
 //! |---|---|
 //! | its name, the links of its network cards, what is in its CD-ROM drive | at once |
-//! | its key, while none of its disks is encrypted | at once |
+//! | its key, while none of its disks is encrypted, or all can be opened with the new one too | at once |
 //! | a disk or network card more or less | at once: it is plugged in or out |
 //! | processors, memory, boot order, limits and caches of disks | at its next start |
 //! | anything else | refused |
@@ -31,7 +31,15 @@ pub struct Difference {
     pub medium: bool,
 }
 
-/// The difference of what a VM runs with and a new specification. `in_use` says whether the guest has a disk.
+/// Whether the new key must open all encrypted disks already: a key that opens nothing yet, or no longer, is no more than a word.
+#[must_use]
+pub fn needs_both_keys(known: &VmSpec, new: &VmSpec) -> bool {
+    let encrypted = |spec: &VmSpec| spec.disks().any(|disk| disk.encrypted);
+    known.key != new.key && (encrypted(known) || encrypted(new))
+}
+
+/// The difference of what a VM runs with and a new specification. `in_use` says whether the guest has a disk,
+/// `opens_with_both` whether all encrypted disks can be opened with the new key, too.
 ///
 /// # Errors
 /// `wrong-state` for a difference that is not possible while it runs.
@@ -39,14 +47,13 @@ pub fn difference(
     known: &VmSpec,
     new: &VmSpec,
     in_use: impl Fn(DiskId) -> bool,
+    opens_with_both: bool,
 ) -> Result<Difference, Problem> {
     let refused = |what: String| {
         let what = format!("is not off, and {what} cannot change while it runs. Stop it first");
         Err(wrong_state(known, &what))
     };
-    // A key that opens nothing yet, or no longer, is no more than a word.
-    let encrypted = |spec: &VmSpec| spec.disks().any(|disk| disk.encrypted);
-    if known.vm != new.vm || (known.key != new.key && (encrypted(known) || encrypted(new))) {
+    if known.vm != new.vm || (needs_both_keys(known, new) && !opens_with_both) {
         return refused("its key".to_owned());
     }
     if known.hardware.cdrom.is_some() != new.hardware.cdrom.is_some() {
@@ -161,7 +168,7 @@ mod tests {
         let (known, in_use) = running();
         let mut new = VmSpec { vcpus: 9, memory: 128 << 20, name: "other".into(), ..known.clone() };
         new.disk_at_mut(0).unwrap().cache = Some(1 << 20);
-        assert_eq!(difference(&known, &new, in_use), Ok(Difference::default()));
+        assert_eq!(difference(&known, &new, in_use, false), Ok(Difference::default()));
         let until = until_next_start(&known, &new);
         assert_eq!(until, VmSpec { name: "other".into(), ..known });
     }
@@ -174,13 +181,13 @@ mod tests {
         known.hardware.cdrom = drive(Some("/a.iso"));
         let mut new = known.clone();
         new.hardware.boot = vec![BootDevice::Cdrom];
-        assert_eq!(difference(&known, &new, in_use.clone()), Ok(Difference::default()));
+        assert_eq!(difference(&known, &new, in_use.clone(), false), Ok(Difference::default()));
         assert_eq!(until_next_start(&known, &new), known);
         new.hardware.cdrom = drive(None);
-        assert!(difference(&known, &new, in_use.clone()).unwrap().medium);
+        assert!(difference(&known, &new, in_use.clone(), false).unwrap().medium);
         assert_eq!(until_next_start(&known, &new).hardware.cdrom, drive(None));
         for (known, new) in [(&known, &without), (&without, &known)] {
-            let refusal = difference(known, new, in_use.clone()).unwrap_err();
+            let refusal = difference(known, new, in_use.clone(), false).unwrap_err();
             assert!(refusal.detail.contains("CD-ROM drive"), "{refusal}");
         }
     }
@@ -193,14 +200,14 @@ mod tests {
         new.devices.push(Device::Nic(card.clone()));
         new.devices.push(Device::Disk(disk.clone()));
         // A disk that is not made yet is known, and not the guest's.
-        let found = difference(&known, &new, in_use.clone()).unwrap();
+        let found = difference(&known, &new, in_use.clone(), false).unwrap();
         assert_eq!((found.new_nics, found.new_disks.len()), (vec![card.clone()], 0));
         assert_eq!(before_plugging(&known, &new, in_use.clone()).disks().count(), 2);
         disk.facts = Some(DiskFacts::Raw);
         *new.disk_at_mut(1).unwrap() = disk.clone();
-        assert_eq!(difference(&known, &new, in_use.clone()).unwrap().new_disks, [disk]);
+        assert_eq!(difference(&known, &new, in_use.clone(), false).unwrap().new_disks, [disk]);
         let none = VmSpec { devices: vec![], ..known.clone() };
-        let found = difference(&known, &none, in_use).unwrap();
+        let found = difference(&known, &none, in_use, false).unwrap();
         assert_eq!((found.gone_disks.len(), found.gone_nics.len()), (1, 1));
     }
 
@@ -228,18 +235,18 @@ mod tests {
         for (new, what) in
             [(size, "disk 'system'"), (mac, "card 'nic0'"), (keyed, "its key"), (tpm, "its TPM")]
         {
-            let refusal = difference(&known, &new, in_use.clone()).unwrap_err();
+            let refusal = difference(&known, &new, in_use.clone(), false).unwrap_err();
             assert!(refusal.detail.contains(what), "{refusal}");
         }
         let mut link = known.clone();
         link.nic_mut(id).unwrap().link = NicLink::Down;
-        assert_eq!(difference(&known, &link, in_use.clone()).unwrap().links.len(), 1);
+        assert_eq!(difference(&known, &link, in_use.clone(), false).unwrap().links.len(), 1);
         // A key that opens nothing yet.
         known.disk_at_mut(0).unwrap().encrypted = false;
         key.disk_at_mut(0).unwrap().encrypted = false;
-        assert_eq!(difference(&known, &key, &in_use).unwrap(), Difference::default());
+        assert_eq!(difference(&known, &key, &in_use, false).unwrap(), Difference::default());
         assert_eq!(before_plugging(&known, &key, &in_use).key, key.key);
         key.disk_at_mut(0).unwrap().encrypted = true;
-        difference(&known, &key, &in_use).unwrap_err();
+        difference(&known, &key, &in_use, false).unwrap_err();
     }
 }

@@ -146,7 +146,15 @@ impl Inside {
         let (vm, keeps) = (new.vm, self.keeps_devices);
         let known = self.known(vm)?;
         let (known, in_use) = (known.spec.clone(), known.in_use.clone());
-        let difference = set_running::difference(&known, &new, |disk| in_use.contains(&disk))?;
+        let encrypted = || known.disks().filter(|disk| disk.encrypted);
+        let both = new.key.as_ref().is_some_and(|key| {
+            encrypted().all(|disk| {
+                let there = self.persisted.disks.get(&disk.disk);
+                there.is_some_and(|there| there.keys.contains(key))
+            })
+        });
+        let in_use = |disk| in_use.contains(&disk);
+        let difference = set_running::difference(&known, &new, in_use, both)?;
         let Some(guest) = self.persisted.guests.get_mut(&vm) else {
             return Err(rules::wrong_state(&known, "has ended"));
         };

@@ -1,6 +1,7 @@
 //! Changing the keys that open a VM's disks and sealed files. Only the headers are written, in an order that survives a power
-//! cut at any point (crate luks). The VM is off. All its encrypted disks are opened and locked before the
-//! first is written: one that is missing, damaged or in use fails the change before anything is written.
+//! cut at any point (crate luks). All encrypted disks of the VM are opened before the first is written: one that is missing,
+//! damaged or in use fails the change before anything is written. Those of a VM that is off are locked; those of a guest
+//! are locked by the processes that serve it, which read headers only at their start.
 //!
 //! ```text
 //!             add(new)                registered with the new one           drop_others
@@ -30,7 +31,7 @@ struct DiskHeader<'a> {
     replica: Option<ReplicaHeader>,
     disk: &'a DiskSpec,
     facts: Facts,
-    /// The image, its lock held.
+    /// The image, its lock held by this process or by one that serves it to the guest.
     file: File,
 }
 
@@ -63,11 +64,20 @@ impl<'a> DiskKeys<'a> {
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
             let file = open::open(spec, disk, pinned, Some(kek), access)?.file;
             let facts = facts::from_api(disk, pinned).ok_or_else(unmade)?;
+            if access == Access::BesideGuest && disk.replica.is_some() {
+                let what = format!(
+                    "is not off, and its disk '{}' has a replica, which is in use then: stop it first",
+                    disk.name
+                );
+                return Err(rules::wrong_state(spec, &what));
+            }
             let replica = ReplicaHeader::open(spec, disk)?;
             Ok(DiskHeader { replica, disk, facts, file })
         };
         let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
         let key = VmKey { kek, context: keys::context(spec.vm, registered) };
+        // No guest uses these.
+        let access = if access == Access::Read { Access::Read } else { Access::Write };
         let sealed = SealedKeys::open_all(spec, &key, access)?;
         Ok(Self { spec, registered, kek, headers, sealed })
     }
@@ -131,6 +141,25 @@ impl<'a> DiskKeys<'a> {
         }
         Ok(())
     }
+}
+
+/// Whether the headers of all encrypted disks of a VM name a key, so that it can become the VM's while its guest uses them. No
+/// header is unlocked. Blocks.
+///
+/// # Errors
+/// Those of opening an image, or of a header that is damaged.
+pub fn all_name(spec: &VmSpec, key: &KeyReference) -> Result<bool, Problem> {
+    for disk in spec.disks().filter(|disk| disk.encrypted) {
+        let Some(file) = Home::of(&disk.datastore, spec.vm)?.open_beside_guest(disk.disk)? else {
+            return Ok(false);
+        };
+        let named =
+            vmseal_luks::inspect(&file).map_err(|error| opening::header_problem(disk, &error))?;
+        if !named.0.iter().any(|it| it.provider == key.provider.0 && it.key_id == key.key_id) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]

@@ -473,6 +473,14 @@ impl Home {
         open_locked(&self.image(disk), Access::Read)
     }
 
+    /// Opens a complete disk without its lock, which the process that serves it to the VM's guest holds.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn open_beside_guest(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk), Access::BesideGuest)
+    }
+
     /// Opens the replica of a disk, locked; none when there is none.
     ///
     /// # Errors

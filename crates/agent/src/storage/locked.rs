@@ -53,6 +53,9 @@ pub enum Access {
     Read,
     /// Reading and writing; locked against all others.
     Write,
+    /// Reading and writing without a lock, beside the process that serves the VM's own guest and holds it: for headers,
+    /// which only the agent writes.
+    BesideGuest,
 }
 
 /// Opens a regular file and locks it; none when there is no such file. Waits for a lock that may be a dead
@@ -80,7 +83,7 @@ pub fn open_locked(path: &Path, access: Access) -> Result<Option<File>, Problem>
 pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
     let opened = OpenOptions::new()
         .read(true)
-        .write(access == Access::Write)
+        .write(access != Access::Read)
         // Do not follow a link, and do not block on a pipe.
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
@@ -123,6 +126,7 @@ fn lock(file: &File, access: Access) -> io::Result<bool> {
     let kind = match access {
         Access::Read => libc::F_RDLCK,
         Access::Write => libc::F_WRLCK,
+        Access::BesideGuest => return Ok(true),
     };
     let whole = libc::flock {
         l_type: kind as libc::c_short,

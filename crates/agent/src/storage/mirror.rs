@@ -333,7 +333,7 @@ pub fn as_it_is(
             Ok((mirror.pivoted_disk(disk), mirror.facts()))
         }
         (false, Access::Read) => Ok((disk.clone(), facts.clone())),
-        (false, Access::Write) => {
+        (false, Access::Write | Access::BesideGuest) => {
             let what = format!(
                 "task {} copies disk '{}' to another image: wait for it, or cancel it",
                 mirror.task(),

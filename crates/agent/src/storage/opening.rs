@@ -95,6 +95,7 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
     let file = match access {
         Access::Read => home.open_to_read(disk.disk)?,
         Access::Write => home.open(disk.disk)?,
+        Access::BesideGuest => home.open_beside_guest(disk.disk)?,
     };
     file.ok_or_else(|| {
         let path = home.image(disk.disk);
@@ -230,7 +231,7 @@ fn unlock(
         code: NoticeCode::HeaderCopyDamaged,
         disk: Some(disk.disk),
         detail: format!(
-            "disk '{}': {notice}. Stop the VM and give it a new key, which writes both copies again: vmseal vm recrypt {}",
+            "disk '{}': {notice}. Give the VM a new key, which writes both copies again: vmseal vm recrypt {}",
             disk.name, spec.name
         ),
     });

@@ -604,8 +604,10 @@ impl Owner {
             Change::None | Change::DropOthers => None,
         };
         let (spec, registered) = (self.spec.clone(), registered.clone());
+        let in_use = matches!(self.power(), Power::Running | Power::Paused);
         let work = move || {
             let access = match change {
+                _ if in_use => Access::BesideGuest,
                 Change::None => Access::Read,
                 Change::Add(..) | Change::DropOthers => Access::Write,
             };

@@ -216,7 +216,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Give a VM that is off or suspended a new key, or encrypt its data again (--deep)
+    /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
     /// copies of the disks, such as backups, cannot be opened any more.

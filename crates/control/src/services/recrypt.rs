@@ -1,18 +1,20 @@
 //! Recryption: another KEK for a VM (shallow), or new data keys for its disks (deep, [`super::mirror`]).
 
 use vmseal_api::host::Power;
+use vmseal_api::host::version::RUNNING_KEY;
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RecryptVm;
 
 use super::caller::{Caller, Privilege};
+use super::features;
 use super::providers::usable;
 use super::vms::{begin, check_key, find, power, require_ready, word};
 use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::{providers, vms};
 
-/// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The
+/// Gives a VM another key-encryption key, of its provider or another one, and destroys the old one. It may run. The
 /// data of its disks is not rewritten. With `deep` the data is encrypted again, and the key-encryption key stays.
 pub async fn recrypt(
     services: &Services,
@@ -32,12 +34,16 @@ pub async fn recrypt(
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     let power = power(services, &vm).await?.unwrap_or(Power::Off);
-    if !matches!(power, Power::Off | Power::Suspended) {
-        let (name, word) = (&vm.name, word(power));
-        let detail = format!(
-            "VM '{name}' is {word}: a VM is recrypted while it is off or suspended (vmseal vm stop {name})"
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+    match power {
+        Power::Off | Power::Suspended => {}
+        Power::Running | Power::Paused => {
+            features::require(services, &vm, RUNNING_KEY, "change the key of a VM that runs")?;
+        }
+        other => {
+            let detail =
+                format!("VM '{}' is {}: wait until it is off, or runs", vm.name, word(other));
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
     }
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.

@@ -1,5 +1,5 @@
-//! Gives a VM that is off another KEK, perhaps of another provider (shallow recrypt): the keys of its disks stay,
-//! and are wrapped again. At every point the key in the inventory opens all disks of the VM:
+//! Gives a VM another KEK, perhaps of another provider (shallow recrypt): the keys of its disks stay,
+//! and are wrapped again. The VM may run: its filter goes on with the keys of the disks. At every point the key in the inventory opens all disks of the VM:
 //!
 //! ```text
 //!   all disks open with the old key ─► make the new key ─► all open with both ─► inventory: the new one
@@ -185,7 +185,7 @@ async fn ask<F: Future<Output = Result<(), Problem>>>(
     }
 }
 
-/// Checks the preconditions: the VM is complete and off, and its key opens all its disks.
+/// Checks the preconditions: the VM is complete, neither starting nor ending, and its key opens all its disks.
 pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let (old, _) = order(run)?;
@@ -199,8 +199,8 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;
     let power = state_of(&state, vm.id).map_or(Power::Off, |seen| seen.power);
-    if !matches!(power, Power::Off | Power::Suspended) {
-        return refused("is not off: stop it first");
+    if !matches!(power, Power::Off | Power::Suspended | Power::Running | Power::Paused) {
+        return refused("is starting or stopping: wait until it is off, or runs, and try again");
     }
     prepare(run).await?;
     ask(run, || agent.check_key(vm.id, old.clone())).await

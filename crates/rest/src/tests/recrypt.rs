@@ -48,12 +48,20 @@ async fn what_cannot_be_recrypted_is_refused_before_a_task_begins() {
     let unknown = api.post("vms/web/recrypt", json!({ "provider": "none" })).await;
     assert_eq!(unknown.assert_problem(404, "not-found").body["field"], "provider");
     api.post("vms/web/recrypt", json!({ "provder": "x" })).await.assert_field("provder");
+    assert_eq!(api.get("tasks").await.body["items"].as_array().unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn a_vm_that_runs_is_given_a_new_key() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
     api.done(api.post("vms/web/start", Value::Null).await).await;
-    let tasks = api.get("tasks").await.body["items"].as_array().unwrap().len();
-    for path in ["vms/web/recrypt", "vms/web/recrypt?dry_run=true"] {
-        let runs = api.post(path, Value::Null).await;
-        let detail = runs.assert_problem(409, "wrong-state").body["detail"].to_string();
-        assert!(detail.contains("vmseal vm stop web"), "{detail}");
-    }
-    assert_eq!(api.get("tasks").await.body["items"].as_array().unwrap().len(), tasks);
+    let before = api.get("vms/web").await.body;
+    let planned = api.post("vms/web/recrypt?dry_run=true", Value::Null).await;
+    assert_eq!(planned.status, 200, "{}", planned.body);
+    let ended = api.done(api.post("vms/web/recrypt", Value::Null).await).await;
+    assert_eq!(ended["state"], "done", "{ended}");
+    let after = api.get("vms/web").await.body;
+    assert_eq!(after["power"], "running");
+    assert_ne!(after["key"]["key_id"], before["key"]["key_id"]);
 }

@@ -24,6 +24,7 @@ use crate::hypervisor::qemu::{self, PORTS};
 use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
 use crate::rules::exclusion::{Action, Permission};
 use crate::rules::{self, set_running};
+use crate::storage::disk_keys;
 use crate::storage::medium;
 use crate::vm::internal;
 use crate::vm::running::{ProcessEvent, Running};
@@ -55,8 +56,9 @@ impl Owner {
     /// Registers the VM anew while it runs.
     pub(super) async fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
         let known = self.spec.clone();
+        let both = set_running::needs_both_keys(&known, &new) && self.named_by_disks(&new).await?;
         let in_use = self.in_use();
-        let difference = set_running::difference(&known, &new, &in_use)?;
+        let difference = set_running::difference(&known, &new, &in_use, both)?;
         let now = set_running::before_plugging(&known, &new, &in_use);
         drop(in_use);
         if known.key != new.key {
@@ -88,6 +90,13 @@ impl Owner {
         self.next = (self.spec != new).then_some(new);
         self.describe();
         Ok(())
+    }
+
+    /// Whether a recryption has added the key of this specification to all disks.
+    async fn named_by_disks(&self, new: &VmSpec) -> Result<bool, Problem> {
+        let (spec, Some(key)) = (self.spec.clone(), new.key.clone()) else { return Ok(false) };
+        let look = move || disk_keys::all_name(&spec, &key);
+        tokio::task::spawn_blocking(look).await.map_err(internal)?
     }
 
     /// The disks that the guest does not have, of a VM that runs.

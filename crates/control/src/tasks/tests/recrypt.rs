@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::store::keys;
+use vmseal_api::host::{HostAgent, VmSpec};
 
 pub fn operation(vm: VmId) -> Operation {
     let provider = vmseal_api::id::ProviderId::new();
@@ -27,7 +28,8 @@ const COMMIT: &str = "switch-key";
 
 /// The VM is complete and has a key of the first or the other provider, and no other key of it exists.
 async fn assert_one_key(fixture: &Fixture, vm: VmId, recrypted: bool, what: &str) {
-    fixture.assert_whole(vm, Power::Off, what).await;
+    let runs = fixture.agent.running().contains(&vm);
+    fixture.assert_whole(vm, if runs { Power::Running } else { Power::Off }, what).await;
     let key = fixture.vm(vm).await.unwrap().key.unwrap();
     assert_eq!(key.provider != fixture.provider(), recrypted, "{what}");
     for disk in fixture.agent.disks().values() {
@@ -163,15 +165,19 @@ async fn a_recryption_survives_what_happens_to_its_calls() {
             HostFault::CrashHalfway,
             HostFault::CrashAfter,
         ] {
-            for nth in [1, 2] {
-                let what = format!("{call:?} {fault:?}, the {nth}th time");
+            for (nth, runs) in [(1, false), (2, false), (1, true), (2, true)] {
+                let what = format!("{call:?} {fault:?}, the {nth}th time, running: {runs}");
                 let fixture = Fixture::new().await;
-                let vm = fixture.made("web", "encrypted").await;
+                let vm = match runs {
+                    true => fixture.running("web").await,
+                    false => fixture.made("web", "encrypted").await,
+                };
                 fixture.agent.inject(call, nth, fault);
                 let task = fixture.begin(fixture.recryption(vm).await, "web").await;
                 let ended = fixture.ended(task).await;
                 assert_eq!(ended.state, TaskState::Done, "{what} {:?}", ended.problem);
                 assert_done(&fixture, vm, &what).await;
+                assert_eq!(fixture.agent.running().contains(&vm), runs, "{what}");
             }
         }
     }
@@ -240,13 +246,30 @@ async fn assert_refused(fixture: &Fixture, vm: VmId, code: ErrorCode) {
     assert_eq!(fixture.events("key.created").await.len(), created, "a key was made");
 }
 
+/// What the guest has of its key, the filter has: the VM stops and starts with the new one.
 #[tokio::test]
-async fn a_vm_that_runs_is_refused() {
+async fn a_vm_that_runs_gets_another_key_and_runs_on() {
     let fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
-    assert_refused(&fixture, vm, ErrorCode::WrongState).await;
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
     assert_eq!(fixture.agent.running(), [vm]);
-    assert_eq!(fixture.calls(Call::AddKey), 0);
+    assert_done(&fixture, vm, "running").await;
+    let key = fixture.vm(vm).await.unwrap().key;
+    assert_eq!(fixture.agent.runs_with(vm).unwrap().key, key, "it runs with the former key");
+}
+
+/// A key that its disks do not have is not taken by a host for a VM that runs.
+#[tokio::test]
+async fn a_vm_that_runs_is_not_registered_with_a_key_that_opens_nothing() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let with = fixture.agent.runs_with(vm).unwrap();
+    let other =
+        vmseal_api::host::KeyReference { key_id: "other".to_owned(), ..with.key.clone().unwrap() };
+    let refused = fixture.agent.register_vm(VmSpec { key: Some(other), ..with }).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
 }
 
 #[tokio::test]
