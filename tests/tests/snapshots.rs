@@ -105,6 +105,51 @@ fn stop(here: &Installation, console: Console) {
     drop(console);
 }
 
+/// A disk is copied as it was at one instant while its guest goes on writing: as ciphertext, and in the clear.
+#[test]
+fn what_a_snapshot_keeps_is_exported_while_the_guest_goes_on() {
+    let (here, mut console) = started("encrypted");
+    write(&mut console, "TEXT-OF-ONE");
+    let export = |format: &str, more: &[&str]| {
+        let to = here.path(format);
+        let to = to.to_str().unwrap();
+        let all = ["disk", "export", VM, "disk0", "--format", format, "--to", to];
+        here.try_vmseal(&[&all, more].concat()).unwrap()
+    };
+    let refused = export("raw", &["--plaintext"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("--snapshot NAME"), "{said}");
+    let absent = export("raw", &["--plaintext", "--snapshot", "one"]);
+    assert!(!absent.status.success());
+    snapshot(&here, &["create", VM, "one"]);
+    count(&mut console);
+    write(&mut console, "TEXT-OF-NOW");
+    for (format, plaintext) in [("sealed", &[][..]), ("raw", &["--plaintext"])] {
+        let told = export(format, &[&["--snapshot", "one"], plaintext].concat());
+        assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
+        let file = std::fs::read(here.path(format)).unwrap();
+        let text_at = |text: &str| {
+            let at = (TEXT_AT as usize) << 20;
+            file[at..at + text.len()] == *text.as_bytes()
+        };
+        let has = |text: &str| file.windows(text.len()).any(|it| it == text.as_bytes());
+        assert_eq!(text_at("TEXT-OF-ONE"), format == "raw", "{format}");
+        assert_eq!(has("TEXT-OF-ONE"), format == "raw", "{format}");
+        assert!(!has("TEXT-OF-NOW"), "{format}: it is not what the snapshot keeps");
+    }
+    stop_counting(&mut console);
+    snapshot(&here, &["delete", VM, "one"]);
+    reads(&mut console, "TEXT-OF-NOW");
+    // The ciphertext is a disk of its own: as the image of the VM it boots.
+    stop(&here, console);
+    let image = here.images(VM).unwrap().remove(0);
+    std::fs::copy(here.path("sealed"), image).unwrap();
+    let mut console = restarted(&here);
+    let read = format!("dd if=/dev/vda bs=1M skip={TEXT_AT} count=1 2>/dev/null | head -n 1");
+    run(&mut console, &read, "TEXT-OF-ONE").unwrap();
+    stop(&here, console);
+}
+
 #[test]
 fn what_snapshots_keep_comes_back_and_is_ciphertext() {
     let (mut here, mut console) = started("encrypted");

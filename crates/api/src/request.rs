@@ -387,7 +387,7 @@ pub struct CreateDisk {
     pub force: bool,
 }
 
-/// Writes a disk of a VM that is off to a file of its host.
+/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -404,6 +404,9 @@ pub struct ExportDisk {
     /// the info string [`crate::host::export_info`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedKey>,
+    /// A snapshot of the VM, by its name: what the disk held then is written, also while the VM runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
 }
 
 /// Starts a dirty bitmap of a disk whose VM runs.

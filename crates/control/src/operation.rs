@@ -212,7 +212,7 @@ pub enum Operation {
         /// The VM.
         vm: VmId,
     },
-    /// Writes a disk of a VM that is off to a file of its host.
+    /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
     ExportDisk {
         /// The VM.
         vm: VmId,
@@ -225,6 +225,9 @@ pub enum Operation {
         /// The passphrase of a LUKS2 file, sealed to the current run of the host's agent: nobody else can open
         /// it, nor can the agent after a restart.
         passphrase: Option<SealedKey>,
+        /// What the disk held then.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        snapshot: Option<SnapshotId>,
     },
     /// Gives a VM that is off another KEK.
     RecryptVm {

@@ -173,7 +173,7 @@ async fn bring_about(agent: &dyn HostAgent, session: &Session, activity: Activit
 fn export(session: &Session, task: TaskId) -> JobSpec {
     let to = session.fixture.image.with_file_name(format!("walk-{task}"));
     let (disk, format) = (session.disk(0).disk, ExportFormat::Raw);
-    JobSpec::Export(ExportJob { disk, to, format, passphrase: None })
+    JobSpec::Export(ExportJob { disk, to, format, passphrase: None, snapshot: None })
 }
 
 async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Result<(), Problem> {
@@ -199,6 +199,16 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         Action::ExportDisk => {
             let task = TaskId::new();
             agent.put_job(vm, task, export(session, task)).await
+        }
+        Action::ExportKept => {
+            let task = TaskId::new();
+            let JobSpec::Export(job) = export(session, task) else { unreachable!("it exports") };
+            let job = ExportJob { snapshot: Some(SnapshotId::new()), ..job };
+            match agent.put_job(vm, task, JobSpec::Export(job)).await {
+                // It was let as far as to look for the snapshot.
+                Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+                put => put,
+            }
         }
         Action::MirrorDisk => {
             let task = TaskId::new();

@@ -59,7 +59,7 @@ impl Session {
 
     fn export(&self, name: &str, disk: DiskId, format: ExportFormat) -> (TaskId, JobSpec) {
         let to = self.fixture.image.with_file_name(name);
-        let job = ExportJob { disk, to, format, passphrase: None };
+        let job = ExportJob { disk, to, format, passphrase: None, snapshot: None };
         (TaskId::new(), JobSpec::Export(job))
     }
 
@@ -140,7 +140,10 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.register_vm(session.spec.clone()).await, "registering with facts");
     let export = |to: PathBuf| {
         let (disk, format) = (system, ExportFormat::Raw);
-        agent.examine_job(vm, JobSpec::Export(ExportJob { disk, to, format, passphrase: None }))
+        agent.examine_job(
+            vm,
+            JobSpec::Export(ExportJob { disk, to, format, passphrase: None, snapshot: None }),
+        )
     };
     let to = session.fixture.datastore.join("exported");
     done(export(to.clone()).await, "examining its export");

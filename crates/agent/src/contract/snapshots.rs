@@ -1,11 +1,12 @@
 //! Snapshots of disks: each step repeated, every refusal provoked.
 
 use vmseal_api::host::{
-    CopyOf, CreateJob, DiskToCreate, DropSnapshotJob, HostAgent, JobSpec, JobState, LAYERS_MAX,
-    RevertJob, SnapshotJob,
+    CopyOf, CreateJob, DiskToCreate, DropSnapshotJob, ExportJob, HostAgent, JobSpec, JobState,
+    LAYERS_MAX, RevertJob, SnapshotJob,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
+use vmseal_api::transfer::ExportFormat;
 
 use super::mirror::copy;
 use super::{Session, done, refused};
@@ -37,6 +38,27 @@ impl Session {
     }
 }
 
+/// What a snapshot keeps is written to a file.
+async fn kept_exports(
+    agent: &dyn HostAgent,
+    session: &Session,
+    (kept, strange): (SnapshotId, SnapshotId),
+) {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    for format in [ExportFormat::Sealed, ExportFormat::Raw] {
+        let (task, to) = (TaskId::new(), session.fixture.image.with_file_name("kept"));
+        let of = |snapshot| {
+            let (to, snapshot) = (to.clone(), Some(snapshot));
+            JobSpec::Export(ExportJob { disk, to, format, passphrase: None, snapshot })
+        };
+        let absent = agent.put_job(vm, TaskId::new(), of(strange)).await;
+        refused(absent, ErrorCode::NotFound, "a strange snapshot");
+        done(agent.put_job(vm, task, of(kept)).await, "exporting what is kept");
+        assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+        done(agent.cancel_job(vm, task, of(kept)).await, "giving it up");
+    }
+}
+
 /// The VM is off, its disks are made and its key is there, before and after.
 pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     let vm = session.vm();
@@ -53,6 +75,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     // Another task finds it taken.
     session.through(agent, take(system, one)).await;
     session.through(agent, take(system, two)).await;
+    kept_exports(agent, session, (one, strange)).await;
     refused(put(copy(system, true)).await, ErrorCode::WrongState, "a copy of a disk in layers");
     let longer = session.disk(0).size * 2;
     let grown = agent.grow_disk(vm, system, longer).await;

@@ -54,6 +54,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
         to: session.fixture.image.with_file_name("tpm.img"),
         format: ExportFormat::Sealed,
         passphrase: None,
+        snapshot: None,
     });
     let export = agent.put_job(vm, TaskId::new(), export).await;
     refused(export, ErrorCode::WrongState, "exporting it");

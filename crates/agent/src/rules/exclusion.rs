@@ -23,6 +23,8 @@ pub enum Action {
     GrowDisk,
     /// To export a disk. The same job again is not an action.
     ExportDisk,
+    /// What a snapshot keeps of it.
+    ExportKept,
     /// To copy a disk and use the copy in its place. The same job again is not an action.
     MirrorDisk,
     /// To remove the image that a disk had before it was mirrored. The same job again is not an action.
@@ -131,7 +133,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 28] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 29] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -140,6 +142,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 28] = [
     (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    ENDS,     IN_USE,    IN_USE,  ENDS]),
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExportKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
@@ -266,6 +269,9 @@ impl Situation<'_> {
             }
             (Action::DropSnapshot, Starting) => {
                 "is starting: its snapshots cannot be deleted meanwhile. Wait until it runs"
+            }
+            (Action::ExportKept, Starting) => {
+                "is starting: what its snapshots keep cannot be exported meanwhile. Wait until it runs"
             }
             (Action::Prove, Starting) => {
                 "is starting: its files cannot be read for a proof meanwhile. Wait until it runs"

@@ -35,6 +35,7 @@ impl Inside {
         let situation = self.situation(vm)?;
         let action = match job {
             JobSpec::Create(_) => Action::CreateDisk,
+            JobSpec::Export(job) if job.snapshot.is_some() => Action::ExportKept,
             JobSpec::Export(_) => Action::ExportDisk,
             JobSpec::Mirror(_) => Action::MirrorDisk,
             JobSpec::DropSources(_) => Action::DropSource,

@@ -38,6 +38,12 @@ impl Inside {
                 JobSpec::Revert(job) if !known.contains(&job.snapshot) => {
                     return Err(rules::no_snapshot(&spec.name, disk, job.snapshot));
                 }
+                JobSpec::Export(job) => match job.snapshot {
+                    Some(snapshot) if !known.contains(&snapshot) => {
+                        return Err(rules::no_snapshot(&spec.name, disk, snapshot));
+                    }
+                    _ => {}
+                },
                 JobSpec::Mirror(_) if !known.is_empty() => {
                     return Err(rules::has_snapshots(&spec, disk));
                 }

@@ -34,7 +34,7 @@ use crate::storage::filling;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
 use crate::storage::open;
-use crate::storage::opening::Open;
+use crate::storage::opening::{self, Open};
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 use vmseal_api::atomic_file;
 
@@ -223,14 +223,16 @@ fn begin(
     allowed: &TransferDirectories,
 ) -> Result<(File, filter::Disk), Problem> {
     let ExportRequest { spec, disk, facts, kek, export, passphrase, record } = request;
-    let (Open { file, layers, offset, key, .. }, size) = match export.job.format {
-        // The whole image as it is: its ciphertext is what is exported.
-        ExportFormat::Sealed => {
-            let (file, layers, length) = open::open_sealed(&spec, &disk, &facts)?;
-            (Open { file, layers, offset: 0, key: None, notice: None }, length)
-        }
-        _ => (open::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)?, disk.size),
+    let sealed = export.job.format == ExportFormat::Sealed;
+    let opened = match (export.job.snapshot, sealed) {
+        (None, true) => open::open_sealed(&spec, &disk, &facts),
+        (Some(snapshot), true) => opening::open_sealed_kept(&spec, &disk, &facts, snapshot),
+        (None, false) => open::open(&spec, &disk, &facts, kek.as_ref(), Access::Read)
+            .map(|open| (open, disk.size)),
+        (Some(snapshot), false) => opening::open_kept(&spec, &disk, &facts, kek.as_ref(), snapshot)
+            .map(|open| (open, disk.size)),
     };
+    let (Open { file, layers, offset, key, .. }, size) = opened?;
     let room = |file: &File| file.metadata().map(|it| it.blocks().saturating_mul(512));
     let rooms = std::iter::once(&file).chain(&layers).map(room);
     let allocated: u64 = rooms.sum::<io::Result<_>>().map_err(internal)?;
@@ -432,7 +434,10 @@ mod tests {
 
     fn spec(to: PathBuf) -> Export {
         let (disk, format) = (DiskId::new(), ExportFormat::Raw);
-        Export { task: TaskId::new(), job: ExportJob { disk, to, format, passphrase: None } }
+        Export {
+            task: TaskId::new(),
+            job: ExportJob { disk, to, format, passphrase: None, snapshot: None },
+        }
     }
 
     #[test]

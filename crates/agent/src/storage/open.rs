@@ -1,7 +1,5 @@
 //! Opening a disk for anything but its guest: as it is, which may be as its copy ([`super::mirror`]).
 
-use std::fs::File;
-
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
@@ -25,7 +23,7 @@ pub fn open(
     opening::open(spec, &disk, &facts, kek, access)
 }
 
-/// The same of an encrypted disk for reading, without its key; with its layers; also returns the image's length in bytes. Blocks.
+/// The same of an encrypted disk for reading, without its key: the whole image as it is. Also returns its length in bytes. Blocks.
 ///
 /// # Errors
 /// As [`opening::open_sealed`].
@@ -33,7 +31,7 @@ pub fn open_sealed(
     spec: &VmSpec,
     disk: &DiskSpec,
     facts: &DiskFacts,
-) -> Result<(File, Vec<File>, u64), Problem> {
+) -> Result<(Open, u64), Problem> {
     let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
     opening::open_sealed(spec, &disk, &facts)
 }

@@ -110,8 +110,8 @@ fn open_layers(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<Vec<Fil
     layers::open(&Home::of(&disk.datastore, spec.vm)?, disk.disk, access)
 }
 
-/// Opens the image of an encrypted disk for reading, without its key, and the layers above it; also returns the image's length
-/// in bytes. Blocks.
+/// Opens the image of an encrypted disk for reading, without its key, and the layers above it: the whole image, with its header.
+/// Also returns its length in bytes. Blocks.
 ///
 /// # Errors
 /// `damaged`, `in-use`, `not-found`.
@@ -119,12 +119,45 @@ pub fn open_sealed(
     spec: &VmSpec,
     disk: &DiskSpec,
     facts: &DiskFacts,
-) -> Result<(File, Vec<File>, u64), Problem> {
+) -> Result<(Open, u64), Problem> {
     let file = open_image(spec, disk, Access::Read)?;
     let layers = open_layers(spec, disk, Access::Read)?;
-    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
+    whole(disk, facts, file, layers)
+}
+
+/// The same of what a snapshot keeps, without a lock: nobody writes there but to the header, which opens at any instant. Blocks.
+///
+/// # Errors
+/// As [`open_sealed`]; `not-found` without the snapshot.
+pub fn open_sealed_kept(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    snapshot: SnapshotId,
+) -> Result<(Open, u64), Problem> {
+    let (file, layers) = open_files_kept(spec, disk, snapshot)?;
+    whole(disk, facts, file, layers)
+}
+
+fn whole(
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    file: File,
+    layers: Vec<File>,
+) -> Result<(Open, u64), Problem> {
+    let offset = data_offset(facts);
     check_length(&file, disk, offset)?;
-    Ok((file, layers, offset + disk.size))
+    Ok((Open { file, layers, offset: 0, key: None, notice: None }, offset + disk.size))
+}
+
+fn open_files_kept(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    snapshot: SnapshotId,
+) -> Result<(File, Vec<File>), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let kept = layers::open_kept(&home, disk.disk, snapshot)?;
+    kept.ok_or_else(|| rules::no_snapshot(&spec.name, disk, snapshot))
 }
 
 /// Opens the image that has the disk's name as one with these facts. Blocks.
@@ -169,9 +202,7 @@ pub fn open_kept(
     kek: Option<&SecretBytes>,
     snapshot: SnapshotId,
 ) -> Result<Open, Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    let (file, layers) = layers::open_kept(&home, disk.disk, snapshot)?
-        .ok_or_else(|| rules::no_snapshot(&spec.name, disk, snapshot))?;
+    let (file, layers) = open_files_kept(spec, disk, snapshot)?;
     let Some(pinned) = from_api(disk, facts) else {
         return Ok(Open { file, layers, offset: 0, key: None, notice: None });
     };

@@ -89,7 +89,7 @@ pub struct CopyOf {
     pub snapshot: Option<SnapshotId>,
 }
 
-/// Writes a disk of a VM that is off to a file. The file is written and flushed under another name, and
+/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file. The file is written and flushed under another name, and
 /// renamed when the job is committed, so that the caller knows for certain whether it is complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -103,6 +103,9 @@ pub struct ExportJob {
     /// The passphrase of a LUKS2 file, sealed to the agent's key box ([`export_info`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedKey>,
+    /// What the disk held then; none means what it holds now, and that its VM is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<SnapshotId>,
 }
 
 /// Copies disks of a VM, which may run, to new images on the same datastores. While that goes on the disks are used as
@@ -264,8 +267,8 @@ impl JobSpec {
         match self {
             Self::Export(export) => Some(export.clone()),
             Self::DecryptDump(DecryptDumpJob { disk, to, .. }) => {
-                let (format, passphrase) = (ExportFormat::Raw, None);
-                Some(ExportJob { disk: *disk, to: to.clone(), format, passphrase })
+                let (format, to) = (ExportFormat::Raw, to.clone());
+                Some(ExportJob { disk: *disk, to, format, passphrase: None, snapshot: None })
             }
             _ => None,
         }

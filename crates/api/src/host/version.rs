@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 20] = [
+pub const FEATURES: [&str; 21] = [
     "job-create",
     "job-export",
     NICS,
@@ -45,6 +45,7 @@ pub const FEATURES: [&str; 20] = [
     SUSPEND,
     DUMP,
     RUNNING_KEY,
+    SNAPSHOT_EXPORT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -102,6 +103,9 @@ pub const DUMP: &str = "job-dump";
 
 /// The feature of agents that change the keys of a VM's disks while it runs.
 pub const RUNNING_KEY: &str = "running-key";
+
+/// The feature of agents that write what a snapshot keeps to a file.
+pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -71,7 +71,7 @@ pub enum Disk {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Export a disk of a VM that is off to a file on its host
+    /// Export a disk of a VM that is off, or a snapshot of one that runs, to a file on its host
     Export {
         /// The VM's name or id
         vm: String,
@@ -84,6 +84,9 @@ pub enum Disk {
         /// and need --plaintext; `sealed` copies the ciphertext, needs no key now, and the VM's key to open
         #[arg(long, value_enum)]
         format: ExportFormat,
+        /// Export what the disk held when this snapshot was taken, by its name; the VM may run
+        #[arg(long, value_name = "NAME")]
+        snapshot: Option<String>,
         /// Allow a plaintext file
         #[arg(long)]
         plaintext: bool,

@@ -54,7 +54,17 @@ pub async fn run(
             let (path, request) = (format!("vms/{vm}/disks/{disk}/resize"), ResizeDisk { size });
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
-        arguments::Disk::Export { vm, disk, to, format, plaintext, passphrase, dry_run, wait } => {
+        arguments::Disk::Export {
+            vm,
+            disk,
+            to,
+            format,
+            snapshot,
+            plaintext,
+            passphrase,
+            dry_run,
+            wait,
+        } => {
             let format = match format {
                 arguments::ExportFormat::Raw => ExportFormat::Raw,
                 arguments::ExportFormat::Qcow2 => ExportFormat::Qcow2,
@@ -67,7 +77,7 @@ pub async fn run(
                 ExportFormat::Luks2 => Some(sealed(server, &vm, &disk, &passphrase).await?),
                 ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => None,
             };
-            let request = ExportDisk { to, format, plaintext, passphrase };
+            let request = ExportDisk { to, format, plaintext, passphrase, snapshot };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use vmseal_api::host::version::COPIES;
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
-use vmseal_api::model::{Lifecycle, Plan, SnapshotState, Task};
+use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{CloneVm, CreateNic};
@@ -16,8 +16,8 @@ use super::vms::{begin, find, plan, power, require_ready, word};
 use super::{Outcome, Services, cloud_init, features, hardware, room};
 use crate::operation::{Copies, Operation};
 use crate::store::disks::{self, Disk};
-use crate::store::snapshots::{self, Snapshot};
-use crate::store::{Write, nics, policies, vms};
+use crate::store::snapshots::Snapshot;
+use crate::store::{nics, policies, vms};
 use crate::tasks::Engine;
 
 /// Clones a VM.
@@ -49,7 +49,8 @@ pub async fn clone(
     }
     let mut write = services.store.write().await?;
     let known = disks::of_vm(&mut write, origin.id).await?;
-    let snapshot = chosen(&mut write, &origin, request.snapshot.as_deref()).await?;
+    let snapshot =
+        super::snapshots::chosen(&mut write, &origin, request.snapshot.as_deref()).await?;
     let policy = policies::find(&mut write, &origin.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
     let provider = provider_of(services, &mut write, &policy).await?;
@@ -118,29 +119,6 @@ async fn require_off(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
             );
             Err(Problem::new(ErrorCode::WrongState, detail))
         }
-    }
-}
-
-async fn chosen(
-    write: &mut Write<'_>,
-    vm: &vms::Vm,
-    name: Option<&str>,
-) -> Result<Option<Snapshot>, Problem> {
-    let Some(name) = name else { return Ok(None) };
-    let found = snapshots::find(write, vm.id, name).await?;
-    match found {
-        Some(snapshot) if snapshot.state == SnapshotState::Ready => Ok(Some(snapshot)),
-        Some(_) => {
-            let detail = format!("snapshot '{name}' of VM '{}' is not complete", vm.name);
-            Err(Problem::new(ErrorCode::WrongState, detail))
-        }
-        None => Err(Problem {
-            field: Some("snapshot".to_owned()),
-            ..Problem::new(
-                ErrorCode::NotFound,
-                format!("VM '{}' has no snapshot '{name}'", vm.name),
-            )
-        }),
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vmseal_api::filter::ReplicaStatus;
+use vmseal_api::host::version::SNAPSHOT_EXPORT;
 use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -11,6 +12,8 @@ use vmseal_api::request::ExportDisk;
 use vmseal_api::transfer::ExportFormat;
 
 use super::caller::{Caller, Privilege};
+use super::features;
+use super::snapshots;
 use super::vms::{plan, power, require_ready};
 use super::{Outcome, Services};
 use crate::hosts::keys::Purpose;
@@ -21,7 +24,7 @@ use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 use crate::tasks::Engine;
 
-/// Writes a disk of a VM that is off to a file of its host.
+/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
 pub async fn export(
     services: &Services,
     caller: &Caller,
@@ -40,8 +43,19 @@ pub async fn export(
         let detail = format!("disk '{}' is not encrypted: export it as raw", disk.name);
         return Err(Problem::invalid("format", detail));
     }
-    require_off(services, &vm).await?;
+    if request.snapshot.is_none() {
+        require_off(services, &vm).await?;
+    } else {
+        require_ready(&vm)?;
+        features::require(services, &vm, SNAPSHOT_EXPORT, "export what a snapshot keeps")?;
+    }
     let mut write = services.store.write().await?;
+    let snapshot = snapshots::chosen(&mut write, &vm, request.snapshot.as_deref()).await?;
+    if snapshot.as_ref().is_some_and(|snapshot| !snapshot.disks.contains(&disk.id)) {
+        let detail = format!("keeps nothing of disk '{}'", disk.name);
+        return Err(Problem::invalid("snapshot", detail));
+    }
+    let snapshot = snapshot.map(|snapshot| snapshot.id);
     let detail = told(&vm, &disk, &request);
     let event =
         NewEvent { kind: "disk.export", actor: caller.name(), target: &vm.name, detail: &detail };
@@ -49,9 +63,10 @@ pub async fn export(
     let ExportDisk { to, format, passphrase, .. } = request;
     let job = dry_run.then(|| {
         let (disk, to, passphrase) = (disk.id, to.clone(), passphrase.clone());
-        JobSpec::Export(ExportJob { disk, to, format, passphrase })
+        JobSpec::Export(ExportJob { disk, to, format, passphrase, snapshot })
     });
-    let operation = Operation::ExportDisk { vm: vm.id, disk: disk.id, to, format, passphrase };
+    let (of, disk) = (vm.id, disk.id);
+    let operation = Operation::ExportDisk { vm: of, disk, to, format, passphrase, snapshot };
     let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
     if let Some(job) = job {
         // No transaction is held during a call to a host.
@@ -164,7 +179,9 @@ fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
         ExportFormat::Sealed => "still under the VM's key",
     };
     let (host, format) = (&vm.host_name, request.format.name());
-    format!("disk '{}' to {} on host '{host}' as {format}, {how}", disk.name, request.to.display())
+    let kept = request.snapshot.as_ref().map(|name| format!(" at snapshot '{name}'"));
+    let (name, kept, to) = (&disk.name, kept.unwrap_or_default(), request.to.display());
+    format!("disk '{name}'{kept} to {to} on host '{host}' as {format}, {how}")
 }
 
 fn check(request: &ExportDisk) -> Result<(), Problem> {
@@ -197,7 +214,7 @@ async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {
     }
     let name = &vm.name;
     let detail = format!(
-        "VM '{name}' is not off, and a disk that is written to cannot be exported: stop it first (vmseal vm stop {name})"
+        "VM '{name}' is not off, and a disk that is written to cannot be exported: export a snapshot (vmseal snapshot create {name} NAME, then --snapshot NAME), or stop it first"
     );
     Err(Problem::new(ErrorCode::WrongState, detail))
 }

@@ -13,6 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::vms::{begin, find, power, require_ready, word};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
+use crate::store::Write;
 use crate::store::disks::Disk;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::Vm;
@@ -31,6 +32,33 @@ fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> mode
         current: snapshot.current,
         quiesced: snapshot.quiesced,
         disks: snapshot.disks.iter().filter_map(disk).collect(),
+    }
+}
+
+/// The snapshot that a request names, if it names one.
+///
+/// # Errors
+/// `not-found`; `wrong-state` while it is being taken or deleted.
+pub(super) async fn chosen(
+    write: &mut Write<'_>,
+    vm: &Vm,
+    name: Option<&str>,
+) -> Result<Option<Snapshot>, Problem> {
+    let Some(name) = name else { return Ok(None) };
+    let found = snapshots::find(write, vm.id, name).await?;
+    match found {
+        Some(snapshot) if snapshot.state == SnapshotState::Ready => Ok(Some(snapshot)),
+        Some(_) => {
+            let detail = format!("snapshot '{name}' of VM '{}' is not complete", vm.name);
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+        None => Err(Problem {
+            field: Some("snapshot".to_owned()),
+            ..Problem::new(
+                ErrorCode::NotFound,
+                format!("VM '{}' has no snapshot '{name}'", vm.name),
+            )
+        }),
     }
 }
 

@@ -86,9 +86,10 @@ impl super::step::Step for ExportDiskStep {
 /// The job of the task that writes the file, and that file as an export.
 async fn order(run: &Run<'_>) -> Result<(JobSpec, ExportJob), StepError> {
     let job = match &run.task.operation {
-        Operation::ExportDisk { disk, to, format, passphrase, .. } => {
+        Operation::ExportDisk { disk, to, format, passphrase, snapshot, .. } => {
             let (to, passphrase) = (to.clone(), passphrase.clone());
-            JobSpec::Export(ExportJob { disk: *disk, to, format: *format, passphrase })
+            let (disk, format, snapshot) = (*disk, *format, *snapshot);
+            JobSpec::Export(ExportJob { disk, to, format, passphrase, snapshot })
         }
         Operation::DumpVm { dump, to: Some(to), .. } | Operation::DecryptDump { dump, to, .. } => {
             let disk = first_disk(run).await?;

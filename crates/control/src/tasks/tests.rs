@@ -78,7 +78,14 @@ fn silent() -> Problem {
 const OUT: &str = "/exports/out.raw";
 
 fn exporting(vm: VmId, disk: DiskId) -> Operation {
-    Operation::ExportDisk { vm, disk, to: OUT.into(), format: ExportFormat::Raw, passphrase: None }
+    Operation::ExportDisk {
+        vm,
+        disk,
+        to: OUT.into(),
+        format: ExportFormat::Raw,
+        passphrase: None,
+        snapshot: None,
+    }
 }
 
 /// The operations of the matrix, from a VM in the state that each needs.

@@ -6,7 +6,7 @@ use tokio::task::spawn_blocking;
 use vmseal_api::host::{
     CopyOf, CreateJob, DiskFacts, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
 };
-use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
@@ -43,18 +43,21 @@ impl Owner {
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         match of.snapshot {
             None => drop(self.situation().may(Action::ExportDisk, Some(&disk))?),
-            Some(snapshot) => {
-                let (vm, name, of) = (self.spec.vm, self.spec.name.clone(), disk.clone());
-                let look = move || {
-                    let home = Home::of(&of.datastore, vm)?;
-                    let kept = layers::read(&home, of.disk)?.layer_of(snapshot);
-                    kept.ok_or_else(|| rules::no_snapshot(&name, &of, snapshot))
-                };
-                spawn_blocking(look).await.map_err(internal)??;
-            }
+            Some(snapshot) => self.keeps(&disk, snapshot).await?,
         }
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
         Ok(Lent { spec: self.spec.clone(), disk, facts, kek, snapshot: of.snapshot })
+    }
+
+    /// Checks that a snapshot keeps something of a disk.
+    async fn keeps(&self, disk: &DiskSpec, snapshot: SnapshotId) -> Result<(), Problem> {
+        let (vm, name, of) = (self.spec.vm, self.spec.name.clone(), disk.clone());
+        let look = move || {
+            let home = Home::of(&of.datastore, vm)?;
+            let kept = layers::read(&home, of.disk)?.layer_of(snapshot);
+            kept.map(drop).ok_or_else(|| rules::no_snapshot(&name, &of, snapshot))
+        };
+        spawn_blocking(look).await.map_err(internal)?
     }
 
     pub(super) async fn put_job(
@@ -175,8 +178,14 @@ impl Owner {
         job: &ExportJob,
         spec: &JobSpec,
     ) -> Result<ExportRequest, Problem> {
-        self.may_work(Action::ExportDisk, spec)?;
         let disk = find_disk(&self.spec, job.disk)?.clone();
+        match job.snapshot {
+            None => self.may_work(Action::ExportDisk, spec)?,
+            Some(snapshot) => {
+                self.may_work(Action::ExportKept, spec)?;
+                self.keeps(&disk, snapshot).await?;
+            }
+        }
         let export = Export { task, job: job.clone() };
         let (wanted, transfer) = (export.clone(), self.shared.transfer.clone());
         timed::call(&job.to, move || export::check(&wanted, &transfer)).await?;

@@ -115,7 +115,14 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         // Work that replaces the key is done.
         let disk = fixture.disks(stopped).await[0].id;
         let (to, format) = (format!("/exports/{name}.raw").into(), ExportFormat::Raw);
-        let export = Operation::ExportDisk { vm: stopped, disk, to, format, passphrase: None };
+        let export = Operation::ExportDisk {
+            vm: stopped,
+            disk,
+            to,
+            format,
+            passphrase: None,
+            snapshot: None,
+        };
         here.done(export, &off).await;
         let old = fixture.vm(stopped).await.unwrap().key.unwrap();
         let recrypt = Operation::RecryptVm { vm: stopped, old, provider: here.provider };
