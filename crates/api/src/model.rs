@@ -223,6 +223,9 @@ pub struct Vm {
     /// Whether it is started after its host has rebooted.
     #[serde(default)]
     pub autostart: bool,
+    /// Whether it is a template: it is cloned, and neither started nor changed.
+    #[serde(default)]
+    pub template: bool,
     /// The host that it is on.
     pub host: String,
     /// Its policy.

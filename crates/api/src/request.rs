@@ -268,6 +268,9 @@ pub struct SetVm {
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,
+    /// Whether it is a template, which is cloned, and neither started nor changed. A VM that becomes one is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<bool>,
     /// Another policy, by name or id, that asks nothing else of disks and keys: their encryption, provider, allocation
     /// and replicas are the same. Its limits and caches become those of the VM's disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]

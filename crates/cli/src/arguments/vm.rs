@@ -96,7 +96,7 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Change a VM: name, processors, memory, description, labels, autostart, policy
+    /// Change a VM: name, processors, memory, description, labels, autostart, template, policy
     ///
     /// A VM that runs gets processors, memory and the limits of another policy when it is started next; `vmseal vm show`
     /// says so until then.
@@ -326,6 +326,9 @@ pub struct SetVm {
     /// Start it after its host has rebooted, once its key is there
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub autostart: Option<OnOff>,
+    /// Make a VM that is off a template, which is cloned, and neither started nor changed; or an ordinary VM again
+    #[arg(long, value_enum, value_name = "on|off", group = "change")]
+    pub template: Option<OnOff>,
     /// What the firmware starts from, in this order: `disk`, `cdrom` and `network`, separated by commas; of a VM that
     /// runs, at its next start
     #[arg(long, value_name = "ORDER", value_delimiter = ',', group = "change")]
@@ -336,7 +339,7 @@ pub struct SetVm {
     /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
     /// is changed together with it
     #[arg(long, value_enum, value_name = "on|off", group = "change",
-        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "boot", "policy"])]
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "template", "boot", "policy"])]
     pub tpm: Option<OnOff>,
     /// Do not ask before a TPM is taken away
     #[arg(long, requires = "tpm")]

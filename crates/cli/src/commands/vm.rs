@@ -203,6 +203,7 @@ async fn set(
         description: options.description,
         labels: removed.chain(set).collect(),
         autostart: options.autostart.map(|wanted| wanted == OnOff::On),
+        template: options.template.map(|wanted| wanted == OnOff::On),
         policy: options.policy,
         cdrom: None,
         boot: Some(options.boot)

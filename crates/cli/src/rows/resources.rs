@@ -186,6 +186,7 @@ impl Row for Vm {
         more("description", |it| it.description.clone().into()),
         more("labels", |it| all(it.labels.iter().map(|(key, value)| format!("{key}={value}")))),
         more("autostart", |it| Cell::YesNo(it.autostart)),
+        more("template", |it| Cell::YesNo(it.template)),
         more("at-next-start", |it| all(it.at_next_start.iter().cloned())),
         more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
     ];

@@ -152,6 +152,7 @@ mod tests {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            template: false,
             host: HostId::new(),
             host_name: "here".to_owned(),
             policy: PolicyId::new(),

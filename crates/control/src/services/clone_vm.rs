@@ -69,6 +69,7 @@ pub async fn clone(
         provider: provider.map(|provider| provider.id),
         key: None,
         autostart: false,
+        template: false,
         lifecycle: Lifecycle::Creating,
         seen_power: None,
         seen_stopped: None,

@@ -14,7 +14,7 @@ use vmseal_api::transfer::ExportFormat;
 use super::caller::{Caller, Privilege};
 use super::features;
 use super::snapshots;
-use super::vms::{plan, power, require_ready};
+use super::vms::{plan, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
@@ -93,6 +93,9 @@ pub async fn expose(
     caller.require(Privilege::DirectAccess)?;
     let (vm, disk) = find(services, vm, disk).await?;
     require_ready(&vm)?;
+    if matches!(what, Exposing::Hold { writable: true }) {
+        require_no_template(&vm)?;
+    }
     let stream = opened(services, &vm, &disk, what).await?;
     if let Exposing::Hold { writable } = what {
         let mut write = services.store.write().await?;

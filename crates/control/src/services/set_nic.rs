@@ -7,7 +7,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::SetNic;
 
 use super::caller::{Caller, Privilege};
-use super::vms::require_ready;
+use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::store::events::NewEvent;
 use crate::store::{nics, vms};
@@ -28,6 +28,7 @@ pub async fn set(
     let known = nics::of_vm(&mut read, vm.id).await?;
     drop(read);
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     let found = known.iter().find(|it| it.name == nic || it.nic.to_string() == nic);
     let nic = found.ok_or_else(|| {
         let what = format!("VM '{}' has no network card '{nic}'", vm.name);

@@ -19,7 +19,7 @@ use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
 use super::set_policy::{Need, needs};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
-use super::vms::require_ready;
+use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, room};
 use crate::store::events::NewEvent;
 use crate::store::{disks, nics, policies, tasks, vms};
@@ -47,6 +47,7 @@ pub async fn set(
     let view = services.hosts.view(before.host);
     let runs = view.vm(id).is_some_and(|seen| seen.power != Power::Off);
     let mut after = changed(&before, &request)?;
+    check_template(&before, &after, &request, runs)?;
     if after.memory > before.memory {
         room::check_memory(services, before.host, &before.host_name, after.memory)?;
     }
@@ -110,6 +111,29 @@ pub async fn set(
     super::vms::show(services, caller, &id.to_string()).await.map(Outcome::Done)
 }
 
+/// What a template is cannot change, but what is said of it; a VM becomes one while it is off.
+fn check_template(
+    before: &vms::Vm,
+    after: &vms::Vm,
+    request: &SetVm,
+    runs: bool,
+) -> Result<(), Problem> {
+    let of_machine = (before.vcpus, before.memory, &before.hardware)
+        != (after.vcpus, after.memory, &after.hardware)
+        || request.policy.is_some();
+    if after.template && of_machine {
+        require_no_template(after)?;
+    }
+    if after.template && !before.template && runs {
+        let detail = format!(
+            "VM '{0}' is not off, and a template is: stop it first (vmseal vm stop {0})",
+            before.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    Ok(())
+}
+
 /// Whether the VM can get the drive that it is to have, and has what it is to start from.
 async fn check_boot(
     write: &mut sqlx::SqliteConnection,
@@ -168,7 +192,7 @@ fn check(request: &SetVm) -> Result<(), Problem> {
 }
 
 fn changed(before: &vms::Vm, request: &SetVm) -> Result<vms::Vm, Problem> {
-    let SetVm { name, vcpus, memory, description, labels: _, autostart, .. } = request;
+    let SetVm { name, vcpus, memory, description, labels: _, autostart, template, .. } = request;
     let labels = labelled(&before.labels, &request.labels);
     check_count(&labels)?;
     let hardware = machine(before, request);
@@ -183,6 +207,7 @@ fn changed(before: &vms::Vm, request: &SetVm) -> Result<vms::Vm, Problem> {
         description: description.clone().unwrap_or_else(|| before.description.clone()),
         labels,
         autostart: autostart.unwrap_or(before.autostart),
+        template: template.unwrap_or(before.template),
         hardware,
         ..before.clone()
     })
@@ -263,6 +288,10 @@ fn told(before: &vms::Vm, after: &vms::Vm, runs: bool) -> Vec<String> {
     told.extend(gone.map(|key| format!("remove label {key}")));
     if before.autostart != after.autostart {
         told.push(format!("set autostart {}", if after.autostart { "on" } else { "off" }));
+    }
+    if before.template != after.template {
+        let to = if after.template { "make it a template" } else { "make it an ordinary VM" };
+        told.push(to.to_owned());
     }
     told
 }

@@ -10,7 +10,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, find, power, require_ready, word};
+use super::vms::{begin, find, power, require_no_template, require_ready, word};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
 use crate::store::Write;
@@ -202,6 +202,7 @@ pub async fn revert(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
     require_power(services, &vm, &[Power::Off], &remedy).await?;

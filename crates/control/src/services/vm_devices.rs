@@ -13,7 +13,7 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::create_vm::{check_disk, place};
-use super::vms::{begin, find, power, require_ready};
+use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
@@ -33,6 +33,7 @@ pub async fn add_disk(
     check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
     let (vm, known) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     if known.iter().any(|disk| disk.encrypted) {
         caller.require(Privilege::EncryptNew)?;
     }
@@ -137,6 +138,7 @@ async fn vm_to_change(services: &Services, caller: &Caller, name: &str) -> Resul
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     changeable(services, &vm).await?;
     Ok(vm)
 }
@@ -197,6 +199,7 @@ pub async fn resize_disk(
     caller.require(Privilege::VmConfigure)?;
     let (vm, known) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     let disk = find_disk(&vm, &known, disk)?;
     let size = request.size;
     if size > DISK_SIZE_MAX || !size.is_multiple_of(CRYPT_SECTOR.into()) {
@@ -243,6 +246,7 @@ pub async fn add_nic(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     super::nics::known_to(services, vm.host, &vm.host_name)?;
     let agent = changeable(services, &vm).await?;
     let mut write = services.store.write().await?;

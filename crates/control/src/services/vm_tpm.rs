@@ -8,7 +8,7 @@ use vmseal_api::request::DISKS_MAX;
 
 use super::caller::{Caller, Privilege};
 use super::hardware;
-use super::vms::{begin, find, power, require_ready};
+use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
@@ -25,6 +25,7 @@ pub async fn add(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     caller.require(Privilege::EncryptNew)?;
     // No transaction is held during a call to a host.
     require_off(services, &vm).await?;
@@ -66,6 +67,7 @@ pub async fn remove(
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, vm).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     require_off(services, &vm).await?;
     let mut write = services.store.write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;

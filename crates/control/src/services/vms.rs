@@ -56,6 +56,7 @@ fn shown(
         description: vm.description,
         labels: vm.labels,
         autostart: vm.autostart,
+        template: vm.template,
         host: vm.host_name,
         policy: vm.policy_name,
         vcpus: vm.vcpus,
@@ -240,6 +241,18 @@ pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
 }
 
+/// Refuses what would start or change a template: its clones are to hold what it holds now.
+pub(super) fn require_no_template(vm: &vms::Vm) -> Result<(), Problem> {
+    if !vm.template {
+        return Ok(());
+    }
+    let detail = format!(
+        "VM '{0}' is a template, which is neither started nor changed: clone it (vmseal vm clone {0} NAME), or make it an ordinary VM first (vmseal vm set {0} --template off)",
+        vm.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
 /// Starts a VM that is off. A suspended one goes on where it was, or boots when its memory is given up.
 pub async fn start(
     services: &Services,
@@ -251,6 +264,7 @@ pub async fn start(
     caller.require(Privilege::VmPower)?;
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
+    require_no_template(&vm)?;
     let StartVm { boot_once, discard_memory } = request;
     let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
     if let Some(first) = boot_once {

@@ -26,6 +26,8 @@ pub struct Vm {
     pub labels: BTreeMap<String, String>,
     /// Whether it is started after its host has rebooted.
     pub autostart: bool,
+    /// Whether it is a template: it is cloned, and neither started nor changed.
+    pub template: bool,
     /// The host that it is on.
     pub host: HostId,
     /// That host's name.
@@ -59,6 +61,7 @@ struct Row {
     description: String,
     labels: String,
     autostart: bool,
+    template: bool,
     host_id: String,
     host_name: String,
     policy_id: String,
@@ -78,7 +81,7 @@ struct Row {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT v.id, v.name, v.description, v.labels, v.autostart, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+            "SELECT v.id, v.name, v.description, v.labels, v.autostart, v.template, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
                     v.vcpus, v.memory, v.hardware, v.provider_id, v.key_id, v.key_check, v.lifecycle,
                     v.seen_power, v.seen_stopped
              FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner'
@@ -105,6 +108,7 @@ impl TryFrom<Row> for Vm {
             description: row.description,
             labels: from_json(&row.labels, "the labels of a VM")?,
             autostart: row.autostart,
+            template: row.template,
             host: parse(&row.host_id, "a host's id")?,
             host_name: row.host_name,
             policy: parse(&row.policy_id, "a policy's id")?,
@@ -128,8 +132,8 @@ impl TryFrom<Row> for Vm {
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle, hardware,
-                          description, labels, autostart)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+                          description, labels, autostart, template)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(vm.id.to_string())
     .bind(&vm.name)
@@ -142,6 +146,7 @@ pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError
     .bind(&vm.description)
     .bind(to_json(&vm.labels))
     .bind(vm.autostart)
+    .bind(vm.template)
     .execute(&mut *to)
     .await
     .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
@@ -209,8 +214,8 @@ pub async fn of_policy(
 pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE vms SET name = $1, vcpus = $2, memory = $3, description = $4, labels = $5,
-                        autostart = $6, policy_id = $7, hardware = $8
-         WHERE id = $9",
+                        autostart = $6, policy_id = $7, hardware = $8, template = $9
+         WHERE id = $10",
     )
     .bind(&vm.name)
     .bind(vm.vcpus)
@@ -220,6 +225,7 @@ pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     .bind(vm.autostart)
     .bind(vm.policy.to_string())
     .bind(to_json(&vm.hardware))
+    .bind(vm.template)
     .bind(vm.id.to_string())
     .execute(to)
     .await
@@ -231,7 +237,7 @@ pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
 pub async fn set_starts_due(to: &mut SqliteConnection, host: HostId) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE vms SET start_due = TRUE
-         WHERE autostart AND lifecycle = 'ready'
+         WHERE autostart AND NOT template AND lifecycle = 'ready'
                AND id IN (SELECT vm_id FROM placements WHERE host_id = $1 AND role = 'owner')",
     )
     .bind(host.to_string())
@@ -251,10 +257,11 @@ pub async fn set_start_done(to: &mut SqliteConnection, vm: VmId) -> Result<(), S
 
 /// The VMs that are to be started because their hosts have rebooted.
 pub async fn starts_due(from: &mut SqliteConnection) -> Result<Vec<Vm>, StoreError> {
-    let rows: Vec<Row> =
-        sqlx::query_as(select!("WHERE v.start_due = TRUE AND v.autostart ORDER BY v.id"))
-            .fetch_all(from)
-            .await?;
+    let rows: Vec<Row> = sqlx::query_as(select!(
+        "WHERE v.start_due = TRUE AND v.autostart AND NOT v.template ORDER BY v.id"
+    ))
+    .fetch_all(from)
+    .await?;
     rows.into_iter().map(Vm::try_from).collect()
 }
 

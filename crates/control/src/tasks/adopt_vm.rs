@@ -104,6 +104,7 @@ fn row(definition: &Definition) -> Vm {
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        template: false,
         host: *host,
         host_name: host_name.clone(),
         policy: *policy,

@@ -175,6 +175,7 @@ impl Fixture {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            template: false,
             host: self.host,
             host_name: "here".to_owned(),
             policy: policy.id,

@@ -334,3 +334,42 @@ async fn a_disk_that_its_vm_lacks_is_marked() {
     write.commit().await.unwrap();
     assert_eq!(attachments().await, [Value::Null, json!("detached")]);
 }
+
+#[tokio::test]
+async fn a_template_is_cloned_and_neither_started_nor_changed() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+    let template = |on: bool| json!({ "template": on });
+    let refused = api.patch("vms/web", template(true)).await;
+    let detail = refused.assert_problem(409, "wrong-state").body["detail"].to_string();
+    assert!(detail.contains("vmseal vm stop web"), "{detail}");
+    api.done(api.post("vms/web/stop", json!({ "force": true })).await).await;
+    let planned = api.patch("vms/web?dry_run=true", template(true)).await;
+    assert_eq!(planned.body["steps"], json!(["make it a template"]), "{}", planned.body);
+    let before = api.get("vms/web").await.body;
+    assert_eq!(before["template"], false);
+    assert_eq!(api.patch("vms/web", template(true)).await.body["template"], true);
+
+    for (path, body) in [
+        ("vms/web/start", Value::Null),
+        ("vms/web/disks", json!({ "name": "more", "datastore": "local", "size": 1 << 20 })),
+        ("vms/web/nics", json!({ "backend": { "kind": "user" } })),
+        ("vms/web/tpm", Value::Null),
+    ] {
+        let refused = api.post(path, body).await;
+        let detail = refused.assert_problem(409, "wrong-state").body["detail"].to_string();
+        assert!(detail.contains("is a template"), "{path}: {detail}");
+    }
+    for change in [json!({ "vcpus": 9 }), json!({ "memory": 1 << 30 })] {
+        api.patch("vms/web", change).await.assert_problem(409, "wrong-state");
+    }
+    let described = api.patch("vms/web", json!({ "description": "the base" })).await;
+    assert_eq!(described.body["description"], "the base", "{}", described.body);
+    api.done(api.post("vms/web/clone", json!({ "name": "web2" })).await).await;
+    assert_eq!(api.get("vms/web2").await.body["template"], false, "a clone is a template");
+    api.done(api.post("vms/web2/start", Value::Null).await).await;
+
+    assert_eq!(api.patch("vms/web", template(false)).await.body["template"], false);
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+}
