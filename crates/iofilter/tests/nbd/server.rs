@@ -71,7 +71,7 @@ impl Server {
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
-            allocation: disk.allocation(),
+            allocation: disk.allocation().into(),
         };
         let stop = Arc::new(Stop::new().unwrap());
         let stopping = Arc::clone(&stop);
