@@ -55,6 +55,7 @@ use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
+use crate::storage::rings;
 
 /// The stack size of a disk's thread.
 const STACK: usize = 512 * 1024;
@@ -204,7 +205,10 @@ impl Opened {
     pub fn open(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
         let all = config.disks.iter().map(config::pools).sum();
         let disks = config.disks.iter().map(|disk| prepare(disk, handles, all));
-        Ok(Self { vm: config.vm, disks: disks.collect::<Result<_, _>>()? })
+        let disks = disks.collect::<Result<_, _>>()?;
+        let queues = config.disks.iter().filter(|disk| config::can_change(disk));
+        rings::make_spare(queues.map(config::queues).sum());
+        Ok(Self { vm: config.vm, disks })
     }
 }
 

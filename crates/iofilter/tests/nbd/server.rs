@@ -19,6 +19,7 @@ use vmseal_iofilter::front_ends::nbd::serve;
 use vmseal_iofilter::front_ends::nbd::wire::{OPTION_MAGIC, Request, command, option};
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::dirty::Bitmaps;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
@@ -78,7 +79,8 @@ impl Server {
         let listener = UnixListener::bind(directory.path().join("nbd")).unwrap();
         let uid = nix::unistd::geteuid().as_raw();
         let thread = std::thread::spawn(move || {
-            serve(&listener, uid, &served, chains, options.pool_bytes, &stopping)
+            let orders = Orders::new(stopping)?;
+            serve(&listener, uid, &served, chains, options.pool_bytes, &orders)
         });
         Self { directory, state, bitmaps, stop, thread: Some(thread) }
     }

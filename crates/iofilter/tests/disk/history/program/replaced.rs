@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, IoSlice};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,12 +15,13 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, BitmapChange, ControlReply, ControlRequest, DiskStatus, Handle,
-    NewStack,
+    BackendSpec, BackingSpec, BitmapChange, ControlReply, ControlRequest, Direct, DiskStatus,
+    Handle, NewStack,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_initiator::driver::Driver;
+use vmseal_secret::SecretBytes;
 
 use super::backends::{SIZE, qemu_img_check};
 use super::chains;
@@ -218,6 +219,38 @@ fn snapshot(files: &Files, killed: &AtomicBool, random: &mut fastrand::Rng) -> (
     (note, outcome)
 }
 
+/// Gives the disk its image once more, which needs a ring each time, and every other time its filters, too.
+fn again(files: &Files, chain: &Value) {
+    let mut agent = Agent::connect(&files.directory, &AtomicBool::new(false)).unwrap();
+    for time in 0..4 {
+        let file = File::options().read(true).write(true).open(files.path("disk")).unwrap();
+        let key = SecretBytes::from_wiped(&mut std::fs::read(files.path("key")).unwrap());
+        let key = key.unwrap().to_memfd().unwrap();
+        let key = key.as_fd().try_clone_to_owned().unwrap();
+        let backend = BackendSpec::File {
+            file: Handle::Fd(0),
+            offset: OFFSET,
+            direct: Direct::Auto,
+            keeps_room: false,
+        };
+        let mut filters = chain.clone();
+        for link in filters.as_array_mut().unwrap() {
+            if link["kind"] == "crypt" {
+                link["key"] = json!({ "fd": 1 });
+            }
+        }
+        let cached = filters.as_array().unwrap().iter().any(|link| link["kind"] == "cache");
+        let filters = (time % 2 == 1 && !cached).then(|| serde_json::from_value(filters).unwrap());
+        let stacks = vec![NewStack { disk: id(), chain: filters, backend }];
+        let drain = ControlRequest::Drain { disks: vec![id()] };
+        assert_eq!(agent.ask(&drain, &[]), Some(ControlReply::Done));
+        let replaced = agent.ask(&ControlRequest::Replace { stacks }, &[file.into(), key]);
+        let log = || std::fs::read_to_string(files.path("log")).unwrap();
+        assert_eq!(replaced, Some(ControlReply::Done), "{time}: {}", log());
+        assert_eq!(agent.ask(&ControlRequest::Resume, &[]), Some(ControlReply::Done));
+    }
+}
+
 fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Count) {
     let place = tempfile::tempdir_in(place).unwrap();
     let directory = place.path().to_owned();
@@ -227,6 +260,12 @@ fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Cou
     let (mut filter, socket) = files.start(&chain);
     let mut guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
     guest.write_all();
+    let (image, filters) = (files.clone(), chain.clone());
+    let agent = thread::spawn(move || again(&image, &filters));
+    while !agent.is_finished() {
+        guest.go_on();
+    }
+    agent.join().unwrap();
     for _ in 0..LIVES {
         guest.go_on();
         let (before, mut of_agent) = (files.clone(), random.fork());
@@ -272,6 +311,7 @@ fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Cou
     let ended = filter.end();
     let log = std::fs::read_to_string(directory.join("log")).unwrap();
     assert!(ended.success() && !log.contains("not allowed"), "{ended:?}\n{log}");
+    assert!(!log.contains("io_uring"), "a spare ring was not there\n{log}");
     files.check(true);
     let (filter, socket) = files.start(&chain);
     guest.driver.reconnect(socket);
