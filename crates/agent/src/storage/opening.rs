@@ -121,7 +121,7 @@ pub fn open_sealed(
 ) -> Result<(File, Vec<File>, u64), Problem> {
     let file = open_image(spec, disk, Access::Read)?;
     let layers = open_layers(spec, disk, Access::Read)?;
-    let offset = from_api(disk, facts).map_or(0, |pinned| pinned.data_offset);
+    let offset = data_offset(facts);
     check_length(&file, disk, offset)?;
     Ok((file, layers, offset + disk.size))
 }
