@@ -90,7 +90,7 @@ fn disk(
     let encryption = encrypted.then(|| Encryption { key: key(), holes: Holes::Zero });
     let disk = Disk::new(size, read_only, encryption, DiskStorage::Mem(bytes.clone()), POOLS);
     let state = Arc::new(DiskState::new(DiskId::new(), queues).with_bitmaps(disk.bitmaps()));
-    let allocation = disk.allocation();
+    let allocation = disk.allocation().into();
     let served = ServedDisk { size, read_only, serial: "serial-1".into(), state, allocation };
     (disk, Arc::new(served))
 }

@@ -158,10 +158,13 @@ fn what_snapshots_keep_comes_back_and_is_ciphertext() {
     assert!(planned.contains("keep what the disks hold"), "{planned}");
     assert_eq!(names(&here), Vec::<String>::new());
     count(&mut console);
+    let filters = here.processes_of(VM, "vmseal-filter").unwrap();
     snapshot(&here, &["create", VM, "one", "--description", "the first"]);
     stop_counting(&mut console);
     write(&mut console, "TEXT-OF-TWO");
     snapshot(&here, &["create", VM, "two"]);
+    let after = here.processes_of(VM, "vmseal-filter").unwrap();
+    assert_eq!(after, filters, "the filter was restarted");
     write(&mut console, "TEXT-OF-NOW");
     reads(&mut console, "TEXT-OF-NOW");
     assert_eq!(names(&here), ["one", "two"]);

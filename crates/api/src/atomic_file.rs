@@ -4,7 +4,7 @@
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Readable by its owner alone.
 pub const PRIVATE: u32 = 0o600;
@@ -17,23 +17,54 @@ pub const PUBLIC: u32 = 0o644;
 /// # Errors
 /// As writing, flushing and renaming.
 pub fn write(path: &Path, contents: &[u8], mode: u32) -> io::Result<()> {
+    prepare(path, contents, mode)?.put()
+}
+
+/// A file that is written and flushed beside its place.
+#[derive(Debug)]
+#[must_use]
+pub struct Prepared {
+    beside: PathBuf,
+    path: PathBuf,
+}
+
+/// Does the part of [`write`] that takes long; [`Prepared::put`] does the rest. Nothing has changed before that.
+///
+/// # Errors
+/// As writing and flushing.
+pub fn prepare(path: &Path, contents: &[u8], mode: u32) -> io::Result<Prepared> {
     let mut beside = path.as_os_str().to_owned();
     beside.push(".new");
-    let beside = Path::new(&beside);
+    let (beside, path) = (PathBuf::from(beside), path.to_owned());
     // A crash may have left one, with another mode.
-    remove_if_there(beside)?;
+    remove_if_there(&beside)?;
     let written = (|| {
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(beside)?;
+        let options = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside);
+        let mut file = options?;
         file.write_all(contents)?;
-        file.sync_all()?;
-        std::fs::rename(beside, path)?;
-        flush_directory_of(path)
+        file.sync_all()
     })();
-    if written.is_err() {
+    if let Err(error) = written {
         // The first error is the one to report; the next attempt removes what is left.
-        let _ = remove_if_there(beside);
+        let _ = remove_if_there(&beside);
+        return Err(error);
     }
-    written
+    Ok(Prepared { beside, path })
+}
+
+impl Prepared {
+    /// Puts the file in its place.
+    ///
+    /// # Errors
+    /// As renaming and flushing the directory.
+    pub fn put(self) -> io::Result<()> {
+        let put =
+            std::fs::rename(&self.beside, &self.path).and_then(|()| flush_directory_of(&self.path));
+        if put.is_err() {
+            let _ = remove_if_there(&self.beside);
+        }
+        put
+    }
 }
 
 /// Makes a directory, and those above it, that only its owner can enter. One that is there stays as it is.

@@ -42,6 +42,12 @@ pub enum HandleError {
         /// Why.
         error: io::Error,
     },
+    /// Not among those that came with a request, or named twice.
+    #[error("descriptor {0} did not come with the request, or is named twice")]
+    NotPassed(RawFd),
+    /// A path, where nothing can be opened any more.
+    #[error("{0} cannot be opened while the filter runs: pass its descriptor")]
+    NoPaths(PathBuf),
     /// It cannot be opened.
     #[error("cannot open {path}: {error}")]
     Path {
@@ -81,9 +87,18 @@ pub enum Socket {
 #[derive(Debug, Default)]
 pub struct Handles {
     taken: HashSet<RawFd>,
+    /// Those that came with a request: only they can be named, by their place.
+    passed: Option<Vec<Option<OwnedFd>>>,
 }
 
 impl Handles {
+    /// The descriptors that came with a request.
+    #[must_use]
+    pub fn passed(descriptors: Vec<OwnedFd>) -> Self {
+        let passed = Some(descriptors.into_iter().map(Some).collect());
+        Self { taken: HashSet::new(), passed }
+    }
+
     /// A file.
     ///
     /// # Errors
@@ -91,7 +106,9 @@ impl Handles {
     pub fn file(&mut self, handle: &Handle, write: bool) -> Result<OwnedFd, HandleError> {
         match handle {
             Handle::Fd(fd) => self.inherited(*fd),
-            Handle::Path(path) => open(path, write).map(OwnedFd::from),
+            Handle::Path(path) => {
+                self.may_open(path).and_then(|()| open(path, write)).map(Into::into)
+            }
         }
     }
 
@@ -112,7 +129,7 @@ impl Handles {
     pub fn key(&mut self, handle: &Handle) -> Result<SecretBytes, HandleError> {
         match handle {
             Handle::Fd(fd) => Ok(SecretBytes::from_memfd(self.inherited(*fd)?, DEK_LEN)?),
-            Handle::Path(path) => key_file(path),
+            Handle::Path(path) => self.may_open(path).and_then(|()| key_file(path)),
         }
     }
 
@@ -160,11 +177,19 @@ impl Handles {
         }
     }
 
+    fn may_open(&self, path: &Path) -> Result<(), HandleError> {
+        if self.passed.is_none() { Ok(()) } else { Err(HandleError::NoPaths(path.into())) }
+    }
+
     /// An inherited descriptor.
     ///
     /// # Errors
     /// [`HandleError`]: not open, or taken already.
     pub fn inherited(&mut self, fd: RawFd) -> Result<OwnedFd, HandleError> {
+        if let Some(passed) = &mut self.passed {
+            let place = usize::try_from(fd).ok().and_then(|place| passed.get_mut(place));
+            return place.and_then(Option::take).ok_or(HandleError::NotPassed(fd));
+        }
         if fd < FIRST || !self.taken.insert(fd) {
             return Err(HandleError::Taken(fd));
         }

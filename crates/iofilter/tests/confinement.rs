@@ -73,6 +73,9 @@ const SYSTEM_CALLS: &[Probe] = {
         ("read-other", Ended, || call(libc::SYS_process_vm_readv, [parent(), 0, 0, 0, 0])),
         ("new-ring", Ended, || call(libc::SYS_io_uring_setup, [1, 0, 0, 0, 0])),
         ("ring-files", Ended, || call(libc::SYS_io_uring_register, [0; 5])),
+        ("file-of-a-ring", Error(libc::EINVAL), || {
+            call(libc::SYS_io_uring_register, [-1, 6, 0, 0, 0])
+        }),
         ("bpf", Ended, || call(libc::SYS_bpf, [0; 5])),
         ("setuid", Ended, || call(libc::SYS_setuid, [0; 5])),
         ("capset", Ended, || call(libc::SYS_capset, [0; 5])),

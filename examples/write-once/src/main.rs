@@ -19,6 +19,7 @@ use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd;
 use vmseal_iofilter::stack::blocking;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
@@ -48,7 +49,7 @@ fn main() -> anyhow::Result<()> {
         read_only: false,
         serial: "example".into(),
         state: Arc::new(state),
-        allocation: disk.allocation(),
+        allocation: disk.allocation().into(),
     };
 
     let mut ends = SigSet::empty();
@@ -64,7 +65,8 @@ fn main() -> anyhow::Result<()> {
     let listener = UnixListener::bind(&socket)
         .with_context(|| format!("cannot listen at {}", socket.display()))?;
     let user = nix::unistd::geteuid().as_raw();
-    let chains = nbd::serve(&listener, user, &served, chains, disk.pool_bytes(), &stop)?;
+    let orders = Orders::new(stop)?;
+    let chains = nbd::serve(&listener, user, &served, chains, disk.pool_bytes(), &orders)?;
     std::fs::remove_file(&socket)?;
     for mut chain in chains {
         blocking::flush(&mut chain)?;

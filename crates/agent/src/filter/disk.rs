@@ -382,6 +382,15 @@ fn backend(
     BackendSpec::Qcow2 { file: fd(active), backing: backing.collect(), offset }
 }
 
+/// A disk of `layers` layers above its image, whose files have numbers from `first` on: the active layer's first.
+pub(super) fn layered(layers: usize, first: i32, offset: u64) -> BackendSpec {
+    let below = (1..=layers).zip(first + 1..).map(|(depth, fd)| {
+        let format = if depth == layers { ImageFormat::Raw } else { ImageFormat::Qcow2 };
+        BackingSpec { file: Handle::Fd(fd), format }
+    });
+    BackendSpec::Qcow2 { file: Handle::Fd(first), backing: below.collect(), offset }
+}
+
 /// The device id that the guest sees: the last digits of the disk's id, which are random.
 fn serial(disk: DiskId) -> String {
     let digits = disk.0.simple().to_string();

@@ -4,6 +4,7 @@
 mod disk;
 pub(crate) mod log_level;
 pub(crate) mod metrics;
+mod stacks;
 
 use std::fs::File;
 use std::io;
@@ -27,6 +28,7 @@ use vmseal_api::request_id;
 use vmseal_secret::SecretFd;
 
 pub use self::disk::{Disk, Lower, Mirror, Replica, Volume, Work};
+pub use self::stacks::NewLayers;
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 

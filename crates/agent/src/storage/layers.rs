@@ -23,10 +23,10 @@ use vmseal_api::host::LAYERS_MAX;
 use vmseal_api::id::SnapshotId;
 
 pub use self::files::{
-    begin_layer, lock_merge, note_merged, open, open_kept, open_lower, open_upper, put_active,
-    remove_unneeded, room,
+    begin_layer, lock_merge, note_merged, open, open_above, open_kept, open_lower, open_upper,
+    prepare_active, put_active, remove_unneeded, room, written,
 };
-pub use self::note::read;
+pub use self::note::{PreparedNote, read};
 use crate::storage::file_identity::FileIdentity;
 
 /// Identifies a layer of a disk.

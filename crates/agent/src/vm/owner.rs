@@ -13,6 +13,7 @@ mod proofs;
 mod replicas;
 mod set_running;
 mod snapshots;
+mod stacks;
 mod suspended;
 
 use std::collections::BTreeMap;

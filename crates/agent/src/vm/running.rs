@@ -340,11 +340,14 @@ mod tests {
     #[test]
     fn a_filter_that_does_not_serve_is_ended_and_one_that_qemu_has_just_left_is_looked_at_again() {
         let with = |state: DiskActivity| FilterStatus {
+            replaces: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: VmId::new(),
             disks: [DiskActivity::Connected, state]
                 .map(|state| DiskStatus {
+                    waits: None,
+                    file: None,
                     disk: DiskId::new(),
                     state,
                     driver: None,
@@ -398,10 +401,13 @@ mod tests {
             facts: None,
         })];
         let status = |replica| FilterStatus {
+            replaces: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: spec.vm,
             disks: vec![DiskStatus {
+                waits: None,
+                file: None,
                 disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
                 driver: None,

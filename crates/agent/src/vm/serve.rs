@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::filter::DiskActivity;
+use vmseal_api::filter::{DiskActivity, FilterStatus};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, NicState, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
@@ -21,6 +21,8 @@ use crate::process::live::{DiskInUse, Live};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::is_preallocated;
+use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::mirror::{self, GuestDisk};
 use crate::storage::replica;
 
@@ -186,6 +188,22 @@ pub async fn wait_connected(
         }
         tokio::time::sleep(CONNECT_INTERVAL).await;
     }
+}
+
+/// Whether a filter writes the layers that the notes of its disks say: an agent that ended may have put a note and not told
+/// the filter. One that does not say what it writes got no note so. Blocks.
+///
+/// # Errors
+/// Those of the notes.
+pub fn has_stacks_of(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Problem> {
+    for served in status.disks.iter().filter(|served| served.mirror.is_none()) {
+        let (Some(disk), Some(file)) = (spec.disk(served.disk), served.file) else { continue };
+        let noted = layers::written(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
+        if noted.is_some_and(|noted| noted != file) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Whether QEMU connects to this disk by itself when another filter serves it. To the firmware's variables it

@@ -14,7 +14,7 @@ use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::running::{QemuEnd, Running};
-use super::serve::{Plan, filter, socket, wait_connected};
+use super::serve::{self, Plan, filter, socket, wait_connected};
 use super::service::Service;
 use super::suspend;
 use super::tpm::{self, Tpm};
@@ -234,8 +234,11 @@ pub async fn reconnect(
     let spec = &record.spec;
     let (console, qmp, events) = connect(directory, &qemu, filter.as_ref()).await?;
     let control = Control::of(directory);
-    if let Some(filter) = &filter {
-        control.ready(filter, directory).await.map_err(internal)?;
+    let filter = match filter {
+        Some(filter) => with_stacks_of_notes(spec, &control, filter, directory).await?,
+        None => None,
+    };
+    if filter.is_some() {
         if !log_level::pass_on(&control).await {
             tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
         }
@@ -287,6 +290,33 @@ pub async fn reconnect(
         live,
         saving: None,
     })
+}
+
+/// The filter of a VM; it is ended if it does not serve the layers that the notes say, and another one follows.
+async fn with_stacks_of_notes(
+    spec: &VmSpec,
+    control: &Control,
+    filter: Process,
+    directory: &ProcessDir,
+) -> Result<Option<Process>, NotConnected> {
+    let status = control.ready(&filter, directory).await.map_err(internal)?;
+    let of = spec.clone();
+    let has = spawn_blocking(move || serve::has_stacks_of(&of, &status)).await;
+    match has.map_err(internal)? {
+        Ok(true) => return Ok(Some(filter)),
+        Ok(false) => {
+            tracing::warn!(vm = %spec.vm, "the filter does not serve the new layers, and is replaced")
+        }
+        Err(problem) => {
+            tracing::warn!(vm = %spec.vm, %problem, "the layers of its disks are not known");
+            return Ok(Some(filter));
+        }
+    }
+    if control.shut_down().await.is_err() {
+        filter.kill();
+    }
+    filter.end_within(filter::SHUTDOWN_TIMEOUT).await;
+    Ok(None)
 }
 
 /// The record without the devices that QEMU does not have: an agent ended before it plugged them in, or the guest has

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::{MirrorStatus, ReplicaStatus};
+use super::{BackendSpec, FilterSpec, MirrorStatus, ReplicaStatus};
 use crate::id::{DiskId, VmId};
 use crate::problem::ErrorCode;
 
@@ -45,8 +45,39 @@ pub enum ControlRequest {
         /// The disk.
         disk: DiskId,
     },
+    /// Finish the requests in flight of these disks, flush, and let further requests wait in their rings. Answered by
+    /// [`ControlReply::Done`] when none of the disks has a request in flight, which is one instant for all of them. They
+    /// wait until [`ControlRequest::Resume`], until this connection ends, or for [`super::DRAINED_MAX`]. A connection drains
+    /// once; after any error none of the disks waits.
+    Drain {
+        /// The disks.
+        disks: Vec<DiskId>,
+    },
+    /// Exchange the stacks of disks that this connection has drained, all of them or none: the new ones hold the same bytes.
+    /// Answered by [`ControlReply::Done`]; the disks wait on. After an error they have their stacks as before. A `fd` in a
+    /// stack is the number, from 0 on, of a descriptor that is sent with this request (SCM_RIGHTS).
+    Replace {
+        /// The stacks.
+        stacks: Vec<NewStack>,
+    },
+    /// Serve the disks that this connection has drained; answered by [`ControlReply::Done`]. Refused when they no longer
+    /// wait: they are served by the stacks that they have.
+    Resume,
     /// Finish the requests in flight, flush, answer [`ControlReply::Done`], and exit with 0.
     Shutdown,
+}
+
+/// The stack that a disk is to have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewStack {
+    /// The disk.
+    pub disk: DiskId,
+    /// Its filters, from the guest downwards; none: those that it has, with their keys, caches and counters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chain: Option<Vec<FilterSpec>>,
+    /// Where the data is stored.
+    pub backend: BackendSpec,
 }
 
 /// What happens to a dirty bitmap.
@@ -116,6 +147,9 @@ pub struct FilterStatus {
     pub vm: VmId,
     /// The disks, in the configuration's order.
     pub disks: Vec<DiskStatus>,
+    /// Whether it exchanges the stacks of disks while it runs ([`ControlRequest::Replace`]). One of an earlier vmseal does not.
+    #[serde(default)]
+    pub replaces: bool,
     /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,
@@ -153,6 +187,13 @@ pub struct DiskStatus {
     /// Whether a guest's driver uses it. A filter of an earlier vmseal does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver: Option<bool>,
+    /// What its requests wait for, if they do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits: Option<DiskWaits>,
+    /// The file that is written: of a disk with layers, the active one. None of a disk in memory; a filter of an
+    /// earlier vmseal does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<DiskFile>,
     /// Its counters since the process started.
     pub counters: DiskCounters,
     /// The last error of the datastore that the guest got, and what to do about it; the disk continues.
@@ -167,6 +208,25 @@ pub struct DiskStatus {
     /// Its copy, if it is mirrored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror: Option<MirrorStatus>,
+}
+
+/// What the requests of a disk wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskWaits {
+    /// Those in flight end, and no other begins.
+    Draining,
+    /// None is in flight: the disk waits to be resumed.
+    Drained,
+}
+
+/// A file, as fstat(2) identifies it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskFile {
+    /// The device of its file system.
+    pub device: u64,
+    /// Its inode.
+    pub inode: u64,
 }
 
 /// The activity of a disk.

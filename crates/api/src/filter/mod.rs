@@ -6,6 +6,7 @@
 //! [`ControlReply`], in order. A filter outlives its agent; the next agent connects to the same socket.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +23,12 @@ pub const VERSION: u32 = 1;
 
 /// The longest line on the control socket, in bytes; a status of [`DISKS_MAX`] disks fits well within.
 pub const LINE_MAX: usize = 256 * 1024;
+
+/// How long drained disks wait to be resumed: a third of the time that Linux gives a request.
+pub const DRAINED_MAX: Duration = Duration::from_secs(10);
+
+/// The most descriptors that come with one request: those of new stacks for all disks, each with all that it can have.
+pub const DESCRIPTORS_MAX: usize = DISKS_MAX * (BACKING_MAX + 2);
 
 /// The most disks one filter serves: virtio's practical limit of one PCI bus.
 pub const DISKS_MAX: usize = 28;

@@ -1,7 +1,7 @@
 //! Which parts of a disk are known to be zeroes without reading them.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use vmseal_api::filter::{CRYPT_SECTOR, Holes};
 
@@ -23,6 +23,29 @@ pub enum Allocation {
     File(FileDisk),
     /// The clusters that this image has not allocated, or has marked as zeroes, read as zeroes.
     Qcow2(Arc<Extents>),
+}
+
+/// The same of a disk whose storage may be exchanged.
+#[derive(Debug)]
+pub struct CurrentAllocation(RwLock<Allocation>);
+
+impl From<Allocation> for CurrentAllocation {
+    fn from(allocation: Allocation) -> Self {
+        Self(allocation.into())
+    }
+}
+
+impl CurrentAllocation {
+    /// That of now.
+    #[must_use]
+    pub fn get(&self) -> Allocation {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes another one from now on.
+    pub fn set(&self, allocation: Allocation) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = allocation;
+    }
 }
 
 impl Allocation {

@@ -1,6 +1,7 @@
 //! A complete disk: the parts its chains are made of, shared by its queues.
 
 pub mod allocation;
+pub mod current;
 pub mod status;
 
 use std::io;
@@ -17,7 +18,7 @@ use crate::stack::chain::{Chain, Filter, Storage};
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
-use crate::stack::request::LOGICAL_BLOCK;
+use crate::stack::request::{IoError, LOGICAL_BLOCK};
 use crate::storage::file::FileDisk;
 use crate::storage::mem::MemDisk;
 use crate::storage::qcow2::Qcow2Disk;
@@ -74,7 +75,7 @@ pub struct Encryption {
 pub struct Disk {
     size: u64,
     read_only: bool,
-    encryption: Option<Encryption>,
+    encryption: Option<Arc<Encryption>>,
     storage: DiskStorage,
     locks: Arc<SectorLocks>,
     pool_bytes: usize,
@@ -106,7 +107,7 @@ impl Disk {
         Self {
             size,
             read_only,
-            encryption,
+            encryption: encryption.map(Arc::new),
             storage,
             locks,
             pool_bytes,
@@ -131,6 +132,55 @@ impl Disk {
     pub fn as_copy_of(self, disk: &Self) -> Self {
         let (bitmaps, cipher_time) = (disk.bitmaps(), Arc::clone(&disk.cipher_time));
         Self { bitmaps, cipher_time, ..self }
+    }
+
+    /// The same disk in another place: its layers, keys, counters and dirty bitmaps are those of this one.
+    #[must_use]
+    pub fn moved_to(&self, storage: DiskStorage) -> Self {
+        Self {
+            size: self.size,
+            read_only: self.read_only,
+            encryption: self.encryption.clone(),
+            storage,
+            // Nothing is locked where no request is in flight.
+            locks: Arc::clone(&self.locks),
+            pool_bytes: self.pool_bytes,
+            cipher_time: Arc::clone(&self.cipher_time),
+            above: self.above.clone(),
+            below: self.below.clone(),
+            bitmaps: self.bitmaps(),
+        }
+    }
+
+    /// Whether the filters of this disk's chains give `other` what its storage takes. They are those of [`Disk::moved_to`].
+    #[must_use]
+    pub fn filters_suit(&self, other: &Self) -> bool {
+        let (block, memory) = self.units();
+        let (other_block, other_memory) = other.units();
+        block >= other_block && memory >= other_memory
+    }
+
+    /// Makes most of what was written durable, beside the disk's queues. What they write meanwhile needs a flush.
+    ///
+    /// # Errors
+    /// The flush failed; those of the queues fail from then on, too, if data may be lost.
+    pub fn flush_beside(&self) -> Result<(), IoError> {
+        match &self.storage {
+            DiskStorage::File(file) => file.flush_beside(),
+            DiskStorage::Qcow2(image) => image.flush_beside(),
+            DiskStorage::Mem(_) => Ok(()),
+        }
+    }
+
+    /// Brings the disk's files into the state in which others can open them. No queue has a request in flight.
+    ///
+    /// # Errors
+    /// An error of the image, in an error of the kind `Other`; or of the system.
+    pub fn settle(&self) -> io::Result<()> {
+        match &self.storage {
+            DiskStorage::Qcow2(image) => image.settle(),
+            DiskStorage::File(_) | DiskStorage::Mem(_) => Ok(()),
+        }
     }
 
     /// All layers but encryption, from the guest downwards.
@@ -166,7 +216,7 @@ impl Disk {
     /// How to find the disk's holes.
     #[must_use]
     pub fn allocation(&self) -> Allocation {
-        Allocation::of(&self.storage, self.encryption.as_ref())
+        Allocation::of(&self.storage, self.encryption.as_deref())
     }
 
     /// The limit of a front end's buffers, for each of its chains.
@@ -216,7 +266,7 @@ impl Disk {
     /// The file of the disk, where its holes are zeroes to the guest.
     #[must_use]
     pub fn holes(&self) -> Option<FileDisk> {
-        let encryption = self.encryption.as_ref();
+        let encryption = self.encryption.as_deref();
         let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
         self.file().filter(|_| zeroes).cloned()
     }
@@ -264,7 +314,7 @@ impl Disk {
         if let Some(align) = self.align(pool_bytes / 4)? {
             filters.push(Box::new(align));
         }
-        if let Some(Encryption { key, holes }) = &self.encryption {
+        if let Some(Encryption { key, holes }) = self.encryption.as_deref() {
             filters.push(Box::new(Crypt::new(
                 key,
                 *holes,
@@ -279,7 +329,9 @@ impl Disk {
         Ok(filters)
     }
 
-    fn queue_storage(&self) -> Box<dyn Storage> {
+    /// Storage for one queue.
+    #[must_use]
+    pub fn queue_storage(&self) -> Box<dyn Storage> {
         match &self.storage {
             DiskStorage::File(file) => file.queue(),
             DiskStorage::Qcow2(image) => image.queue(),
@@ -295,12 +347,17 @@ impl Disk {
         }
     }
 
-    fn align(&self, pool_bytes: usize) -> io::Result<Option<Align>> {
+    /// The smallest unit that the disk's storage or cipher takes, and the alignment of its memory.
+    fn units(&self) -> (u32, u32) {
         let (block, memory) = match &self.storage {
             DiskStorage::File(file) => (file.block(), file.memory_alignment()),
             DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
-        let block = if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block };
+        (if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block }, memory)
+    }
+
+    fn align(&self, pool_bytes: usize) -> io::Result<Option<Align>> {
+        let (block, memory) = self.units();
         if u64::from(block) == LOGICAL_BLOCK && memory == 1 {
             return Ok(None);
         }

@@ -5,7 +5,9 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{DiskActivity, DiskCounters, DiskFigures, DiskStatus, LatencyFigures};
+use vmseal_api::filter::{
+    DiskActivity, DiskCounters, DiskFigures, DiskFile, DiskStatus, DiskWaits, LatencyFigures,
+};
 use vmseal_api::id::DiskId;
 
 use crate::layers;
@@ -71,7 +73,9 @@ pub struct DiskState {
     last_error: Mutex<ErrorLog>,
     queues: Vec<Counters>,
     cipher: Option<Arc<CipherTime>>,
-    layers: Vec<Arc<dyn Layer>>,
+    layers: Mutex<Vec<Arc<dyn Layer>>>,
+    waits: Mutex<Option<DiskWaits>>,
+    file: Mutex<Option<DiskFile>>,
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
     mirror: Option<Arc<Mirror>>,
@@ -122,7 +126,9 @@ impl DiskState {
             last_error: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
             cipher: None,
-            layers: Vec::new(),
+            layers: Mutex::default(),
+            waits: Mutex::default(),
+            file: Mutex::default(),
             bitmaps: None,
             replica: None,
             mirror: None,
@@ -199,7 +205,23 @@ impl DiskState {
     /// The same, of a disk with these layers.
     #[must_use]
     pub fn with_layers(self, layers: Vec<Arc<dyn Layer>>) -> Self {
-        Self { layers, ..self }
+        self.set_layers(layers);
+        self
+    }
+
+    /// The disk has these layers from now on.
+    pub fn set_layers(&self, layers: Vec<Arc<dyn Layer>>) {
+        *lock(&self.layers) = layers;
+    }
+
+    /// Sets what the disk's requests wait for.
+    pub fn set_waits(&self, waits: Option<DiskWaits>) {
+        *lock(&self.waits) = waits;
+    }
+
+    /// Sets the file that is written.
+    pub fn set_file(&self, file: Option<DiskFile>) {
+        *lock(&self.file) = file;
     }
 
     /// Which disk.
@@ -277,7 +299,7 @@ impl DiskState {
             counters: self.totals(),
             latencies,
             cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
-            layers: self.layers.iter().map(|layer| layers::figures(&**layer)).collect(),
+            layers: lock(&self.layers).iter().map(|layer| layers::figures(&**layer)).collect(),
             replica: self.replica.as_ref().map(Replicate::status),
         }
     }
@@ -289,6 +311,8 @@ impl DiskState {
             disk: self.disk,
             driver: Some(lock(&self.front_end).driver),
             state: lock(&self.activity).clone(),
+            waits: *lock(&self.waits),
+            file: *lock(&self.file),
             counters: self.totals(),
             last_error: self.last_error(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
-use crate::disk::allocation::Allocation;
+use crate::disk::allocation::CurrentAllocation;
 use crate::disk::status::DiskState;
 
 /// The disk that a front end serves, for the life of the process.
@@ -23,7 +23,7 @@ pub struct ServedDisk {
     /// The counters and the dirty bitmaps.
     pub state: Arc<DiskState>,
     /// How to find its holes.
-    pub allocation: Allocation,
+    pub allocation: CurrentAllocation,
 }
 
 /// The next connection, of a process of user `peer_uid`; none if it failed or is refused.

@@ -6,8 +6,8 @@ use std::io::Read;
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, OperationKind, QUEUES_MAX,
-    REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION, check_caches,
+    FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, OperationKind,
+    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -117,6 +117,34 @@ pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
         FilterSpec::Replicate(replica) => Some(replica),
         _ => None,
     })
+}
+
+/// Whether the disk's stack can be exchanged while it is served: not what is copied, filled or written down meanwhile, and
+/// not what is in memory only.
+#[must_use]
+pub fn can_change(disk: &DiskConfig) -> bool {
+    let works = disk.import.is_some() || disk.export.is_some() || disk.merge.is_some();
+    let copied = replica(disk).is_some() || mirror(disk).is_some();
+    disk.front_end.is_some() && !works && !copied && disk.backend != (BackendSpec::Mem {})
+}
+
+/// Checks the stack that a disk is to have while it is served.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_new_stack(stack: &NewStack) -> Result<(), String> {
+    if stack.backend == (BackendSpec::Mem {}) {
+        return Err("what a disk holds is not in new memory".into());
+    }
+    check_backend(&stack.backend)?;
+    let Some(chain) = &stack.chain else { return Ok(()) };
+    let at_start = |link: &FilterSpec| {
+        matches!(link, FilterSpec::Cache(_) | FilterSpec::Replicate(_) | FilterSpec::Mirror(_))
+    };
+    if chain.iter().any(at_start) {
+        return Err("`cache`, `replicate` and `mirror` are given when the filter starts".into());
+    }
+    check_chain(chain)
 }
 
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {

@@ -1,25 +1,28 @@
-//! The control socket: one JSON object a line, answered in order ([`vmseal_api::filter`]).
+//! The control socket: one JSON object a line, answered in order ([`vmseal_api::filter`]). Descriptors come with a request
+//! ([`super::descriptors`]); those that it does not use are closed.
 //!
 //! A few connections at a time, a thread each: a new agent can connect while the dead agent's connection
 //! is still open.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
 
 use vmseal_api::filter::{
     BitmapChange, Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX,
-    VERSION,
+    NewStack, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 
 use crate::front_ends::peer;
+use crate::handle::Handles;
 use crate::layers::replicate::mirror::NotPivoted;
-use crate::process::RunningDisk;
+use crate::process::stacks::{DRAIN_TIMEOUT, Drained, NotChanged};
+use crate::process::{RunningDisk, descriptors};
 use crate::stack::chain::Chain;
 use crate::stack::orders::NotAsked;
 
@@ -28,9 +31,6 @@ const CONNECTIONS_MAX: usize = 8;
 
 /// The stack size of a connection's thread.
 const STACK: usize = 256 * 1024;
-
-/// How long the requests of a disk may take to end before it pivots: as long as Linux gives a request.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A request to the main thread.
 #[derive(Debug)]
@@ -94,8 +94,9 @@ pub fn serve(listener: &UnixListener, control: &Arc<Control>) {
 
 impl Control {
     fn connection(&self, stream: &UnixStream) -> io::Result<()> {
-        let mut reader = BufReader::new(stream);
+        let (mut reader, descriptors) = descriptors::reader(stream);
         let mut line = Vec::new();
+        let mut drained = None;
         loop {
             line.clear();
             let read = reader.by_ref().take(LINE_MAX as u64 + 1).read_until(b'\n', &mut line)?;
@@ -106,6 +107,7 @@ impl Control {
                 let message = format!("the line is longer than {LINE_MAX} bytes");
                 return send(stream, &refusal(ErrorCode::TooLarge, message));
             }
+            let passed = descriptors.take();
             match serde_json::from_slice(&line) {
                 Ok(ControlRequest::Status) => send(stream, &ControlReply::Status(self.status()))?,
                 Ok(ControlRequest::Figures) => {
@@ -121,6 +123,24 @@ impl Control {
                     send(stream, &self.announce_size(disk))?;
                 }
                 Ok(ControlRequest::Pivot { disk }) => send(stream, &self.pivot(disk))?,
+                Ok(ControlRequest::Drain { disks }) => {
+                    let answer = self.drain(&mut drained, &disks);
+                    send(stream, &changed(answer))?;
+                }
+                Ok(ControlRequest::Replace { stacks }) => {
+                    let answer = replace(&mut drained, &stacks, passed);
+                    send(stream, &changed(answer))?;
+                }
+                Ok(ControlRequest::Resume) => {
+                    // What the disks had before is closed when the answer is sent.
+                    let resumed = drained.take().ok_or(NotChanged::NothingWaits);
+                    let (answer, former) = match resumed.and_then(Drained::resume) {
+                        Ok(former) => (Ok(()), Some(former)),
+                        Err(error) => (Err(error), None),
+                    };
+                    send(stream, &changed(answer))?;
+                    drop(former);
+                }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
                     let message = format!("the request is not understood: {error}");
@@ -142,6 +162,7 @@ impl Control {
             version: VERSION,
             pid: std::process::id(),
             vm: self.vm,
+            replaces: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }
@@ -178,6 +199,14 @@ impl Control {
         }
     }
 
+    fn drain(&self, drained: &mut Option<Drained>, disks: &[DiskId]) -> Result<(), NotChanged> {
+        if drained.is_some() {
+            return Err(NotChanged::Drained);
+        }
+        *drained = Some(Drained::drain(&self.disks, disks)?);
+        Ok(())
+    }
+
     fn pivot(&self, disk: DiskId) -> ControlReply {
         let running = match self.disk(disk) {
             Ok(running) => running,
@@ -206,6 +235,26 @@ impl Control {
         };
         send(stream, &outcome)
     }
+}
+
+fn replace(
+    drained: &mut Option<Drained>,
+    stacks: &[NewStack],
+    descriptors: Vec<OwnedFd>,
+) -> Result<(), NotChanged> {
+    let drained = drained.as_mut().ok_or(NotChanged::NothingWaits)?;
+    drained.replace(stacks, &mut Handles::passed(descriptors))
+}
+
+fn changed(outcome: Result<(), NotChanged>) -> ControlReply {
+    let Err(error) = outcome else { return ControlReply::Done };
+    tracing::warn!(%error, "the stacks of disks stay as they are");
+    let code = match error {
+        NotChanged::Unknown(_) => ErrorCode::NotFound,
+        NotChanged::Names | NotChanged::Sense(..) => ErrorCode::InvalidRequest,
+        _ => ErrorCode::WrongState,
+    };
+    refusal(code, error.to_string())
 }
 
 /// Has the disk's own thread pivot.

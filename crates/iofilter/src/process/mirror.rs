@@ -47,7 +47,7 @@ pub(super) fn open<'a>(
 ) -> Result<Option<OpenedCopy<'a>>, StartError> {
     let Some(spec) = config::mirror(config) else { return Ok(None) };
     let (disk, size) = (config.disk, config.size);
-    let (storage, _) = storage(disk, size, false, &spec.to.backend, handles)?;
+    let storage = storage(disk, size, false, &spec.to.backend, handles)?.storage;
     let encryption = encryption(disk, &spec.to.chain, handles)?;
     let refused = |error| StartError::Replica { disk, error };
     let places: Vec<_> = [image, &storage].into_iter().filter_map(DiskStorage::file).collect();

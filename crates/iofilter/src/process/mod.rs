@@ -9,7 +9,9 @@
 pub mod config;
 pub mod confinement;
 pub mod control;
+mod descriptors;
 mod mirror;
+pub mod stacks;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -31,6 +33,7 @@ use crate::copy::import;
 use crate::copy::import::ImportError;
 use crate::copy::merge::Merge;
 use crate::copy::source::Source;
+use crate::disk::current::CurrentDisk;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::front_ends::ServedDisk;
@@ -44,6 +47,7 @@ use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{self, Replicate};
+use crate::process::stacks::DiskStack;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::layer::Layer;
@@ -51,6 +55,7 @@ use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
+use crate::storage::rings;
 
 /// The stack size of a disk's thread.
 const STACK: usize = 512 * 1024;
@@ -124,6 +129,7 @@ struct Prepared {
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
     pivot: Option<Arc<Pivot>>,
+    stack: Option<Arc<DiskStack>>,
     /// The limit of a front end's own buffers, for each chain.
     pool_bytes: usize,
     served: Arc<ServedDisk>,
@@ -160,8 +166,8 @@ enum FrontEnd {
 struct Beside {
     listener: UnixListener,
     uid: u32,
-    served: ServedDisk,
-    disk: Disk,
+    served: Arc<ServedDisk>,
+    disk: Arc<CurrentDisk>,
 }
 
 /// Disks that are not yet running, with everything in the configuration open.
@@ -186,6 +192,8 @@ pub struct RunningDisk {
     pub orders: Arc<Orders>,
     /// What switches it to its copy, if it is mirrored.
     pub pivot: Option<Arc<Pivot>>,
+    /// Its stack, where that can be exchanged.
+    pub stack: Option<Arc<DiskStack>>,
 }
 
 impl Opened {
@@ -197,7 +205,10 @@ impl Opened {
     pub fn open(config: &FilterConfig, handles: &mut Handles) -> Result<Self, StartError> {
         let all = config.disks.iter().map(config::pools).sum();
         let disks = config.disks.iter().map(|disk| prepare(disk, handles, all));
-        Ok(Self { vm: config.vm, disks: disks.collect::<Result<_, _>>()? })
+        let disks = disks.collect::<Result<_, _>>()?;
+        let queues = config.disks.iter().filter(|disk| config::can_change(disk));
+        rings::make_spare(queues.map(config::queues).sum());
+        Ok(Self { vm: config.vm, disks })
     }
 }
 
@@ -212,7 +223,8 @@ impl Running {
         for disk in opened.disks {
             let orders = Arc::new(Orders::new(Arc::clone(&running.stop))?);
             let (state, pivot) = (Arc::clone(&disk.served.state), disk.pivot.clone());
-            running.disks.push(RunningDisk { state, orders: Arc::clone(&orders), pivot });
+            let (orders_of, stack) = (Arc::clone(&orders), disk.stack.clone());
+            running.disks.push(RunningDisk { state, orders: orders_of, pivot, stack });
             // Not in the span of the request: later events of a disk are not part of the start.
             let span =
                 tracing::info_span!(parent: None, "filter", vm = %opened.vm, disk = %disk.disk);
@@ -248,7 +260,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         move |error| StartError::Handle { what, error }
     };
     let (size, read_only) = (config.size, config.read_only);
-    let (storage, sparse) = storage(id, size, read_only, &config.backend, handles)?;
+    let StoredDisk { storage, sparse, files } =
+        storage(id, size, read_only, &config.backend, handles)?;
     let encryption = encryption(id, &config.chain, handles)?;
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
@@ -333,8 +346,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
                 .with_mirror(pivot.as_ref().map(|pivot| pivot.mirror()))
                 .with_beside(state_beside.clone()),
         ),
-        allocation: disk.allocation(),
+        allocation: disk.allocation().into(),
     });
+    served.state.set_file(stacks::written(&files));
     let replica = match replica {
         Some(opened) => {
             let (replicate, source) = (opened.replicate.clone(), disk.below(replicate::KIND)?);
@@ -352,17 +366,25 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
     let pool_bytes = disk.pool_bytes();
-    let beside = beside.zip(state_beside).map(|((listener, uid), state)| Beside {
+    let can_change = config::can_change(config);
+    let beside_allocation = beside.as_ref().map(|_| disk.allocation());
+    let disk = Arc::new(CurrentDisk::new(disk));
+    let beside = beside.zip(state_beside).zip(beside_allocation);
+    let beside = beside.map(|(((listener, uid), state), allocation)| Beside {
         listener,
         uid,
-        served: ServedDisk {
+        served: Arc::new(ServedDisk {
             size: config.size,
             read_only: true,
             serial: Arc::clone(&served.serial),
             state,
-            allocation: disk.allocation(),
-        },
-        disk,
+            allocation: allocation.into(),
+        }),
+        disk: Arc::clone(&disk),
+    });
+    let stack = can_change.then(|| {
+        let beside = beside.as_ref().map(|beside| Arc::clone(&beside.served));
+        Arc::new(DiskStack::new(disk, Arc::clone(&served), beside, files, all))
     });
     Ok(Prepared {
         chains,
@@ -373,10 +395,20 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         beside,
         replica,
         pivot,
+        stack,
         pool_bytes,
         served,
         disk: id,
     })
+}
+
+/// Where a disk is stored, open.
+struct StoredDisk {
+    storage: DiskStorage,
+    /// Where its holes are, if that is known.
+    sparse: Option<Sparse>,
+    /// Its files, the one that is written first.
+    files: Vec<OwnedFd>,
 }
 
 /// The disk's replica.
@@ -420,14 +452,14 @@ fn encryption(
     Ok(Some(Encryption { key, holes }))
 }
 
-/// Where a disk's data is stored, and where its holes are, if that is known.
+/// Opens what a disk is stored in.
 fn storage(
     id: DiskId,
     size: u64,
     read_only: bool,
     backend: &BackendSpec,
     handles: &mut Handles,
-) -> Result<(DiskStorage, Option<Sparse>), StartError> {
+) -> Result<StoredDisk, StartError> {
     let named = |what: &str| {
         let what = format!("disk {id}, {what}");
         move |error| StartError::Handle { what, error }
@@ -436,27 +468,29 @@ fn storage(
     match backend {
         BackendSpec::File { file, offset, direct, keeps_room } => {
             let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let sparse = Sparse(fd.try_clone()?.into(), *offset);
+            let sparse = Some(Sparse(fd.try_clone()?.into(), *offset));
+            let files = vec![fd.try_clone()?];
             let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
             if *keeps_room {
                 file.keep_room();
             }
-            Ok((DiskStorage::File(file), Some(sparse)))
+            Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
         }
         BackendSpec::Qcow2 { file, backing, offset } => {
             let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let mut below = Vec::new();
+            let (mut files, mut below) = (vec![fd.try_clone()?], Vec::new());
             for BackingSpec { file, format } in backing {
                 let fd = handles.image(file, false).map_err(named("a file below its image"))?;
+                files.push(fd.try_clone()?);
                 below.push((fd, *format));
             }
-            Qcow2Disk::open(fd, below, *offset, size, read_only)
-                .map(|image| (DiskStorage::Qcow2(image), None))
-                .map_err(|error| StartError::Image { disk: id, error })
+            let image = Qcow2Disk::open(fd, below, *offset, size, read_only);
+            let image = image.map_err(|error| StartError::Image { disk: id, error })?;
+            Ok(StoredDisk { storage: DiskStorage::Qcow2(image), sparse: None, files })
         }
         BackendSpec::Mem {} => {
             let file = FileDisk::in_memory(size).map_err(opened)?;
-            Ok((DiskStorage::File(file), None))
+            Ok(StoredDisk { storage: DiskStorage::File(file), sparse: None, files: Vec::new() })
         }
     }
 }
@@ -502,7 +536,7 @@ fn layer_to_merge(
         return Err(failed(Qcow2Error::NotALayer));
     };
     let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
-    let (target, _) = storage(id, config.size, false, &spec.into, handles)?;
+    let target = storage(id, config.size, false, &spec.into, handles)?.storage;
     let target = Disk::new(config.size, false, None, target, 2).chain();
     let target = target.map_err(|error| StartError::Crypt { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
@@ -588,7 +622,7 @@ impl Prepared {
                         vhost_user::serve(socket, *uid, served, chains, orders)
                     }
                     FrontEnd::Nbd(listener, uid) => {
-                        nbd::serve(listener, *uid, served, chains, self.pool_bytes, stop)
+                        nbd::serve(listener, *uid, served, chains, self.pool_bytes, orders)
                     }
                 };
                 // At once: a reader beside the front end may still read until everything is asked to stop.

@@ -594,6 +594,16 @@ impl Chain {
         self.filters.iter_mut().for_each(|filter| filter.hasten(hastened));
     }
 
+    /// Puts other storage under the filters; returns the former. The chain has no request in flight.
+    ///
+    /// # Panics
+    /// A request is in flight, or was not fetched.
+    pub fn exchange_storage(&mut self, mut storage: Box<dyn Storage>) -> Box<dyn Storage> {
+        assert_eq!(self.roots, 0, "storage is exchanged under a request");
+        storage.prepare(self.requests.capacity());
+        std::mem::replace(&mut self.storage, storage)
+    }
+
     /// When [`Chain::poll`] must be called again even if nothing happens.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {

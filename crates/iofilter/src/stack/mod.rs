@@ -5,6 +5,7 @@ pub mod chain;
 pub mod contained;
 pub mod dirty;
 pub mod figures;
+pub mod gate;
 pub mod layer;
 pub mod memory;
 pub mod orders;

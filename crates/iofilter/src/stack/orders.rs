@@ -73,7 +73,7 @@ impl Orders {
 
     /// The request to stop.
     #[must_use]
-    pub fn stop(&self) -> &Stop {
+    pub fn stop(&self) -> &Arc<Stop> {
         &self.stop
     }
 
@@ -115,7 +115,9 @@ impl Orders {
         asking.exchange = None;
     }
 
-    fn carry_out(&self, chains: Vec<Chain>) -> Vec<Chain> {
+    /// Does the exchange that was asked for, if there still is one.
+    #[must_use]
+    pub fn carry_out(&self, chains: Vec<Chain>) -> Vec<Chain> {
         match self.take() {
             Some(exchange) => exchange(chains),
             None => chains,

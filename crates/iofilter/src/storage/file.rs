@@ -22,6 +22,7 @@ use nix::sys::statfs::{FsType, fstatfs};
 use vmseal_api::filter::Direct;
 
 use crate::stack::chain::Storage;
+use crate::stack::request::IoError;
 use crate::storage::extent::{Extent, raw_extent};
 use crate::storage::sync::SyncFile;
 use crate::storage::target::FileTarget;
@@ -146,6 +147,14 @@ impl FileDisk {
             nix::sys::stat::fstat(&disk.target.fd).map(|stat| (stat.st_dev, stat.st_ino))
         };
         matches!((id(self), id(other)), (Ok(one), Ok(other)) if one == other)
+    }
+
+    /// Makes what was written durable, beside the queues.
+    ///
+    /// # Errors
+    /// As a queue's flush.
+    pub fn flush_beside(&self) -> Result<(), IoError> {
+        crate::storage::sync::flush(&self.target)
     }
 
     /// Whether it may punch holes, and the file system has not refused that so far.
@@ -274,7 +283,6 @@ mod tests {
     use super::*;
     use crate::stack::blocking;
     use crate::stack::chain::Chain;
-    use crate::stack::request::IoError;
 
     #[test]
     fn a_file_that_keeps_its_room_gives_none_back_and_reads_zeroes_where_they_are_asked_for() {

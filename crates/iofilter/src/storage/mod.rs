@@ -4,6 +4,7 @@ pub mod extent;
 pub mod file;
 pub mod mem;
 pub mod qcow2;
+pub mod rings;
 pub mod sync;
 pub mod target;
 pub mod uring;

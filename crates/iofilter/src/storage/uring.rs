@@ -15,27 +15,23 @@
 //! The ring must not move data of FUSE files: when a read of one, or a direct write, comes back short, the kernel
 //! moves the rest by itself, from or to the wrong place in the file, and reports success (docs/decisions/052).
 //!
-//! The filter of system calls does not see a ring's operations, so each ring is restricted before it is enabled: to
-//! these four operations, on the registered file, and nothing can be registered later.
+//! Where rings come from, and what they may do: [`super::rings`].
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use io_uring::register::Restriction;
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{opcode, squeue, types};
 
 use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
+use crate::storage::rings::{self, LentRing};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
 use crate::storage::target::{FileTarget, LengthCheck};
-
-/// Entries of the submission queue: the most that a pass hands over in one go.
-const ENTRIES: u32 = 256;
 
 /// The index of the only registered file.
 const FILE: types::Fixed = types::Fixed(0);
@@ -76,30 +72,9 @@ pub trait Ring: Send {
 
     /// Readable when there are completions.
     fn event(&self) -> BorrowedFd<'_>;
-}
 
-impl Ring for IoUring {
-    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool {
-        // SAFETY: the caller's promise.
-        unsafe { self.submission().push(entry) }.is_ok()
-    }
-
-    fn is_behind(&mut self) -> bool {
-        let submission = self.submission();
-        !submission.is_empty() || submission.cq_overflow()
-    }
-
-    fn enter(&mut self, completions: usize) -> io::Result<usize> {
-        self.submit_and_wait(completions)
-    }
-
-    fn reap(&mut self, into: &mut Vec<(u64, i32)>) {
-        into.extend(self.completion().map(|entry| (entry.user_data(), entry.result())));
-    }
-
-    fn event(&self) -> BorrowedFd<'_> {
-        self.as_fd()
-    }
+    /// The kernel may use memory of its requests for good: nobody else gets the ring.
+    fn keep_from_others(&mut self) {}
 }
 
 /// A request in flight.
@@ -113,7 +88,7 @@ struct InFlight {
 }
 
 /// See the module.
-pub struct UringFile<R: Ring = IoUring> {
+pub struct UringFile<R: Ring = LentRing> {
     ring: R,
     target: Arc<FileTarget>,
     intact: LengthCheck,
@@ -132,10 +107,10 @@ pub struct UringFile<R: Ring = IoUring> {
 
 impl UringFile {
     pub(super) fn new(target: Arc<FileTarget>) -> io::Result<Self> {
-        let ring = restricted(target.fd.as_raw_fd()).or_else(|error| {
+        let file = target.fd.as_raw_fd();
+        let ring = rings::lend(file).or_else(|error| {
+            let ring = LentRing::unrestricted(file)?;
             tracing::warn!(%error, "what a ring may do cannot be restricted");
-            let ring = IoUring::builder().dontfork().build(ENTRIES)?;
-            ring.submitter().register_files(&[target.fd.as_raw_fd()])?;
             Ok::<_, io::Error>(ring)
         })?;
         Ok(Self::over(ring, target))
@@ -312,24 +287,6 @@ impl<R: Ring> UringFile<R> {
     }
 }
 
-/// A ring that can do these operations with this file, and nothing else (Linux 5.10).
-fn restricted(file: RawFd) -> io::Result<IoUring> {
-    let mut builder = IoUring::builder();
-    builder.setup_r_disabled().dontfork();
-    let ring = builder.clone().setup_coop_taskrun().build(ENTRIES);
-    let ring = ring.or_else(|_| builder.build(ENTRIES))?;
-    ring.submitter().register_files(&[file])?;
-    let registered = squeue::Flags::FIXED_FILE.bits();
-    let operations =
-        [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
-    let mut restrictions = Vec::from(operations.map(Restriction::sqe_op));
-    restrictions.push(Restriction::sqe_flags_allowed(registered));
-    restrictions.push(Restriction::sqe_flags_required(registered));
-    ring.submitter().register_restrictions(&mut restrictions)?;
-    ring.submitter().register_enable_rings()?;
-    Ok(ring)
-}
-
 /// Errors of `io_uring_enter` that pass when completions are reaped.
 fn passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
@@ -414,6 +371,7 @@ impl<R: Ring> Storage for UringFile<R> {
                 tries += 1;
                 if tries > LAST_TRIES {
                     tracing::error!(%error, requests = in_ring, "requests cannot be waited for; their memory is kept");
+                    self.ring.keep_from_others();
                     return false;
                 }
                 std::thread::sleep(RETRY);

@@ -77,7 +77,7 @@ impl Server {
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
-            allocation: Allocation::Unknown,
+            allocation: Allocation::Unknown.into(),
         });
         let stop = Arc::new(Stop::new().unwrap());
         let orders = Orders::new(Arc::clone(&stop)).unwrap();

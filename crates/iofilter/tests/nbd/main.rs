@@ -336,7 +336,7 @@ fn serve_one(filter: Box<dyn Filter>, server: UnixStream, stop: &Stop) {
         read_only: false,
         serial: "serial-1".into(),
         state: Arc::new(DiskState::new(DiskId::new(), 1)),
-        allocation: Allocation::Unknown,
+        allocation: Allocation::Unknown.into(),
     };
     let transmission =
         Transmission::new(&server, Agreed::default(), &served, stop, (0, chain), 1 << 20);

@@ -19,6 +19,7 @@ use vmseal_iofilter::front_ends::nbd::serve;
 use vmseal_iofilter::front_ends::nbd::wire::{OPTION_MAGIC, Request, command, option};
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::dirty::Bitmaps;
+use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_secret::SecretBytes;
@@ -71,14 +72,15 @@ impl Server {
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
-            allocation: disk.allocation(),
+            allocation: disk.allocation().into(),
         };
         let stop = Arc::new(Stop::new().unwrap());
         let stopping = Arc::clone(&stop);
         let listener = UnixListener::bind(directory.path().join("nbd")).unwrap();
         let uid = nix::unistd::geteuid().as_raw();
         let thread = std::thread::spawn(move || {
-            serve(&listener, uid, &served, chains, options.pool_bytes, &stopping)
+            let orders = Orders::new(stopping)?;
+            serve(&listener, uid, &served, chains, options.pool_bytes, &orders)
         });
         Self { directory, state, bitmaps, stop, thread: Some(thread) }
     }

@@ -373,7 +373,7 @@ fn a_flush_makes_durable_what_was_answered_on_other_connections() {
         let thread = std::thread::spawn(move || {
             let state = Arc::new(DiskState::new(DiskId::new(), 1));
             let serial = "serial-1".into();
-            let allocation = Allocation::Unknown;
+            let allocation = Allocation::Unknown.into();
             let served = ServedDisk { size: SIZE, read_only: false, serial, state, allocation };
             let (stop, agreed) = (Stop::new().unwrap(), Agreed::default());
             let connection =

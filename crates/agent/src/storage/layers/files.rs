@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 use vmseal_api::atomic_file;
+use vmseal_api::filter::DiskFile;
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_qcow2::Below;
 
+use super::note::PreparedNote;
 use super::{Layer, LayerId, Layers, note};
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
@@ -94,12 +96,48 @@ pub fn put_active(
     next: Layer,
     keep: Option<(SnapshotId, Uuid)>,
 ) -> Result<(), Problem> {
+    prepare_active(home, disk, next, keep)?.put()
+}
+
+/// Does the part of [`put_active`] that takes long. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn prepare_active(
+    home: &Home,
+    disk: DiskId,
+    next: Layer,
+    keep: Option<(SnapshotId, Uuid)>,
+) -> Result<PreparedNote, Problem> {
     let mut layers = note::read(home, disk)?;
     match keep {
         Some((snapshot, attempt)) => layers.keep(snapshot, attempt, next),
         None => layers.stack(next),
     }
-    note::write(home, disk, &layers)
+    note::prepare(home, disk, &layers)
+}
+
+/// Opens a layer that was begun, locked against all others, and what is below it for reading: the image, and the layers
+/// from the new one downwards. Those below need no lock: who writes them now has it, and keeps it. Blocks.
+///
+/// # Errors
+/// As [`open_upper`].
+pub fn open_above(home: &Home, disk: DiskId, next: &Layer) -> Result<(File, Vec<File>), Problem> {
+    let known = note::read(home, disk)?;
+    let (image, below) = open_chain(home, disk, &known, next.below, false)?;
+    let mut layers = vec![open_layer(home, disk, next, Access::Write)?];
+    layers.extend(below);
+    Ok((image, layers))
+}
+
+/// The file that is written, of a disk that has layers: none of one that has none, or whose file is not there. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn written(home: &Home, disk: DiskId) -> Result<Option<DiskFile>, Problem> {
+    let Some(active) = note::read(home, disk)?.active else { return Ok(None) };
+    let metadata = home.layer(disk, active.0).metadata().ok();
+    Ok(metadata.map(|there| DiskFile { device: there.dev(), inode: there.ino() }))
 }
 
 /// Forgets a snapshot, if one is named, and removes the files of layers that nothing needs, and those that are not on the

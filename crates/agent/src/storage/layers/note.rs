@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::atomic_file::{self, PRIVATE, Prepared};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -69,12 +70,39 @@ pub(super) fn write(home: &Home, disk: DiskId, layers: &Layers) -> Result<(), Pr
     if layers.is_empty() {
         return home.remove_note(&path);
     }
+    prepare(home, disk, layers)?.put()
+}
+
+/// A note that is written and flushed, and not in its place yet.
+#[derive(Debug)]
+#[must_use]
+pub struct PreparedNote {
+    prepared: Prepared,
+    path: PathBuf,
+}
+
+impl PreparedNote {
+    /// Puts the note in its place, durably. Blocks.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn put(self) -> Result<(), Problem> {
+        self.prepared.put().map_err(|error| failed(&self.path, "written", &error))
+    }
+}
+
+/// Does the part of [`write`] that takes long, for layers that are not none.
+pub(super) fn prepare(home: &Home, disk: DiskId, layers: &Layers) -> Result<PreparedNote, Problem> {
+    let path = home.layers_note(disk);
     let Layers { layers, active, snapshots } = layers.clone();
     let note = Note { version: VERSION, layers, active, snapshots };
-    serde_json::to_vec(&note)
+    let prepared = serde_json::to_vec(&note)
         .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+        .and_then(|json| atomic_file::prepare(&path, &json, PRIVATE));
+    match prepared {
+        Ok(prepared) => Ok(PreparedNote { prepared, path }),
+        Err(error) => Err(failed(&path, "written", &error)),
+    }
 }
 
 #[cfg(test)]

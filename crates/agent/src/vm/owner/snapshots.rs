@@ -1,7 +1,7 @@
 //! Snapshots of a VM's disks.
 //!
 //! ```text
-//!  take    layers made ─► file systems frozen ─► filter ends ─► layers put on the notes ─► filter starts ─► thawed
+//!  take    layers made ─► file systems frozen ─► disks wait ─► layers put on the notes, and in the filter ─► thawed
 //!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
@@ -9,7 +9,8 @@
 //!            the active one, large, VM running ──► a new layer above it, filter replaced: it is the first case now
 //!            the active one, small, VM running ──► filter ends, merged, filter starts
 //! ```
-//! All disks are kept at one instant because one filter serves them all, and none does between its end and the next one's start.
+//! All disks are kept at one instant: one filter serves them all, and none has a request in flight while the notes are put
+//! ([`super::stacks`]). A filter of an earlier vmseal, or of disks that are copied, ends before that and another one starts after.
 
 use std::time::Duration;
 
@@ -24,6 +25,7 @@ use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
+use super::stacks::Put;
 use crate::hypervisor::plug;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
@@ -77,9 +79,6 @@ impl Owner {
     async fn take(&mut self, job: &SnapshotJob, disks: Vec<DiskSpec>) -> Result<bool, Problem> {
         let served = disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
         let served = served.into_iter().any(|disk| self.is_served(disk));
-        if served {
-            self.may_replace_filter().await?;
-        }
         let vm = self.spec.vm;
         let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
         let frozen = served && job.quiesce && self.freeze().await;
@@ -90,7 +89,7 @@ impl Owner {
         taken.map(|()| frozen)
     }
 
-    /// Has layers be active that were begun, while no filter serves the disks.
+    /// Has layers be active that were begun, while no request is in flight.
     async fn put_above(
         &mut self,
         served: bool,
@@ -98,6 +97,16 @@ impl Owner {
         keep: Option<(SnapshotId, Uuid)>,
     ) -> Result<(), Problem> {
         if served {
+            match self.put_above_served(&begun, keep).await? {
+                Put::Served => return Ok(()),
+                Put::NotPossible => {}
+                Put::Unknown(problem) => {
+                    tracing::warn!(vm = %self.spec.vm, %problem, "the filter is restarted with the new layers");
+                    self.replace_filter_or_retry().await;
+                    return self.are_put(&begun).await;
+                }
+            }
+            self.may_replace_filter().await?;
             self.end_filter_to_replace().await?;
         }
         let vm = self.spec.vm;
@@ -113,6 +122,23 @@ impl Owner {
             self.serve_again();
         }
         put
+    }
+
+    /// Checks that layers are active after an attempt that may have put them.
+    async fn are_put(&self, begun: &Begun) -> Result<(), Problem> {
+        let (vm, begun) = (self.spec.vm, begun.clone());
+        let check = move || {
+            begun.iter().try_for_each(|(disk, layer)| {
+                let known = layers::read(&Home::of(&disk.datastore, vm)?, disk.disk)?;
+                if known.active() == Some(layer.layer) {
+                    return Ok(());
+                }
+                let what =
+                    format!("the new layer of disk '{}' is not in use: try again", disk.name);
+                Err(Problem::new(ErrorCode::TimedOut, what))
+            })
+        };
+        spawn_blocking(check).await.map_err(internal)?
     }
 
     /// Freezes the guest's file systems, if its agent answers.

@@ -11,12 +11,12 @@
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 
 use vmseal_api::filter::NBD_CONNECTIONS;
 
-use crate::disk::Disk;
+use crate::disk::current::CurrentDisk;
 use crate::front_ends::nbd::negotiation::{self, NegotiationError};
 use crate::front_ends::nbd::option::Export;
 use crate::front_ends::nbd::transmission::Transmission;
@@ -36,7 +36,7 @@ pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
     served: &ServedDisk,
-    disk: &Disk,
+    disk: &Arc<CurrentDisk>,
     stop: &Stop,
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
@@ -83,7 +83,13 @@ fn next(listener: &UnixListener, peer_uid: u32, stop: &Stop) -> io::Result<Optio
     Ok(None)
 }
 
-fn connection(stream: &UnixStream, place: usize, served: &ServedDisk, disk: &Disk, stop: &Stop) {
+fn connection(
+    stream: &UnixStream,
+    place: usize,
+    served: &ServedDisk,
+    disk: &Arc<CurrentDisk>,
+    stop: &Stop,
+) {
     let export = Export {
         name: served.state.disk().to_string(),
         size: served.size,
@@ -96,7 +102,8 @@ fn connection(stream: &UnixStream, place: usize, served: &ServedDisk, disk: &Dis
         Ok(None) | Err(NegotiationError::Stopped) => return,
         Err(error) => return tracing::warn!(%error, "the connection is ended"),
     };
-    let chain = match disk.reader() {
+    let reader = disk.reader();
+    let chain = match reader.disk.reader() {
         Ok(chain) => chain,
         Err(error) => return tracing::warn!(%error, "a connection is ended"),
     };

@@ -8,6 +8,9 @@
 //!                  ^  └──stop──> ended      |                   |
 //!                  └── aborted | too slow ──┴──── ended ────────┘
 //! ```
+//! When the disk's chains are to be exchanged, all connections end as at a stop, and clients connect again: they wait in the
+//! listener's queue until the workers have other chains.
+//!
 //! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that are closed
 //! at once: a client that makes several and waits for all of them would wait for ever. [`wire`], [`option`] and
 //! [`request`] implement the protocol and do no I/O; [`negotiation`] and [`transmission`] move the bytes.
@@ -40,6 +43,7 @@ use crate::front_ends::nbd::option::Export;
 use crate::front_ends::nbd::transmission::Transmission;
 use crate::front_ends::{self, ServedDisk};
 use crate::stack::chain::Chain;
+use crate::stack::orders::{Orders, Woken};
 use crate::stack::stop::Stop;
 
 /// The stack size of a worker: its frames are small, and the process's memory is locked.
@@ -70,11 +74,31 @@ pub fn serve(
     listener: &UnixListener,
     peer_uid: u32,
     served: &ServedDisk,
-    chains: Vec<Chain>,
+    mut chains: Vec<Chain>,
     pool_bytes: usize,
-    stop: &Stop,
+    orders: &Orders,
 ) -> io::Result<Vec<Chain>> {
     listener.set_nonblocking(true)?;
+    loop {
+        let exchanges;
+        (chains, exchanges) = serve_round(listener, peer_uid, served, chains, pool_bytes, orders)?;
+        if !exchanges {
+            return Ok(chains);
+        }
+        chains = orders.carry_out(chains);
+    }
+}
+
+/// Serves until told to stop, or until the chains are to be exchanged (true).
+fn serve_round(
+    listener: &UnixListener,
+    peer_uid: u32,
+    served: &ServedDisk,
+    chains: Vec<Chain>,
+    pool_bytes: usize,
+    orders: &Orders,
+) -> io::Result<(Vec<Chain>, bool)> {
+    let round = Stop::new()?;
     let export = Export {
         name: served.state.disk().to_string(),
         size: served.size,
@@ -82,7 +106,7 @@ pub fn serve(
         bitmaps: served.state.bitmaps().cloned(),
     };
     let connections = Mutex::new(0);
-    let server = Server { served, export, pool_bytes, stop, connections };
+    let server = Server { served, export, pool_bytes, stop: &round, connections };
     let (server, span) = (&server, tracing::Span::current());
     let workers = Workers::default();
     thread::scope(|scope| {
@@ -100,22 +124,29 @@ pub fn serve(
         if threads.is_empty() {
             return Err(io::Error::other("there is no thread to serve the disk with"));
         }
-        let ended = accept_all(listener, peer_uid, &workers, stop);
+        let ended = accept_all(listener, peer_uid, &workers, orders);
+        round.ask();
         workers.close();
-        ended?;
+        let exchanges = ended?;
         let died = |_| io::Error::other("a connection's thread died; restart the filter");
-        threads.into_iter().map(|thread| thread.join().map_err(died)?).collect()
+        let chains = threads.into_iter().map(|thread| thread.join().map_err(died)?);
+        Ok((chains.collect::<io::Result<_>>()?, exchanges))
     })
 }
 
-/// Gives each connection to an idle worker, until told to stop.
+/// Gives each connection to an idle worker, until told to stop or to exchange the chains (true).
 fn accept_all(
     listener: &UnixListener,
     peer_uid: u32,
     workers: &Workers,
-    stop: &Stop,
-) -> io::Result<()> {
-    while stop.wait_or_readable(listener.as_fd())? {
+    orders: &Orders,
+) -> io::Result<bool> {
+    loop {
+        match orders.wait(Some(listener.as_fd()))? {
+            Woken::Readable => {}
+            Woken::Stop => return Ok(false),
+            Woken::Exchange => return Ok(true),
+        }
         match front_ends::accept(listener, peer_uid) {
             Ok(Some(stream)) => {
                 if !workers.give(stream) {
@@ -131,7 +162,6 @@ fn accept_all(
             }
         }
     }
-    Ok(())
 }
 
 /// The place where connections and workers wait for each other.

@@ -319,7 +319,7 @@ impl<'a> Transmission<'a> {
             read_only: self.served.read_only,
             structured: self.agreed.structured,
             contexts: !self.agreed.contexts.is_empty(),
-            zeroes_fast: self.served.allocation.zeroes_fast(),
+            zeroes_fast: self.served.allocation.get().zeroes_fast(),
         }
     }
 
@@ -328,7 +328,7 @@ impl<'a> Transmission<'a> {
         let state = &self.slots[slot];
         let Request { cookie, offset, length, .. } = state.request;
         let (part, room) = ((offset, offset + u64::from(length)), state.memory.bytes());
-        let (contexts, allocation) = (&self.agreed.contexts, &self.served.allocation);
+        let (contexts, allocation) = (&self.agreed.contexts, &self.served.allocation.get());
         let told = context::status(contexts, allocation, cookie, part, (room, one), &mut self.told);
         match told {
             Ok(()) => {

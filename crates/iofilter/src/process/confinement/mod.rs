@@ -8,7 +8,7 @@
 //! Each step needs system calls that a later one forbids, so the order matters: the filter of system calls
 //! comes last. Landlock covers the calling thread and the threads it starts, so all of this happens before
 //! there are others. The filter of system calls does not see the operations of a ring (io_uring); a ring is
-//! restricted where it is made ([`crate::storage::uring`]), and no further one can be made.
+//! restricted where it is made ([`crate::storage::rings`]), and no further one can be made; a spare one gets a file later.
 //!
 //! The reasons, and the remaining risks, are in docs/decisions/019.
 
@@ -20,6 +20,8 @@ pub mod system_calls;
 use std::io;
 
 use vmseal_api::filter::{Confinement, FilterConfig};
+
+use crate::storage::rings;
 
 pub use files::confine as confine_files;
 pub use system_calls::confine as confine_system_calls;
@@ -55,6 +57,7 @@ pub fn enter(config: &FilterConfig) -> Result<Confinement, ConfinementError> {
     let memory_bytes = limits::memory(config);
     limits::set(memory_bytes, runs_alone(config))?;
     let files = files::confine();
+    rings::seal();
     system_calls::confine()?;
     Ok(Confinement { files, memory_bytes })
 }

@@ -151,12 +151,14 @@ impl Qcow2Image {
         self.file.sync_file()
     }
 
-    /// Leaves the image as if no clusters had been reserved.
+    /// Leaves the image as if no clusters had been reserved. It can be used on.
     pub(super) fn close(&mut self) -> Result<(), IoError> {
         self.flush()?;
         self.file.release()?;
         self.file.sync_file()?;
-        self.file.shorten()
+        self.file.shorten()?;
+        self.fresh_from = self.fresh_from.min(self.file.length().next_multiple_of(self.cluster));
+        Ok(())
     }
 
     /// Empties imago's caches when they may have become too large.
@@ -172,7 +174,6 @@ impl Qcow2Image {
     }
 
     /// The image itself.
-    #[cfg(test)]
     pub(super) fn file(&self) -> &ImageFile {
         &self.file
     }

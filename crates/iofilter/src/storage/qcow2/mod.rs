@@ -34,6 +34,7 @@ use self::storage::ImageFile;
 pub use self::worker::Extents;
 use self::worker::ImageWorker;
 use crate::stack::chain::Storage;
+use crate::stack::request::IoError;
 use crate::storage::file::{OpenError, check_mode};
 
 /// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
@@ -117,7 +118,11 @@ impl fmt::Display for ChainFile {
 
 /// An open disk, from which each queue gets its backend.
 #[derive(Clone)]
-pub struct Qcow2Disk(ImageWorker);
+pub struct Qcow2Disk {
+    worker: ImageWorker,
+    /// The image itself, to be flushed beside the worker.
+    file: ImageFile,
+}
 
 impl Debug for Qcow2Disk {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -141,7 +146,8 @@ impl Qcow2Disk {
         check_mode(&file, read_only)?;
         let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
-        Ok(Self(ImageWorker::new(image)))
+        let file = image.file().clone();
+        Ok(Self { worker: ImageWorker::new(image), file })
     }
 
     /// For callers that ask where the disk's zeroes are.
@@ -149,13 +155,29 @@ impl Qcow2Disk {
     /// # Errors
     /// The system refuses a descriptor.
     pub fn extents(&self) -> io::Result<Extents> {
-        self.0.extents()
+        self.worker.extents()
+    }
+
+    /// Makes the data durable that is in the file, beside the queues.
+    ///
+    /// # Errors
+    /// As a queue's flush.
+    pub fn flush_beside(&self) -> Result<(), IoError> {
+        self.file.sync_file()
+    }
+
+    /// Leaves the image in its file as if it were closed; it can be used on.
+    ///
+    /// # Errors
+    /// As [`Extents::extent`].
+    pub fn settle(&self) -> io::Result<()> {
+        self.extents()?.settle()
     }
 
     /// A backend for one queue.
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
-        self.0.queue()
+        self.worker.queue()
     }
 }
 

@@ -38,6 +38,8 @@ enum ImageQuery {
     Extent(Option<Extent>),
     /// What the image itself has there; and the answer.
     Own(Option<OwnExtent>),
+    /// Leave it in its file as if it were closed.
+    Settle,
 }
 
 /// A request to the image, and its result.
@@ -95,6 +97,7 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
             ImageQuery::Own(found) => {
                 image.own(*offset, *length).map(|extent| *found = Some(extent))
             }
+            ImageQuery::Settle => image.close(),
         };
     }
     if let Err(error) = image.commit() {
@@ -103,6 +106,7 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
         let changes = |request: &&mut Request| match request.asked {
             ImageQuery::Operation(operation) => operation != Operation::Read,
             ImageQuery::Extent(_) | ImageQuery::Own(_) => false,
+            ImageQuery::Settle => true,
         };
         requests.filter(changes).for_each(|request| request.result = Err(error));
     }
@@ -189,6 +193,14 @@ impl Extents {
             ImageQuery::Own(Some(extent)) => Ok(extent),
             _ => Err(io::ErrorKind::Other.into()),
         }
+    }
+
+    /// Has the image left in its file as if it were closed.
+    ///
+    /// # Errors
+    /// As [`Extents::extent`].
+    pub(super) fn settle(&self) -> io::Result<()> {
+        self.ask(ImageQuery::Settle, 0, 0).map(drop)
     }
 
     fn ask(&self, asked: ImageQuery, at: u64, end: u64) -> io::Result<ImageQuery> {

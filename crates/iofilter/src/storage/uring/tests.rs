@@ -9,11 +9,14 @@ use std::time::Instant;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use io_uring::IoUring;
+
 use super::*;
 use crate::stack::blocking;
 use crate::stack::chain::{Chain, Filter, Limits};
 use crate::stack::memory::Segment;
 use crate::stack::pool::Pool;
+use crate::storage::rings::restricted;
 
 /// A chain that takes longer is stuck.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -140,7 +143,7 @@ impl Ring for Scripted {
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+        std::os::fd::AsFd::as_fd(&self.event)
     }
 }
 
@@ -310,6 +313,12 @@ fn a_ring_does_what_a_disk_needs_with_its_file_and_nothing_else() {
     let more = ring.submitter().register_eventfd(other.as_raw_fd()).unwrap_err();
     assert_eq!(more.raw_os_error(), Some(libc::EACCES));
     assert_eq!(answer(&mut ring, &flush), 0, "it goes on");
+    // A spare ring gets its file in this way.
+    ring.submitter().register_files_update(0, &[-1]).unwrap();
+    assert_eq!(answer(&mut ring, &flush), -libc::EBADF, "it has no file");
+    let (_reader, pipe) = nix::unistd::pipe().unwrap();
+    ring.submitter().register_files_update(0, &[pipe.as_raw_fd()]).unwrap();
+    assert_eq!(answer(&mut ring, &flush), -libc::EINVAL, "a pipe cannot be flushed");
 }
 
 /// A filter whose reads go into a buffer of its own.

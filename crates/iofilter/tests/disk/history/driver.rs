@@ -62,7 +62,7 @@ impl Server {
             read_only: false,
             serial: "serial-1".into(),
             state,
-            allocation: Allocation::Unknown,
+            allocation: Allocation::Unknown.into(),
         };
         let (served, stop) = (Arc::new(served), Arc::new(Stop::new().unwrap()));
         let stopping = Arc::clone(&stop);
@@ -73,7 +73,10 @@ impl Server {
                 let orders = Orders::new(stopping)?;
                 vhost_user::serve(&socket, uid, &served, chains, &orders)
             }
-            Way::Nbd { .. } => nbd::serve(&listener, uid, &served, chains, 1 << 20, &stopping),
+            Way::Nbd { .. } => {
+                let orders = Orders::new(stopping)?;
+                nbd::serve(&listener, uid, &served, chains, 1 << 20, &orders)
+            }
         };
         Self { place, stop, thread: Some(std::thread::spawn(serve)) }
     }

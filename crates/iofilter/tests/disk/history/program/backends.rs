@@ -124,7 +124,7 @@ fn create(disk: &Path, below: &[&str]) {
 }
 
 /// The exit code, and all output except which clusters are leaked.
-fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
+pub fn qemu_img_check(disk: &Path, options: &[&str]) -> (Option<i32>, String) {
     let check = ["check", "-f", "qcow2", disk.to_str().unwrap()];
     let checked = qemu_img(&[&check, options].concat());
     let said = [checked.stdout, checked.stderr].concat();

@@ -7,6 +7,7 @@ mod forgetful;
 mod guest;
 mod killed;
 mod mirrored;
+mod replaced;
 mod unplugged;
 
 use std::os::unix::net::UnixStream;

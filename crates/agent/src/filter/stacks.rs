@@ -1,0 +1,109 @@
+//! Gives disks of a running filter other stacks (docs/decisions/140): on one connection, as the filter lets the disks go on
+//! when that ends.
+
+use std::io::{self, BufRead, BufReader, IoSlice, Read};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use vmseal_api::filter::{ControlReply, ControlRequest, LINE_MAX, NewStack};
+use vmseal_api::id::DiskId;
+
+use super::{Control, FilterError, unexpected};
+use crate::filter::disk::layered;
+
+/// The longest that the requests of disks may take to end; the filter itself gives up before.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// The most descriptors that the kernel takes with one call (`SCM_MAX_FD`).
+const RIGHTS_MAX: usize = 253;
+
+/// The layers that a disk is to have.
+pub struct NewLayers {
+    /// The disk.
+    pub disk: DiskId,
+    /// The image, to be read.
+    pub file: std::fs::File,
+    /// The layers above it, the active one first.
+    pub layers: Vec<std::fs::File>,
+    /// Where the guest's first byte is, in bytes.
+    pub offset: u64,
+}
+
+/// Disks that wait; they go on when this is dropped.
+pub struct Waiting(BufReader<UnixStream>);
+
+impl Control {
+    /// Has these disks wait, without a request in flight in any. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError`]; none of them waits.
+    pub fn drain(&self, disks: Vec<DiskId>) -> Result<Waiting, FilterError> {
+        let stream = UnixStream::connect(&self.0)?;
+        stream.set_read_timeout(Some(DRAIN_TIMEOUT))?;
+        stream.set_write_timeout(Some(DRAIN_TIMEOUT))?;
+        let mut waiting = Waiting(BufReader::new(stream));
+        waiting.ask(&ControlRequest::Drain { disks }, &[])?;
+        Ok(waiting)
+    }
+}
+
+impl Waiting {
+    /// Gives all of these disks other layers. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`]: they have what they had. After any other error either may be the case.
+    pub fn replace(&mut self, new: &[NewLayers]) -> Result<(), FilterError> {
+        let mut numbers = Vec::new();
+        let stacks = new.iter().map(|new| {
+            let place = i32::try_from(numbers.len()).unwrap_or(i32::MAX);
+            numbers.extend(new.layers.iter().chain([&new.file]).map(AsRawFd::as_raw_fd));
+            let backend = layered(new.layers.len(), place, new.offset);
+            NewStack { disk: new.disk, chain: None, backend }
+        });
+        let request = ControlRequest::Replace { stacks: stacks.collect() };
+        self.ask(&request, &numbers)
+    }
+
+    /// Lets the disks go on. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError`]: they have gone on before.
+    pub fn resume(mut self) -> Result<(), FilterError> {
+        self.ask(&ControlRequest::Resume, &[])
+    }
+
+    fn ask(&mut self, request: &ControlRequest, fds: &[RawFd]) -> Result<(), FilterError> {
+        let mut line = serde_json::to_vec(request).map_err(io::Error::from)?;
+        line.push(b'\n');
+        self.send(&line, fds)?;
+        let mut answer = Vec::new();
+        let mut limited = self.0.by_ref().take(LINE_MAX as u64);
+        limited.read_until(b'\n', &mut answer)?;
+        if answer.last() != Some(&b'\n') {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+        match serde_json::from_slice(&answer) {
+            Ok(ControlReply::Done) => Ok(()),
+            Ok(other) => Err(unexpected(other)),
+            Err(error) => Err(FilterError::Protocol(error.to_string())),
+        }
+    }
+
+    /// Sends a line, and all descriptors before its last byte.
+    fn send(&self, line: &[u8], fds: &[RawFd]) -> io::Result<()> {
+        let socket = self.0.get_ref().as_raw_fd();
+        let (mut sent, mut parts) = (0, fds.chunks(RIGHTS_MAX).peekable());
+        while sent < line.len() {
+            let part = parts.next().unwrap_or_default();
+            // A byte is left for each part that follows.
+            let end = if parts.peek().is_some() { sent + 1 } else { line.len() };
+            let rights = [ControlMessage::ScmRights(part)];
+            let rights = if part.is_empty() { &[] } else { &rights[..] };
+            let bytes = [IoSlice::new(&line[sent..end])];
+            sent += sendmsg::<()>(socket, &bytes, rights, MsgFlags::MSG_NOSIGNAL, None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,121 @@
+//! Puts layers above the disks of a running guest while its filter serves them (docs/decisions/140).
+//!
+//! ```text
+//!   layers open, notes written beside their places ─► drained ─► notes put ─► stacks replaced ─► resumed
+//!        └── not possible: nothing has changed         └── refused: nothing has changed
+//!                                          an error once a note may be put: the filter is restarted, by the notes ◄──┘
+//! ```
+//! An agent that dies after a note was put leaves a filter that may serve the disks as before: the next one restarts it
+//! ([`crate::vm::serve::has_stacks_of`]). What a snapshot keeps is then of that later instant, of all disks together.
+
+use tokio::task::spawn_blocking;
+use uuid::Uuid;
+use vmseal_api::host::{DiskFacts, DiskSpec};
+use vmseal_api::id::{SnapshotId, VmId};
+use vmseal_api::problem::Problem;
+
+use super::Owner;
+use crate::filter::{Control, FilterError, NewLayers};
+use crate::storage::home::Home;
+use crate::storage::layers::{self, Layer, PreparedNote};
+use crate::storage::opening;
+use crate::vm::internal;
+use crate::vm::service::Service;
+
+/// How disks got new layers.
+pub(super) enum Put {
+    /// They are served with them.
+    Served,
+    /// Nothing has changed, and the filter must be restarted for it.
+    NotPossible,
+    /// Notes may be put: the filter is restarted.
+    Unknown(Problem),
+}
+
+/// A disk's next layer, ready to be put.
+struct Ready {
+    note: PreparedNote,
+    new: NewLayers,
+}
+
+impl Owner {
+    /// Puts layers above served disks without a restart of their filter, if it can.
+    pub(super) async fn put_above_served(
+        &mut self,
+        begun: &[(DiskSpec, Layer)],
+        keep: Option<(SnapshotId, Uuid)>,
+    ) -> Result<Put, Problem> {
+        let vm = self.spec.vm;
+        let facts = |(disk, layer): &(DiskSpec, Layer)| {
+            Some((disk.clone(), layer.clone(), self.facts(disk)?))
+        };
+        let Some(disks) = begun.iter().map(facts).collect::<Option<Vec<_>>>() else {
+            return Ok(Put::NotPossible);
+        };
+        // After an error there must be a filter that can be started.
+        if disks.iter().any(|(disk, ..)| disk.encrypted) && self.kek.is_none() {
+            return Ok(Put::NotPossible);
+        }
+        let Some(running) = self.running() else { return Ok(Put::NotPossible) };
+        if !matches!(running.service, Service::Served(_)) {
+            return Ok(Put::NotPossible);
+        }
+        let control = running.control.clone();
+        let served = match control.status().await {
+            Ok(status) if status.replaces => status.disks,
+            _ => return Ok(Put::NotPossible),
+        };
+        if !disks.iter().all(|(disk, ..)| served.iter().any(|it| it.disk == disk.disk)) {
+            return Ok(Put::NotPossible);
+        }
+        spawn_blocking(move || put(vm, &control, disks, keep)).await.map_err(internal)?
+    }
+}
+
+/// Blocks.
+fn put(
+    vm: VmId,
+    control: &Control,
+    disks: Vec<(DiskSpec, Layer, DiskFacts)>,
+    keep: Option<(SnapshotId, Uuid)>,
+) -> Result<Put, Problem> {
+    let ready = disks.into_iter().map(|disk| ready(vm, disk, keep));
+    let ready = ready.collect::<Result<Vec<_>, Problem>>()?;
+    let (notes, new): (Vec<_>, Vec<_>) = ready.into_iter().map(|it| (it.note, it.new)).unzip();
+    let mut waiting = match control.drain(new.iter().map(|new| new.disk).collect()) {
+        Ok(waiting) => waiting,
+        Err(error) => {
+            tracing::info!(%vm, %error, "the filter is restarted for new layers");
+            return Ok(Put::NotPossible);
+        }
+    };
+    let begun = std::time::Instant::now();
+    let put = notes.into_iter().try_for_each(PreparedNote::put);
+    let replaced = put.and_then(|()| waiting.replace(&new).map_err(unknown));
+    let resumed = replaced.and_then(|()| waiting.resume().map_err(unknown));
+    match resumed {
+        Ok(()) => {
+            let waited = begun.elapsed();
+            tracing::info!(%vm, microseconds = waited.as_micros(), "the disks have new layers");
+            Ok(Put::Served)
+        }
+        Err(problem) => Ok(Put::Unknown(problem)),
+    }
+}
+
+fn unknown(error: FilterError) -> Problem {
+    internal(error)
+}
+
+/// Opens what a disk is to have, and writes its note beside its place. Blocks.
+fn ready(
+    vm: VmId,
+    (disk, layer, facts): (DiskSpec, Layer, DiskFacts),
+    keep: Option<(SnapshotId, Uuid)>,
+) -> Result<Ready, Problem> {
+    let home = Home::of(&disk.datastore, vm)?;
+    let (file, layers) = layers::open_above(&home, disk.disk, &layer)?;
+    let offset = opening::data_offset(&facts);
+    let note = layers::prepare_active(&home, disk.disk, layer, keep)?;
+    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset } })
+}

@@ -1,0 +1,370 @@
+//! Exchanges the stacks of disks that are served (docs/decisions/140).
+//!
+//! ```text
+//!  serving ──Drain──> draining: no further request begins ──none in flight, flushed──> drained ─┬─Replace─┐
+//!     ^                   │ an error, or too long                                        ^      └─────────┘
+//!     └───────────────────┴────────────── Resume, the connection ends, DRAINED_MAX ──────┘
+//! ```
+//! All disks of one [`Drained`] have no request in flight at one time, and get their new stacks together or not at all. The
+//! former stacks stay whole and open until the disks are resumed, so a refusal costs nothing. Only what a new stack needs
+//! from the former file is done before: an image of QEMU's format is left as if it were closed.
+//!
+//! The first descriptor of each file that a disk still has is kept: it holds the file's lock.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, FilterSpec, NewStack};
+use vmseal_api::id::DiskId;
+
+use crate::disk::Disk;
+use crate::disk::current::{CurrentDisk, IsRead};
+use crate::front_ends::ServedDisk;
+use crate::handle::Handles;
+use crate::layers;
+use crate::layers::crypt::CryptError;
+use crate::process::{RunningDisk, StartError, StoredDisk, config, encryption, sides, storage};
+use crate::stack::chain::{Chain, Storage};
+use crate::stack::gate::{Gate, Held};
+use crate::stack::orders::{Asked, NotAsked, Orders};
+use crate::stack::request::IoError;
+
+/// How long the requests of a disk may take to end: as long as Linux gives a request.
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Why disks are not drained, or do not get other stacks. They are served as before, or wait on with the stacks that they
+/// have.
+#[derive(Debug, thiserror::Error)]
+pub enum NotChanged {
+    /// A disk that this filter does not serve.
+    #[error("this filter does not serve disk {0}")]
+    Unknown(DiskId),
+    /// Named twice, or none named.
+    #[error("each disk is named once, and at least one is")]
+    Names,
+    /// The connection has drained disks already.
+    #[error("this connection has drained disks already: resume them first")]
+    Drained,
+    /// It has not, or they have gone on.
+    #[error("disk {0} does not wait: drain it first, and be quick")]
+    NotDrained(DiskId),
+    /// Nothing is drained.
+    #[error("no disk waits: drain them first, and be quick")]
+    NothingWaits,
+    /// A disk that is copied, or not served to a guest.
+    #[error(
+        "the stack of disk {0} is not exchanged while it runs: it is mirrored, replicated, in memory, or not served"
+    )]
+    Fixed(DiskId),
+    /// A reader beside the guest.
+    #[error("disk {0}: {1}: end that first")]
+    Read(DiskId, IsRead),
+    /// Another order is there first.
+    #[error("disk {0} is drained or pivots already")]
+    Another(DiskId),
+    /// It ends.
+    #[error("disk {0} is no longer served")]
+    Ending(DiskId),
+    /// Storage does not answer.
+    #[error("the requests of disk {0} in flight do not end; it is served on when they do")]
+    Busy(DiskId),
+    /// What was written could not be made durable.
+    #[error("disk {0} cannot be flushed: {1}")]
+    Flush(DiskId, IoError),
+    /// Its former image.
+    #[error("disk {0}: its image cannot be left as if it were closed: {1}")]
+    Settle(DiskId, std::io::Error),
+    /// The new stack makes no sense.
+    #[error("disk {0}: {1}")]
+    Sense(DiskId, String),
+    /// The new stack cannot be opened.
+    #[error("{0}")]
+    Open(#[from] StartError),
+    /// No descriptor.
+    #[error("the system refuses what is needed: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// The stack of a disk that is served.
+pub struct DiskStack {
+    current: Arc<CurrentDisk>,
+    served: Arc<ServedDisk>,
+    beside: Option<Arc<ServedDisk>>,
+    files: Mutex<BTreeMap<(u64, u64), OwnedFd>>,
+    /// The chains of the whole process, which share its buffers.
+    pools: usize,
+}
+
+fn identity(file: &OwnedFd) -> std::io::Result<(u64, u64)> {
+    let stat = nix::sys::stat::fstat(file)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// The file that is written, of those that a disk has.
+pub(super) fn written(files: &[OwnedFd]) -> Option<DiskFile> {
+    let (device, inode) = identity(files.first()?).ok()?;
+    Some(DiskFile { device, inode })
+}
+
+impl DiskStack {
+    pub(super) fn new(
+        current: Arc<CurrentDisk>,
+        served: Arc<ServedDisk>,
+        beside: Option<Arc<ServedDisk>>,
+        files: Vec<OwnedFd>,
+        pools: usize,
+    ) -> Self {
+        let named = files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file)));
+        Self { current, served, beside, files: Mutex::new(named.collect()), pools }
+    }
+
+    fn id(&self) -> DiskId {
+        self.served.state.disk()
+    }
+
+    /// Opens a new stack for `chains`, which it is not yet put under.
+    fn open(
+        &self,
+        spec: &NewStack,
+        handles: &mut Handles,
+        chains: usize,
+    ) -> Result<OpenedStack, NotChanged> {
+        let id = self.id();
+        config::check_new_stack(spec).map_err(|what| NotChanged::Sense(id, what))?;
+        self.current.is_free().map_err(|error| NotChanged::Read(id, error))?;
+        let former = self.current.disk();
+        former.settle().map_err(|error| NotChanged::Settle(id, error))?;
+        let (size, read_only) = (former.size(), former.read_only());
+        let StoredDisk { storage, files, .. } =
+            storage(id, size, read_only, &spec.backend, handles)?;
+        let disk = match &spec.chain {
+            None => former.moved_to(storage),
+            Some(chain) => {
+                let encryption = encryption(id, chain, handles)?;
+                let layer_of = |link: &FilterSpec| layers::of(link);
+                let (above, below) = sides(chain, layer_of);
+                Disk::new(size, read_only, encryption, storage, self.pools)
+                    .with_layers(above, below)
+                    .as_copy_of(&former)
+            }
+        };
+        let keeps_filters = spec.chain.is_none() && former.filters_suit(&disk);
+        let new = if keeps_filters {
+            NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect())
+        } else {
+            let made = (0..chains).map(|_| disk.chain()).collect::<Result<_, CryptError>>();
+            NewChains::Whole(made.map_err(|error| StartError::Crypt { disk: id, error })?)
+        };
+        Ok(OpenedStack { disk: Arc::new(disk), new, files })
+    }
+
+    /// Puts a new stack under the disk.
+    fn put(&self, opened: OpenedStack, chains: &mut Vec<Chain>) -> Former {
+        let OpenedStack { disk, new, files } = opened;
+        let state = &self.served.state;
+        state.set_file(written(&files));
+        state.set_layers(disk.layers());
+        self.served.allocation.set(disk.allocation());
+        if let Some(beside) = &self.beside {
+            beside.allocation.set(disk.allocation());
+        }
+        let former = match new {
+            NewChains::Storage(storages) => {
+                let pairs = chains.iter_mut().zip(storages);
+                FormerChains::Storage(
+                    pairs.map(|(chain, new)| chain.exchange_storage(new)).collect(),
+                )
+            }
+            NewChains::Whole(new) => FormerChains::Whole(std::mem::replace(chains, new)),
+        };
+        let named = files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file)));
+        let mut kept = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = std::mem::take(&mut *kept);
+        for (identity, file) in named {
+            kept.insert(identity, before.remove(&identity).unwrap_or(file));
+        }
+        Former { _chains: former, _disk: self.current.exchange(disk), _files: before }
+    }
+}
+
+/// A stack that is open, and not yet in use.
+struct OpenedStack {
+    disk: Arc<Disk>,
+    new: NewChains,
+    files: Vec<OwnedFd>,
+}
+
+enum NewChains {
+    /// To be put under the filters of the chains that there are.
+    Storage(Vec<Box<dyn Storage>>),
+    Whole(Vec<Chain>),
+}
+
+#[expect(dead_code, reason = "they are closed when this goes")]
+enum FormerChains {
+    Storage(Vec<Box<dyn Storage>>),
+    Whole(Vec<Chain>),
+}
+
+/// What a disk had before; closed when this is dropped, which may take long.
+struct Former {
+    _chains: FormerChains,
+    _disk: Arc<Disk>,
+    _files: BTreeMap<(u64, u64), OwnedFd>,
+}
+
+/// What disks had before they got other stacks.
+pub struct FormerStacks(#[expect(dead_code, reason = "closed when this goes")] Vec<Former>);
+
+/// Disks that wait, until this is dropped.
+#[derive(Default)]
+pub struct Drained {
+    disks: Vec<DrainedDisk>,
+    former: Vec<Former>,
+}
+
+struct DrainedDisk {
+    running: RunningDisk,
+    stack: Arc<DiskStack>,
+    gate: Arc<Gate>,
+}
+
+/// A disk that was asked to be drained.
+struct Draining {
+    asked: Asked,
+    outcome: Receiver<Result<(), IoError>>,
+}
+
+impl Drained {
+    /// Drains disks of those that run.
+    ///
+    /// # Errors
+    /// [`NotChanged`]; none of them waits.
+    pub fn drain(running: &[RunningDisk], named: &[DiskId]) -> Result<Self, NotChanged> {
+        let mut seen = std::collections::HashSet::new();
+        if named.is_empty() || !named.iter().all(|disk| seen.insert(*disk)) {
+            return Err(NotChanged::Names);
+        }
+        let mut drained = Self::default();
+        for id in named {
+            let running = running.iter().find(|running| running.state.disk() == *id);
+            let running = running.ok_or(NotChanged::Unknown(*id))?.clone();
+            let stack = running.stack.clone().ok_or(NotChanged::Fixed(*id))?;
+            stack.current.is_free().map_err(|error| NotChanged::Read(*id, error))?;
+            drained.disks.push(DrainedDisk { running, stack, gate: Gate::new()? });
+        }
+        // While the guests work: little is left for when they wait.
+        for disk in &drained.disks {
+            let flushed = disk.stack.current.disk().flush_beside();
+            flushed.map_err(|error| NotChanged::Flush(disk.stack.id(), error))?;
+        }
+        let asked = drained.disks.iter().map(DrainedDisk::ask).collect::<Result<Vec<_>, _>>();
+        // After an error those that were asked are let go with `drained`.
+        let until = Instant::now() + DRAIN_TIMEOUT;
+        for (disk, asked) in drained.disks.iter().zip(asked?) {
+            disk.wait(&asked, until)?;
+        }
+        Ok(drained)
+    }
+
+    /// Gives disks other stacks: all of those named, or none.
+    ///
+    /// # Errors
+    /// [`NotChanged`]; they wait on, with the stacks that they have.
+    pub fn replace(
+        &mut self,
+        stacks: &[NewStack],
+        handles: &mut Handles,
+    ) -> Result<(), NotChanged> {
+        let mut seen = std::collections::HashSet::new();
+        if stacks.is_empty() || !stacks.iter().all(|stack| seen.insert(stack.disk)) {
+            return Err(NotChanged::Names);
+        }
+        let mut changes: Vec<(&DrainedDisk, Held<'_>, OpenedStack)> = Vec::new();
+        for spec in stacks {
+            let found = self.disks.iter().find(|disk| disk.stack.id() == spec.disk);
+            let disk = found.ok_or(NotChanged::NotDrained(spec.disk))?;
+            let mut held = disk.gate.held();
+            let chains = held.chains().ok_or(NotChanged::NotDrained(spec.disk))?.len();
+            let opened = disk.stack.open(spec, handles, chains)?;
+            changes.push((disk, held, opened));
+        }
+        for (disk, mut held, opened) in changes {
+            if let Some(chains) = held.chains() {
+                self.former.push(disk.stack.put(opened, chains));
+                tracing::info!(disk = %disk.stack.id(), "the disk has another stack");
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the disks go on. What they had before is closed with what is returned.
+    ///
+    /// # Errors
+    /// A disk has gone on before.
+    pub fn resume(mut self) -> Result<FormerStacks, NotChanged> {
+        let waited: Vec<bool> = self.disks.iter().map(|disk| disk.gate.open()).collect();
+        let early = self.disks.iter().zip(waited).find(|(_, waited)| !waited);
+        match early {
+            Some((disk, _)) => Err(NotChanged::NotDrained(disk.stack.id())),
+            None => Ok(FormerStacks(std::mem::take(&mut self.former))),
+        }
+    }
+}
+
+impl Drop for Drained {
+    fn drop(&mut self) {
+        for disk in &self.disks {
+            disk.gate.open();
+        }
+        // The former stacks are closed after that.
+    }
+}
+
+impl DrainedDisk {
+    fn orders(&self) -> &Orders {
+        &self.running.orders
+    }
+
+    fn ask(&self) -> Result<Draining, NotChanged> {
+        let id = self.stack.id();
+        let (tell, outcome) = mpsc::channel();
+        let stop = Arc::clone(self.orders().stop());
+        let hold = self.gate.holding(DRAINED_MAX, stop, tell);
+        let state = Arc::clone(&self.running.state);
+        let waits = Arc::clone(&self.running.state);
+        waits.set_waits(Some(DiskWaits::Draining));
+        let exchange = Box::new(move |chains| {
+            state.set_waits(Some(DiskWaits::Drained));
+            let chains = hold(chains);
+            state.set_waits(None);
+            chains
+        });
+        let asked = self.orders().ask(exchange).map_err(|why| {
+            waits.set_waits(None);
+            match why {
+                NotAsked::Another => NotChanged::Another(id),
+                NotAsked::Ended => NotChanged::Ending(id),
+            }
+        })?;
+        Ok(Draining { asked, outcome })
+    }
+
+    fn wait(&self, draining: &Draining, until: Instant) -> Result<(), NotChanged> {
+        let id = self.stack.id();
+        let left = until.saturating_duration_since(Instant::now());
+        match draining.outcome.recv_timeout(left) {
+            Ok(flushed) => flushed.map_err(|error| NotChanged::Flush(id, error)),
+            Err(RecvTimeoutError::Timeout) => {
+                if self.orders().take_back(draining.asked) {
+                    self.running.state.set_waits(None);
+                }
+                Err(NotChanged::Busy(id))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(NotChanged::Ending(id)),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The rings of the process. None can be made once it is confined, so some are made before that, for storage that comes
+//! later.
+//!
+//! ```text
+//!  open:    lend ──> a new ring ──────────┐                        ┌──> closed
+//!                                         ├──> used by one queue ──┤
+//!  sealed:  lend ──> a spare one, or none ┘                        └──> spare, its file taken away
+//! ```
+//! The filter of system calls does not see a ring's operations, so each ring is restricted before it is enabled: to
+//! four operations, on its registered file, and to exchanging that file.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use io_uring::register::Restriction;
+use io_uring::{IoUring, opcode, squeue};
+
+use crate::storage::uring::Ring;
+
+/// Entries of the submission queue: the most that a pass hands over in one go.
+const ENTRIES: u32 = 256;
+
+/// `IORING_REGISTER_FILES_UPDATE` of linux/io_uring.h.
+pub const FILES_UPDATE: u8 = 6;
+
+/// No file, in the table of a ring's files.
+const NONE: RawFd = -1;
+
+struct Rings {
+    sealed: bool,
+    spare: Vec<IoUring>,
+}
+
+/// Of the process, as what the kernel refuses it is.
+static RINGS: Mutex<Rings> = Mutex::new(Rings { sealed: false, spare: Vec::new() });
+
+fn rings() -> MutexGuard<'static, Rings> {
+    RINGS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes rings for storage that comes later. Where the kernel has none, that storage blocks its queue.
+pub fn make_spare(count: usize) {
+    for _ in 0..count {
+        match restricted(NONE) {
+            Ok(ring) => rings().spare.push(ring),
+            Err(error) => return tracing::warn!(%error, "no spare rings"),
+        }
+    }
+}
+
+/// No further ring is made.
+pub fn seal() {
+    rings().sealed = true;
+}
+
+/// A ring for this file.
+///
+/// # Errors
+/// The kernel's; `OutOfMemory` when there is none left.
+pub(super) fn lend(file: RawFd) -> io::Result<LentRing> {
+    let spare = {
+        let mut rings = rings();
+        if rings.sealed { Some(rings.spare.pop()) } else { None }
+    };
+    let ring = match spare {
+        None => restricted(file)?,
+        Some(None) => return Err(io::ErrorKind::OutOfMemory.into()),
+        Some(Some(ring)) => {
+            ring.submitter().register_files_update(0, &[file])?;
+            ring
+        }
+    };
+    Ok(LentRing { ring: Some(ring), in_use: false })
+}
+
+/// A ring that can do these operations with this file or one that takes its place, and nothing else (Linux 5.10).
+pub(super) fn restricted(file: RawFd) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_r_disabled().dontfork();
+    let ring = builder.clone().setup_coop_taskrun().build(ENTRIES);
+    let ring = ring.or_else(|_| builder.build(ENTRIES))?;
+    ring.submitter().register_files(&[file])?;
+    let registered = squeue::Flags::FIXED_FILE.bits();
+    let operations =
+        [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
+    let mut restrictions = Vec::from(operations.map(Restriction::sqe_op));
+    restrictions.push(Restriction::sqe_flags_allowed(registered));
+    restrictions.push(Restriction::sqe_flags_required(registered));
+    restrictions.push(Restriction::register_op(FILES_UPDATE));
+    ring.submitter().register_restrictions(&mut restrictions)?;
+    ring.submitter().register_enable_rings()?;
+    Ok(ring)
+}
+
+/// A ring, which goes back when it is dropped.
+pub struct LentRing {
+    ring: Option<IoUring>,
+    /// The kernel may still use memory of its requests.
+    in_use: bool,
+}
+
+impl LentRing {
+    /// A ring that does not go back.
+    pub(super) fn unrestricted(file: RawFd) -> io::Result<Self> {
+        if rings().sealed {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        let ring = IoUring::builder().dontfork().build(ENTRIES)?;
+        ring.submitter().register_files(&[file])?;
+        Ok(Self { ring: Some(ring), in_use: true })
+    }
+
+    fn ring(&mut self) -> &mut IoUring {
+        match &mut self.ring {
+            Some(ring) => ring,
+            None => unreachable!("it is taken when this is dropped"),
+        }
+    }
+}
+
+impl Drop for LentRing {
+    fn drop(&mut self) {
+        let Some(mut ring) = self.ring.take() else { return };
+        if self.in_use || !rings().sealed {
+            return;
+        }
+        ring.completion().for_each(drop);
+        match ring.submitter().register_files_update(0, &[NONE]) {
+            Ok(_) => rings().spare.push(ring),
+            Err(error) => tracing::warn!(%error, "a ring is not used again"),
+        }
+    }
+}
+
+impl Ring for LentRing {
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.ring().submission().push(entry) }.is_ok()
+    }
+
+    fn is_behind(&mut self) -> bool {
+        let submission = self.ring().submission();
+        !submission.is_empty() || submission.cq_overflow()
+    }
+
+    fn enter(&mut self, completions: usize) -> io::Result<usize> {
+        self.ring().submit_and_wait(completions)
+    }
+
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>) {
+        into.extend(self.ring().completion().map(|entry| (entry.user_data(), entry.result())));
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        match &self.ring {
+            Some(ring) => ring.as_fd(),
+            None => unreachable!("it is taken when this is dropped"),
+        }
+    }
+
+    fn keep_from_others(&mut self) {
+        self.in_use = true;
+    }
+}
