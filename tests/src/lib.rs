@@ -9,6 +9,7 @@
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
+//! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
@@ -16,6 +17,7 @@
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
 
+pub mod counting_guest;
 pub mod exposed;
 pub mod filter;
 pub mod first_boot;

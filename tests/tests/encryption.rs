@@ -7,64 +7,13 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
 
+use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
-use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
-use vmseal_tests::shell_guest::{self, booted, run};
+use vmseal_tests::shell_guest::booted;
 
 const VM: &str = "web";
-
-/// What the guest writes into a place of its disk that its system does not use, in MiB from the beginning.
-const MARKER: &str = "VMSEAL-MARKER-7";
-/// What cloud-init is told.
-const SECRET: &str = "VMSEAL-SECRET-9";
-const MARKER_AT: u32 = 60;
-const COUNTER_AT: u32 = 61;
-
-fn started(policy: &str) -> (Installation, Console) {
-    let here = Installation::new().unwrap();
-    // A disk for cloud-init, which the guest can only read.
-    std::fs::write(here.path("user-data"), format!("#cloud-config\n# {SECRET}\n")).unwrap();
-    let documents = format!("user-data={}", here.path("user-data").display());
-    shell_guest::start(&here, VM, policy, &["--cloud-init", &documents]).unwrap();
-    let mut console = booted(&here, VM).unwrap();
-    write_marker(&mut console);
-    (here, console)
-}
-
-fn write_marker(console: &mut Console) {
-    let write = format!(
-        "echo {MARKER} | dd of=/dev/vda bs=1M seek={MARKER_AT} conv=notrunc 2>/dev/null; sync"
-    );
-    run(console, &format!("{write}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
-}
-
-/// The guest reads what is on its disks.
-fn read_marker(console: &mut Console) {
-    run(console, &format!("grep -ao '{SECRET}' /dev/vdb | head -n 1"), SECRET).unwrap();
-    let read = format!(
-        "echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=1M skip={MARKER_AT} count=1 2>/dev/null | head -n 1"
-    );
-    run(console, &read, MARKER).unwrap();
-}
-
-/// The guest writes numbers, reads each again from the disk, and says which one was lost.
-fn count(console: &mut Console) {
-    let block = COUNTER_AT * 2048;
-    let body = format!(
-        "i=$((i + 1)); printf '%-511s\\n' N-$i | dd of=/dev/vda bs=512 seek={block} conv=notrunc,fsync 2>/dev/null; \
-         echo 1 >/proc/sys/vm/drop_caches; r=$(dd if=/dev/vda bs=512 skip={block} count=1 2>/dev/null); \
-         case $r in N-$i\\ *) ;; *) echo LOST-$i;; esac"
-    );
-    let begin = format!("(i=0; while [ ! -e /stop ]; do {body}; done; echo COUNTED-$i) &");
-    run(console, &format!("rm -f /stop; {begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
-}
-
-fn stop_counting(console: &mut Console) {
-    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
-    assert!(!console.has_said("LOST-"), "the guest has lost what it wrote");
-}
 
 /// The files beside the VM's disks in which the marker can be read.
 fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
@@ -104,7 +53,7 @@ fn is_encrypted(here: &Installation, encrypted: bool) {
 
 #[test]
 fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
-    let (here, mut console) = started("plain");
+    let (here, mut console) = started(VM, "plain");
     is_encrypted(&here, false);
     assert_eq!(in_the_clear(&here).len(), 2, "the markers are not searched for well");
     let planned =
@@ -153,7 +102,7 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
 /// and the disk opens with the new key alone.
 #[test]
 fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
-    let (mut here, mut console) = started("encrypted");
+    let (mut here, mut console) = started(VM, "encrypted");
     let key = |here: &Installation| here.vm(VM).unwrap()["key"]["key_id"].clone();
     let mut before = key(&here);
     count(&mut console);
@@ -218,7 +167,7 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
 /// Whatever dies while a VM is encrypted, the task goes on or is undone, and the guest has lost nothing.
 #[test]
 fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
-    let (mut here, mut console) = started("plain");
+    let (mut here, mut console) = started(VM, "plain");
     let mut encrypted = false;
     for (round, milliseconds) in [50, 150, 300, 500, 800, 1200].into_iter().enumerate() {
         count(&mut console);
@@ -267,7 +216,7 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
 /// A task that is cancelled before its commit leaves the VM as it was.
 #[test]
 fn an_encryption_that_is_cancelled_leaves_nothing() {
-    let (here, mut console) = started("plain");
+    let (here, mut console) = started(VM, "plain");
     count(&mut console);
     for milliseconds in [0, 100, 400] {
         let task = here.json(&["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]).unwrap();

@@ -349,7 +349,11 @@ fn check_mirror(
     key: KeyState,
 ) -> Result<(), Problem> {
     holds_data(spec, disk)?;
-    if !disk.encrypted && !wanted.encrypted {
+    if wanted.datastore.as_ref().is_some_and(|to| to.datastore == disk.datastore.datastore) {
+        let what = format!("has disk '{}' already", disk.name);
+        return Err(Problem::invalid("datastore", what));
+    }
+    if !disk.encrypted && !wanted.encrypted && wanted.datastore.is_none() {
         let what = format!("disk '{}' is not encrypted already", disk.name);
         return Err(Problem::invalid("encrypted", what));
     }
@@ -363,7 +367,11 @@ fn check_mirror(
         );
         return Err(wrong_state(spec, &what));
     }
-    if key == KeyState::Held { Ok(()) } else { Err(locked(spec)) }
+    // A disk that stays in the clear needs none.
+    match key {
+        KeyState::Held | KeyState::NotNeeded => Ok(()),
+        KeyState::Missing | KeyState::Unknown => Err(locked(spec)),
+    }
 }
 
 /// A disk for cloud-init is made of its documents, and no other one is.

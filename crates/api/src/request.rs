@@ -528,6 +528,18 @@ pub struct DecryptVm {
     pub policy: Option<String>,
 }
 
+/// Moves disks of a VM, off or running, to another datastore of its host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MoveVm {
+    /// The datastore, by name or id.
+    pub datastore: String,
+    /// The disks, by name or id; none means all but that of a TPM.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
+}
+
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -219,6 +219,7 @@ mod tests {
         assert!(asks("vm", "start", "name") && asks("vm", "show", "name"));
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
         assert!(asks("vm", "encrypt", "vms") && asks("vm", "decrypt", "vms"));
+        assert!(asks("vm", "move", "vms") && asks("vm", "move", "datastore"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));

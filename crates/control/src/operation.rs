@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
-use vmseal_api::host::{CopyOf, KeyReference, NicSpec, SealedKey, VmSpec};
-use vmseal_api::id::{DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
+use vmseal_api::host::{CopyOf, DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
@@ -260,6 +260,17 @@ pub enum Operation {
         /// The VM.
         vm: VmId,
     },
+    /// Moves disks of a VM to another datastore of its host. Encrypted ones get new data keys; the VM's KEK stays.
+    MoveVm {
+        /// The VM.
+        vm: VmId,
+        /// The disks, those that are there already among them.
+        disks: Vec<DiskId>,
+        /// The datastores that they were on.
+        from: Vec<DatastoreId>,
+        /// The datastore that they get.
+        to: DatastoreSpec,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// The VM.
@@ -317,6 +328,7 @@ impl Operation {
             Self::EncryptVm { .. } => "vm.encrypt",
             Self::DecryptVm { .. } => "vm.decrypt",
             Self::DeepRecryptVm { .. } => "vm.recrypt-deep",
+            Self::MoveVm { .. } => "vm.move",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -352,6 +364,7 @@ impl Operation {
             | Self::EncryptVm { vm, .. }
             | Self::DecryptVm { vm, .. }
             | Self::DeepRecryptVm { vm }
+            | Self::MoveVm { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,
@@ -372,7 +385,22 @@ impl Operation {
     /// Whether it copies the disks of a VM and uses the copies.
     #[must_use]
     pub fn mirrors_disks(&self) -> bool {
-        matches!(self, Self::EncryptVm { .. } | Self::DecryptVm { .. } | Self::DeepRecryptVm { .. })
+        matches!(
+            self,
+            Self::EncryptVm { .. }
+                | Self::DecryptVm { .. }
+                | Self::DeepRecryptVm { .. }
+                | Self::MoveVm { .. }
+        )
+    }
+
+    /// Whether it moves disks to a datastore, or away from it.
+    #[must_use]
+    pub fn moves_disks_of(&self, datastore: DatastoreId) -> bool {
+        match self {
+            Self::MoveVm { from, to, .. } => to.datastore == datastore || from.contains(&datastore),
+            _ => false,
+        }
     }
 
     /// The policy that it gives a VM when it has succeeded.

@@ -11,7 +11,7 @@ use super::{Session, done, refused};
 
 /// The job that copies one disk.
 pub fn copy(disk: DiskId, encrypted: bool) -> JobSpec {
-    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted }] })
+    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted, datastore: None }] })
 }
 
 impl Session {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vmseal_api::host::{DiskFacts, DiskSpec, MirrorJob, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -79,7 +79,7 @@ impl Inside {
                 (_, Some(of)) if *of == task => {}
                 _ => return Err(rules::nothing_to_commit(task)),
             }
-            self.use_copy(vm, &spec, disk, wanted.encrypted)?;
+            self.use_copy(vm, &spec, disk, wanted)?;
         }
         self.known(vm)?.jobs.committed(task);
         self.describe_on_datastores(vm)?;
@@ -92,8 +92,9 @@ impl Inside {
         vm: VmId,
         spec: &VmSpec,
         disk: &DiskSpec,
-        encrypted: bool,
+        wanted: &DiskToMirror,
     ) -> Result<(), Problem> {
+        let encrypted = wanted.encrypted;
         let facts = facts(&DiskSpec { encrypted, ..disk.clone() })?;
         let offset = match &facts {
             DiskFacts::Raw => 0,
@@ -109,6 +110,9 @@ impl Inside {
         let change = |spec: &mut VmSpec| {
             for known in spec.disks_mut().filter(|known| known.disk == disk.disk) {
                 (known.encrypted, known.facts) = (encrypted, Some(facts.clone()));
+                if let Some(to) = &wanted.datastore {
+                    known.datastore = to.clone();
+                }
             }
         };
         let known = self.known(vm)?;

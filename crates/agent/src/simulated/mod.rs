@@ -160,8 +160,11 @@ impl Known {
     }
 
     fn state(&self) -> VmState {
-        let disk =
-            |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
+        let disk = |(disk, facts): (&DiskId, &DiskFacts)| DiskState {
+            disk: *disk,
+            facts: facts.clone(),
+            datastore: self.spec.disk(*disk).map(|disk| disk.datastore.datastore),
+        };
         VmState {
             vm: self.spec.vm,
             power: self.power,

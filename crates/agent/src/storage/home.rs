@@ -162,6 +162,14 @@ impl Home {
         Ok(Self { path: marked(spec)?.join(vm.to_string()) })
     }
 
+    /// The home of the same VM on another datastore.
+    ///
+    /// # Errors
+    /// As [`Home::of`].
+    pub fn on(&self, spec: &DatastoreSpec) -> Result<Self, Problem> {
+        Ok(Self { path: marked(spec)?.join(self.path.file_name().unwrap_or_default()) })
+    }
+
     /// Its directory.
     #[must_use]
     pub fn path(&self) -> &Path {

@@ -5,6 +5,7 @@
 //!                                  │                                                                │
 //!                                  └─ give up: note, map, copy removed            former image, map, note removed
 //! ```
+//! The copy may be on another datastore than the disk: then a note beside each of both leads to the other.
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
@@ -43,40 +44,69 @@ use crate::storage::opening::{self, Open, data_offset, header_problem};
 #[derive(Clone, Debug)]
 pub struct Mirror {
     note: Note,
+    /// The home in which the note was found.
+    home: Home,
+    disk: DiskId,
     /// Whether the disk's data is in the copy.
     pub pivoted: bool,
 }
 
 impl Mirror {
-    /// The mirror of a disk; none when it is not mirrored. Blocks.
+    /// The mirror of a disk; none when it is not mirrored. `home` is that of its image or that of its copy. Blocks.
     ///
     /// # Errors
     /// `damaged` when it cannot be told where the disk's data is.
     pub fn find(home: &Home, disk: DiskId) -> Result<Option<Self>, Problem> {
         let Some(note) = note::read(home, disk)? else { return Ok(None) };
-        let path = home.mirror_map(disk);
+        let mut found = Self { note, home: home.clone(), disk, pivoted: true };
+        if found.note.from.is_some() {
+            // The image's datastore may be away, and is not needed any more.
+            if found.is_settled() {
+                return Ok(Some(found));
+            }
+            let beside_image = note::read(&found.source()?, disk)?;
+            if beside_image.is_none_or(|it| it.task != found.note.task) {
+                // It was given up, or never begun.
+                return Ok(None);
+            }
+        }
+        let path = found.source()?.mirror_map(disk);
         let mark = match File::open(&path) {
             Ok(map) => pivot_mark::read(&map, disk).map_err(|error| failed(&path, "read", &error)),
             // The map goes after the former image, so what is left is the note.
-            Err(error)
-                if error.kind() == io::ErrorKind::NotFound && is_settled(home, disk, &note) =>
-            {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && found.is_settled() => {
                 Ok(PivotMark::Pivoted)
             }
             Err(error) => Err(failed(&path, "read", &error)),
         };
-        match mark? {
-            PivotMark::NotPivoted => Ok(Some(Self { note, pivoted: false })),
-            PivotMark::Pivoted => Ok(Some(Self { note, pivoted: true })),
+        found.pivoted = match mark? {
+            PivotMark::NotPivoted => false,
+            PivotMark::Pivoted => true,
             PivotMark::Unreadable => {
                 let what = format!(
-                    "{} is damaged, and says no more whether the disk's data is in {} or in the copy beside it",
+                    "{} is damaged, and says no more whether the disk's data is in {} or in the copy",
                     path.display(),
-                    home.image(disk).display()
+                    found.source()?.image(disk).display()
                 );
-                Err(Problem::new(ErrorCode::Damaged, what))
+                return Err(Problem::new(ErrorCode::Damaged, what));
             }
-        }
+        };
+        Ok(Some(found))
+    }
+
+    /// The home of the image that the disk had, and of the map.
+    fn source(&self) -> Result<Home, Problem> {
+        self.note.from.as_ref().map_or_else(|| Ok(self.home.clone()), |from| self.home.on(from))
+    }
+
+    /// The home of the copy.
+    fn target(&self) -> Result<Home, Problem> {
+        self.note.to.as_ref().map_or_else(|| Ok(self.home.clone()), |to| self.home.on(to))
+    }
+
+    /// Whether the copy is on another datastore.
+    fn moves(&self) -> bool {
+        self.note.to.is_some() || self.note.from.is_some()
     }
 
     /// The task that it is of.
@@ -97,22 +127,34 @@ impl Mirror {
         DiskSpec {
             encrypted: self.note.encrypts(),
             facts: Some(self.note.copy_facts.clone()),
+            datastore: self.note.to.clone().unwrap_or_else(|| disk.datastore.clone()),
             ..disk.clone()
         }
+    }
+
+    /// Whether the copy has the disk's name.
+    fn is_settled(&self) -> bool {
+        let image = self.target().and_then(|home| identity(&home.image(self.disk)));
+        image.is_ok_and(|image| image.as_ref() == Some(&self.note.copy))
     }
 
     /// Puts the names right of a disk that has pivoted. Blocks.
     ///
     /// # Errors
     /// `damaged` when the copy is not there; those of the file system.
-    pub fn settle(&self, home: &Home, disk: DiskId) -> Result<(), Problem> {
-        let (image, copy) = (home.image(disk), home.copy(disk));
-        if is_settled(home, disk, &self.note) {
+    pub fn settle(&self) -> Result<(), Problem> {
+        match self.set_aside() {
+            // The former image has a name of its own there, and its datastore may be away.
+            Err(problem) if self.moves() => {
+                tracing::warn!(disk = %self.disk, %problem, "its former image keeps its name for now");
+            }
+            result => result?,
+        }
+        if self.is_settled() {
             return Ok(());
         }
-        if identity(&image)? == Some(self.note.source.clone()) {
-            rename(&image, &home.source(disk))?;
-        }
+        let target = self.target()?;
+        let (image, copy) = (target.image(self.disk), target.copy(self.disk));
         if identity(&copy)? != Some(self.note.copy.clone()) || identity(&image)?.is_some() {
             let what = format!(
                 "the disk's data is in the copy that was {}, which is not there, or another file has taken its place",
@@ -122,17 +164,29 @@ impl Mirror {
         }
         rename(&copy, &image)
     }
+
+    /// Gives the former image its name.
+    fn set_aside(&self) -> Result<(), Problem> {
+        let source = self.source()?;
+        let image = source.image(self.disk);
+        match identity(&image)? == Some(self.note.source.clone()) {
+            true => rename(&image, &source.source(self.disk)),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes the notes, the one first that others lead to.
+    fn remove_notes(&self) -> Result<(), Problem> {
+        let (source, target) = (self.source()?, self.target()?);
+        source.remove_note(&source.mirror_note(self.disk))?;
+        target.remove_note(&target.mirror_note(self.disk))
+    }
 }
 
 fn rename(from: &Path, to: &Path) -> Result<(), Problem> {
     std::fs::rename(from, to)
         .and_then(|()| atomic_file::flush_directory_of(to))
         .map_err(|error| failed(from, "renamed", &error))
-}
-
-/// Whether the copy has the disk's name.
-fn is_settled(home: &Home, disk: DiskId, note: &Note) -> bool {
-    identity(&home.image(disk)).is_ok_and(|image| image.as_ref() == Some(&note.copy))
 }
 
 /// Which file has a name; none when there is none.
@@ -177,25 +231,51 @@ impl NewMirror<'_> {
         if !layers::read(&home, disk.disk)?.is_empty() {
             return Err(rules::has_snapshots(self.spec, disk));
         }
-        remove_debris(&home, disk.disk)?;
+        let target = self.target(&home)?;
+        remove_debris(&home, &target, disk.disk)?;
         let path = home.image(disk.disk);
         // Not locked: the filter of the guest may have it.
         let image = File::open(&path).map_err(|error| failed(&path, "opened", &error))?;
         check(&image)?;
         let metadata = image.metadata().map_err(internal)?;
         let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
-        let made = self.make(&home, metadata.blocks().saturating_mul(512));
-        let noted = made.and_then(|copy| {
-            let map = home.mirror_map(disk.disk);
-            drop(make_locked(&map)?);
-            atomic_file::flush_directory_of(&map).map_err(|error| failed(&map, "made", &error))?;
-            note::write(&home, disk.disk, &Note::new(task, source, copy))
-        });
+        let made = self.make(&target, metadata.blocks().saturating_mul(512));
+        let noted = made.and_then(|copy| self.note(&home, &target, Note::new(task, source, copy)));
         noted.inspect_err(|_| {
-            if let Err(problem) = remove_debris(&home, disk.disk) {
+            if let Err(problem) = remove_debris(&home, &target, disk.disk) {
                 tracing::warn!(disk = %disk.disk, %problem, "the beginning of a copy is left");
             }
         })
+    }
+
+    /// The home of the copy.
+    fn target(&self, home: &Home) -> Result<Home, Problem> {
+        let Some(to) = &self.wanted.datastore else { return Ok(home.clone()) };
+        let target = home.on(to)?;
+        let image = target.image(self.disk.disk);
+        match identity(&image)? {
+            None => Ok(target),
+            Some(_) => {
+                let what = format!(
+                    "{} is there already, and is not the image of disk '{}': remove it if it is not wanted",
+                    image.display(),
+                    self.disk.name
+                );
+                Err(Problem::new(ErrorCode::AlreadyExists, what))
+            }
+        }
+    }
+
+    /// Makes the map and the notes. That beside the image is the last, and the one that counts.
+    fn note(&self, home: &Home, target: &Home, note: Note) -> Result<(), Problem> {
+        let disk = self.disk.disk;
+        let map = home.mirror_map(disk);
+        drop(make_locked(&map)?);
+        atomic_file::flush_directory_of(&map).map_err(|error| failed(&map, "made", &error))?;
+        let Some(to) = &self.wanted.datastore else { return note::write(home, disk, &note) };
+        let (beside_image, beside_copy) = note.of_move(self.disk.datastore.clone(), to.clone());
+        note::write(target, disk, &beside_copy)?;
+        note::write(home, disk, &beside_image)
     }
 
     /// The copy: it reads as zeroes.
@@ -205,7 +285,8 @@ impl NewMirror<'_> {
         let length = header + disk.size;
         home.check_room(if is_preallocated(disk) { length } else { header + allocated })?;
         let path = home.copy(disk.disk);
-        let mut file = make_locked(&path)?;
+        let here = self.wanted.datastore.as_ref().unwrap_or(&disk.datastore);
+        let mut file = home.open_or_make(spec, here, &path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         if is_preallocated(disk) {
             home.allocate(disk.disk, &file, 0..length)?;
@@ -227,17 +308,26 @@ impl NewMirror<'_> {
     }
 }
 
-/// Removes a copy and a map that no note is about.
-fn remove_debris(home: &Home, disk: DiskId) -> Result<(), Problem> {
+/// Removes a copy, its map, and the note beside a copy that is elsewhere, where no note beside the image is about them.
+fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove(&home.mirror_map(disk))?;
-    home.remove(&home.copy(disk))
+    target.remove(&target.copy(disk))?;
+    if target.path() != home.path() {
+        target.remove_note(&target.mirror_note(disk))?;
+    }
+    Ok(())
 }
 
 /// Gives up a copy of this task, or of any; nothing is left of it. Where there is none, nothing is done. Blocks.
 ///
 /// # Errors
 /// `already-exists` when the disk has pivoted; `in-use` while a filter works on it: it is given up nevertheless.
-pub fn give_up(spec: &VmSpec, disk: &DiskSpec, task: Option<TaskId>) -> Result<(), Problem> {
+pub fn give_up(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    wanted: &DiskToMirror,
+    task: Option<TaskId>,
+) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     match Mirror::find(&home, disk.disk)? {
         Some(mirror) if task.is_some_and(|task| mirror.task() != task) => return Ok(()),
@@ -245,7 +335,22 @@ pub fn give_up(spec: &VmSpec, disk: &DiskSpec, task: Option<TaskId>) -> Result<(
         Some(_) => home.remove_note(&home.mirror_note(disk.disk))?,
         None => {}
     }
-    remove_debris(&home, disk.disk)
+    let target = wanted.datastore.as_ref().filter(|to| **to != disk.datastore);
+    let target = target.map_or_else(|| Ok(home.clone()), |to| home.on(to))?;
+    remove_debris(&home, &target, disk.disk)
+}
+
+/// Removes what is on another datastore of a disk that is being deleted: its copy, or its former image. Blocks.
+///
+/// # Errors
+/// `in-use`; `wrong-state` when that datastore is not there.
+pub fn delete_elsewhere(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, vm)?;
+    let Some(note) = note::read(&home, disk.disk)? else { return Ok(()) };
+    match note.to.as_ref().or(note.from.as_ref()) {
+        Some(other) => home.on(other)?.delete(disk.disk),
+        None => Ok(()),
+    }
 }
 
 /// A disk that is opened for its guest.
@@ -278,14 +383,14 @@ pub fn open_for_guest(
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
     // Others are copied while the guest does not have them.
     let copy = match disk.role.is_data() {
-        true => open_copy(&home, spec, disk, &mirror.note, kek),
+        true => open_copy(&mirror, spec, disk, kek),
         false => Err(internal("its copy was not finished before its guest used it")),
     };
     let mirror = match copy {
         Ok(copy) => Some(copy),
         Err(problem) if problem.code == ErrorCode::Locked => return Err(problem),
         Err(problem) => {
-            // What the guest writes from now on would be missing there.
+            // What the guest writes from now on would be missing there. A note beside a copy elsewhere says nothing alone.
             home.remove_note(&home.mirror_note(disk.disk))?;
             tracing::error!(vm = %spec.vm, disk = %disk.disk, %problem, "the copy of a disk is given up");
             None
@@ -309,7 +414,7 @@ pub fn open_to_copy(
         return Ok(None);
     };
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
-    let copy = open_copy(&home, spec, disk, &mirror.note, kek)?;
+    let copy = open_copy(&mirror, spec, disk, kek)?;
     Ok(Some((open, copy)))
 }
 
@@ -329,7 +434,7 @@ pub fn as_it_is(
     };
     match (mirror.pivoted, access) {
         (true, _) => {
-            mirror.settle(&home, disk.disk)?;
+            mirror.settle()?;
             Ok((mirror.pivoted_disk(disk), mirror.facts()))
         }
         (false, Access::Read) => Ok((disk.clone(), facts.clone())),
@@ -345,13 +450,13 @@ pub fn as_it_is(
 }
 
 fn open_copy(
-    home: &Home,
+    mirror: &Mirror,
     spec: &VmSpec,
     disk: &DiskSpec,
-    note: &Note,
     kek: Option<&SecretBytes>,
 ) -> Result<filter::Mirror, Problem> {
-    let path = home.copy(disk.disk);
+    let note = &mirror.note;
+    let path = mirror.target()?.copy(disk.disk);
     let gone = |path: &Path| {
         let what = format!("{} is not there, or is another file", path.display());
         Problem::new(ErrorCode::Damaged, what)
@@ -360,7 +465,7 @@ fn open_copy(
     if FileIdentity::of(&file).ok().as_ref() != Some(&note.copy) {
         return Err(gone(&path));
     }
-    let map = home.mirror_map(disk.disk);
+    let map = mirror.source()?.mirror_map(disk.disk);
     let map = open_locked(&map, Access::Write)?.ok_or_else(|| gone(&map))?;
     let facts = &note.copy_facts;
     let copy = DiskSpec { encrypted: note.encrypts(), facts: Some(facts.clone()), ..disk.clone() };
@@ -388,8 +493,8 @@ pub fn take_place(vm: VmId, disk: &DiskSpec) -> Result<Option<(DiskSpec, File)>,
     let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| mirror.pivoted) else {
         return Ok(None);
     };
-    mirror.settle(&home, disk.disk)?;
-    let path = home.image(disk.disk);
+    mirror.settle()?;
+    let path = mirror.target()?.image(disk.disk);
     let image = File::open(&path).map_err(|error| failed(&path, "opened", &error))?;
     Ok(Some((mirror.pivoted_disk(disk), image)))
 }

@@ -125,7 +125,7 @@ fn made(descriptor: &VmDescriptor) -> Vec<DiskState> {
             false => DiskFacts::Raw,
             true => facts::to_api(&vmseal_luks::Facts::new(described.disk.0, described.size).ok()?),
         };
-        Some(DiskState { disk: described.disk, facts })
+        Some(DiskState { disk: described.disk, facts, datastore: described.datastore })
     });
     facts.collect()
 }

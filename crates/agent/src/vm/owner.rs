@@ -56,6 +56,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::builder;
 use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
+use crate::storage::mirror::delete_elsewhere;
 use crate::storage::replica;
 
 /// How often running processes are checked.
@@ -230,8 +231,11 @@ impl Owner {
 
     /// Publishes the VM's state.
     pub fn publish(&self) {
-        let disk =
-            |(disk, facts): (&DiskId, &DiskFacts)| DiskState { disk: *disk, facts: facts.clone() };
+        let disk = |(disk, facts): (&DiskId, &DiskFacts)| DiskState {
+            disk: *disk,
+            facts: facts.clone(),
+            datastore: self.spec.disk(*disk).map(|disk| disk.datastore.datastore),
+        };
         let state = VmState {
             vm: self.spec.vm,
             power: self.power(),
@@ -632,6 +636,8 @@ impl Owner {
         for given_up in self.jobs.remove_disk(disk.disk) {
             self.workers.cancel(given_up).await;
         }
+        let (vm, copied) = (self.spec.vm, disk.clone());
+        spawn_blocking(move || delete_elsewhere(vm, &copied)).await.map_err(internal)??;
         replica::delete_with(self.spec.vm, &disk).await?;
         self.made.remove(&disk.disk);
         self.exposed_errors.remove(&disk.disk);

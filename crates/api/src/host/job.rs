@@ -15,6 +15,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::DatastoreSpec;
 use super::disk::ImageSource;
 use super::key::SealedKey;
 use super::proof::SignedReport;
@@ -108,7 +109,7 @@ pub struct ExportJob {
     pub snapshot: Option<SnapshotId>,
 }
 
-/// Copies disks of a VM, which may run, to new images on the same datastores. While that goes on the disks are used as
+/// Copies disks of a VM, which may run, to new images on the same datastores, or others. While that goes on the disks are used as
 /// before, and the copies follow. Committing the job makes the copies the disks' images, at one instant for each disk; the
 /// former images stay beside them until they are dropped ([`DropSourcesJob`]). Until it is committed it can be
 /// cancelled. It outlives the agent and the guest: the copy goes on where it was.
@@ -127,6 +128,10 @@ pub struct DiskToMirror {
     pub disk: DiskId,
     /// Whether its copy is encrypted, with a key of its own under the VM's key.
     pub encrypted: bool,
+    /// The datastore of the copy; none means that of the disk. Agents without the feature
+    /// [`MOVE`](super::version::MOVE) do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<DatastoreSpec>,
 }
 
 /// Overwrites and removes the images that disks had before they were mirrored, as far as they are there.

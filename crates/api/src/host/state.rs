@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::disk::{DiskFacts, DiskLimits};
 use super::job::JobStatus;
 use crate::boot::BootDevice;
-use crate::id::{DiskId, Incarnation, VmId};
+use crate::id::{DatastoreId, DiskId, Incarnation, VmId};
 use crate::nic::NicState;
 
 /// The state of a host. The server compares it with what it wants.
@@ -132,6 +132,9 @@ pub struct DiskState {
     pub disk: DiskId,
     /// The facts for the inventory to pin.
     pub facts: DiskFacts,
+    /// The datastore that it is on; none from agents without the feature [`MOVE`](super::version::MOVE).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<DatastoreId>,
 }
 
 /// Whether a VM runs.

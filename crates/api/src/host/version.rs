@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 21] = [
+pub const FEATURES: [&str; 22] = [
     "job-create",
     "job-export",
     NICS,
@@ -39,6 +39,7 @@ pub const FEATURES: [&str; 21] = [
     TPM,
     CDROM,
     MIRROR,
+    MOVE,
     SNAPSHOTS,
     COPIES,
     PROVE,
@@ -85,6 +86,9 @@ pub const CDROM: &str = "cdrom";
 /// The feature of agents that copy disks and use the copies in their place, and that take a key for a VM that runs and has
 /// none of its disks encrypted.
 pub const MIRROR: &str = "job-mirror";
+
+/// The feature of agents that copy disks to other datastores, and say on which one a disk is.
+pub const MOVE: &str = "job-mirror-to-datastore";
 
 /// The feature of agents that keep what disks hold as snapshots.
 pub const SNAPSHOTS: &str = "job-snapshot";

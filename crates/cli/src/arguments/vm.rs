@@ -216,6 +216,26 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Move VMs' disks to another datastore of their host, off or running
+    ///
+    /// The disks are copied, each guest changes to the copies in one instant, and the former images are removed: what was in the
+    /// clear is overwritten with zeroes once. Encrypted disks get new data keys under the key that the VM has. Until the
+    /// change it can be cancelled. What a TPM keeps stays where it is.
+    Move {
+        /// Names or ids
+        #[arg(required = true, value_name = "VM")]
+        vms: Vec<String>,
+        /// The datastore, by name or id
+        #[arg(long, value_name = "NAME")]
+        datastore: String,
+        /// A disk to move, by name or id; may be given several times [default: all]
+        #[arg(long = "disk", value_name = "NAME")]
+        disks: Vec<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older

@@ -1,10 +1,10 @@
-//! VMs that are encrypted or decrypted as they are.
+//! VMs that are encrypted, decrypted or moved as they are.
 
 use std::io::{IsTerminal, Write};
 
 use serde::Serialize;
 use vmseal_api::client::ServerClient;
-use vmseal_api::request::{DecryptVm, EncryptVm};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
 
 use super::task;
 use crate::arguments::{DryRun, Output, Wait};
@@ -52,6 +52,18 @@ pub async fn decrypt(
         confirm(vms)?;
     }
     begin(server, output, vms, "decrypt", request, dry_run, wait).await
+}
+
+/// Moves disks of VMs.
+pub async fn move_disks(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    request: &MoveVm,
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    begin(server, output, vms, "move", request, dry_run, wait).await
 }
 
 fn path(vm: &str, verb: &str) -> String {

@@ -8,7 +8,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MoveVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
@@ -130,6 +130,10 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
         arguments::Vm::Decrypt { vms, policy, yes, dry_run, wait } => {
             let request = DecryptVm { policy };
             mirror::decrypt(server, output, &vms, &request, yes, &dry_run, &wait).await
+        }
+        arguments::Vm::Move { vms, datastore, disks, dry_run, wait } => {
+            let request = MoveVm { datastore, disks };
+            mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { name, provider, deep, dry_run, wait } => {
             let (path, request) = (format!("vms/{name}/recrypt"), RecryptVm { provider, deep });

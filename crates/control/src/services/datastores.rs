@@ -13,7 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::scan::compare;
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::store::events::NewEvent;
-use crate::store::{datastores, disks, hosts};
+use crate::store::{datastores, disks, hosts, tasks};
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
@@ -194,6 +194,14 @@ pub async fn remove(
         let detail = format!(
             "datastore '{}' is in use (disks: {disks}): delete their VMs first",
             datastore.name
+        );
+        return Err(Problem::new(ErrorCode::InUse, detail));
+    }
+    let open = tasks::open(&mut write).await?;
+    if let Some(task) = open.iter().find(|it| it.operation.moves_disks_of(datastore.id)) {
+        let detail = format!(
+            "task {0} moves disks of VM '{1}' to datastore '{2}', or away from it: wait for it (vmseal task wait {0}) or cancel it",
+            task.id, task.target, datastore.name
         );
         return Err(Problem::new(ErrorCode::InUse, detail));
     }

@@ -1,12 +1,12 @@
-//! Encrypts and decrypts VMs that are there, and gives their disks new keys (deep recrypt). The VM may run; its disks are
+//! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
 //! copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::MIRROR;
-use vmseal_api::host::{DiskRole, Power};
-use vmseal_api::id::ProviderId;
+use vmseal_api::host::version::{MIRROR, MOVE};
+use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
+use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{DecryptVm, EncryptVm};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
@@ -18,7 +18,7 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
 use crate::store::vms::{self, Vm};
-use crate::store::{Part, alarms, providers};
+use crate::store::{Part, alarms, datastores, providers};
 use crate::tasks::{Engine, mirror_vm};
 
 /// Encrypts the disks of a VM, and gives it a policy that encrypts.
@@ -35,7 +35,13 @@ pub async fn encrypt(
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
     let operation = Operation::EncryptVm { vm: vm.id, policy: policy.id, provider };
-    begin(services, caller, Wanted { vm, known, operation, policy: Some(policy) }, dry_run).await
+    begin(
+        services,
+        caller,
+        Wanted { vm, known, operation, policy: Some(policy), place: None },
+        dry_run,
+    )
+    .await
 }
 
 /// Decrypts the disks of a VM, gives it a policy that does not encrypt, and destroys its key.
@@ -51,7 +57,13 @@ pub async fn decrypt(
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
     let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id };
-    begin(services, caller, Wanted { vm, known, operation, policy: Some(policy) }, dry_run).await
+    begin(
+        services,
+        caller,
+        Wanted { vm, known, operation, policy: Some(policy), place: None },
+        dry_run,
+    )
+    .await
 }
 
 /// Gives the disks of a VM new data keys, under the key-encryption key that it has. The caller has been checked.
@@ -64,7 +76,72 @@ pub(super) async fn recrypt_deep(
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
     let operation = Operation::DeepRecryptVm { vm: vm.id };
-    begin(services, caller, Wanted { vm, known, operation, policy: None }, dry_run).await
+    begin(services, caller, Wanted { vm, known, operation, policy: None, place: None }, dry_run)
+        .await
+}
+
+/// Moves disks of a VM, all or some, to another datastore of its host.
+pub async fn move_disks(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: MoveVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, known) = find(services, name).await?;
+    require_ready(&vm)?;
+    if vm.key.is_some() {
+        caller.require(Privilege::Migrate)?;
+    }
+    let mut read = services.store.read().await?;
+    let of_datastore = |problem| Problem { field: Some("datastore".to_owned()), ..problem };
+    let to = datastores::find(&mut read, &request.datastore).await?;
+    let to = to.ok_or_else(|| of_datastore(Problem::not_found("datastore", &request.datastore)))?;
+    drop(read);
+    if to.host != vm.host {
+        let detail = format!(
+            "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}'",
+            to.name, to.host_name, vm.name, vm.host_name
+        );
+        return Err(of_datastore(Problem::new(ErrorCode::WrongState, detail)));
+    }
+    features::require(services, &vm, MOVE, "move disks to another datastore")?;
+    let disks = disks_to_move(&vm, &known, &request.disks)?;
+    let from = |disk: &Disk| disks.contains(&disk.id).then_some(disk.datastore.datastore);
+    let mut from: Vec<_> = known.iter().filter_map(from).collect();
+    from.dedup();
+    let (place, to) = (Some(to.name), DatastoreSpec { datastore: to.id, location: to.location });
+    let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
+    begin(services, caller, Wanted { vm, known, operation, policy: None, place }, dry_run).await
+}
+
+/// The disks that were named, or all but that of a TPM.
+fn disks_to_move(vm: &Vm, known: &[Disk], asked: &[String]) -> Result<Vec<DiskId>, Problem> {
+    if asked.is_empty() {
+        let all = known.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
+        return Ok(all.map(|disk| disk.id).collect());
+    }
+    let mut disks = Vec::new();
+    for (index, name) in asked.iter().enumerate() {
+        let field = Some(format!("disks[{index}]"));
+        let is_it = |disk: &&Disk| disk.name == *name || disk.id.to_string() == *name;
+        let Some(disk) = known.iter().filter(|disk| !disk.detached).find(is_it) else {
+            let detail = format!("VM '{}' has no disk '{name}'", vm.name);
+            return Err(Problem { field, ..Problem::new(ErrorCode::NotFound, detail) });
+        };
+        if disk.role == DiskRole::Tpm {
+            let detail = format!(
+                "disk '{name}' of VM '{}' is that of its TPM, which stays where it is",
+                vm.name
+            );
+            return Err(Problem { field, ..Problem::new(ErrorCode::WrongState, detail) });
+        }
+        if !disks.contains(&disk.id) {
+            disks.push(disk.id);
+        }
+    }
+    Ok(disks)
 }
 
 /// What is to be done with which VM.
@@ -74,6 +151,8 @@ struct Wanted {
     operation: Operation,
     /// The VM's policy after it, where that may be another one.
     policy: Option<Policy>,
+    /// The name of the datastore that disks go to, where that is another one.
+    place: Option<String>,
 }
 
 impl Wanted {
@@ -95,6 +174,10 @@ impl Wanted {
             [] => "no disk has to be copied".to_owned(),
             disks => format!("disks {}", disks.join(", ")),
         };
+        let disks = match &self.place {
+            Some(place) => format!("{disks}, to go to datastore '{place}'"),
+            None => disks,
+        };
         match self.policy.as_ref().filter(|policy| policy.id != self.vm.policy) {
             Some(policy) => {
                 let (after, before) = (&policy.name, &self.vm.policy_name);
@@ -102,6 +185,29 @@ impl Wanted {
             }
             None => format!("choose {disks}"),
         }
+    }
+
+    /// The copy of a disk, as it is to be.
+    fn copy(&self, disk: &Disk) -> Disk {
+        let encrypted = mirror_vm::encrypts(&self.operation, disk);
+        let to = mirror_vm::target(&self.operation).unwrap_or(&disk.datastore).clone();
+        let datastore_name = self.place.clone().unwrap_or_else(|| disk.datastore_name.clone());
+        Disk { encrypted, datastore: to, datastore_name, ..disk.clone() }
+    }
+
+    /// Whether the VM's first disk moves, beside which are its core dumps.
+    fn moves_first_disk(&self) -> bool {
+        let first = self.known.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+        self.place.is_some() && first.is_some_and(|disk| mirror_vm::concerns(&self.operation, disk))
+    }
+
+    /// What a move leaves where it is.
+    fn stays(&self) -> Option<String> {
+        let to = mirror_vm::target(&self.operation)?;
+        let elsewhere = |disk: &&Disk| disk.datastore.datastore != to.datastore;
+        let tpm = self.known.iter().filter(|disk| disk.role == DiskRole::Tpm).find(elsewhere)?;
+        let place = &tpm.datastore_name;
+        Some(format!("what the VM's TPM keeps stays on datastore '{place}'"))
     }
 
     /// Whether the VM has a TPM, for which it needs a key in any case.
@@ -118,6 +224,10 @@ async fn begin(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     super::snapshots::require_none(services, &wanted.vm, "their disks cannot be copied").await?;
+    if wanted.moves_first_disk() {
+        let what = "they are beside its first disk, and would stay there";
+        super::dumps::require_none(services, &wanted.vm, what).await?;
+    }
     if wanted.policy.is_some() {
         let what = "they would not be encrypted as the VM is";
         super::dumps::require_none(services, &wanted.vm, what).await?;
@@ -175,6 +285,7 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
             let key = vm.key.is_some() && !wanted.has_tpm();
             (*policy != vm.policy || key, "is not encrypted")
         }
+        Operation::MoveVm { .. } => (false, "has these disks on that datastore already"),
         _ => (false, "has no disk that is encrypted"),
     };
     let raised = alarms::list(&mut *services.store.read().await?).await?;
@@ -203,15 +314,16 @@ async fn examine(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let mut warnings =
-        room::examine_copies(services, vm, &copied, mirror_vm::encrypts(operation)).await?;
-    if vm.key.is_some() && !copied.is_empty() {
-        if dry_run {
+    let made: Vec<Disk> = copied.iter().map(|disk| wanted.copy(disk)).collect();
+    let mut warnings = room::examine_copies(services, vm, &made).await?;
+    let asks = vm.key.is_some() || wanted.place.is_some();
+    if asks && !copied.is_empty() {
+        if dry_run && vm.key.is_some() {
             check_key(services, vm)?;
         }
         let ids: Vec<_> = copied.iter().map(|disk| disk.id).collect();
         let agent = services.hosts.connected(vm.host)?;
-        match agent.examine_job(vm.id, mirror_vm::mirror(operation, &ids)).await {
+        match agent.examine_job(vm.id, mirror_vm::mirror(operation, &ids, &wanted.known)).await {
             // Its agent has just restarted: the task gives it the VM and the key.
             Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {}
             other => other?,
@@ -227,6 +339,7 @@ async fn examine(
         Operation::DeepRecryptVm { .. } if wanted.has_tpm() => {
             warnings.push("what the VM's TPM keeps stays under the data key that it has".to_owned())
         }
+        Operation::MoveVm { .. } => warnings.extend(wanted.stays()),
         _ => {}
     }
     Ok(warnings)

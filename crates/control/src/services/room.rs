@@ -88,17 +88,16 @@ pub(super) async fn examine(
     Ok(warnings)
 }
 
-/// Checks that copies of disks of a VM, encrypted or not, have room beside them, and says where they may not. A thin disk
+/// Checks that copies of disks of a VM have room where they are to be, beside these or elsewhere, and says where they may not. A thin disk
 /// takes what its guest has written, which nobody has counted.
 pub(super) async fn examine_copies(
     services: &Services,
     vm: &vms::Vm,
-    disks: &[&Disk],
-    encrypted: bool,
+    copies: &[Disk],
 ) -> Result<Vec<String>, Problem> {
     let agent = services.hosts.connected(vm.host)?;
     let mut warnings = Vec::new();
-    for store in stores(disks.iter().map(|disk| (*disk, encrypted))) {
+    for store in stores(copies.iter().map(|disk| (disk, disk.encrypted))) {
         let examined = store.examine(&*agent, "copies of the disks").await;
         let warning = examined.map_err(|problem| Problem { field: None, ..problem })?;
         warnings.extend(warning);

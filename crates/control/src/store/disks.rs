@@ -272,6 +272,20 @@ pub async fn set_image(
     set_facts(to, disk, facts).await
 }
 
+/// Records that the image of a disk is on another datastore.
+pub async fn set_datastore(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    datastore: DatastoreId,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE volumes SET datastore_id = $1 WHERE disk_id = $2 AND role = 'image'")
+        .bind(datastore.to_string())
+        .bind(disk.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// Records whether a VM has a disk.
 pub async fn set_detached(
     to: &mut SqliteConnection,

@@ -1,11 +1,11 @@
-//! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, or to give its disks new
-//! data keys (deep recrypt; its KEK stays). The VM may run.
+//! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, to give its disks new
+//! data keys (deep recrypt; its KEK stays), or to move them to another datastore. The VM may run.
 //!
 //! ```text
 //!   encrypt          clear ─► check ─► make-key ─┐  make-key only where the VM has no key
 //!   decrypt          clear ─► check ─────────────┼─► prepare ─► copy ─► switch ─► drop-source ─┬─► done
-//!   recrypt --deep   clear ─► check ─────────────┘                 │                           └─► decrypt:
-//!                                                           commit step     forget-key ─► destroy-key
+//!   recrypt --deep   clear ─► check ─────────────┤                 │                           └─► decrypt:
+//!   move             clear ─► check ─────────────┘          commit step     forget-key ─► destroy-key
 //! ```
 //!
 //! Before the host is asked to use the copies everything can be undone: the copies are removed, and a key that was made
@@ -22,8 +22,8 @@ mod keys;
 
 use async_trait::async_trait;
 use vmseal_api::host::{
-    DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec, MirrorJob,
-    Power,
+    DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec,
+    MirrorJob, Power,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::model::Lifecycle;
@@ -39,7 +39,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::{self, NewEvent};
 use crate::store::tasks::{self, Task};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, policies};
+use crate::store::{Write, datastores, policies};
 
 /// The steps, in order; each operation has some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +86,7 @@ pub(crate) const DECRYPT: &[&dyn Step] = &[
 ];
 
 pub(crate) const DEEP_RECRYPT: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
+pub(crate) const MOVE: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 
 #[async_trait]
 impl Step for MirrorVmStep {
@@ -176,9 +177,13 @@ pub(in crate::tasks) fn internal(what: &str) -> StepError {
     StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
-/// Whether disks are encrypted after an operation.
-pub(crate) fn encrypts(operation: &Operation) -> bool {
-    !matches!(operation, Operation::DecryptVm { .. })
+/// Whether a disk is encrypted after an operation that copies it.
+pub(crate) fn encrypts(operation: &Operation, disk: &Disk) -> bool {
+    match operation {
+        Operation::DecryptVm { .. } => false,
+        Operation::MoveVm { .. } => disk.encrypted,
+        _ => true,
+    }
 }
 
 /// Whether an operation copies a disk of its VM. What a TPM keeps is encrypted in any case, and is no disk of the guest's.
@@ -186,15 +191,30 @@ pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
     let of_guest = disk.role != DiskRole::Tpm && !disk.detached;
     let differs = match operation {
         Operation::DeepRecryptVm { .. } => disk.encrypted,
-        _ => disk.encrypted != encrypts(operation),
+        Operation::MoveVm { disks, to, .. } => {
+            disks.contains(&disk.id) && disk.datastore.datastore != to.datastore
+        }
+        _ => disk.encrypted != encrypts(operation, disk),
     };
     of_guest && differs
 }
 
-/// The job that copies disks.
-pub(crate) fn mirror(operation: &Operation, disks: &[DiskId]) -> JobSpec {
-    let encrypted = encrypts(operation);
-    let disks = disks.iter().map(|disk| DiskToMirror { disk: *disk, encrypted });
+/// The datastore that an operation moves disks to.
+pub(crate) fn target(operation: &Operation) -> Option<&DatastoreSpec> {
+    match operation {
+        Operation::MoveVm { to, .. } => Some(to),
+        _ => None,
+    }
+}
+
+/// The job that copies disks, of those that a VM has.
+pub(crate) fn mirror(operation: &Operation, disks: &[DiskId], known: &[Disk]) -> JobSpec {
+    let copied = known.iter().filter(|disk| disks.contains(&disk.id));
+    let disks = copied.map(|disk| DiskToMirror {
+        disk: disk.id,
+        encrypted: encrypts(operation, disk),
+        datastore: target(operation).cloned(),
+    });
     JobSpec::Mirror(MirrorJob { disks: disks.collect() })
 }
 
@@ -229,7 +249,10 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
 
 /// What the key is for: a decryption writes nothing under it.
 fn purpose(run: &Run<'_>) -> Purpose {
-    if encrypts(&run.task.operation) { Purpose::Encrypt } else { Purpose::Open }
+    match run.task.operation {
+        Operation::DecryptVm { .. } => Purpose::Open,
+        _ => Purpose::Encrypt,
+    }
 }
 
 /// Registers the VM on its host, with its key. A VM that runs takes another key as long as none of its disks is
@@ -282,7 +305,8 @@ async fn copy(run: &Run<'_>) -> Result<(), StepError> {
         return Ok(());
     }
     let vm = run.vm().await?;
-    put(run, &vm, mirror(&run.task.operation, &disks)).await?;
+    let job = mirror(&run.task.operation, &disks, &run.disks().await?);
+    put(run, &vm, job).await?;
     follow(run, &vm, JobKind::Mirror).await.map(drop)
 }
 
@@ -303,7 +327,7 @@ async fn cancel(
     disks: &[DiskId],
 ) -> Result<Cancelled, StepError> {
     known_to_host(run).await?;
-    let job = mirror(&of.operation, disks);
+    let job = mirror(&of.operation, disks, &run.disks().await?);
     match run.agent(vm)?.cancel_job(vm.id, of.id, job).await {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(Cancelled::Gone),
         Err(problem) if problem.code == ErrorCode::AlreadyExists => Ok(Cancelled::InUse),
@@ -358,7 +382,7 @@ fn is_lost(problem: &Problem) -> bool {
 
 /// Has the host use the copies that a task has made. An agent that has restarted gets the VM and its key first.
 async fn commit(run: &Run<'_>, vm: &Vm, of: &Task, disks: &[DiskId]) -> Result<(), StepError> {
-    let (agent, job) = (run.agent(vm)?, mirror(&of.operation, disks));
+    let (agent, job) = (run.agent(vm)?, mirror(&of.operation, disks, &run.disks().await?));
     let commit = || agent.commit_job(vm.id, of.id, job.clone());
     match commit().await {
         Err(problem) if is_lost(&problem) => {}
@@ -369,9 +393,21 @@ async fn commit(run: &Run<'_>, vm: &Vm, of: &Task, disks: &[DiskId]) -> Result<(
     Ok(commit().await?)
 }
 
-/// What a host says of a disk.
-fn facts_of(seen: &[DiskState], disk: DiskId) -> Option<&DiskFacts> {
-    seen.iter().find(|seen| seen.disk == disk).map(|seen| &seen.facts)
+/// What a host says of a disk that uses its copy.
+fn copy_of<'a>(seen: &'a [DiskState], disk: &Disk, operation: &Operation) -> Option<&'a DiskState> {
+    let seen = seen.iter().find(|seen| seen.disk == disk.id)?;
+    let is_copy = is_encrypted(&seen.facts) == encrypts(operation, disk)
+        && target(operation).is_none_or(|to| seen.datastore == Some(to.datastore));
+    is_copy.then_some(seen)
+}
+
+/// Records the image of a disk as its host has it.
+async fn set_image(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
+    disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
+    if let Some(datastore) = seen.datastore {
+        disks::set_datastore(write, seen.disk, datastore).await?;
+    }
+    Ok(())
 }
 
 /// Records the images that the host uses, and the VM's policy, in one transaction.
@@ -385,16 +421,14 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let known = disks::of_vm(&mut write, vm.id).await?;
     let mut names = Vec::new();
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
-        let wanted = encrypts(&run.task.operation);
-        let facts = facts_of(seen, disk.id).filter(|facts| is_encrypted(facts) == wanted);
-        let Some(facts) = facts else {
+        let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
             let detail = format!(
                 "host '{}' does not say of disk '{}' that it uses its copy",
                 vm.host_name, disk.name
             );
             return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
         };
-        disks::set_image(&mut write, disk.id, wanted, facts).await?;
+        set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
     }
     let policy = give_policy(run, &mut write, &vm, &known).await?;
@@ -441,6 +475,7 @@ async fn tell(
     let kind = match run.task.operation {
         Operation::EncryptVm { .. } => "vm.encrypted",
         Operation::DecryptVm { .. } => "vm.decrypted",
+        Operation::MoveVm { .. } => "vm.moved",
         _ => "vm.deep-recrypted",
     };
     let by = format!("as task {}", run.task.id);
@@ -459,7 +494,15 @@ async fn tell(
         names => format!("disks {}", names.join(", ")),
     };
     let policy = policy.map(|name| format!("; policy '{name}' in place of '{}'", vm.policy_name));
-    let detail = format!("{disks}{}; {by}", policy.unwrap_or_default());
+    let place = match target(&run.task.operation) {
+        Some(to) => {
+            let found = datastores::find(write, &to.datastore.to_string()).await?;
+            found.map(|found| format!(" to datastore '{}'", found.name))
+        }
+        None => None,
+    };
+    let detail =
+        format!("{disks}{}{}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
 }
@@ -489,8 +532,7 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError>
     let mut write = run.store().write().await?;
     for seen in state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks) {
         if copied.contains(&seen.disk) {
-            let encrypted = is_encrypted(&seen.facts);
-            disks::set_image(&mut write, seen.disk, encrypted, &seen.facts).await?;
+            set_image(&mut write, seen).await?;
         }
     }
     Ok(write.commit().await?)
@@ -530,6 +572,11 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             "uses copies of its disks that are not encrypted",
             "their former images may be on the datastore still, and the VM may have its key",
             "vmseal vm decrypt",
+        ),
+        Operation::MoveVm { .. } => (
+            "uses copies of its disks, all or some of them on the other datastore",
+            "their former images may be on the former datastore still",
+            "vmseal vm move",
         ),
         _ => (
             "uses copies of its disks with new keys",

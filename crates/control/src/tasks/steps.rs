@@ -41,6 +41,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::EncryptVm { provider: None, .. } => mirror_vm::ENCRYPT_WITH_ITS_KEY,
         Operation::DecryptVm { .. } => mirror_vm::DECRYPT,
         Operation::DeepRecryptVm { .. } => mirror_vm::DEEP_RECRYPT,
+        Operation::MoveVm { .. } => mirror_vm::MOVE,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
         Operation::AdoptVm { .. } => adopt_vm::STEPS,
         Operation::Unreadable { .. } => &[],

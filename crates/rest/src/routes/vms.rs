@@ -8,7 +8,7 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MoveVm, RecryptVm, SetVm, StartVm, StopVm,
 };
 use vmseal_control::services::{self, PageRequest, Services};
 
@@ -209,6 +209,23 @@ pub(super) async fn decrypt(
     OptionalJson(request): OptionalJson<DecryptVm>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     let begun = services::mirror::decrypt(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
+}
+
+/// Moves disks of a VM, off or running, to another datastore of its host: all of them, or those that are named. Encrypted
+/// ones get new data keys under the key-encryption key that the VM has.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/move", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = MoveVm, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn move_disks(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<MoveVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun =
+        services::mirror::move_disks(&control, &caller, &name, request, query.dry_run).await?;
     Ok(Answer(begun.map(Accepted)))
 }
 

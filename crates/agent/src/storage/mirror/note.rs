@@ -5,7 +5,7 @@ use std::io::{self, Read};
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::atomic_file::{self, PRIVATE};
-use vmseal_api::host::DiskFacts;
+use vmseal_api::host::{DatastoreSpec, DiskFacts};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -13,8 +13,11 @@ use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
 
-/// The version of notes.
+/// The version of notes of a copy on the disk's own datastore.
 const VERSION: u32 = 1;
+
+/// The version of notes of a copy on another one. There is one beside the disk's image, and one beside the copy.
+const VERSION_OF_MOVE: u32 = 2;
 
 /// The longest note: several times as long as vmseal's.
 const NOTE_MAX: u64 = 4096;
@@ -34,6 +37,12 @@ pub struct Note {
     pub copy: FileIdentity,
     /// The facts of that one.
     pub copy_facts: DiskFacts,
+    /// In the note beside the image: the datastore of the copy, where that is another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<DatastoreSpec>,
+    /// In the note beside the copy: the datastore of the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<DatastoreSpec>,
 }
 
 impl Note {
@@ -43,7 +52,23 @@ impl Note {
         (source, source_facts): (FileIdentity, DiskFacts),
         (copy, copy_facts): (FileIdentity, DiskFacts),
     ) -> Self {
-        Self { version: VERSION, task, source, source_facts, copy, copy_facts }
+        let (to, from) = (None, None);
+        Self { version: VERSION, task, source, source_facts, copy, copy_facts, to, from }
+    }
+
+    /// The two notes of a copy on another datastore: that beside the image, and that beside the copy.
+    pub fn of_move(self, from: DatastoreSpec, to: DatastoreSpec) -> (Self, Self) {
+        let note = Self { version: VERSION_OF_MOVE, ..self };
+        (Self { to: Some(to), ..note.clone() }, Self { from: Some(from), ..note })
+    }
+
+    /// Whether it says where both files are.
+    fn is_whole(&self) -> bool {
+        match self.version {
+            VERSION => self.to.is_none() && self.from.is_none(),
+            VERSION_OF_MOVE => self.to.is_some() != self.from.is_some(),
+            _ => false,
+        }
     }
 
     /// Whether the copy is encrypted.
@@ -65,7 +90,7 @@ pub fn read(home: &Home, disk: DiskId) -> Result<Option<Note>, Problem> {
         Err(error) => return Err(failed(&path, "read", &error)),
     }
     match serde_json::from_slice::<Note>(&text) {
-        Ok(note) if note.version == VERSION => Ok(Some(note)),
+        Ok(note) if note.is_whole() => Ok(Some(note)),
         understood => {
             let why = match understood {
                 Ok(note) => format!("it has version {}", note.version),
@@ -95,6 +120,8 @@ pub fn write(home: &Home, disk: DiskId, note: &Note) -> Result<(), Problem> {
 #[cfg(test)]
 mod tests {
     use uuid::Uuid;
+    use vmseal_api::host::DatastoreLocation;
+    use vmseal_api::id::DatastoreId;
 
     use super::*;
 
@@ -117,5 +144,16 @@ mod tests {
         assert_eq!(serde_json::to_string(&note).unwrap(), text);
         assert_eq!(serde_json::from_str::<Note>(text).unwrap(), note);
         assert!(note.encrypts());
+        let place = |number: u128, path: &str| DatastoreSpec {
+            datastore: DatastoreId(Uuid::from_u128(number)),
+            location: DatastoreLocation::Dir { path: path.into() },
+        };
+        let whole = note.clone().of_move(place(1, "/a"), place(2, "/b"));
+        let end = r#""to":{"datastore":"00000000-0000-0000-0000-000000000002","location":{"kind":"dir","path":"/b"}}}"#;
+        let text = serde_json::to_string(&whole.0).unwrap();
+        assert!(text.starts_with(r#"{"version":2,"#) && text.ends_with(end), "{text}");
+        assert!(whole.0.is_whole() && whole.1.is_whole() && note.is_whole());
+        let neither = [Note { from: whole.1.from, ..whole.0 }, Note { version: 2, ..note.clone() }];
+        assert!(neither.iter().chain([&Note { version: 3, ..note }]).all(|it| !it.is_whole()));
     }
 }

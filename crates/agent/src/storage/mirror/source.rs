@@ -40,7 +40,8 @@ pub fn remove(
         let what = format!("disk '{}' is still being copied", disk.name);
         return Err(Problem::new(ErrorCode::WrongState, what));
     }
-    mirror.settle(&home, disk.disk)?;
+    mirror.settle()?;
+    let home = mirror.source()?;
     let path = home.source(disk.disk);
     if let Some(file) = open_locked(&path, Access::Write)? {
         let length = file.metadata().map_err(internal)?.len();
@@ -53,7 +54,7 @@ pub fn remove(
         home.remove_locked(&path)?;
     }
     home.remove(&home.mirror_map(disk.disk))?;
-    home.remove_note(&home.mirror_note(disk.disk))
+    mirror.remove_notes()
 }
 
 fn ended() -> Problem {

@@ -129,8 +129,8 @@ impl Owner {
                 });
                 if let Err(problem) = begun {
                     // A copy that an earlier attempt has begun goes with it: its task begins again.
-                    for (_, disk, _) in &wanted[..index] {
-                        let _ = mirror::give_up(spec, disk, Some(task));
+                    for (to, disk, _) in &wanted[..index] {
+                        let _ = mirror::give_up(spec, disk, to, Some(task));
                     }
                     return Err(problem);
                 }
@@ -279,6 +279,7 @@ impl Owner {
             for known in spec.disks_mut() {
                 if let Some(taken) = taken.iter().find(|taken| taken.disk == known.disk) {
                     (known.encrypted, known.facts) = (taken.encrypted, taken.facts.clone());
+                    known.datastore = taken.datastore.clone();
                 }
             }
             spec
@@ -327,8 +328,9 @@ impl Owner {
             async move {
                 let disks = disks?;
                 let work = move || {
-                    let each =
-                        disks.iter().map(|(_, disk, _)| mirror::give_up(&spec, disk, Some(task)));
+                    let each = disks
+                        .iter()
+                        .map(|(to, disk, _)| mirror::give_up(&spec, disk, to, Some(task)));
                     // All of them, even if one cannot be removed yet.
                     each.collect::<Vec<_>>().into_iter().collect::<Result<(), Problem>>()
                 };

@@ -1,0 +1,63 @@
+//! The guest of [`shell_guest`] in a VM, which has a marker on its disk and writes numbers there that it reads again: what a
+//! copied disk must not lose.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use crate::guest::Console;
+use crate::installation::Installation;
+use crate::shell_guest::{self, booted, run};
+
+/// What the guest writes into a place of its disk that its system does not use.
+pub const MARKER: &str = "VMSEAL-MARKER-7";
+/// What cloud-init is told.
+pub const SECRET: &str = "VMSEAL-SECRET-9";
+/// Where the marker is, and where the numbers are, in MiB.
+const MARKER_AT: u32 = 60;
+const COUNTER_AT: u32 = 61;
+
+/// An installation with this guest in a running VM.
+#[must_use]
+pub fn started(vm: &str, policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    // A disk for cloud-init, which the guest can only read.
+    std::fs::write(here.path("user-data"), format!("#cloud-config\n# {SECRET}\n")).unwrap();
+    let documents = format!("user-data={}", here.path("user-data").display());
+    shell_guest::start(&here, vm, policy, &["--cloud-init", &documents]).unwrap();
+    let mut console = booted(&here, vm).unwrap();
+    write_marker(&mut console);
+    (here, console)
+}
+
+fn write_marker(console: &mut Console) {
+    let write = format!(
+        "echo {MARKER} | dd of=/dev/vda bs=1M seek={MARKER_AT} conv=notrunc 2>/dev/null; sync"
+    );
+    run(console, &format!("{write}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
+}
+
+/// The guest reads what is on its disks.
+pub fn read_marker(console: &mut Console) {
+    run(console, &format!("grep -ao '{SECRET}' /dev/vdb | head -n 1"), SECRET).unwrap();
+    let read = format!(
+        "echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=1M skip={MARKER_AT} count=1 2>/dev/null | head -n 1"
+    );
+    run(console, &read, MARKER).unwrap();
+}
+
+/// The guest writes numbers, reads each again from the disk, and says which one was lost.
+pub fn count(console: &mut Console) {
+    let block = COUNTER_AT * 2048;
+    let body = format!(
+        "i=$((i + 1)); printf '%-511s\\n' N-$i | dd of=/dev/vda bs=512 seek={block} conv=notrunc,fsync 2>/dev/null; \
+         echo 1 >/proc/sys/vm/drop_caches; r=$(dd if=/dev/vda bs=512 skip={block} count=1 2>/dev/null); \
+         case $r in N-$i\\ *) ;; *) echo LOST-$i;; esac"
+    );
+    let begin = format!("(i=0; while [ ! -e /stop ]; do {body}; done; echo COUNTED-$i) &");
+    run(console, &format!("rm -f /stop; {begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
+}
+
+/// The guest stops, and has lost nothing.
+pub fn stop_counting(console: &mut Console) {
+    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
+    assert!(!console.has_said("LOST-"), "the guest has lost what it wrote");
+}
