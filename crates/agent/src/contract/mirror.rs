@@ -1,13 +1,19 @@
 //! Disks are copied to other images, and the copies used in their place: each step repeated, every refusal provoked.
 
 use vmseal_api::host::{
-    DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, HostAgent, JobKind, JobSpec, JobState,
-    MirrorJob,
+    DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror, DropSourcesJob,
+    HostAgent, JobKind, JobSpec, JobState, MirrorJob,
 };
-use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::id::{DatastoreId, DiskId, TaskId};
 use vmseal_api::problem::ErrorCode;
 
 use super::{Session, done, refused};
+
+/// The job that moves one disk, which stays as it is.
+fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
+    let datastore = Some(to.clone());
+    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted, datastore }] })
+}
 
 /// The job that copies one disk.
 pub fn copy(disk: DiskId, encrypted: bool) -> JobSpec {
@@ -54,14 +60,15 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     refused(commit().await, ErrorCode::NotFound, "committing a cancelled copy");
 
     for encrypted in [true, false] {
-        let facts = mirrored(agent, session, data, encrypted).await;
+        let facts = mirrored(agent, session, data, copy(data, encrypted)).await.facts;
         assert_eq!(matches!(facts, DiskFacts::Luks2 { .. }), encrypted, "{facts:?}");
         let disk = disk_mut(session, data);
         (disk.encrypted, disk.facts) = (encrypted, Some(facts));
         // As the server does when it has recorded that.
         done(agent.register_vm(session.spec.clone()).await, "registering the disk as it is");
     }
-    let facts = mirrored(agent, session, system, true).await;
+    move_disk(agent, session, data).await;
+    let facts = mirrored(agent, session, system, copy(system, true)).await.facts;
     assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
     disk_mut(session, data).replica = replica;
     done(agent.register_vm(session.spec.clone()).await, "registering with the replica");
@@ -71,15 +78,41 @@ fn disk_mut(session: &mut Session, disk: DiskId) -> &mut DiskSpec {
     session.spec.disks_mut().find(|known| known.disk == disk).expect("the disk")
 }
 
-/// Copies a disk and commits that; its facts then.
+/// The plain disk is moved to another datastore, and back.
+async fn move_disk(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
+    let vm = session.vm();
+    let path = session.fixture.datastore.with_file_name("second-datastore");
+    // A simulated host has it nowhere.
+    let _ = std::fs::create_dir(&path);
+    let location = DatastoreLocation::Dir { path };
+    let second = DatastoreSpec { datastore: DatastoreId::new(), location };
+    done(agent.probe_datastore(second.clone()).await, "a second datastore");
+    let (first, put) = (session.place.clone(), |job| agent.put_job(vm, TaskId::new(), job));
+    let code = ErrorCode::InvalidRequest;
+    refused(put(moved(disk, false, &first)).await, code, "a move to where the disk is");
+    let (task, job) = (TaskId::new(), moved(disk, false, &second));
+    session.copied(agent, task, &job).await;
+    let other = put(moved(disk, true, &second)).await;
+    refused(other, ErrorCode::InUse, "a second copy of a disk that moves");
+    done(agent.cancel_job(vm, task, job.clone()).await, "cancelling a move");
+    refused(agent.commit_job(vm, task, job).await, ErrorCode::NotFound, "committing it");
+    for to in [second, first] {
+        let seen = mirrored(agent, session, disk, moved(disk, false, &to)).await;
+        assert_eq!((seen.datastore, seen.facts), (Some(to.datastore), DiskFacts::Raw));
+        disk_mut(session, disk).datastore = to;
+        done(agent.register_vm(session.spec.clone()).await, "registering it where it is");
+    }
+}
+
+/// Does a job that copies a disk, and commits it; the disk then.
 async fn mirrored(
     agent: &dyn HostAgent,
     session: &Session,
     disk: DiskId,
-    encrypted: bool,
-) -> DiskFacts {
+    job: JobSpec,
+) -> DiskState {
     let vm = session.vm();
-    let (task, job) = (TaskId::new(), copy(disk, encrypted));
+    let task = TaskId::new();
     session.copied(agent, task, &job).await;
     let commit = || agent.commit_job(vm, task, job.clone());
     done(commit().await, "committing it");
@@ -98,5 +131,5 @@ async fn mirrored(
     let again = TaskId::new();
     done(agent.put_job(vm, again, drop).await, "removing what is gone");
     assert_eq!(session.worked(agent, again).await, JobState::Done);
-    known.expect("the disk's facts").facts
+    known.expect("the disk's facts")
 }

@@ -16,6 +16,8 @@ struct Bench {
     spec: VmSpec,
     kek: SecretBytes,
     task: TaskId,
+    /// The datastore of the copy, where that is another one.
+    to: Option<DatastoreSpec>,
 }
 
 /// A VM with a plain disk of 1 MiB that holds the marker.
@@ -29,7 +31,7 @@ fn bench() -> Bench {
     spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
     let disk = DiskSpec { datastore: place, ..crate::rules::tests::disk("data") };
     spec.devices = vec![Device::Disk(DiskSpec { allocation: Allocation::Thin, ..disk })];
-    let bench = Bench { _directory: directory, spec, kek, task: TaskId::new() };
+    let bench = Bench { _directory: directory, spec, kek, task: TaskId::new(), to: None };
     let file = bench.home().begin(&bench.spec, bench.disk(), bench.disk().size).unwrap();
     file.write_all_at(MARKER, 64 << 10).unwrap();
     bench.home().finish(bench.disk().disk, &file).unwrap();
@@ -49,8 +51,16 @@ impl Bench {
         self.begin_of(self.task)
     }
 
+    fn wanted(&self) -> DiskToMirror {
+        DiskToMirror { disk: self.disk().disk, encrypted: true, datastore: self.to.clone() }
+    }
+
+    fn give_up(&self, task: Option<TaskId>) -> Result<(), Problem> {
+        give_up(&self.spec, self.disk(), &self.wanted(), task)
+    }
+
     fn begin_of(&self, task: TaskId) -> Result<(), Problem> {
-        let wanted = DiskToMirror { disk: self.disk().disk, encrypted: true };
+        let wanted = self.wanted();
         let (spec, disk, facts) = (&self.spec, self.disk(), &DiskFacts::Raw);
         let new = NewMirror { spec, disk, facts, kek: Some(&self.kek), wanted: &wanted, task };
         new.begin(|_| Ok(()))
@@ -67,20 +77,22 @@ impl Bench {
     }
 
     fn files(&self) -> Vec<String> {
-        let image = self.home().image(self.disk().disk);
-        let there = std::fs::read_dir(image.parent().unwrap()).unwrap();
-        let name = |entry: std::io::Result<std::fs::DirEntry>| {
-            let name = PathBuf::from(entry.unwrap().file_name());
-            name.extension().unwrap().to_string_lossy().into_owned()
-        };
-        let mut names: Vec<_> = there.map(name).collect();
-        names.sort();
-        names
+        files_of(&self.home())
     }
 
     fn remove_source(&self) -> Result<(), Problem> {
         source::remove(&self.spec, self.disk(), |_, _| {}, || false)
     }
+}
+
+fn files_of(home: &Home) -> Vec<String> {
+    let name = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = PathBuf::from(entry.unwrap().file_name());
+        name.extension().unwrap().to_string_lossy().into_owned()
+    };
+    let mut names: Vec<_> = std::fs::read_dir(home.path()).unwrap().map(name).collect();
+    names.sort();
+    names
 }
 
 #[test]
@@ -109,10 +121,10 @@ fn a_copy_is_begun_once_and_opened_with_its_disk() {
     };
     assert_eq!(open(Access::Write).unwrap_err().code, ErrorCode::InUse);
     drop(open(Access::Read).unwrap());
-    give_up(&bench.spec, bench.disk(), Some(TaskId::new())).unwrap();
+    bench.give_up(Some(TaskId::new())).unwrap();
     assert!(bench.open().unwrap().mirror.is_some(), "given up for another task");
-    give_up(&bench.spec, bench.disk(), Some(bench.task)).unwrap();
-    give_up(&bench.spec, bench.disk(), Some(bench.task)).unwrap();
+    bench.give_up(Some(bench.task)).unwrap();
+    bench.give_up(Some(bench.task)).unwrap();
     assert_eq!(bench.files(), ["json", "raw"]);
     drop(open(Access::Write).unwrap());
 }
@@ -123,7 +135,7 @@ fn debris_of_a_beginning_is_removed_and_nothing_is_begun_without_room() {
     std::fs::write(bench.home().copy(bench.disk().disk), "x").unwrap();
     std::fs::write(bench.home().mirror_map(bench.disk().disk), "x").unwrap();
     bench.begin().unwrap();
-    give_up(&bench.spec, bench.disk(), None).unwrap();
+    bench.give_up(None).unwrap();
     let disk = bench.spec.disk_at_mut(0).unwrap();
     (disk.allocation, disk.size) = (Allocation::Preallocated, 1 << 60);
     assert_eq!(bench.begin().unwrap_err().code, ErrorCode::NoSpace);
@@ -176,10 +188,7 @@ fn a_disk_that_has_pivoted_is_its_copy_from_every_state_of_the_names() {
         if renamed > 1 {
             std::fs::rename(home.copy(disk), home.image(disk)).unwrap();
         }
-        assert_eq!(
-            give_up(&bench.spec, bench.disk(), Some(bench.task)).unwrap_err().code,
-            ErrorCode::AlreadyExists
-        );
+        assert_eq!(bench.give_up(Some(bench.task)).unwrap_err().code, ErrorCode::AlreadyExists);
         let opened = bench.open().unwrap();
         assert!(opened.has_pivoted && opened.mirror.is_none() && opened.open.key.is_some());
         drop(opened);
@@ -248,4 +257,139 @@ fn of_what_was_encrypted_the_header_is_overwritten() {
     let left = std::fs::read(&kept).unwrap();
     assert!(left[..32 << 10].iter().all(|byte| *byte == 0));
     assert_eq!(&left[64 << 10..][..MARKER.len()], MARKER, "ciphertext without a key stays");
+}
+
+/// The same with a second datastore, to which the disk moves.
+fn moving() -> (Bench, Home, tempfile::TempDir) {
+    let directory = tempfile::tempdir().unwrap();
+    let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+    let to = DatastoreSpec { datastore: DatastoreId::new(), location };
+    datastore::probe(&to).unwrap();
+    let mut bench = bench();
+    let target = Home::of(&to, bench.spec.vm).unwrap();
+    bench.to = Some(to);
+    (bench, target, directory)
+}
+
+impl Bench {
+    /// The disk as an inventory has it that knows of the move.
+    fn moved_disk(&self) -> DiskSpec {
+        let mirror = of_disk(self.spec.vm, self.disk()).unwrap().unwrap();
+        mirror.pivoted_disk(self.disk())
+    }
+}
+
+#[test]
+fn a_move_is_begun_and_given_up_on_both_datastores() {
+    let (bench, target, _directory) = moving();
+    // What an earlier beginning has left beside the copy means nothing.
+    std::fs::create_dir_all(target.path()).unwrap();
+    std::fs::write(target.copy(bench.disk().disk), "x").unwrap();
+    bench.begin().unwrap();
+    bench.begin().unwrap();
+    assert_eq!(bench.files(), ["json", "mirror", "mirror-map", "raw"]);
+    assert_eq!(files_of(&target), ["copy", "json", "mirror"]);
+    let opened = bench.open().unwrap();
+    assert!(opened.mirror.is_some() && !opened.has_pivoted);
+    drop(opened);
+    bench.give_up(Some(bench.task)).unwrap();
+    bench.give_up(Some(bench.task)).unwrap();
+    assert_eq!(bench.files(), ["json", "raw"]);
+    assert!(!target.path().exists(), "{:?}", files_of(&target));
+    // A file in the place that the image is to have is not overwritten.
+    std::fs::create_dir_all(target.path()).unwrap();
+    std::fs::write(target.image(bench.disk().disk), "another's").unwrap();
+    assert_eq!(bench.begin().unwrap_err().code, ErrorCode::AlreadyExists);
+}
+
+/// From each state of the names, and known at either place, the disk is its copy, and nothing is left where it was.
+#[test]
+fn a_disk_that_has_moved_is_found_from_both_datastores() {
+    for (renamed, knows) in [(0, false), (1, false), (2, false), (2, true)] {
+        let (mut bench, target, _directory) = moving();
+        bench.begin().unwrap();
+        bench.pivot();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        if renamed > 0 {
+            std::fs::rename(home.image(disk), home.source(disk)).unwrap();
+        }
+        if renamed > 1 {
+            std::fs::rename(target.copy(disk), target.image(disk)).unwrap();
+        }
+        assert_eq!(bench.give_up(None).unwrap_err().code, ErrorCode::AlreadyExists);
+        if knows {
+            *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        }
+        let opened = bench.open().unwrap();
+        assert!(opened.has_pivoted && opened.mirror.is_none() && opened.open.key.is_some());
+        drop(opened);
+        let (taken, _) = take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        assert_eq!(Some(taken.datastore), bench.to);
+        assert_eq!(files_of(&target), ["json", "mirror", "raw"]);
+        assert_eq!(files_of(&home), ["json", "mirror", "mirror-map", "source"]);
+        bench.remove_source().unwrap();
+        assert_eq!(files_of(&target), ["json", "raw"]);
+        assert!(!home.path().exists());
+    }
+}
+
+/// The removal can end between any two of its files, and is done again then.
+#[test]
+fn a_removal_after_a_move_goes_on_where_it_was() {
+    for removed in 0..4 {
+        let (mut bench, target, _directory) = moving();
+        bench.begin().unwrap();
+        bench.pivot();
+        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        let files = [home.source(disk), home.mirror_map(disk), home.mirror_note(disk)];
+        files[..removed].iter().for_each(|path| std::fs::remove_file(path).unwrap());
+        assert!(of_disk(bench.spec.vm, bench.disk()).unwrap().unwrap().pivoted);
+        bench.remove_source().unwrap();
+        bench.remove_source().unwrap();
+        assert_eq!(files_of(&target), ["json", "raw"]);
+        assert!(!home.source(disk).exists() && !home.mirror_note(disk).exists());
+    }
+}
+
+/// What is away keeps nobody from a disk that does not need it.
+#[test]
+fn a_datastore_that_is_away_is_not_needed_where_the_disk_is_not() {
+    let (mut bench, target, directory) = moving();
+    bench.begin().unwrap();
+    let away = directory.path().with_extension("away");
+    std::fs::rename(directory.path(), &away).unwrap();
+    // Before the pivot: the copy is given up, and what is left of it means nothing.
+    assert!(bench.open().unwrap().mirror.is_none());
+    std::fs::rename(&away, directory.path()).unwrap();
+    assert!(bench.open().unwrap().mirror.is_none());
+    bench.begin().unwrap();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    let former = bench.home();
+    *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+    let away = former.datastore().with_extension("away");
+    std::fs::rename(former.datastore(), &away).unwrap();
+    assert!(bench.open().unwrap().has_pivoted);
+    assert!(bench.remove_source().is_err(), "the former image is still there");
+    assert_eq!(files_of(&target), ["json", "mirror", "raw"]);
+    std::fs::rename(&away, former.datastore()).unwrap();
+    bench.remove_source().unwrap();
+}
+
+/// A disk that is deleted goes with its copy, and with its former image.
+#[test]
+fn a_disk_that_is_deleted_leaves_nothing_elsewhere() {
+    for pivoted in [false, true] {
+        let (bench, target, _directory) = moving();
+        bench.begin().unwrap();
+        if pivoted {
+            bench.pivot();
+            take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        }
+        delete_elsewhere(bench.spec.vm, bench.disk()).unwrap();
+        bench.home().delete(bench.disk().disk).unwrap();
+        assert!(!target.path().exists() && !bench.home().path().exists(), "{pivoted}");
+    }
 }

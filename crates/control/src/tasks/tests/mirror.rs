@@ -2,13 +2,13 @@
 //! inventory says what its host has, and at the end no copy, no former image and no key is left.
 
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{DiskFacts, DiskRole};
-use vmseal_api::request::{DecryptVm, EncryptVm};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::services::{Caller, Outcome, create_vm, mirror};
-use crate::store::{keys, policies};
+use crate::store::{datastores, keys, policies};
 
 /// What is done, and whether the VM runs meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,16 +22,34 @@ pub(super) enum What {
     Encrypt,
     Decrypt,
     DeepRecrypt,
+    Move,
 }
 
-const ALL: [Mirror; 6] = [
+const ALL: [Mirror; 8] = [
     Mirror { what: What::Encrypt, runs: false },
     Mirror { what: What::Encrypt, runs: true },
     Mirror { what: What::Decrypt, runs: false },
     Mirror { what: What::Decrypt, runs: true },
     Mirror { what: What::DeepRecrypt, runs: false },
     Mirror { what: What::DeepRecrypt, runs: true },
+    Mirror { what: What::Move, runs: false },
+    Mirror { what: What::Move, runs: true },
 ];
+
+/// The datastore that disks are moved to, beside that of the fixture.
+async fn second(fixture: &Fixture) -> datastores::Datastore {
+    let mut write = fixture.store.write().await.unwrap();
+    if let Some(known) = datastores::find(&mut write, "second").await.unwrap() {
+        return known;
+    }
+    let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
+    let location = DatastoreLocation::Dir { path: "/second".into() };
+    let (id, name) = (vmseal_api::id::DatastoreId::new(), "second".to_owned());
+    let second = datastores::Datastore { id, name, location, ..local };
+    datastores::insert(&mut write, &second).await.unwrap();
+    write.commit().await.unwrap();
+    second
+}
 
 const COMMIT: &str = "switch";
 
@@ -63,6 +81,15 @@ impl Mirror {
             }
             What::Decrypt => Operation::DecryptVm { vm, policy: policy(fixture, "plain").await },
             What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+            What::Move => {
+                let (disks, to) = (fixture.disks(vm).await, second(fixture).await);
+                Operation::MoveVm {
+                    vm,
+                    from: vec![disks[0].datastore.datastore],
+                    disks: disks.iter().map(|disk| disk.id).collect(),
+                    to: DatastoreSpec { datastore: to.id, location: to.location },
+                }
+            }
         }
     }
 
@@ -75,6 +102,11 @@ impl Mirror {
             }
             What::Decrypt => Operation::DecryptVm { vm, policy },
             What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+            What::Move => {
+                let location = DatastoreLocation::Dir { path: "/second".into() };
+                let to = DatastoreSpec { datastore: vmseal_api::id::DatastoreId::new(), location };
+                Operation::MoveVm { vm, disks: vec![], from: vec![], to }
+            }
         }
     }
 
@@ -125,7 +157,10 @@ impl Mirror {
             What::Encrypt => ("vm.encrypted", 1, 0),
             What::Decrypt => ("vm.decrypted", 1, 1),
             What::DeepRecrypt => ("vm.deep-recrypted", 1, 0),
+            What::Move => ("vm.moved", 1, 0),
         };
+        let place = if self.what == What::Move { "second" } else { "local" };
+        assert_on(fixture, vm, place, what).await;
         assert_eq!(fixture.events(kind).await.len(), 1, "{what}");
         assert_eq!(fixture.events("key.created").await.len(), made, "{what}");
         assert_eq!(fixture.events("key.destroyed").await.len(), destroyed, "{what}");
@@ -133,6 +168,7 @@ impl Mirror {
 
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         self.assert_is(fixture, vm, self.what != What::Encrypt, what).await;
+        assert_on(fixture, vm, "local", what).await;
         let (created, destroyed) =
             (fixture.events("key.created").await, fixture.events("key.destroyed").await);
         let left = usize::from(self.what != What::Encrypt);
@@ -158,6 +194,19 @@ impl Mirror {
         assert_eq!(ended.state, TaskState::Done, "{what}: {:?}", ended.problem);
         self.assert_is(fixture, vm, self.what != What::Decrypt, what).await;
         assert!(!fixture.alarms().await.contains(&alarm), "{what}: the alarm is still active");
+    }
+}
+
+/// All disks are on this datastore, for the inventory and for the guest that runs.
+async fn assert_on(fixture: &Fixture, vm: VmId, datastore: &str, what: &str) {
+    let disks = fixture.disks(vm).await;
+    for disk in &disks {
+        assert_eq!(disk.datastore_name, datastore, "{what}: {disk:?}");
+    }
+    let Some(runs_with) = fixture.agent.runs_with(vm) else { return };
+    for disk in &disks {
+        let served = runs_with.disk(disk.id).map(|served| &served.datastore);
+        assert_eq!(served, Some(&disk.datastore), "{what}: its guest has it elsewhere");
     }
 }
 
@@ -196,6 +245,42 @@ async fn decryption_survives_every_fault_at_every_step() {
 async fn deep_recryption_survives_every_fault_at_every_step() {
     matrix(Kind::Mirror(ALL[4])).await;
     matrix(Kind::Mirror(ALL[5])).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_move_survives_every_fault_at_every_step() {
+    matrix(Kind::Mirror(ALL[6])).await;
+    matrix(Kind::Mirror(ALL[7])).await;
+}
+
+/// A move of one disk leaves the others where they are, and what cannot be moved is refused.
+#[tokio::test]
+async fn the_disks_that_are_named_move_and_others_stay() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.made("web", "encrypted").await;
+    second(&fixture).await;
+    let me = Caller::administrator("me");
+    let name = fixture.disks(vm).await[1].name.clone();
+    let request = |datastore: &str, disk: &str| MoveVm {
+        datastore: datastore.to_owned(),
+        disks: vec![disk.to_owned()],
+    };
+    for (asked, code, field) in [
+        (request("nowhere", &name), ErrorCode::NotFound, Some("datastore")),
+        (request("second", "nothing"), ErrorCode::NotFound, Some("disks[0]")),
+        (request("local", &name), ErrorCode::WrongState, None),
+    ] {
+        let refused = mirror::move_disks(&services, &me, "web", asked, true).await.unwrap_err();
+        assert_eq!((refused.code, refused.field.as_deref()), (code, field), "{refused}");
+    }
+    let begun = mirror::move_disks(&services, &me, "web", request("second", &name), false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    let ended = fixture.ended(task.id).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    let disks = fixture.disks(vm).await;
+    let places: Vec<_> = disks.iter().map(|disk| disk.datastore_name.as_str()).collect();
+    assert_eq!(places, ["local", "second"]);
 }
 
 /// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
@@ -330,7 +415,7 @@ async fn a_switch_that_ends_between_two_disks_is_on_record_disk_by_disk() {
         let expected = match kind.what {
             What::Encrypt => [true, false],
             What::Decrypt => [false, true],
-            What::DeepRecrypt => [true, true],
+            What::DeepRecrypt | What::Move => [true, true],
         };
         assert_eq!(encrypted, expected, "{what}");
         assert!(fixture.events("key.destroyed").await.is_empty(), "{what}: a key is needed still");
@@ -424,7 +509,7 @@ async fn a_sealed_provider_is_waited_for() {
     for kind in ALL {
         let mut fixture = Fixture::new().await;
         let vm = kind.before(&fixture).await;
-        let waits = kind.what != What::DeepRecrypt;
+        let waits = !matches!(kind.what, What::DeepRecrypt | What::Move);
         fixture.restart_sealed().await;
         let task = kind.begin(&fixture, vm).await;
         if waits {
