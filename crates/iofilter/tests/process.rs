@@ -16,7 +16,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use vmseal_api::filter::{
-    BitmapChange, ControlReply, ControlRequest, Direct, DiskActivity, DiskStatus, Holes, LINE_MAX,
+    BitmapChange, ControlReply, ControlRequest, DRAINED_MAX, Direct, DiskActivity, DiskStatus,
+    DiskWaits, Holes, LINE_MAX,
 };
 use vmseal_api::problem::ErrorCode;
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
@@ -672,4 +673,103 @@ fn two_filters_that_are_started_by_hand_do_not_share_an_image() {
     }
     assert_eq!(first.ask(&ControlRequest::Shutdown), ControlReply::Done);
     assert_eq!(first.ended().0, Some(0));
+}
+
+/// The variables of a guest's firmware: clients are disconnected, and find the disk as they left it when they come again.
+#[test]
+fn a_disk_that_is_served_over_nbd_gets_another_stack() {
+    let place = Place::new();
+    let mut config = place.config();
+    config["disks"][0]["front_end"] = json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
+    let filter = place.start(&config);
+    filter.disk();
+    let export = format!("nbd+unix:///?socket={}", place.path("nbd").display());
+    let qemu_io = |commands: &[&str]| {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        let ran = Command::new("qemu-io").args(["-f", "raw"]).args(commands).arg(&export).output();
+        let ran = ran.unwrap();
+        let said = String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned();
+        assert!(ran.status.success() && !said.contains("failed"), "{said}");
+    };
+    qemu_io(&["write -P 7 0 64k", "write -P 8 1M 64k"]);
+    let layer = place.path("layer");
+    let mut create = Command::new("qemu-img");
+    create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(place.path("disk"));
+    assert!(create.arg(&layer).arg((DATA + SIZE).to_string()).status().unwrap().success());
+
+    let mut idle = UnixStream::connect(place.path("nbd")).unwrap();
+    let mut stream = BufReader::new(filter.connect());
+    let mut ask = |request: &ControlRequest, fds: &[i32]| -> ControlReply {
+        use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+        let line = [&serde_json::to_vec(request).unwrap()[..], b"\n"].concat();
+        let (rights, bytes) = ([ControlMessage::ScmRights(fds)], [std::io::IoSlice::new(&line)]);
+        let rights = if fds.is_empty() { &[] } else { &rights[..] };
+        let socket = stream.get_ref().as_raw_fd();
+        sendmsg::<()>(socket, &bytes, rights, MsgFlags::empty(), None).unwrap();
+        let mut answer = String::new();
+        stream.read_line(&mut answer).unwrap();
+        serde_json::from_str(&answer).unwrap()
+    };
+    let disk = filter.disk().disk;
+    let drain = ControlRequest::Drain { disks: vec![disk] };
+    assert!(matches!(ask(&ControlRequest::Resume, &[]), ControlReply::Error { .. }));
+    let nobody = ControlRequest::Drain { disks: vec![vmseal_api::id::DiskId::new()] };
+    assert!(matches!(ask(&nobody, &[]), ControlReply::Error { code: ErrorCode::NotFound, .. }));
+    assert_eq!(ask(&drain, &[]), ControlReply::Done);
+    assert!(matches!(ask(&drain, &[]), ControlReply::Error { .. }), "drained twice");
+    // Its greeting, and then the end.
+    std::io::Read::read_to_end(&mut idle, &mut Vec::new()).unwrap();
+    assert_eq!(filter.disk().waits, Some(DiskWaits::Drained));
+    let open = |path: &Path, write| File::options().read(true).write(write).open(path).unwrap();
+    let (top, below) = (open(&layer, true), open(&place.path("disk"), false));
+    let backend = json!({
+        "kind": "qcow2", "file": { "fd": 0 }, "offset": DATA,
+        "backing": [{ "file": { "fd": 1 }, "format": "raw" }]
+    });
+    let stack = json!({ "do": "replace", "stacks": [{ "disk": disk, "backend": backend }] });
+    let stack: ControlRequest = serde_json::from_value(stack).unwrap();
+    assert!(matches!(ask(&stack, &[]), ControlReply::Error { .. }), "without descriptors");
+    assert_eq!(ask(&stack, &[top.as_raw_fd(), below.as_raw_fd()]), ControlReply::Done);
+    let before = std::fs::read(place.path("disk")).unwrap();
+    assert_eq!(ask(&ControlRequest::Resume, &[]), ControlReply::Done);
+    qemu_io(&["read -P 7 0 64k", "write -P 9 0 4k", "read -P 9 0 4k", "read -P 8 1M 64k"]);
+    assert!(std::fs::read(place.path("disk")).unwrap() == before, "the image was written");
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert_eq!(filter.ended().0, Some(0));
+}
+
+/// Whoever has disks wait may go away; and whoever stays may not let them wait for good.
+#[test]
+fn drained_disks_go_on_when_nobody_resumes_them() {
+    let place = Place::new();
+    let filter = place.start(&place.config());
+    let disk = filter.disk().disk;
+    let drained = |how: &str| {
+        let mut stream = filter.connect();
+        let drain = json!({ "do": "drain", "disks": [disk] });
+        stream.write_all(format!("{drain}\n").as_bytes()).unwrap();
+        let mut answer = String::new();
+        BufReader::new(&stream).read_line(&mut answer).unwrap();
+        assert_eq!(answer, "{\"answer\":\"done\"}\n", "{how}");
+        stream
+    };
+    let until_it_goes_on = |limit: Duration| {
+        let begun = Instant::now();
+        while filter.disk().waits.is_some() {
+            assert!(begun.elapsed() < limit, "it waits for good");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        begun.elapsed()
+    };
+    drop(drained("the connection ends"));
+    until_it_goes_on(DRAINED_MAX / 2);
+    let stays = drained("nothing more is said");
+    assert!(until_it_goes_on(DRAINED_MAX * 2) > DRAINED_MAX / 2);
+    drop(stays);
+    // A shutdown does not wait for it.
+    let _stays = drained("the filter is to end");
+    let begun = Instant::now();
+    assert_eq!(filter.ask(&ControlRequest::Shutdown), ControlReply::Done);
+    assert!(begun.elapsed() < DRAINED_MAX / 2);
+    assert_eq!(filter.ended().0, Some(0));
 }

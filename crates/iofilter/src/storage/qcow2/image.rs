@@ -151,11 +151,19 @@ impl Qcow2Image {
         self.file.sync_file()
     }
 
-    /// Leaves the image as if no clusters had been reserved. It can be used on.
+    /// Leaves the image as if no clusters had been reserved.
     pub(super) fn close(&mut self) -> Result<(), IoError> {
         self.flush()?;
         self.file.release()?;
         self.file.sync_file()?;
+        self.file.shorten()
+    }
+
+    /// Leaves the file to readers as if the image were closed; it can be used on. A power cut may bring back what was
+    /// reserved, which costs its next reader a look at more tables.
+    pub(super) fn settle_for_readers(&mut self) -> Result<(), IoError> {
+        self.flush()?;
+        self.file.release()?;
         self.file.shorten()?;
         self.fresh_from = self.fresh_from.min(self.file.length().next_multiple_of(self.cluster));
         Ok(())

@@ -97,7 +97,7 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
             ImageQuery::Own(found) => {
                 image.own(*offset, *length).map(|extent| *found = Some(extent))
             }
-            ImageQuery::Settle => image.close(),
+            ImageQuery::Settle => image.settle_for_readers(),
         };
     }
     if let Err(error) = image.commit() {
