@@ -37,7 +37,7 @@ pub enum Privilege {
     Recrypt,
     /// Copy encrypted resources.
     Clone,
-    /// Move encrypted resources to another host.
+    /// Move encrypted resources to another datastore or host.
     Migrate,
     /// Read the content of disks, and of core dumps, without their VM, and open the console of an encrypted VM.
     DirectAccess,

@@ -566,26 +566,26 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::EncryptVm { .. } => (
             "uses encrypted copies of its disks",
             "their former images, which are not encrypted, may be on the datastore still",
-            "vmseal vm encrypt",
+            format!("vmseal vm encrypt {target}"),
         ),
         Operation::DecryptVm { .. } => (
             "uses copies of its disks that are not encrypted",
             "their former images may be on the datastore still, and the VM may have its key",
-            "vmseal vm decrypt",
+            format!("vmseal vm decrypt {target}"),
         ),
-        Operation::MoveVm { .. } => (
+        Operation::MoveVm { to, .. } => (
             "uses copies of its disks, all or some of them on the other datastore",
             "their former images may be on the former datastore still",
-            "vmseal vm move",
+            format!("vmseal vm move {target} --datastore {}", to.datastore),
         ),
         _ => (
             "uses copies of its disks with new keys",
             "their former images may be on the datastore still",
-            "vmseal vm recrypt --deep",
+            format!("vmseal vm recrypt --deep {target}"),
         ),
     };
     let detail = format!(
-        "VM '{target}' is whole and {what}, and {left} ({cause}): once the cause is fixed, begin it again, which finishes it ({again} {target})"
+        "VM '{target}' is whole and {what}, and {left} ({cause}): once the cause is fixed, begin it again, which finishes it ({again})"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }
