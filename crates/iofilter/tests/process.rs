@@ -680,7 +680,8 @@ fn two_filters_that_are_started_by_hand_do_not_share_an_image() {
 fn a_disk_that_is_served_over_nbd_gets_another_stack() {
     let place = Place::new();
     let mut config = place.config();
-    config["disks"][0]["front_end"] = json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
+    config["disks"][0]["front_end"] =
+        json!({ "kind": "nbd", "listen": { "path": place.path("nbd") } });
     let filter = place.start(&config);
     filter.disk();
     let export = format!("nbd+unix:///?socket={}", place.path("nbd").display());

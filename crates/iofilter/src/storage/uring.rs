@@ -81,6 +81,8 @@ pub trait Ring: Send {
 #[derive(Debug, Default)]
 struct InFlight {
     id: Option<RequestId>,
+    /// Where the request begins in the file.
+    at: u64,
     done: usize,
     /// How often in a row it came back without progress.
     tries: u32,
@@ -133,9 +135,17 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
+    /// Reads or writes at `at` of the file, wherever the disk begins. The caller has checked the file's length.
+    pub(super) fn transfer_at(&mut self, id: RequestId, at: u64, io: &Io<'_>) {
+        let flight = &mut self.flights[id.index()];
+        (flight.done, flight.tries, flight.at) = (0, 0, at);
+        self.in_flight += 1;
+        self.push(id, io);
+    }
+
     fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
-        let at = self.target.offset + request.offset;
         let flight = &self.flights[id.index()];
+        let at = flight.at;
         let (list, at) = if flight.done == 0 {
             (request.data.as_slice(), at)
         } else {
@@ -306,6 +316,7 @@ impl<R: Ring> Storage for UringFile<R> {
         }
         let flight = &mut self.flights[id.index()];
         (flight.done, flight.tries) = (0, 0);
+        flight.at = self.target.offset + io.request(id).offset;
         if self.target.fuse && matches!(operation, Operation::Read | Operation::Write) {
             let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
             return io.complete(id, result);
