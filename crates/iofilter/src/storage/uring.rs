@@ -29,7 +29,7 @@ use io_uring::{opcode, squeue, types};
 use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::rings::{self, LentRing};
+use crate::storage::rings::{self, LentRing, Ring};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
 use crate::storage::target::{FileTarget, LengthCheck};
 
@@ -51,31 +51,6 @@ const TRIES_MAX: u32 = 120_000;
 /// How often the end of an engine tries to find out what the kernel still uses, [`RETRY`] apart, when
 /// `io_uring_enter` fails for good.
 const LAST_TRIES: u32 = 1000;
-
-/// The part of a ring that the engine uses; tests have their own, which completes requests as the test says.
-pub trait Ring: Send {
-    /// Puts an entry into the submission queue; false if that is full.
-    ///
-    /// # Safety
-    /// The memory that the entry names stays valid until its completion.
-    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
-
-    /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
-    /// back because there was no room for them.
-    fn is_behind(&mut self) -> bool;
-
-    /// Hands all entries over, and waits for this many completions.
-    fn enter(&mut self, completions: usize) -> io::Result<usize>;
-
-    /// Takes the available completions.
-    fn reap(&mut self, into: &mut Vec<(u64, i32)>);
-
-    /// Readable when there are completions.
-    fn event(&self) -> BorrowedFd<'_>;
-
-    /// The kernel may use memory of its requests for good: nobody else gets the ring.
-    fn keep_from_others(&mut self) {}
-}
 
 /// A request in flight.
 #[derive(Debug, Default)]

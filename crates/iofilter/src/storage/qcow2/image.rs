@@ -295,7 +295,6 @@ impl Qcow2Image {
                 part.push_from(data, &mut cursor, run as usize);
                 self.file.write_data(&part, *place)?;
                 let place = *place;
-                drop(mapping);
                 self.meet(at, place, run);
                 done += run;
             } else if let Old::Own(place) = old {

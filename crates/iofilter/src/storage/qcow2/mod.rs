@@ -190,7 +190,7 @@ impl Qcow2Disk {
     pub fn queue(&self) -> Box<dyn Storage> {
         let data = match &self.data {
             Some(target) => match UringFile::new(Arc::clone(target)) {
-                Ok(ring) => Some(DataFile::Ring(ring)),
+                Ok(ring) => Some(DataFile::Ring(Box::new(ring))),
                 Err(error) => {
                     tracing::warn!(%error, "no io_uring; each request blocks its queue");
                     None

@@ -280,7 +280,7 @@ struct ImageQueue {
 /// How a queue moves data itself.
 pub(super) enum DataFile {
     /// By a ring.
-    Ring(UringFile),
+    Ring(Box<UringFile>),
     /// By a system call, where the file's pages are in memory or there is no ring.
     Calls(Arc<FileTarget>, Segments),
 }
