@@ -238,10 +238,8 @@ pub async fn reconnect(
         Some(filter) => with_stacks_of_notes(spec, &control, filter, directory).await?,
         None => None,
     };
-    if filter.is_some() {
-        if !log_level::pass_on(&control).await {
-            tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
-        }
+    if filter.is_some() && !log_level::pass_on(&control).await {
+        tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
     }
     let (spec, live) = arrived(&qmp, record).await?;
     let spec = &spec;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   readers: 0  ──reader──>  1, 2 ...      while there are readers, the disk is not exchanged
-//!        └── exchange ──> another disk
+//!        ├── exchange ──> another disk
+//!        └── end ──> none: its image is closed when all chains are gone
 //! ```
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,8 @@ pub struct CurrentDisk(Mutex<Now>);
 
 #[derive(Debug)]
 struct Now {
-    disk: Arc<Disk>,
+    /// None once it has ended.
+    disk: Option<Arc<Disk>>,
     readers: usize,
 }
 
@@ -36,25 +38,31 @@ impl CurrentDisk {
     /// This disk.
     #[must_use]
     pub fn new(disk: Disk) -> Self {
-        Self(Mutex::new(Now { disk: Arc::new(disk), readers: 0 }))
+        Self(Mutex::new(Now { disk: Some(Arc::new(disk)), readers: 0 }))
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The disk of now.
+    /// The disk of now; none once it has ended.
     #[must_use]
-    pub fn disk(&self) -> Arc<Disk> {
-        Arc::clone(&self.now().disk)
+    pub fn disk(&self) -> Option<Arc<Disk>> {
+        self.now().disk.clone()
     }
 
     /// The disk of now, for a reader of some time.
     #[must_use]
-    pub fn reader(self: &Arc<Self>) -> Reader {
+    pub fn reader(self: &Arc<Self>) -> Option<Reader> {
         let mut now = self.now();
+        let disk = now.disk.clone()?;
         now.readers += 1;
-        Reader { current: Arc::clone(self), disk: Arc::clone(&now.disk) }
+        Some(Reader { current: Arc::clone(self), disk })
+    }
+
+    /// Nobody makes chains of it any more.
+    pub fn end(&self) {
+        self.now().disk = None;
     }
 
     /// Whether it may be exchanged.
@@ -67,8 +75,8 @@ impl CurrentDisk {
 
     /// Exchanges the disk; returns the former. A reader that has come since it was free goes on with that one.
     #[must_use]
-    pub fn exchange(&self, disk: Arc<Disk>) -> Arc<Disk> {
-        std::mem::replace(&mut self.now().disk, disk)
+    pub fn exchange(&self, disk: Arc<Disk>) -> Option<Arc<Disk>> {
+        self.now().disk.replace(disk)
     }
 }
 

@@ -342,7 +342,7 @@ impl Disk {
     fn blocking_storage(&self) -> Box<dyn Storage> {
         match &self.storage {
             DiskStorage::File(file) => file.blocking_queue(),
-            DiskStorage::Qcow2(image) => image.queue(),
+            DiskStorage::Qcow2(image) => image.blocking_queue(),
             DiskStorage::Mem(mem) => mem.queue(),
         }
     }

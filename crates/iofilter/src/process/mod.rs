@@ -570,6 +570,9 @@ impl Prepared {
         if let Some(pivot) = &self.pivot {
             pivot.end();
         }
+        if let Some(stack) = &self.stack {
+            stack.end();
+        }
         match lived {
             Ok(()) => true,
             Err(message) => {

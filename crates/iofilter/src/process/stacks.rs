@@ -21,6 +21,7 @@ use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, FilterSpec, NewStack}
 use vmseal_api::id::DiskId;
 
 use crate::disk::Disk;
+use crate::disk::allocation::Allocation;
 use crate::disk::current::{CurrentDisk, IsRead};
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
@@ -125,6 +126,15 @@ impl DiskStack {
         self.served.state.disk()
     }
 
+    /// The disk is served no longer: nothing here keeps its image open.
+    pub(super) fn end(&self) {
+        self.current.end();
+        self.served.allocation.set(Allocation::Unknown);
+        if let Some(beside) = &self.beside {
+            beside.allocation.set(Allocation::Unknown);
+        }
+    }
+
     /// Opens a new stack for `chains`, which it is not yet put under.
     fn open(
         &self,
@@ -135,7 +145,7 @@ impl DiskStack {
         let id = self.id();
         config::check_new_stack(spec).map_err(|what| NotChanged::Sense(id, what))?;
         self.current.is_free().map_err(|error| NotChanged::Read(id, error))?;
-        let former = self.current.disk();
+        let former = self.current.disk().ok_or(NotChanged::Ending(id))?;
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
         let (size, read_only) = (former.size(), former.read_only());
         let StoredDisk { storage, files, .. } =
@@ -212,7 +222,7 @@ enum FormerChains {
 /// What a disk had before; closed when this is dropped, which may take long.
 struct Former {
     _chains: FormerChains,
-    _disk: Arc<Disk>,
+    _disk: Option<Arc<Disk>>,
     _files: BTreeMap<(u64, u64), OwnedFd>,
 }
 
@@ -258,8 +268,10 @@ impl Drained {
         }
         // While the guests work: little is left for when they wait.
         for disk in &drained.disks {
-            let flushed = disk.stack.current.disk().flush_beside();
-            flushed.map_err(|error| NotChanged::Flush(disk.stack.id(), error))?;
+            let id = disk.stack.id();
+            let current = disk.stack.current.disk().ok_or(NotChanged::Ending(id))?;
+            let flushed = current.flush_beside();
+            flushed.map_err(|error| NotChanged::Flush(id, error))?;
         }
         let asked = drained.disks.iter().map(DrainedDisk::ask).collect::<Result<Vec<_>, _>>();
         // After an error those that were asked are let go with `drained`.

@@ -240,6 +240,12 @@ fn file_system(fd: &OwnedFd) -> io::Result<FsType> {
     Ok(fstatfs(fd.as_fd())?.filesystem_type())
 }
 
+/// Whether a ring moves data of this file well.
+pub(super) fn takes_rings(fd: &OwnedFd) -> io::Result<bool> {
+    let kind = file_system(fd)?;
+    Ok(!is_in_memory(kind) && kind != nix::sys::statfs::FUSE_SUPER_MAGIC)
+}
+
 fn is_in_memory(kind: FsType) -> bool {
     kind == nix::sys::statfs::TMPFS_MAGIC || matches!(kind.0, HUGETLBFS_MAGIC | RAMFS_MAGIC)
 }

@@ -16,8 +16,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue};
 
-use crate::storage::uring::Ring;
-
 /// Entries of the submission queue: the most that a pass hands over in one go.
 const ENTRIES: u32 = 256;
 
@@ -91,6 +89,31 @@ pub(super) fn restricted(file: RawFd) -> io::Result<IoUring> {
     ring.submitter().register_restrictions(&mut restrictions)?;
     ring.submitter().register_enable_rings()?;
     Ok(ring)
+}
+
+/// The part of a ring that the engine uses; tests have their own, which completes requests as the test says.
+pub trait Ring: Send {
+    /// Puts an entry into the submission queue; false if that is full.
+    ///
+    /// # Safety
+    /// The memory that the entry names stays valid until its completion.
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
+
+    /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
+    /// back because there was no room for them.
+    fn is_behind(&mut self) -> bool;
+
+    /// Hands all entries over, and waits for this many completions.
+    fn enter(&mut self, completions: usize) -> io::Result<usize>;
+
+    /// Takes the available completions.
+    fn reap(&mut self, into: &mut Vec<(u64, i32)>);
+
+    /// Readable when there are completions.
+    fn event(&self) -> BorrowedFd<'_>;
+
+    /// The kernel may use memory of its requests for good: nobody else gets the ring.
+    fn keep_from_others(&mut self) {}
 }
 
 /// A ring, which goes back when it is dropped.

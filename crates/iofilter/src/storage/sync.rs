@@ -39,8 +39,17 @@ pub(super) fn transfer(
     request: &Request,
     rest: &mut Segments,
 ) -> Result<(), IoError> {
+    transfer_at(target, request, target.offset + request.offset, rest)
+}
+
+/// The same at `at` of the file, wherever the disk begins.
+pub(super) fn transfer_at(
+    target: &FileTarget,
+    request: &Request,
+    at: u64,
+    rest: &mut Segments,
+) -> Result<(), IoError> {
     let write = request.operation == Operation::Write;
-    let at = target.offset + request.offset;
     let mut done = once(target, write, at, request.data.as_slice())?;
     while done < request.data.bytes() {
         let mut cursor = Cursor::default();

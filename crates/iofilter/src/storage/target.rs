@@ -22,7 +22,7 @@ use crate::stack::request::{IoError, Request};
 
 /// How old the last check of a file's length may be when the file is changed: long against a check, however small the
 /// writes are, and short against the time in which anyone notices.
-const LOOK_EVERY: Duration = Duration::from_micros(200);
+pub(super) const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// The part of a file that is a disk.
 #[derive(Debug)]

@@ -29,7 +29,7 @@ use io_uring::{opcode, squeue, types};
 use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::rings::{self, LentRing};
+use crate::storage::rings::{self, LentRing, Ring};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
 use crate::storage::target::{FileTarget, LengthCheck};
 
@@ -52,35 +52,12 @@ const TRIES_MAX: u32 = 120_000;
 /// `io_uring_enter` fails for good.
 const LAST_TRIES: u32 = 1000;
 
-/// The part of a ring that the engine uses; tests have their own, which completes requests as the test says.
-pub trait Ring: Send {
-    /// Puts an entry into the submission queue; false if that is full.
-    ///
-    /// # Safety
-    /// The memory that the entry names stays valid until its completion.
-    unsafe fn push(&mut self, entry: &squeue::Entry) -> bool;
-
-    /// Whether `enter` has anything to do: entries that the kernel does not have, or completions that it holds
-    /// back because there was no room for them.
-    fn is_behind(&mut self) -> bool;
-
-    /// Hands all entries over, and waits for this many completions.
-    fn enter(&mut self, completions: usize) -> io::Result<usize>;
-
-    /// Takes the available completions.
-    fn reap(&mut self, into: &mut Vec<(u64, i32)>);
-
-    /// Readable when there are completions.
-    fn event(&self) -> BorrowedFd<'_>;
-
-    /// The kernel may use memory of its requests for good: nobody else gets the ring.
-    fn keep_from_others(&mut self) {}
-}
-
 /// A request in flight.
 #[derive(Debug, Default)]
 struct InFlight {
     id: Option<RequestId>,
+    /// Where the request begins in the file.
+    at: u64,
     done: usize,
     /// How often in a row it came back without progress.
     tries: u32,
@@ -133,9 +110,17 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
+    /// Reads or writes at `at` of the file, wherever the disk begins. The caller has checked the file's length.
+    pub(super) fn transfer_at(&mut self, id: RequestId, at: u64, io: &Io<'_>) {
+        let flight = &mut self.flights[id.index()];
+        (flight.done, flight.tries, flight.at) = (0, 0, at);
+        self.in_flight += 1;
+        self.push(id, io);
+    }
+
     fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
-        let at = self.target.offset + request.offset;
         let flight = &self.flights[id.index()];
+        let at = flight.at;
         let (list, at) = if flight.done == 0 {
             (request.data.as_slice(), at)
         } else {
@@ -306,6 +291,7 @@ impl<R: Ring> Storage for UringFile<R> {
         }
         let flight = &mut self.flights[id.index()];
         (flight.done, flight.tries) = (0, 0);
+        flight.at = self.target.offset + io.request(id).offset;
         if self.target.fuse && matches!(operation, Operation::Read | Operation::Write) {
             let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
             return io.complete(id, result);

@@ -102,7 +102,7 @@ fn connection(
         Ok(None) | Err(NegotiationError::Stopped) => return,
         Err(error) => return tracing::warn!(%error, "the connection is ended"),
     };
-    let reader = disk.reader();
+    let Some(reader) = disk.reader() else { return };
     let chain = match reader.disk.reader() {
         Ok(chain) => chain,
         Err(error) => return tracing::warn!(%error, "a connection is ended"),

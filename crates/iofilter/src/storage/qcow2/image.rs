@@ -6,9 +6,11 @@
 //! exceptions (a compressed cluster that is written, a refcount table that moves) are made durable at once.
 
 use std::io;
+use std::sync::Arc;
 
 use imago::{FormatAccess, Mapping};
 
+use super::known::KnownClusters;
 use super::storage::ImageFile;
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation};
@@ -43,6 +45,9 @@ pub(super) struct Qcow2Image {
     release_due: bool,
     /// A buffer for a cluster that is written in part.
     bounce: Vec<u8>,
+    /// Clusters of the image itself that requests found or made since the last commit.
+    met: Vec<(u64, u64)>,
+    known: Arc<KnownClusters>,
 }
 
 /// What is at the target of a write.
@@ -78,6 +83,8 @@ impl Qcow2Image {
             durable: false,
             release_due: false,
             bounce: Vec::new(),
+            met: Vec::new(),
+            known: Arc::new(KnownClusters::new(cluster)),
         })
     }
 
@@ -136,6 +143,16 @@ impl Qcow2Image {
     /// Writes changed tables to the file, so that answered writes survive the end of this
     /// process.
     pub(super) fn commit(&mut self) -> Result<(), IoError> {
+        let committed = self.commit_tables();
+        for (at, host) in self.met.drain(..) {
+            if committed.is_ok() {
+                self.known.put(at, host);
+            }
+        }
+        committed
+    }
+
+    fn commit_tables(&mut self) -> Result<(), IoError> {
         if !self.changed {
             return Ok(());
         }
@@ -143,6 +160,29 @@ impl Qcow2Image {
         self.file.commit(self.durable)?;
         (self.changed, self.durable) = (false, false);
         Ok(())
+    }
+
+    /// The clusters of the image itself that are known to be at a place for good.
+    pub(super) fn known(&self) -> Arc<KnownClusters> {
+        Arc::clone(&self.known)
+    }
+
+    /// Where the guest's first byte is in the image's disk.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Notes the clusters of the image itself that hold `length` bytes from `at` on, at `place` of the file.
+    fn meet(&mut self, at: u64, place: u64, length: u64) {
+        let inside = at % self.cluster;
+        let Some(place) = place.checked_sub(inside).filter(|at| at.is_multiple_of(self.cluster))
+        else {
+            return;
+        };
+        let count = (inside + length).div_ceil(self.cluster);
+        let cluster = self.cluster;
+        let all = (0..count).map(|index| (at - inside + index * cluster, place + index * cluster));
+        self.met.extend(all);
     }
 
     /// Makes everything durable.
@@ -194,7 +234,7 @@ impl Qcow2Image {
         Ok((mapping, length.min(most)))
     }
 
-    fn read(&self, mut at: u64, data: &Segments) -> Result<(), IoError> {
+    fn read(&mut self, mut at: u64, data: &Segments) -> Result<(), IoError> {
         let (mut cursor, end) = (Cursor::default(), at + data.bytes() as u64);
         let mut part = Segments::default();
         while at < end {
@@ -205,8 +245,12 @@ impl Qcow2Image {
             }
             part.clear();
             part.push_from(data, &mut cursor, length as usize);
+            let mut own = None;
             match mapping {
-                Mapping::Raw { storage, offset, .. } => storage.read_data(&part, offset)?,
+                Mapping::Raw { storage, offset, writable, .. } => {
+                    storage.read_data(&part, offset)?;
+                    own = (writable && storage.is(&self.file)).then_some(offset);
+                }
                 Mapping::Zero { .. } | Mapping::Eof { .. } => {
                     part.as_slice().iter().for_each(Segment::clear);
                 }
@@ -216,6 +260,9 @@ impl Qcow2Image {
                     Cursor::default().scatter(&part, &bytes);
                 }
                 _ => return Err(IoError::Damaged),
+            }
+            if let Some(place) = own {
+                self.meet(at, place, length);
             }
             at += length;
         }
@@ -247,6 +294,8 @@ impl Qcow2Image {
                 part.clear();
                 part.push_from(data, &mut cursor, run as usize);
                 self.file.write_data(&part, *place)?;
+                let place = *place;
+                self.meet(at, place, run);
                 done += run;
             } else if let Old::Own(place) = old {
                 self.file.zero_data(place, run, true)?;
@@ -332,6 +381,7 @@ impl Qcow2Image {
             return Err(error);
         }
         self.format.commit_data_mapping(mapping).map_err(table_error)?;
+        self.meet(start, place, length);
         (self.changed, self.durable) = (true, self.durable || !fresh || !was_empty);
         self.given_up(freed)?;
         Ok(length)

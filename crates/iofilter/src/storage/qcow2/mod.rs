@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!  queues ──> worker (one thread) ──> image: where is it? ──> imago: tables ──> storage: held back, ordered
-//!                                        └── data ──────────────────────────────────────> file
+//!     │                                  └── data ──────────────────────────────────────> file
+//!     └── data of clusters that the worker has said to be there ([`known`]) ──────────────> file, by the queue's own ring
 //! ```
 //! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
 //! differs from that is refused. The page cache is used.
@@ -11,6 +12,7 @@ mod check;
 mod commit;
 mod exchange;
 mod image;
+mod known;
 mod refcounts;
 mod storage;
 #[cfg(test)]
@@ -22,6 +24,7 @@ use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
@@ -32,10 +35,13 @@ use vmseal_qcow2::{Layout, Refusal};
 use self::image::Qcow2Image;
 use self::storage::ImageFile;
 pub use self::worker::Extents;
-use self::worker::ImageWorker;
+use self::worker::{DataFile, ImageWorker};
 use crate::stack::chain::Storage;
+use crate::stack::memory::Segments;
 use crate::stack::request::IoError;
-use crate::storage::file::{OpenError, check_mode};
+use crate::storage::file::{OpenError, check_mode, takes_rings};
+use crate::storage::target::FileTarget;
+use crate::storage::uring::UringFile;
 
 /// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
 const L1_BYTES_MAX: u64 = 1 << 20;
@@ -120,8 +126,10 @@ impl fmt::Display for ChainFile {
 #[derive(Clone)]
 pub struct Qcow2Disk {
     worker: ImageWorker,
-    /// The image itself, to be flushed beside the worker.
+    /// The image itself.
     file: ImageFile,
+    /// Its file, where rings move data.
+    data: Option<Arc<FileTarget>>,
 }
 
 impl Debug for Qcow2Disk {
@@ -147,7 +155,10 @@ impl Qcow2Disk {
         let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
         let file = image.file().clone();
-        Ok(Self { worker: ImageWorker::new(image), file })
+        // Rings must not move data of FUSE files (docs/decisions/052), and are slower where pages are in memory.
+        let rings = takes_rings(file.fd()).map_err(Qcow2Error::System)?;
+        let data = rings.then(|| Arc::clone(file.target()));
+        Ok(Self { worker: ImageWorker::new(image), file, data })
     }
 
     /// For callers that ask where the disk's zeroes are.
@@ -177,7 +188,25 @@ impl Qcow2Disk {
     /// A backend for one queue.
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
-        self.worker.queue()
+        let data = match &self.data {
+            Some(target) => match UringFile::new(Arc::clone(target)) {
+                Ok(ring) => Some(DataFile::Ring(Box::new(ring))),
+                Err(error) => {
+                    tracing::warn!(%error, "no io_uring; each request blocks its queue");
+                    None
+                }
+            },
+            None => None,
+        };
+        let calls = || DataFile::Calls(Arc::clone(self.file.target()), Segments::default());
+        self.worker.queue(&self.file, data.unwrap_or_else(calls))
+    }
+
+    /// The same without a ring.
+    #[must_use]
+    pub fn blocking_queue(&self) -> Box<dyn Storage> {
+        let target = Arc::clone(self.file.target());
+        self.worker.queue(&self.file, DataFile::Calls(target, Segments::default()))
     }
 }
 

@@ -25,7 +25,7 @@ pub(super) struct ImageFile(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
 pub(super) struct Inner {
-    pub(super) target: FileTarget,
+    pub(super) target: Arc<FileTarget>,
     /// The length of the file, as far as we made it.
     pub(super) length: AtomicU64,
     /// The end of the part of it that was ever written to.
@@ -104,7 +104,8 @@ impl ImageFile {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
         let (length, tables) = (length.unwrap_or(0), tables.into());
         let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
-        let (target, helper) = (FileTarget::whole(fd), CommonStorageHelper::default());
+        let target = Arc::new(FileTarget::whole(fd));
+        let helper = CommonStorageHelper::default();
         Ok(Self(Arc::new(Inner {
             target,
             length,
@@ -118,6 +119,16 @@ impl ImageFile {
             #[cfg(test)]
             room: i64::MAX.into(),
         })))
+    }
+
+    /// The file, for those who move data themselves.
+    pub(super) fn target(&self) -> &Arc<FileTarget> {
+        &self.0.target
+    }
+
+    /// Its descriptor.
+    pub(super) fn fd(&self) -> &OwnedFd {
+        &self.0.target.fd
     }
 
     /// Whether both are the same file.
@@ -211,6 +222,11 @@ impl ImageFile {
     #[cfg(test)]
     pub(super) fn events(&self) -> Vec<FileEvent> {
         std::mem::take(&mut self.0.events.lock().unwrap())
+    }
+
+    /// Whether these bytes are in the part of the file that was written to: the rest may be cut off at the end.
+    pub(super) fn holds(&self, at: u64, length: u64) -> bool {
+        at + length <= self.0.used.load(Ordering::Relaxed)
     }
 
     /// Whether written data may be lost for good.

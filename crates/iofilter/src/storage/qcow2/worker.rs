@@ -13,6 +13,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 use std::{fmt, io, mem};
 
 use nix::errno::Errno;
@@ -20,12 +21,17 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
 use super::image::Qcow2Image;
+use super::known::KnownClusters;
+use super::storage::ImageFile;
 use crate::stack::chain::{Io, Storage};
 use crate::stack::contained;
 use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, RequestId, Requests};
 use crate::stack::waker::Waker;
 use crate::storage::extent::{Extent, OwnExtent};
+use crate::storage::sync;
+use crate::storage::target::{FileTarget, LOOK_EVERY};
+use crate::storage::uring::UringFile;
 
 /// imago recurses a frame or two for each layer.
 const STACK: usize = 512 * 1024;
@@ -139,23 +145,38 @@ impl Event for Waker {
 
 /// The owner of an image, shared by all users of the disk. It ends, and the image is closed, when the last is gone.
 #[derive(Clone)]
-pub(super) struct ImageWorker(Arc<Exchange<ImageOwner>>);
+pub(super) struct ImageWorker {
+    exchange: Arc<Exchange<ImageOwner>>,
+    known: Arc<KnownClusters>,
+    offset: u64,
+}
 
 impl ImageWorker {
     pub(super) fn new(image: Qcow2Image) -> Self {
-        Self(Arc::new(Exchange::new(ImageOwner(Some(image)))))
+        let (known, offset) = (image.known(), image.offset());
+        let exchange = Arc::new(Exchange::new(ImageOwner(Some(image))));
+        Self { exchange, known, offset }
     }
 
-    /// A backend for one queue.
-    pub(super) fn queue(&self) -> Box<dyn Storage> {
-        let (exchange, capacity, lists) = (Arc::clone(&self.0), 0, Vec::new());
-        Box::new(ImageQueue { exchange, end: None, capacity, lists })
+    /// A backend for one queue, which moves the data of known clusters of the image's `file` itself.
+    pub(super) fn queue(&self, file: &ImageFile, data: DataFile) -> Box<dyn Storage> {
+        Box::new(ImageQueue {
+            exchange: Arc::clone(&self.exchange),
+            end: None,
+            capacity: 0,
+            lists: Vec::new(),
+            known: Arc::clone(&self.known),
+            offset: self.offset,
+            file: file.clone(),
+            data,
+            looked: None,
+        })
     }
 
     /// For callers that ask where the disk's zeroes are, and may sleep.
     pub(super) fn extents(&self) -> io::Result<Extents> {
         let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
-        Ok(Extents { end: Mutex::new(self.0.end(Waker::new()?)), id })
+        Ok(Extents { end: Mutex::new(self.exchange.end(Waker::new()?)), id })
     }
 }
 
@@ -247,15 +268,67 @@ struct ImageQueue {
     capacity: usize,
     /// Lists of memory, by request, kept so that none is allocated.
     lists: Vec<Segments>,
+    known: Arc<KnownClusters>,
+    /// Where the guest's first byte is in the image's disk.
+    offset: u64,
+    file: ImageFile,
+    data: DataFile,
+    /// When the file's length was last checked.
+    looked: Option<Instant>,
+}
+
+/// How a queue moves data itself.
+pub(super) enum DataFile {
+    /// By a ring.
+    Ring(Box<UringFile>),
+    /// By a system call, where the file's pages are in memory or there is no ring.
+    Calls(Arc<FileTarget>, Segments),
+}
+
+impl ImageQueue {
+    /// Where the request's data is, if the queue can move it itself.
+    fn place(&mut self, request: &crate::stack::request::Request) -> Option<u64> {
+        let (operation, offset, length) = (request.operation, request.offset, request.length);
+        if !matches!(operation, Operation::Read | Operation::Write) {
+            return None;
+        }
+        let place = self.known.find(self.offset + offset, length)?;
+        if !self.file.holds(place, length) {
+            return None;
+        }
+        if operation == Operation::Write {
+            if self.file.is_lost() {
+                return None;
+            }
+            // As often as with a raw file: a file that was cut is not made longer again.
+            if self.looked.is_none_or(|looked| looked.elapsed() > LOOK_EVERY) {
+                self.file.intact().ok()?;
+                self.looked = Some(Instant::now());
+            }
+        }
+        Some(place)
+    }
 }
 
 impl Storage for ImageQueue {
     fn prepare(&mut self, capacity: usize) {
         self.lists.resize_with(capacity, Segments::default);
         self.capacity = capacity;
+        if let DataFile::Ring(ring) = &mut self.data {
+            ring.prepare(capacity);
+        }
     }
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        if let Some(place) = self.place(io.request(id)) {
+            return match &mut self.data {
+                DataFile::Ring(ring) => ring.transfer_at(id, place, io),
+                DataFile::Calls(target, rest) => {
+                    let result = sync::transfer_at(target, io.request(id), place, rest);
+                    io.complete(id, result);
+                }
+            };
+        }
         let request = io.request(id);
         let mut data = mem::take(&mut self.lists[id.index()]);
         data.clear();
@@ -271,6 +344,9 @@ impl Storage for ImageQueue {
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
+        if let DataFile::Ring(ring) = &mut self.data {
+            ring.poll(io);
+        }
         let Some(end) = &mut self.end else { return };
         if let Err(error) = end.hand_over() {
             tracing::error!(%error, "no thread for an image: its requests fail");
@@ -284,11 +360,28 @@ impl Storage for ImageQueue {
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        None
+        match &self.data {
+            DataFile::Ring(ring) => ring.wait_handle(),
+            DataFile::Calls(..) => None,
+        }
     }
 
     fn works_at_once(&self) -> bool {
         false
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        match &self.data {
+            DataFile::Ring(ring) => ring.deadline(),
+            DataFile::Calls(..) => None,
+        }
+    }
+
+    fn finish(&mut self) -> bool {
+        match &mut self.data {
+            DataFile::Ring(ring) => ring.finish(),
+            DataFile::Calls(..) => true,
+        }
     }
 }
 

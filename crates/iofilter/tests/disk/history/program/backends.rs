@@ -43,9 +43,12 @@ impl BackendKind {
     }
 
     /// Whether a read may find a block half written by a write that is in flight. Buffered writes of io_uring are done
-    /// by threads of the kernel, beside reads from the same pages.
+    /// by threads of the kernel, beside reads from the same pages; and a queue writes into an image beside its thread.
     pub fn tears_beside_writes(self) -> bool {
-        self == Self::PageCache
+        match self {
+            Self::PageCache | Self::Qcow2 | Self::Qcow2InMemory | Self::Overlay => true,
+            Self::Storage | Self::Memory => false,
+        }
     }
 
     /// Whether the image in this directory is qcow2.

@@ -259,6 +259,7 @@ fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Cou
     let mut files = Files { directory: directory.clone(), names: vec!["disk".to_owned()] };
     let (mut filter, socket) = files.start(&chain);
     let mut guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
+    guest.history.tears_beside_writes = true;
     guest.write_all();
     let (image, filters) = (files.clone(), chain.clone());
     let agent = thread::spawn(move || again(&image, &filters));
