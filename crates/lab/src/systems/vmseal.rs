@@ -6,8 +6,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use vmseal_api::filter::{
-    BackendSpec, CRYPT_SECTOR, Direct, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle,
-    Holes, VERSION,
+    BackendSpec, CRYPT_SECTOR, DelaySpec, Direct, DiskConfig, FilterConfig, FilterSpec,
+    FrontEndSpec, Handle, Holes, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 
@@ -35,6 +35,10 @@ pub struct Vmseal {
     pub direct: Direct,
     /// The number of disks, with a queue each.
     pub disks: usize,
+    /// Whether its name says how many.
+    pub named_by_disks: bool,
+    /// The latency that is added to the storage, below the encryption, in microseconds.
+    pub delay_us: u64,
 }
 
 impl Vmseal {
@@ -58,7 +62,7 @@ impl Vmseal {
             size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
             serial: "laboratory".to_owned(),
             read_only: false,
-            chain: self.encrypted.then_some(crypt).into_iter().collect(),
+            chain: self.encrypted.then_some(crypt).into_iter().chain(self.delay()).collect(),
             backend: BackendSpec::File {
                 file: Handle::Path(place.disk()),
                 offset,
@@ -73,6 +77,17 @@ impl Vmseal {
         }
     }
 
+    fn delay(&self) -> Option<FilterSpec> {
+        let spec = DelaySpec {
+            operations: Vec::new(),
+            microseconds: self.delay_us,
+            jitter_microseconds: 0,
+            reorders: false,
+            seed: 0,
+        };
+        (self.delay_us > 0).then_some(FilterSpec::Delay(spec))
+    }
+
     fn front_end(&self, socket: Handle) -> FrontEndSpec {
         match self.transport {
             Transport::VhostUser => {
@@ -85,8 +100,8 @@ impl Vmseal {
 
 impl System for Vmseal {
     fn id(&self) -> &'static str {
-        match (self.encrypted, self.disks) {
-            (true, SEVERAL) => "vmseal-encrypted-8-disks",
+        match (self.encrypted, self.named_by_disks) {
+            (true, true) => "vmseal-encrypted-8-disks",
             (true, _) => "vmseal-encrypted",
             (false, _) => "vmseal-plain",
         }
