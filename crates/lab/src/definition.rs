@@ -389,7 +389,7 @@ impl Definition {
     fn systems(&self) -> Vec<&str> {
         match &self.matter {
             Matter::Disk(matrix, _) => matrix.systems.iter().map(String::as_str).collect(),
-            Matter::Operation(..) => vec!["encrypted", "plain", "qemu-img"],
+            Matter::Operation(..) => crate::operation::SYSTEMS.to_vec(),
         }
     }
 

@@ -539,9 +539,20 @@ pub(crate) mod tests {
         let goals = read(&path, DISK).unwrap();
         // Those about networks are checked by what judges them, and no others are left out by both.
         let networks = read(&path, NETWORK).unwrap();
-        assert!(!goals.is_empty() && !networks.is_empty());
-        assert_eq!(goals.len() + networks.len(), read(&path, "").unwrap().len());
-        for goal in goals {
+        let operations = read(&path, OPERATIONS).unwrap();
+        assert!(!goals.is_empty() && !networks.is_empty() && !operations.is_empty());
+        let known = goals.len() + networks.len() + operations.len();
+        assert_eq!(known, read(&path, "").unwrap().len());
+        let (timed, of_disks): (Vec<_>, Vec<_>) =
+            operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
+        let measured = crate::operation::names_of("operations");
+        for goal in timed {
+            assert!(measured.contains(&goal.workload), "{}: {measured:?}", goal.id);
+            for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {
+                assert!(crate::operation::SYSTEMS.contains(&system.as_str()), "{}", goal.id);
+            }
+        }
+        for goal in goals.into_iter().chain(of_disks) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
             if goal.workload == IDLE {
                 let section = SECTIONS.iter().find(|section| section.idle).unwrap();

@@ -31,6 +31,7 @@ use crate::subject::{self, Order, Point, Sample, Subject};
 const ENCRYPTED: &str = "encrypted";
 const PLAIN: &str = "plain";
 const COPY: &str = "qemu-img";
+pub(crate) const SYSTEMS: [&str; 3] = [ENCRYPTED, PLAIN, COPY];
 
 /// Why an operation could not be measured.
 #[derive(Debug, thiserror::Error)]
@@ -106,7 +107,7 @@ pub fn run(
     let sizes = rounds.size_mib.as_ref().unwrap_or(&matrix.size_mib);
     let (tasks, places) = tasks(matrix, sizes);
     let order = Order {
-        systems: vec![ENCRYPTED, PLAIN, COPY],
+        systems: SYSTEMS.to_vec(),
         workloads: tasks.iter().map(|task| task.workload).collect(),
         rounds: arguments.rounds.unwrap_or(rounds.rounds),
         places: 1,
@@ -130,6 +131,15 @@ pub fn run(
         idle: Vec::new(),
     };
     Ok((vec![measured], places, outcome, None))
+}
+
+/// The names in goals of what an experiment of the catalogue measures in its small size.
+#[cfg(test)]
+pub(crate) fn names_of(id: &str) -> Vec<String> {
+    let definition = crate::catalogue::find(id).unwrap();
+    let crate::definition::Matter::Operation(matrix, _) = definition.matter else { return vec![] };
+    let (tasks, _) = tasks(&matrix, &matrix.size_mib);
+    tasks.iter().map(|task| task.workload.to_owned()).collect()
 }
 
 /// The program that this is; that of the laboratory alone (cargo's examples) has it in the directory above.
