@@ -237,6 +237,7 @@ impl BenchArguments {
             disks: if named_by_disks { SEVERAL } else { section.disks as usize },
             named_by_disks,
             delay_us: section.delay_us,
+            snapshot: id.ends_with("-snapshot").then_some(image_tool),
         })
     }
 }

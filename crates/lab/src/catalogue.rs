@@ -25,6 +25,7 @@ const FILES: &[(&str, &str)] = &files![
     "v6",
     "v10",
     "v11",
+    "snapshot-io",
     "operations",
     "x3"
 ];

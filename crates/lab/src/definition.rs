@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::goals::{Metric, Relation};
 use crate::load::{Direction, Order};
-use crate::sections::{SYSTEMS, Storage};
+use crate::sections::{MORE_SYSTEMS, SYSTEMS, Storage};
 use crate::statistics::VALUES_MAX;
 use crate::systems::Transport;
 
@@ -479,8 +479,10 @@ impl Checked<'_> {
     fn disk(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
         self.range("number of matrix.systems", matrix.systems.len(), (1, AXIS_MAX))?;
         for (at, system) in matrix.systems.iter().enumerate() {
-            if !SYSTEMS.contains(&system.as_str()) || matrix.systems[..at].contains(system) {
-                let allowed = format!("each once of {}", SYSTEMS.join(", "));
+            let mut all = SYSTEMS.iter().chain(&MORE_SYSTEMS);
+            if !all.any(|known| known == system) || matrix.systems[..at].contains(system) {
+                let allowed =
+                    format!("each once of {}", [&SYSTEMS[..], &MORE_SYSTEMS].concat().join(", "));
                 return self.refuse("matrix.systems", system, allowed);
             }
         }

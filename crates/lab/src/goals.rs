@@ -564,7 +564,9 @@ pub(crate) mod tests {
                 systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
                 continue;
             }
-            let loads = SECTIONS.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
+            let snapshot = crate::catalogue::find("snapshot-io").unwrap();
+            let sections = [&SECTIONS[..], &crate::sections::of_definition(&snapshot)].concat();
+            let loads = sections.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);
             let (section, load) = found.unwrap_or_else(|| panic!("{}: no such load", goal.id));
             for system in systems {

@@ -26,6 +26,9 @@ pub const SYSTEMS: [&str; 7] = [
     "nbdkit-luks",
 ];
 
+/// Those that only `vmseal lab run` has.
+pub const MORE_SYSTEMS: [&str; 1] = ["vmseal-encrypted-snapshot"];
+
 /// The storage of disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -85,11 +88,10 @@ pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| {
 #[must_use]
 pub fn of_definition(definition: &Definition) -> Vec<Section> {
     let Matter::Disk(matrix, steps) = &definition.matter else { return Vec::new() };
-    let systems: Vec<&'static str> =
-        SYSTEMS.into_iter().filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
-    let place = |id: &&str| matrix.systems.iter().position(|chosen| chosen == id);
-    let mut systems = systems;
-    systems.sort_by_key(place);
+    let known = SYSTEMS.into_iter().chain(MORE_SYSTEMS);
+    let mut systems: Vec<&'static str> =
+        known.filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
+    systems.sort_by_key(|id| matrix.systems.iter().position(|chosen| chosen == id));
     let systems: &'static [&'static str] = systems.leak();
     let mut sections = Vec::new();
     for &disks in &matrix.disks {

@@ -57,6 +57,7 @@ fn vmseal(encrypted: bool) -> Vmseal {
         disks: 1,
         named_by_disks: false,
         delay_us: 0,
+        snapshot: None,
     }
 }
 
