@@ -360,12 +360,8 @@ pub fn read(path: &Path) -> Result<Definition, DefinitionError> {
 pub fn parse(path: &Path, text: &str) -> Result<Definition, DefinitionError> {
     let Head { subject } = typed(path, text)?;
     let found = match subject {
-        SubjectKind::Disk => {
-            typed::<Whole<_, _>>(path, text)?.with(|matrix, steps| Matter::Disk(matrix, steps))
-        }
-        SubjectKind::Operation => {
-            typed::<Whole<_, _>>(path, text)?.with(|matrix, steps| Matter::Operation(matrix, steps))
-        }
+        SubjectKind::Disk => typed::<Whole<_, _>>(path, text)?.with(Matter::Disk),
+        SubjectKind::Operation => typed::<Whole<_, _>>(path, text)?.with(Matter::Operation),
     };
     let checked = Checked { path };
     checked.definition(&found)?;
@@ -557,6 +553,10 @@ impl Checked<'_> {
                     "another system",
                 );
             }
+            if !definition.measures.contains(&check.measure) {
+                let found = format!("{:?}", check.measure);
+                return self.refuse("claim.checks.measure", found, "one of measures");
+            }
             let has = |it: &&Operation| match &definition.matter {
                 Matter::Operation(matrix, _) => matrix.operations.contains(it),
                 Matter::Disk(..) => false,
@@ -628,6 +628,11 @@ mod tests {
             ("id = \"v1\"", "id = \"../v1\"", "id: ../v1 is not allowed: 1 to 40 of a to z"),
             ("rounds = 5", "rounds = 0", "steps.small.rounds: 0 is not allowed: from 1 to 1000"),
             ("value = 0.95", "value = nan", "claim.checks.value: NaN is not allowed"),
+            (
+                "measures = [\"throughput\", ",
+                "measures = [",
+                "claim.checks.measure: Throughput is not allowed: one of measures",
+            ),
             (
                 "value = 0.95",
                 "value = 0.95\nwhere = { disks = 3 }",

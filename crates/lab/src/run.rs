@@ -171,7 +171,7 @@ pub fn run(
 }
 
 /// Points with their results, all results together, and why there are none.
-type Found = (Vec<Measured>, Vec<Place>, Outcome, Option<String>);
+pub(crate) type Found = (Vec<Measured>, Vec<Place>, Outcome, Option<String>);
 
 impl RunArguments {
     fn one(

@@ -24,7 +24,7 @@ use crate::claim::Place;
 use crate::definition::{Operation, OperationMatrix, OperationSteps};
 use crate::experiment::{Cell, ExperimentError, Outcome, Progress};
 use crate::report::{Measured, summarize_operations};
-use crate::run::RunArguments;
+use crate::run::{Found, RunArguments};
 use crate::subject::{self, Order, Point, Sample, Subject};
 
 /// The systems; the last one only copies.
@@ -89,12 +89,12 @@ struct Task {
 ///
 /// # Errors
 /// [`ExperimentError`].
-pub fn run(
+pub(crate) fn run(
     arguments: &RunArguments,
     matrix: &OperationMatrix,
     steps: &OperationSteps,
     observe: &mut dyn FnMut(Progress<'_>),
-) -> Result<(Vec<Measured>, Vec<Place>, Outcome, Option<String>), ExperimentError> {
+) -> Result<Found, ExperimentError> {
     let program = arguments.vmseal.clone().unwrap_or_else(this_program);
     for needed in [&program, Path::new("qemu-system-x86_64"), Path::new("qemu-img")] {
         let ran = Command::new(needed).arg("--version").output();
