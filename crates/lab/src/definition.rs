@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::goals::{Metric, Relation};
 use crate::load::{Direction, Order};
-use crate::sections::{MORE_SYSTEMS, SYSTEMS, Storage};
 use crate::statistics::VALUES_MAX;
-use crate::systems::Transport;
+use crate::storage::Storage;
+use crate::systems::{MORE_SYSTEMS, SYSTEMS, Transport};
 
 /// The longest file, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
@@ -228,6 +228,9 @@ pub struct OperationMatrix {
     pub operations: Vec<Operation>,
 }
 
+/// What operations are measured on; the last one only copies.
+pub const OPERATION_SYSTEMS: [&str; 3] = ["encrypted", "plain", "qemu-img"];
+
 /// What an installation is asked for, and its time taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -385,7 +388,7 @@ impl Definition {
     fn systems(&self) -> Vec<&str> {
         match &self.matter {
             Matter::Disk(matrix, _) => matrix.systems.iter().map(String::as_str).collect(),
-            Matter::Operation(..) => crate::operation::SYSTEMS.to_vec(),
+            Matter::Operation(..) => OPERATION_SYSTEMS.to_vec(),
         }
     }
 

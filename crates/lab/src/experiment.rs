@@ -7,22 +7,22 @@
 //!         → each system in turn without work → stop all
 //! ```
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hdrhistogram::Histogram;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
 use crate::clock::{self, ProcessClock};
-use crate::computed_limit::{self, ComputedLimit, ComputedLimitError};
-use crate::idle::{self, IDLE, Idle};
+use crate::computed_limit::{self, ComputedLimit};
+use crate::idle::{self, IDLE};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::neighbour::Neighbours;
+use crate::outcome::Sample;
+pub use crate::outcome::{Cell, ExperimentError, Outcome, Progress};
 use crate::pattern::Pattern;
-use crate::subject::{self, Point, Sample, Subject};
-use crate::systems::{Place, Server, System, SystemError, check_at_rest};
+use crate::subject::{self, Point, Subject};
+use crate::systems::{Place, Server, System, check_at_rest};
 
 /// A share of time above which a CPU counts as the bottleneck.
 pub(crate) const SATURATED: f64 = 0.9;
@@ -79,132 +79,6 @@ pub struct Cores {
     pub server: usize,
     /// The threads that make the load.
     pub client: usize,
-}
-
-/// One system under one load in one round.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Cell {
-    /// The round, from 0.
-    pub round: u32,
-    /// [`System::id`].
-    pub system: String,
-    /// [`Workload::id`].
-    pub workload: String,
-    /// Completed requests.
-    pub requests: u64,
-    /// The measured time, in seconds.
-    pub seconds: f64,
-    /// Requests per second.
-    pub iops: f64,
-    /// Bytes per second.
-    pub throughput: f64,
-    /// The server's CPU time per request, in nanoseconds.
-    pub cpu_per_io: f64,
-    /// The median latency, in nanoseconds.
-    pub p50: f64,
-    /// The 99th percentile of the latency, in nanoseconds.
-    pub p99: f64,
-    /// The server's private memory (RssAnon) afterwards, in bytes.
-    pub memory: f64,
-    /// The share of the time that the server was on a CPU; above 1 with several threads.
-    pub server_busy: f64,
-    /// The share of the time that the client was on its CPU.
-    pub client_busy: f64,
-    /// The CPU time of everything else, as a share of one CPU.
-    pub others_busy: f64,
-    /// The work in a second of CPU-bound neighbours, where there are any.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub neighbour: Option<f64>,
-}
-
-/// The results.
-#[derive(Debug, Default)]
-pub struct Outcome {
-    /// In the order in which they were measured.
-    pub cells: Vec<Cell>,
-    /// The results without work.
-    pub idle: Vec<Idle>,
-    /// The latencies of all rounds together, by system and workload, in nanoseconds.
-    pub latencies: BTreeMap<(String, String), Histogram<u64>>,
-}
-
-impl Outcome {
-    /// Adds what was measured.
-    pub(crate) fn extend(&mut self, sample: Option<Sample>) {
-        match sample {
-            Some(Sample::Cell(cell, Some(latency))) => self.add(*cell, latency),
-            Some(Sample::Cell(cell, None)) => self.cells.push(*cell),
-            Some(Sample::Idle(idle)) => self.idle.push(idle),
-            None => {}
-        }
-    }
-
-    fn add(&mut self, cell: Cell, latency: Histogram<u64>) {
-        let key = (cell.system.clone(), cell.workload.clone());
-        self.cells.push(cell);
-        match self.latencies.get_mut(&key) {
-            Some(merged) => merged.add(&latency).expect("all have the same bounds"),
-            None => drop(self.latencies.insert(key, latency)),
-        }
-    }
-}
-
-/// Why an experiment ended early.
-#[derive(Debug, thiserror::Error)]
-pub enum ExperimentError {
-    /// A system did not start.
-    #[error(transparent)]
-    System(#[from] SystemError),
-    /// A load failed.
-    #[error("{system} under {workload}")]
-    Load {
-        /// Which system.
-        system: &'static str,
-        /// Which load.
-        workload: &'static str,
-        /// How.
-        source: LoadError,
-    },
-    /// An operation of an installation failed.
-    #[error(transparent)]
-    Operation(#[from] crate::operation::OperationError),
-    /// The limit of this machine cannot be computed.
-    #[error(transparent)]
-    ComputedLimit(#[from] ComputedLimitError),
-    /// Not enough room for the disks.
-    #[error(
-        "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
-        directory.display()
-    )]
-    Room {
-        /// Where.
-        directory: PathBuf,
-        /// How much is free.
-        available: u64,
-        /// How much is needed.
-        needed: u64,
-    },
-    /// The directory or the client's core cannot be used.
-    #[error("{what}")]
-    Setting {
-        /// The attempt.
-        what: String,
-        /// The cause.
-        source: std::io::Error,
-    },
-}
-
-/// The next step of an experiment, for progress messages.
-#[derive(Clone, Copy, Debug)]
-pub enum Progress<'a> {
-    /// A section begins: its name and its title.
-    Section(&'a str, &'a str),
-    /// A disk is made, filled and checked.
-    Filling(&'a str),
-    /// VMs of a policy are made.
-    Making(&'a str),
-    /// A round begins: its number from 1, and the number of rounds.
-    Round(u32, u32),
 }
 
 /// Runs a plan with some systems.

@@ -549,7 +549,11 @@ pub(crate) mod tests {
         for goal in timed {
             assert!(measured.contains(&goal.workload), "{}: {measured:?}", goal.id);
             for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {
-                assert!(crate::operation::SYSTEMS.contains(&system.as_str()), "{}", goal.id);
+                assert!(
+                    crate::definition::OPERATION_SYSTEMS.contains(&system.as_str()),
+                    "{}",
+                    goal.id
+                );
             }
         }
         for goal in goals.into_iter().chain(of_disks) {

@@ -5,6 +5,7 @@
 //! | [`arguments`] | what a user may choose, and the way from there to a report |
 //! | [`systems`] | the servers under test |
 //! | [`definition`], [`catalogue`], [`run`], [`claim`] | experiments as files, and running them |
+//! | [`outcome`], [`storage`] | what measuring gives; where disks are |
 //! | [`subject`] | the order of measuring, whatever is measured |
 //! | [`operation`] | operations of a whole installation |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
@@ -26,11 +27,13 @@ pub mod load;
 pub mod machine;
 pub mod neighbour;
 pub mod operation;
+pub mod outcome;
 pub mod pattern;
 pub mod report;
 pub mod run;
 pub mod sections;
 pub mod statistics;
+pub mod storage;
 pub mod subject;
 pub mod systems;
 pub mod tables;

@@ -1,4 +1,4 @@
-//! `vmseal lab list` and `vmseal lab run`: experiments by id or file.
+//! `vmseal lab run`: experiments by id or file.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,13 +10,13 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::arguments::{BenchArguments, BenchError};
-use crate::catalogue::{self, CATALOGUE};
+use crate::catalogue;
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{Definition, DefinitionError, Extent, Matter};
 use crate::experiment::{self, Outcome, Progress};
 use crate::goals::{self, Assessment, Verdict};
 use crate::machine::{self, Machine};
-use crate::operation;
+use crate::operation::{self, Choice, Found};
 use crate::report::Measured;
 use crate::sections::{self, Section};
 
@@ -119,20 +119,6 @@ pub struct ExperimentReport {
     pub claim: Option<Assessed>,
 }
 
-/// The experiments that come with vmseal, as lines.
-#[must_use]
-pub fn list() -> String {
-    let mut table = crate::tables::table(&["id", "subject", "title"]);
-    for it in CATALOGUE.iter() {
-        let subject = match it.matter {
-            Matter::Disk(..) => "disk",
-            Matter::Operation(..) => "operation",
-        };
-        table.add_row(vec![it.id.as_str(), subject, it.title.as_str()]);
-    }
-    table.trim_fmt()
-}
-
 /// Measures the experiments one after the other, and judges.
 ///
 /// # Errors
@@ -170,9 +156,6 @@ pub fn run(
     Ok(report)
 }
 
-/// Points with their results, all results together, and why there are none.
-pub(crate) type Found = (Vec<Measured>, Vec<Place>, Outcome, Option<String>);
-
 impl RunArguments {
     fn one(
         &self,
@@ -184,7 +167,15 @@ impl RunArguments {
                 let extent = if self.full { steps.full } else { steps.small };
                 self.disk(definition, extent, observe)
             }
-            Matter::Operation(matrix, steps) => operation::run(self, matrix, steps, observe),
+            Matter::Operation(matrix, steps) => {
+                let choice = Choice {
+                    program: self.vmseal.clone(),
+                    directory: self.ext4_directory.clone(),
+                    full: self.full,
+                    rounds: self.rounds,
+                };
+                operation::run(&choice, matrix, steps, observe)
+            }
         }
     }
 

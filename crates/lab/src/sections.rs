@@ -2,44 +2,16 @@
 //! measured by itself: comparisons are made within a section. They come from the files of experiments
 //! ([`crate::definition`]).
 
-use std::path::Path;
 use std::sync::LazyLock;
-
-use nix::sys::statfs::{EXT4_SUPER_MAGIC, statfs};
-use serde::{Deserialize, Serialize};
 
 use crate::catalogue::CATALOGUE;
 use crate::definition::{Definition, LoadSpec, Matter};
 use crate::experiment::Progress;
 use crate::idle::IDLE;
 use crate::load::Workload;
+pub use crate::storage::Storage;
 use crate::systems::Transport;
-
-/// The systems under test, by name.
-pub const SYSTEMS: [&str; 7] = [
-    "vmseal-encrypted",
-    "vmseal-plain",
-    "storage-daemon-plain",
-    "storage-daemon-luks",
-    "vmseal-encrypted-8-disks",
-    "nbdkit-plain",
-    "nbdkit-luks",
-];
-
-/// Those that only `vmseal lab run` has.
-pub const MORE_SYSTEMS: [&str; 1] = ["vmseal-encrypted-snapshot"];
-
-/// The storage of disks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Storage {
-    /// In files whose pages are in memory.
-    Memory,
-    /// In files on ext4 that are accessed without the page cache.
-    Ext4,
-    /// On a cluster of hosts that keep copies for each other.
-    Vsan,
-}
+pub use crate::systems::{MORE_SYSTEMS, SYSTEMS};
 
 /// Systems that are measured together.
 #[derive(Clone, Copy, Debug)]
@@ -154,36 +126,10 @@ pub fn workload_ids() -> Vec<&'static str> {
     SECTIONS.iter().flat_map(of).chain([IDLE]).collect()
 }
 
-impl Storage {
-    /// Why this kind of storage is unavailable in a directory; none if it is available.
-    #[must_use]
-    pub fn obstacle(self, directory: &Path) -> Option<String> {
-        match self {
-            Self::Memory => return None,
-            Self::Vsan => {
-                let why = "it needs three hosts that keep each disk on one another (vSAN); vmseal measures one host only";
-                return Some(why.to_owned());
-            }
-            Self::Ext4 => {}
-        }
-        let at = directory.display();
-        match statfs(directory) {
-            Err(errno) => Some(format!("{at} cannot be used: {}", errno.desc())),
-            // ext2 and ext3 have the same number.
-            Ok(found) if found.filesystem_type() == EXT4_SUPER_MAGIC => None,
-            Ok(_) => {
-                let kind = crate::machine::file_system(directory);
-                Some(format!(
-                    "{at} is on {kind}, not on ext4; choose another with --ext4-directory"
-                ))
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::path::Path;
 
     use super::*;
 

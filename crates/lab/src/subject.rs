@@ -8,10 +8,7 @@
 //! The order of the systems is rotated by one from round to round, so that what disturbs the machine affects all
 //! alike. Comparisons are made within a round.
 
-use hdrhistogram::Histogram;
-
-use crate::experiment::{Cell, ExperimentError, Outcome, Progress};
-use crate::idle::Idle;
+use crate::outcome::{ExperimentError, Outcome, Progress, Sample};
 
 /// One measurement to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,15 +19,6 @@ pub struct Point {
     pub system: &'static str,
     /// Under which load, or at which operation.
     pub workload: &'static str,
-}
-
-/// What was measured.
-#[derive(Debug)]
-pub enum Sample {
-    /// Work, with its latencies where there are many requests.
-    Cell(Box<Cell>, Option<Histogram<u64>>),
-    /// No work.
-    Idle(Idle),
 }
 
 /// What is measured.

@@ -2,6 +2,7 @@
 
 use vmseal_lab::BenchArguments;
 use vmseal_lab::run::{self, RunArguments};
+use vmseal_lab::tables;
 
 use crate::arguments::Lab;
 use crate::print;
@@ -10,7 +11,7 @@ use crate::print;
 pub fn run(verb: &Lab) -> anyhow::Result<()> {
     match verb {
         Lab::Disk(options) => disk(options),
-        Lab::List => print::line(&run::list()),
+        Lab::List => print::line(&tables::list()),
         Lab::Run(options) => experiments(options),
     }
 }

@@ -21,60 +21,15 @@ use serde_json::Value;
 
 use self::installation::Installation;
 use crate::claim::Place;
-use crate::definition::{Operation, OperationMatrix, OperationSteps};
-use crate::experiment::{Cell, ExperimentError, Outcome, Progress};
+use crate::definition::{OPERATION_SYSTEMS, Operation, OperationMatrix, OperationSteps};
+pub use crate::outcome::OperationError;
+use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
 use crate::report::{Measured, summarize_operations};
-use crate::run::{Found, RunArguments};
-use crate::subject::{self, Order, Point, Sample, Subject};
+use crate::subject::{self, Order, Point, Subject};
 
-/// The systems; the last one only copies.
-const ENCRYPTED: &str = "encrypted";
-const PLAIN: &str = "plain";
-const COPY: &str = "qemu-img";
-pub(crate) const SYSTEMS: [&str; 3] = [ENCRYPTED, PLAIN, COPY];
-
-/// Why an operation could not be measured.
-#[derive(Debug, thiserror::Error)]
-pub enum OperationError {
-    /// A program cannot be run.
-    #[error("{} cannot be run", program.display())]
-    Program {
-        /// Which.
-        program: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-    /// A command failed.
-    #[error("`{what}` failed: {said}")]
-    Command {
-        /// The command.
-        what: String,
-        /// What it said.
-        said: String,
-    },
-    /// A command did not print what it should.
-    #[error("`vmseal {what} -o json` printed no task with its times")]
-    Answer {
-        /// The command.
-        what: String,
-    },
-    /// A file cannot be made or written.
-    #[error("{} cannot be used", path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
-    /// It did not come about in time.
-    #[error("it never came about that {what}; the log ends: {log}")]
-    Never {
-        /// What.
-        what: &'static str,
-        /// The end of the log.
-        log: String,
-    },
-}
+const ENCRYPTED: &str = OPERATION_SYSTEMS[0];
+const PLAIN: &str = OPERATION_SYSTEMS[1];
+const COPY: &str = OPERATION_SYSTEMS[2];
 
 /// An operation on VMs of one size, so many at once.
 #[derive(Clone, Copy, Debug)]
@@ -85,17 +40,33 @@ struct Task {
     at_once: u32,
 }
 
+/// Points with their results, all results together, and why there are none.
+pub(crate) type Found = (Vec<Measured>, Vec<Place>, Outcome, Option<String>);
+
+/// What is chosen for a run.
+#[derive(Clone, Debug)]
+pub(crate) struct Choice {
+    /// The program vmseal; none is this one.
+    pub program: Option<PathBuf>,
+    /// Where the disks are.
+    pub directory: PathBuf,
+    /// Whether the sizes are those of the documents.
+    pub full: bool,
+    /// The number of rounds in place of the experiment's.
+    pub rounds: Option<u32>,
+}
+
 /// Measures an experiment with operations; else says why it cannot be.
 ///
 /// # Errors
 /// [`ExperimentError`].
 pub(crate) fn run(
-    arguments: &RunArguments,
+    choice: &Choice,
     matrix: &OperationMatrix,
     steps: &OperationSteps,
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Found, ExperimentError> {
-    let program = arguments.vmseal.clone().unwrap_or_else(this_program);
+    let program = choice.program.clone().unwrap_or_else(this_program);
     for needed in [&program, Path::new("qemu-system-x86_64"), Path::new("qemu-img")] {
         let ran = Command::new(needed).arg("--version").output();
         if !ran.is_ok_and(|it| it.status.success()) {
@@ -103,18 +74,18 @@ pub(crate) fn run(
             return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
         }
     }
-    let rounds = if arguments.full { &steps.full } else { &steps.small };
+    let rounds = if choice.full { &steps.full } else { &steps.small };
     let sizes = rounds.size_mib.as_ref().unwrap_or(&matrix.size_mib);
     let (tasks, places) = tasks(matrix, sizes);
     let order = Order {
-        systems: SYSTEMS.to_vec(),
+        systems: OPERATION_SYSTEMS.to_vec(),
         workloads: tasks.iter().map(|task| task.workload).collect(),
-        rounds: arguments.rounds.unwrap_or(rounds.rounds),
+        rounds: choice.rounds.unwrap_or(rounds.rounds),
         places: 1,
     };
     let mut subject = Operations {
         program,
-        directory: arguments.ext4_directory.clone(),
+        directory: choice.directory.clone(),
         memory_mib: steps.memory_mib,
         tasks,
         here: None,
