@@ -248,6 +248,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal completion bash > /etc/bash_completion.d/vmseal",
     ),
     ("vmseal-lab-disk", "The shortest useful run:", "vmseal lab disk --rounds 5 --seconds 1"),
+    (
+        "vmseal-lab-run",
+        "What a storage latency hides of the encryption, with all values in a file:",
+        "vmseal lab run v10 --report v10.json",
+    ),
 ];
 
 /// The examples of a page.

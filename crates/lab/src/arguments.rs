@@ -42,7 +42,7 @@ pub struct BenchArguments {
     #[arg(long, default_value = "target")]
     pub ext4_directory: PathBuf,
     /// Only these sections
-    #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SECTIONS.map(|s| s.id)))]
+    #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SECTIONS.iter().map(|s| s.id)))]
     pub sections: Vec<String>,
     /// Only these systems
     #[arg(long, value_delimiter = ',', value_parser = PossibleValuesParser::new(SYSTEMS))]
@@ -74,6 +74,18 @@ pub struct BenchArguments {
     /// The program nbdkit; without it, NBD is left out
     #[arg(long, default_value = "nbdkit")]
     pub nbdkit: PathBuf,
+}
+
+impl Default for BenchArguments {
+    /// What is chosen where nothing is said.
+    fn default() -> Self {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            arguments: BenchArguments,
+        }
+        <Line as clap::Parser>::parse_from(["disk"]).arguments
+    }
 }
 
 /// The length of a cell.
@@ -115,7 +127,7 @@ pub fn run(
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(&arguments.storage_daemon, &arguments.nbdkit);
     let (mut sections, mut obstacles, mut all) = (Vec::new(), Vec::new(), Outcome::default());
-    for section in &SECTIONS {
+    for section in SECTIONS.iter() {
         let (plan, systems) = (arguments.plan(section), arguments.systems(section));
         if systems.is_empty() || plan.workloads.is_empty() && !plan.idle {
             continue;
@@ -147,16 +159,17 @@ pub fn narrate(progress: Progress<'_>) {
     match progress {
         Progress::Section(id, title) => eprintln!("{id}: {title}"),
         Progress::Filling(system) => eprintln!("{system}: fill a disk and read it back"),
+        Progress::Making(policy) => eprintln!("{policy}: make VMs"),
         Progress::Round(round, rounds) => eprintln!("round {round} of {rounds}"),
     }
 }
 
 impl BenchArguments {
-    fn plan(&self, section: &Section) -> Plan {
+    pub(crate) fn plan(&self, section: &Section) -> Plan {
         let chosen = |id: &str| chosen(&self.workloads, id);
         let cell = Duration::from_secs_f64(self.seconds) / section.cuts;
         let directory = match section.storage {
-            Storage::Memory => &self.directory,
+            Storage::Memory | Storage::Vsan => &self.directory,
             Storage::Ext4 => &self.ext4_directory,
         };
         let workload = |workload: &&Workload| chosen(workload.id);
@@ -172,13 +185,14 @@ impl BenchArguments {
             wait: if self.poll { Wait::Poll } else { Wait::Sleep },
             verify: self.verify,
             directory: directory.clone(),
-            size: self.size_mib * MIB,
+            neighbours: section.neighbours,
+            size: self.size_mib * u64::from(section.disks) * MIB,
             cores: two_cores(),
         }
     }
 
     /// The section's systems to measure; none if the section is not chosen.
-    fn systems(&self, section: &Section) -> Vec<Box<dyn System>> {
+    pub(crate) fn systems(&self, section: &Section) -> Vec<Box<dyn System>> {
         if !chosen(&self.sections, section.id) {
             return Vec::new();
         }
@@ -187,7 +201,7 @@ impl BenchArguments {
     }
 
     /// Why the section cannot be measured here.
-    fn obstacle(&self, section: &Section) -> Option<String> {
+    pub(crate) fn obstacle(&self, section: &Section) -> Option<String> {
         let nbd = section.transport == Transport::Nbd;
         let program = || self.nbdkit().obstacle().filter(|_| nbd);
         section.storage.obstacle(&self.ext4_directory).or_else(program)
@@ -210,16 +224,20 @@ impl BenchArguments {
             return Box::new(StorageDaemon { luks, daemon, image_tool });
         }
         let path = self.filter.clone().unwrap_or_else(beside_this_program);
+        let named_by_disks = id.ends_with("-8-disks");
         let advice = "build it with: cargo build --release -p vmseal-iofilter";
         Box::new(Vmseal {
             filter: Program { path, advice },
             encrypted: id.starts_with("vmseal-encrypted"),
             transport: section.transport,
             direct: match section.storage {
-                Storage::Memory => Direct::Auto,
+                Storage::Memory | Storage::Vsan => Direct::Auto,
                 Storage::Ext4 => Direct::On,
             },
-            disks: if id.ends_with("-8-disks") { SEVERAL } else { 1 },
+            disks: if named_by_disks { SEVERAL } else { section.disks as usize },
+            named_by_disks,
+            delay_us: section.delay_us,
+            snapshot: id.ends_with("-snapshot").then_some(image_tool),
         })
     }
 }
@@ -268,7 +286,7 @@ mod tests {
     #[test]
     fn every_system_has_the_name_it_is_chosen_by() {
         let arguments = parse("").unwrap();
-        for section in &SECTIONS {
+        for section in SECTIONS.iter() {
             let systems = arguments.systems(section);
             let named: Vec<&str> = systems.iter().map(|system| system.id()).collect();
             assert_eq!(named, section.systems, "{}", section.id);
@@ -287,7 +305,7 @@ mod tests {
         let of = |line: &str| {
             let chosen = parse(line).unwrap();
             let mut measured = Vec::new();
-            for section in &SECTIONS {
+            for section in SECTIONS.iter() {
                 let (plan, systems) = (chosen.plan(section), chosen.systems(section));
                 let counts = (systems.len(), plan.workloads.len(), plan.idle);
                 if counts.0 > 0 && (counts.1 > 0 || counts.2) {

@@ -1,28 +1,28 @@
-//! The order of measurements, chosen so that disturbances of the machine affect all systems alike.
+//! The subject `disk`: servers of disks under the load generator.
 //!
 //! ```text
-//! once:   each system: make its disks → fill them through the server → look at the files
+//! place:  each system: make its disks → fill them through the server → look at the files
 //!         → restart the server → read all back
 //! round:  start all servers → for each workload: the computed limit, each system in turn, one cell
 //!         → each system in turn without work → stop all
 //! ```
-//!
-//! The order of the systems is rotated by one from round to round. Comparisons are made within a round.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hdrhistogram::Histogram;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
 use crate::clock::{self, ProcessClock};
-use crate::computed_limit::{self, ComputedLimit, ComputedLimitError};
-use crate::idle::{self, IDLE, Idle};
+use crate::computed_limit::{self, ComputedLimit};
+use crate::idle::{self, IDLE};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
+use crate::neighbour::Neighbours;
+use crate::outcome::Sample;
+pub use crate::outcome::{Cell, ExperimentError, Outcome, Progress};
 use crate::pattern::Pattern;
-use crate::systems::{Place, Server, System, SystemError, check_at_rest};
+use crate::subject::{self, Point, Subject};
+use crate::systems::{Place, Server, System, check_at_rest};
 
 /// A share of time above which a CPU counts as the bottleneck.
 pub(crate) const SATURATED: f64 = 0.9;
@@ -66,6 +66,8 @@ pub struct Plan {
     pub directory: PathBuf,
     /// The size of each system's disks together, in bytes; a multiple of the largest block.
     pub size: u64,
+    /// How many CPU-bound threads share the server's core.
+    pub neighbours: u32,
     /// The cores of server and client; none on a machine of one core.
     pub cores: Option<Cores>,
 }
@@ -77,114 +79,6 @@ pub struct Cores {
     pub server: usize,
     /// The threads that make the load.
     pub client: usize,
-}
-
-/// One system under one load in one round.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Cell {
-    /// The round, from 0.
-    pub round: u32,
-    /// [`System::id`].
-    pub system: String,
-    /// [`Workload::id`].
-    pub workload: String,
-    /// Completed requests.
-    pub requests: u64,
-    /// The measured time, in seconds.
-    pub seconds: f64,
-    /// Requests per second.
-    pub iops: f64,
-    /// Bytes per second.
-    pub throughput: f64,
-    /// The server's CPU time per request, in nanoseconds.
-    pub cpu_per_io: f64,
-    /// The median latency, in nanoseconds.
-    pub p50: f64,
-    /// The 99th percentile of the latency, in nanoseconds.
-    pub p99: f64,
-    /// The server's private memory (RssAnon) afterwards, in bytes.
-    pub memory: f64,
-    /// The share of the time that the server was on a CPU; above 1 with several threads.
-    pub server_busy: f64,
-    /// The share of the time that the client was on its CPU.
-    pub client_busy: f64,
-    /// The CPU time of everything else, as a share of one CPU.
-    pub others_busy: f64,
-}
-
-/// The results.
-#[derive(Debug, Default)]
-pub struct Outcome {
-    /// In the order in which they were measured.
-    pub cells: Vec<Cell>,
-    /// The results without work.
-    pub idle: Vec<Idle>,
-    /// The latencies of all rounds together, by system and workload, in nanoseconds.
-    pub latencies: BTreeMap<(String, String), Histogram<u64>>,
-}
-
-impl Outcome {
-    fn add(&mut self, cell: Cell, latency: Histogram<u64>) {
-        let key = (cell.system.clone(), cell.workload.clone());
-        self.cells.push(cell);
-        match self.latencies.get_mut(&key) {
-            Some(merged) => merged.add(&latency).expect("all have the same bounds"),
-            None => drop(self.latencies.insert(key, latency)),
-        }
-    }
-}
-
-/// Why an experiment ended early.
-#[derive(Debug, thiserror::Error)]
-pub enum ExperimentError {
-    /// A system did not start.
-    #[error(transparent)]
-    System(#[from] SystemError),
-    /// A load failed.
-    #[error("{system} under {workload}")]
-    Load {
-        /// Which system.
-        system: &'static str,
-        /// Which load.
-        workload: &'static str,
-        /// How.
-        source: LoadError,
-    },
-    /// The limit of this machine cannot be computed.
-    #[error(transparent)]
-    ComputedLimit(#[from] ComputedLimitError),
-    /// Not enough room for the disks.
-    #[error(
-        "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
-        directory.display()
-    )]
-    Room {
-        /// Where.
-        directory: PathBuf,
-        /// How much is free.
-        available: u64,
-        /// How much is needed.
-        needed: u64,
-    },
-    /// The directory or the client's core cannot be used.
-    #[error("{what}")]
-    Setting {
-        /// The attempt.
-        what: String,
-        /// The cause.
-        source: std::io::Error,
-    },
-}
-
-/// The next step of an experiment, for progress messages.
-#[derive(Clone, Copy, Debug)]
-pub enum Progress<'a> {
-    /// A section begins: its name and its title.
-    Section(&'a str, &'a str),
-    /// A disk is made, filled and checked.
-    Filling(&'a str),
-    /// A round begins: its number from 1, and the number of rounds.
-    Round(u32, u32),
 }
 
 /// Runs a plan with some systems.
@@ -201,27 +95,23 @@ pub fn run(
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
     pin(plan.cores.map(|cores| cores.client))?;
-    let mut outcome = Outcome::default();
-    let places = plan.places.clamp(1, plan.rounds.max(1));
-    for place in 0..places {
-        let home = tempfile::tempdir_in(root.path());
-        let home = home.map_err(|source| setting(&plan.directory, source))?;
-        let computed_limit = match plan.limit && plan.workloads.iter().any(ComputedLimit::is_of) {
-            true => Some(ComputedLimit::new(home.path(), plan.size)?),
-            false => None,
-        };
-        let mut experiment =
-            Experiment { plan, tested: Vec::new(), computed_limit, observe: &mut *observe };
-        // No system always has its files in the place that is used first.
-        let (later, first) = systems.split_at(place as usize % systems.len().max(1));
-        for system in first.iter().chain(later) {
-            experiment.set_up(system.as_ref(), home.path())?;
-        }
-        for round in place * plan.rounds / places..(place + 1) * plan.rounds / places {
-            experiment.round(round, &mut outcome)?;
-        }
-    }
-    Ok(outcome)
+    let workloads = plan.workloads.iter().map(|workload| workload.id);
+    let order = subject::Order {
+        systems: systems.iter().map(|system| system.id()).collect(),
+        workloads: workloads.chain(plan.idle.then_some(IDLE)).collect(),
+        rounds: plan.rounds,
+        places: plan.places,
+    };
+    let mut disks = Disks {
+        plan,
+        systems,
+        root: root.path(),
+        home: None,
+        tested: Vec::new(),
+        servers: Vec::new(),
+        computed_limit: None,
+    };
+    subject::measure(&order, &mut disks, observe)
 }
 
 fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
@@ -266,21 +156,87 @@ impl TestedSystem<'_> {
     }
 }
 
-struct Experiment<'a, 'o> {
+/// The subject. Fields are dropped in this order: servers before the files that they serve.
+struct Disks<'a> {
     plan: &'a Plan,
+    systems: &'a [Box<dyn System>],
+    root: &'a Path,
+    /// Those of `tested`, while a round lasts.
+    servers: Vec<Server>,
     tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
-    observe: &'o mut dyn FnMut(Progress<'_>),
+    home: Option<tempfile::TempDir>,
 }
 
-impl<'a> Experiment<'a, '_> {
+impl Subject for Disks<'_> {
+    fn prepare(
+        &mut self,
+        place: u32,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(), ExperimentError> {
+        self.tested.clear();
+        self.computed_limit = None;
+        self.home = None;
+        let home = tempfile::tempdir_in(self.root);
+        let home = home.map_err(|source| setting(&self.plan.directory, source))?;
+        if self.plan.limit && self.plan.workloads.iter().any(ComputedLimit::is_of) {
+            self.computed_limit = Some(ComputedLimit::new(home.path(), self.plan.size)?);
+        }
+        // No system always has its files in the place that is used first.
+        let systems = self.systems;
+        let (later, first) = systems.split_at(place as usize % systems.len().max(1));
+        for system in first.iter().chain(later) {
+            observe(Progress::Filling(system.id()));
+            self.set_up(system.as_ref(), home.path())?;
+        }
+        self.home = Some(home);
+        Ok(())
+    }
+
+    fn begin(&mut self, _round: u32) -> Result<(), ExperimentError> {
+        for tested in &self.tested {
+            self.servers.push(self.start(tested)?);
+        }
+        Ok(())
+    }
+
+    fn before(
+        &mut self,
+        round: u32,
+        workload: &'static str,
+    ) -> Result<Option<Sample>, ExperimentError> {
+        let workload = self.plan.workloads.iter().find(|it| it.id == workload);
+        workload.map_or(Ok(None), |workload| self.compute_limit(round, workload))
+    }
+
+    fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
+        let at = self.tested.iter().position(|tested| tested.system.id() == point.system);
+        let Some(at) = at else { return Ok(None) };
+        let (tested, server) = (&self.tested[at], &self.servers[at]);
+        if point.workload == IDLE {
+            let idle = idle::measure(server, &WAKING, self.plan.cell, point.round, point.system)
+                .map_err(|source| tested.failed(&WAKING, source))?;
+            return Ok(Some(Sample::Idle(idle)));
+        }
+        let workload = self.plan.workloads.iter().find(|it| it.id == point.workload);
+        let Some(workload) = workload else { return Ok(None) };
+        let cell = self.cell(point.round, workload, tested, server);
+        cell.map(Some).map_err(|source| tested.failed(workload, source))
+    }
+
+    fn end(&mut self) -> Result<(), ExperimentError> {
+        self.servers.clear();
+        Ok(())
+    }
+}
+
+impl<'a> Disks<'a> {
     fn start(&self, tested: &TestedSystem<'_>) -> Result<Server, ExperimentError> {
         Ok(tested.system.start(&tested.place, self.plan.cores.map(|cores| cores.server))?)
     }
 
     /// Makes a disk full of the pattern. The server is restarted before it is read back.
     fn set_up(&mut self, system: &'a dyn System, root: &Path) -> Result<(), ExperimentError> {
-        (self.observe)(Progress::Filling(system.id()));
         let directory = root.join(system.id());
         std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
         let tested = TestedSystem { system, place: Place { directory, size: self.plan.size } };
@@ -301,51 +257,24 @@ impl<'a> Experiment<'a, '_> {
         Ok(())
     }
 
-    fn round(&mut self, round: u32, outcome: &mut Outcome) -> Result<(), ExperimentError> {
-        (self.observe)(Progress::Round(round + 1, self.plan.rounds));
-        let count = self.tested.len();
-        let order: Vec<usize> = (0..count).map(|i| (i + round as usize) % count).collect();
-        let mut servers = Vec::new();
-        for tested in &self.tested {
-            servers.push(self.start(tested)?);
-        }
-        for workload in &self.plan.workloads {
-            self.compute_limit(round, workload, outcome)?;
-            for &i in &order {
-                let tested = &self.tested[i];
-                self.cell(round, workload, tested, &servers[i], outcome)
-                    .map_err(|source| tested.failed(workload, source))?;
-            }
-        }
-        for &i in order.iter().filter(|_| self.plan.idle) {
-            let tested = &self.tested[i];
-            let time = self.plan.cell;
-            let idle = idle::measure(&servers[i], &WAKING, time, round, tested.system.id())
-                .map_err(|source| tested.failed(&WAKING, source))?;
-            outcome.idle.push(idle);
-        }
-        Ok(())
-    }
-
     /// The computed limit of one core, measured on the servers' core.
     fn compute_limit(
         &mut self,
         round: u32,
         workload: &Workload,
-        outcome: &mut Outcome,
-    ) -> Result<(), ExperimentError> {
+    ) -> Result<Option<Sample>, ExperimentError> {
         let Some(computed_limit) =
             self.computed_limit.as_mut().filter(|_| ComputedLimit::is_of(workload))
         else {
-            return Ok(());
+            return Ok(None);
         };
         pin(self.plan.cores.map(|cores| cores.server))?;
         let measured = computed_limit.measure(workload, self.plan.cell, load::latencies());
         pin(self.plan.cores.map(|cores| cores.client))?;
         let measured = measured?;
         let (seconds, requests) = (measured.time.as_secs_f64(), measured.blocks as f64);
-        outcome.add(
-            Cell {
+        Ok(Some(Sample::Cell(
+            Box::new(Cell {
                 round,
                 system: computed_limit::ID.to_owned(),
                 workload: workload.id.to_owned(),
@@ -360,10 +289,10 @@ impl<'a> Experiment<'a, '_> {
                 server_busy: 1.0,
                 client_busy: 0.0,
                 others_busy: 0.0,
-            },
-            measured.latency,
-        );
-        Ok(())
+                neighbour: None,
+            }),
+            Some(measured.latency),
+        )))
     }
 
     /// The load of one cell: on one disk from this thread, on several from one thread each.
@@ -392,14 +321,19 @@ impl<'a> Experiment<'a, '_> {
         workload: &Workload,
         tested: &TestedSystem<'_>,
         server: &Server,
-        outcome: &mut Outcome,
-    ) -> Result<(), LoadError> {
+    ) -> Result<Sample, LoadError> {
         let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
         // Connected until all is read: what a server allocates for a guest counts as its memory, too.
         let mut initiators = (0..server.sockets().len())
             .map(|disk| connect(server, disk, workload, self.plan.wait))
             .collect::<Result<Vec<_>, _>>()?;
+        let core = self.plan.cores.map(|cores| cores.server);
+        let neighbours = match self.plan.neighbours {
+            0 => None,
+            count => Some(Neighbours::start(count, core).map_err(LoadError::Neighbour)?),
+        };
         let measured = self.load(round, workload, &mut initiators, &clock)?;
+        let neighbour = neighbours.map(Neighbours::end);
 
         let seconds = measured.elapsed.as_secs_f64();
         let requests = measured.requests as f64;
@@ -417,11 +351,17 @@ impl<'a> Experiment<'a, '_> {
             p99: measured.latency.value_at_quantile(0.99) as f64,
             memory: clock::own_memory(server.pid()).map_err(LoadError::Clock)? as f64,
             server_busy: share(measured.server),
-            client_busy: share(measured.client),
+            // Neighbours are threads of the client's process. They ran during the warm-up, too.
+            client_busy: share(measured.client.saturating_sub(neighbour.map_or_else(
+                Duration::default,
+                |work| {
+                    work.cpu.mul_f64(seconds / (measured.elapsed + self.plan.warm_up).as_secs_f64())
+                },
+            ))),
             others_busy: share(measured.others),
+            neighbour: neighbour.map(|work| work.rate),
         };
-        outcome.add(cell, measured.latency);
-        Ok(())
+        Ok(Sample::Cell(Box::new(cell), Some(measured.latency)))
     }
 }
 

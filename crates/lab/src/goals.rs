@@ -33,11 +33,18 @@ pub enum Metric {
     IdleCpu,
     /// How often the server woke up in a second without work.
     IdleWakeups,
+    /// The work of CPU-bound neighbours in a second.
+    Neighbour,
+    /// How long an operation takes, in seconds.
+    Seconds,
+    /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
+    Spread,
 }
 
 impl Metric {
     /// The values of a system under a load, with their rounds.
-    fn of(self, outcome: &Outcome, system: &str, workload: &str) -> Vec<(u32, f64)> {
+    #[must_use]
+    pub fn of(self, outcome: &Outcome, system: &str, workload: &str) -> Vec<(u32, f64)> {
         let cells = |value: fn(&Cell) -> f64| {
             let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
             outcome.cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
@@ -53,6 +60,9 @@ impl Metric {
             Self::P50 => cells(|cell| cell.p50),
             Self::P99 => cells(|cell| cell.p99),
             Self::Memory => cells(|cell| cell.memory),
+            Self::Neighbour => cells(|cell| cell.neighbour.unwrap_or(f64::NAN)),
+            Self::Seconds => cells(|cell| cell.seconds),
+            Self::Spread => cells(|cell| cell.p99 / cell.p50),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
@@ -69,6 +79,9 @@ impl Metric {
             Self::Throughput => (1e6, 0, "MB/s"),
             Self::CpuPerIo | Self::P50 | Self::P99 => (1e3, 2, "µs"),
             Self::Memory => (1_048_576.0, 1, "MiB"),
+            Self::Neighbour => (1e6, 1, "M/s"),
+            Self::Seconds => (1.0, 3, "s"),
+            Self::Spread => (1.0, 2, "times"),
             Self::IdleCpu => (1.0, 0, "ns/s"),
             Self::IdleWakeups => (1.0, 1, "per s"),
         }
@@ -176,6 +189,9 @@ pub enum GoalsError {
 /// What the goals about disks begin with.
 pub const DISK: &str = "disk.";
 
+/// What the goals about operations begin with.
+pub const OPERATIONS: &str = "ops.";
+
 /// What the goals about network cards begin with.
 pub const NETWORK: &str = "network.";
 
@@ -194,7 +210,7 @@ pub fn read(path: &Path, about: &str) -> Result<Vec<Goal>, GoalsError> {
     Ok(goals)
 }
 
-fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
+pub(crate) fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
     let goals: Goals =
         toml::from_str(text).map_err(|source| GoalsError::Parse { path: path.into(), source })?;
     let mut seen = std::collections::BTreeSet::new();
@@ -363,6 +379,7 @@ pub(crate) mod tests {
             server_busy: 1.0,
             client_busy: 0.5,
             others_busy: 0.0,
+            neighbour: None,
         }
     }
 
@@ -522,9 +539,24 @@ pub(crate) mod tests {
         let goals = read(&path, DISK).unwrap();
         // Those about networks are checked by what judges them, and no others are left out by both.
         let networks = read(&path, NETWORK).unwrap();
-        assert!(!goals.is_empty() && !networks.is_empty());
-        assert_eq!(goals.len() + networks.len(), read(&path, "").unwrap().len());
-        for goal in goals {
+        let operations = read(&path, OPERATIONS).unwrap();
+        assert!(!goals.is_empty() && !networks.is_empty() && !operations.is_empty());
+        let known = goals.len() + networks.len() + operations.len();
+        assert_eq!(known, read(&path, "").unwrap().len());
+        let (timed, of_disks): (Vec<_>, Vec<_>) =
+            operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
+        let measured = crate::operation::names_of("operations");
+        for goal in timed {
+            assert!(measured.contains(&goal.workload), "{}: {measured:?}", goal.id);
+            for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {
+                assert!(
+                    crate::definition::OPERATION_SYSTEMS.contains(&system.as_str()),
+                    "{}",
+                    goal.id
+                );
+            }
+        }
+        for goal in goals.into_iter().chain(of_disks) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
             if goal.workload == IDLE {
                 let section = SECTIONS.iter().find(|section| section.idle).unwrap();
@@ -536,7 +568,9 @@ pub(crate) mod tests {
                 systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
                 continue;
             }
-            let loads = SECTIONS.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
+            let snapshot = crate::catalogue::find("snapshot-io").unwrap();
+            let sections = [&SECTIONS[..], &crate::sections::of_definition(&snapshot)].concat();
+            let loads = sections.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);
             let (section, load) = found.unwrap_or_else(|| panic!("{}: no such load", goal.id));
             for system in systems {

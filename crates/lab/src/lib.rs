@@ -4,24 +4,37 @@
 //! |---|---|
 //! | [`arguments`] | what a user may choose, and the way from there to a report |
 //! | [`systems`] | the servers under test |
+//! | [`definition`], [`catalogue`], [`run`], [`claim`] | experiments as files, and running them |
+//! | [`outcome`], [`storage`] | what measuring gives; where disks are |
+//! | [`subject`] | the order of measuring, whatever is measured |
+//! | [`operation`] | operations of a whole installation |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
-//! | [`experiment`], [`idle`], [`computed_limit`] | the order of measuring; disks without work; what the machine could do at best |
+//! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
 //! | [`report`], [`tables`], [`machine`] | the results as JSON and as tables, and the machine |
 
 pub mod arguments;
+pub mod catalogue;
+pub mod claim;
 pub mod clock;
 pub mod computed_limit;
+pub mod definition;
 pub mod experiment;
 pub mod goals;
 pub mod idle;
 pub mod load;
 pub mod machine;
+pub mod neighbour;
+pub mod operation;
+pub mod outcome;
 pub mod pattern;
 pub mod report;
+pub mod run;
 pub mod sections;
 pub mod statistics;
+pub mod storage;
+pub mod subject;
 pub mod systems;
 pub mod tables;
 

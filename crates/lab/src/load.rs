@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 
 use crate::clock::{self, ProcessClock};
@@ -16,7 +16,7 @@ const LATENCY_MAX: u64 = 60_000_000_000;
 const LATENCY_DIGITS: u8 = 2;
 
 /// The order in which blocks are accessed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
     /// Uniformly at random.
@@ -26,7 +26,7 @@ pub enum Order {
 }
 
 /// What the requests do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
     /// Only reads.
@@ -117,6 +117,9 @@ pub enum LoadError {
         /// The workload's block.
         block: u32,
     },
+    /// A neighbour cannot be started.
+    #[error("a CPU-bound neighbour cannot be started")]
+    Neighbour(#[source] io::Error),
     /// CPU clocks cannot be read.
     #[error("the CPU time of the server (process ended?) or of this machine cannot be read")]
     Clock(#[source] io::Error),

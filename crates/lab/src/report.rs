@@ -45,10 +45,14 @@ pub struct Measured {
     pub section: &'static str,
     /// Its title.
     pub title: &'static str,
-    /// Its settings.
-    pub settings: Settings,
+    /// Its settings, of disks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub settings: Option<Settings>,
     /// Each system under each load, over all rounds.
     pub summaries: Vec<Summary>,
+    /// Each operation of each system, over all rounds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub operations: Vec<OperationSummary>,
     /// Each system without work, over all rounds.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub idle_summaries: Vec<IdleSummary>,
@@ -75,8 +79,9 @@ impl Measured {
         Self {
             section: section.id,
             title: section.title,
-            settings: Settings::of(plan, section.transport),
+            settings: Some(Settings::of(plan, section.transport)),
             summaries: summarize(outcome),
+            operations: Vec::new(),
             idle_summaries: summarize_idle(outcome),
             cells: outcome.cells.clone(),
             idle: outcome.idle.clone(),
@@ -179,6 +184,46 @@ pub struct Summary {
     pub bottleneck: Bottleneck,
     /// Latencies.
     pub latency: Latency,
+}
+
+/// One operation of one system.
+#[derive(Clone, Debug, Serialize)]
+pub struct OperationSummary {
+    /// The system's name.
+    pub system: String,
+    /// The operation's name.
+    pub workload: String,
+    /// How long it took, in seconds.
+    pub seconds: Interval,
+    /// The bytes of its disks in a second, where it goes over them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub throughput: Option<Interval>,
+}
+
+/// Operations in the order in which they first occur.
+#[must_use]
+pub fn summarize_operations(outcome: &Outcome) -> Vec<OperationSummary> {
+    let mut order: Vec<(&str, &str)> = Vec::new();
+    for cell in &outcome.cells {
+        let key = (cell.workload.as_str(), cell.system.as_str());
+        if !order.contains(&key) {
+            order.push(key);
+        }
+    }
+    order.sort_by_key(|(workload, _)| {
+        outcome.cells.iter().position(|cell| cell.workload == *workload)
+    });
+    let summary = |(workload, system): (&str, &str)| {
+        let of = |value: fn(&Cell) -> f64| {
+            let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
+            Interval::of(outcome.cells.iter().filter(wanted).map(value))
+        };
+        let seconds = of(|cell| cell.seconds)?;
+        let throughput = of(|cell| cell.throughput);
+        let (system, workload) = (system.to_owned(), workload.to_owned());
+        Some(OperationSummary { system, workload, seconds, throughput })
+    };
+    order.into_iter().filter_map(summary).collect()
 }
 
 /// One system without work.
@@ -323,6 +368,7 @@ pub(crate) mod tests {
             warm_up: Duration::from_millis(500),
             wait: Wait::Sleep,
             verify: false,
+            neighbours: 0,
             directory: "/proc".into(),
             size: 1 << 30,
             cores: Some(Cores { server: 0, client: 1 }),

@@ -1,36 +1,17 @@
-//! The sections of the benchmark. Each has its systems, its loads and its kind of storage, and is an
-//! experiment by itself: comparisons are made within a section.
+//! The sections of the benchmark. Each has its systems, its loads and its kind of storage, and is
+//! measured by itself: comparisons are made within a section. They come from the files of experiments
+//! ([`crate::definition`]).
 
-use std::path::Path;
+use std::sync::LazyLock;
 
-use nix::sys::statfs::{EXT4_SUPER_MAGIC, statfs};
-use serde::Serialize;
-
+use crate::catalogue::CATALOGUE;
+use crate::definition::{Definition, LoadSpec, Matter};
 use crate::experiment::Progress;
 use crate::idle::IDLE;
-use crate::load::{Direction, Order, Workload};
+use crate::load::Workload;
+pub use crate::storage::Storage;
 use crate::systems::Transport;
-
-/// The systems under test, by name.
-pub const SYSTEMS: [&str; 7] = [
-    "vmseal-encrypted",
-    "vmseal-plain",
-    "storage-daemon-plain",
-    "storage-daemon-luks",
-    "vmseal-encrypted-8-disks",
-    "nbdkit-plain",
-    "nbdkit-luks",
-];
-
-/// The storage of disks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Storage {
-    /// In files whose pages are in memory.
-    Memory,
-    /// In files on ext4 that are accessed without the page cache.
-    Ext4,
-}
+pub use crate::systems::{MORE_SYSTEMS, SYSTEMS};
 
 /// Systems that are measured together.
 #[derive(Clone, Copy, Debug)]
@@ -57,89 +38,74 @@ pub struct Section {
     /// How often the disks are made: where a file is on a device matters more than the differences in
     /// question (docs/benchmarks.md).
     pub places: u32,
+    /// How many disks a server has, each with a client of its own.
+    pub disks: u32,
+    /// The latency that is added to the storage, in microseconds.
+    pub delay_us: u64,
+    /// How many CPU-bound threads share the server's core.
+    pub neighbours: u32,
 }
 
-/// What `vmseal lab disk` runs.
-pub const SECTIONS: [Section; 4] = [
-    Section {
-        id: "memory",
-        title: "in memory, to a guest",
-        storage: Storage::Memory,
-        transport: Transport::VhostUser,
-        systems: &[
-            "vmseal-encrypted",
-            "vmseal-plain",
-            "storage-daemon-plain",
-            "storage-daemon-luks",
-        ],
-        workloads: &[
-            random("4k-random-read", Direction::Read),
-            random("4k-random-write", Direction::Write),
-            sequential("512k-sequential-read", Direction::Read),
-            sequential("512k-sequential-write", Direction::Write),
-            // One request at a time: the latency counts.
-            Workload { depth: 1, ..random("4k-alone-read", Direction::Read) },
-            Workload { depth: 1, ..random("4k-alone-write", Direction::Write) },
-            // For the growth of the server's memory.
-            Workload { depth: 128, ..sequential("512k-deep-write", Direction::Write) },
-        ],
-        idle: true,
-        limit: true,
-        cuts: 10,
-        places: 1,
-    },
-    Section {
-        id: "ext4",
-        title: "on a device, past the page cache, to a guest",
-        storage: Storage::Ext4,
-        transport: Transport::VhostUser,
-        systems: &["vmseal-encrypted", "vmseal-plain", "storage-daemon-plain"],
-        workloads: &[
-            random("ext4-4k-random-read", Direction::Read),
-            random("ext4-4k-random-write", Direction::Write),
-            sequential("ext4-512k-sequential-read", Direction::Read),
-            sequential("ext4-512k-sequential-write", Direction::Write),
-        ],
-        idle: false,
-        limit: false,
-        cuts: 10,
-        places: 5,
-    },
-    Section {
-        id: "scaling",
-        title: "in memory, one disk and eight of the same size together, each with its queue and its client",
-        storage: Storage::Memory,
-        transport: Transport::VhostUser,
-        systems: &["vmseal-encrypted", "vmseal-encrypted-8-disks"],
-        workloads: &[random("scaling-4k-random-read", Direction::Read)],
-        idle: false,
-        limit: false,
-        cuts: 10,
-        places: 1,
-    },
-    Section {
-        id: "nbd",
-        title: "in memory, to a tool with one connection",
-        storage: Storage::Memory,
-        transport: Transport::Nbd,
-        systems: &["vmseal-encrypted", "vmseal-plain", "nbdkit-plain", "nbdkit-luks"],
-        workloads: &[
-            random("nbd-4k-random-read", Direction::Read),
-            random("nbd-4k-random-write", Direction::Write),
-        ],
-        idle: false,
-        limit: false,
-        cuts: 5,
-        places: 1,
-    },
-];
+/// The ids of what `vmseal lab disk` runs.
+const OF_LAB_DISK: [&str; 4] = ["memory", "ext4", "scaling", "nbd"];
 
-const fn random(id: &'static str, direction: Direction) -> Workload {
-    Workload { id, order: Order::Random, direction, block: 4096, depth: 32 }
-}
+/// What `vmseal lab disk` runs; each is an experiment without axes, so it is one section.
+pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| {
+    let of = |id: &&str| CATALOGUE.iter().find(|it| it.id == *id).map(of_definition);
+    OF_LAB_DISK.iter().filter_map(of).flatten().collect()
+});
 
-const fn sequential(id: &'static str, direction: Direction) -> Workload {
-    Workload { id, order: Order::Sequential, direction, block: 512 * 1024, depth: 8 }
+/// The sections of an experiment with disks: one for each combination of its axes. An axis with several values is part of
+/// the names. Names are kept until the program ends, as those of the sections that are built in.
+#[must_use]
+pub fn of_definition(definition: &Definition) -> Vec<Section> {
+    let Matter::Disk(matrix, steps) = &definition.matter else { return Vec::new() };
+    let known = SYSTEMS.into_iter().chain(MORE_SYSTEMS);
+    let mut systems: Vec<&'static str> =
+        known.filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
+    systems.sort_by_key(|id| matrix.systems.iter().position(|chosen| chosen == id));
+    let systems: &'static [&'static str] = systems.leak();
+    let mut sections = Vec::new();
+    for &disks in &matrix.disks {
+        for &delay_us in &matrix.delay_us {
+            for &neighbours in &matrix.neighbours {
+                let mut suffix = String::new();
+                for (name, value, values) in [
+                    ("disks", u64::from(disks), matrix.disks.len()),
+                    ("us", delay_us, matrix.delay_us.len()),
+                    ("neighbours", u64::from(neighbours), matrix.neighbours.len()),
+                ] {
+                    if values > 1 {
+                        suffix.push_str(&format!("-{value}-{name}"));
+                    }
+                }
+                let workload = |load: &LoadSpec| Workload {
+                    id: format!("{}{suffix}", load.id).leak(),
+                    order: load.order,
+                    direction: load.direction,
+                    block: load.block,
+                    depth: load.depth,
+                };
+                let workloads: Vec<_> = matrix.loads.iter().map(workload).collect();
+                sections.push(Section {
+                    id: format!("{}{suffix}", definition.id).leak(),
+                    title: definition.title.clone().leak(),
+                    storage: steps.storage,
+                    transport: steps.transport,
+                    systems,
+                    workloads: workloads.leak(),
+                    idle: steps.idle,
+                    limit: steps.limit,
+                    cuts: steps.cuts,
+                    places: steps.places,
+                    disks,
+                    delay_us,
+                    neighbours,
+                });
+            }
+        }
+    }
+    sections
 }
 
 impl Section {
@@ -148,7 +114,7 @@ impl Section {
     pub fn tells(&self, progress: Progress<'_>) -> bool {
         match progress {
             Progress::Round(round, _) => (round - 1).is_multiple_of(self.cuts),
-            Progress::Section(..) | Progress::Filling(_) => true,
+            Progress::Section(..) | Progress::Filling(_) | Progress::Making(_) => true,
         }
     }
 }
@@ -160,31 +126,10 @@ pub fn workload_ids() -> Vec<&'static str> {
     SECTIONS.iter().flat_map(of).chain([IDLE]).collect()
 }
 
-impl Storage {
-    /// Why this kind of storage is unavailable in a directory; none if it is available.
-    #[must_use]
-    pub fn obstacle(self, directory: &Path) -> Option<String> {
-        if self == Self::Memory {
-            return None;
-        }
-        let at = directory.display();
-        match statfs(directory) {
-            Err(errno) => Some(format!("{at} cannot be used: {}", errno.desc())),
-            // ext2 and ext3 have the same number.
-            Ok(found) if found.filesystem_type() == EXT4_SUPER_MAGIC => None,
-            Ok(_) => {
-                let kind = crate::machine::file_system(directory);
-                Some(format!(
-                    "{at} is on {kind}, not on ext4; choose another with --ext4-directory"
-                ))
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::path::Path;
 
     use super::*;
 

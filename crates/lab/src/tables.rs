@@ -7,8 +7,13 @@ use comfy_table::{
 };
 use vmseal_initiator::Wait;
 
-use crate::goals::{Compare, Metric, Relation, Verdict};
+use crate::catalogue::CATALOGUE;
+use crate::claim::Assessed;
+use crate::definition::Matter;
+use crate::goals::{Assessment, Compare, Metric, Relation, Verdict};
+use crate::machine::Machine;
 use crate::report::{Bottleneck, Measured, Report, Settings};
+use crate::run::RunReport;
 use crate::statistics::Interval;
 
 /// The share of a CPU above which other work on the machine is mentioned.
@@ -24,16 +29,9 @@ impl Report {
     pub fn show(&self) -> String {
         let mut text = self.heading();
         for measured in &self.sections {
-            let settings = described(&measured.settings);
-            let _ = write!(text, "\n{}: {}\n{settings}\n", measured.section, measured.title);
-            if !measured.summaries.is_empty() {
-                let _ = writeln!(text, "\n{}", lines(&systems(measured)));
-            }
-            if !measured.idle_summaries.is_empty() {
-                let _ = writeln!(text, "\n{}", lines(&idle(measured)));
-            }
+            text.push_str(&section(measured));
         }
-        let _ = writeln!(text, "\n{}\n", lines(&self.verdicts()));
+        let _ = writeln!(text, "\n{}\n", lines(&verdicts(&self.goals)));
         text.push_str(
             "Medians; [95 % bounds, each by itself]. CPU is the server's, for one request. The\n\
              bottleneck is who used all of its core; `waiting` if neither server nor client did.\n",
@@ -56,62 +54,148 @@ impl Report {
     }
 
     fn heading(&self) -> String {
-        let machine = &self.machine;
-        let program = |name: &str, version: &Option<String>| {
-            version.as_ref().map_or_else(String::new, |version| format!(", {name} {version}"))
-        };
-        format!(
-            "{}, {} cores, Linux {}{}{}; commit {}\n",
-            machine.cpu,
-            machine.cores,
-            machine.kernel,
-            program("QEMU", &machine.storage_daemon),
-            program("nbdkit", &machine.nbdkit),
-            self.commit,
-        )
-    }
-
-    fn verdicts(&self) -> Table {
-        let mut table = table(&["goal", "verdict", "found", "wanted", "difference"]);
-        for judged in self.goals.iter().filter(|judged| judged.verdict != Verdict::NotMeasured) {
-            let goal = &judged.goal;
-            let value = match goal.compare {
-                Compare::Ratio => format!("{:.3}", goal.value),
-                Compare::Difference => signed(goal.metric, goal.value),
-                Compare::Alone => goal.metric.show(goal.value),
-            };
-            let wanted = match goal.relation {
-                Relation::AtLeast => format!("≥ {value}"),
-                Relation::AtMost => format!("≤ {value}"),
-            };
-            let found = judged.ratio.map(|ratio| ratio.show(|x| format!("{x:.3}")));
-            let alone = judged.alone.map(|value| goal.metric.show_interval(&value));
-            table.add_row(vec![
-                goal.id.clone(),
-                judged.by_cpu_time.as_ref().map_or_else(
-                    || judged.verdict.to_string(),
-                    |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
-                ),
-                found.or(alone).unwrap_or_default(),
-                wanted,
-                judged.difference.map_or_else(String::new, |d| signed(goal.metric, d.median)),
-            ]);
-        }
-        numbers_to_the_right(&mut table, 2..5);
-        table
+        heading(&self.machine, &self.commit)
     }
 
     /// The other work on the machine during the measurement.
     fn disturbance(&self) -> Option<String> {
-        let cells = self.sections.iter().flat_map(|measured| &measured.cells);
-        let others = Interval::of(cells.map(|cell| cell.others_busy))?.median;
-        (others > DISTURBED).then(|| {
-            let percent = others * 100.0;
-            format!(
-                "Other work used {percent:.0} % of a core meanwhile: trust ratios, not figures.\n"
-            )
-        })
+        disturbance(&self.sections)
     }
+}
+
+impl RunReport {
+    /// The tables.
+    #[must_use]
+    pub fn show(&self) -> String {
+        let mut text = heading(&self.machine, &self.commit);
+        for experiment in &self.experiments {
+            let _ = writeln!(text, "\n{}: {}", experiment.id, experiment.title);
+            if let Some(why) = &experiment.refused {
+                let _ = writeln!(text, "not measured here: {why}");
+            }
+            experiment.measured.iter().for_each(|measured| text.push_str(&section(measured)));
+            if let Some(claim) = &experiment.claim {
+                text.push_str(&claimed(claim));
+            }
+            if let Some(warning) = disturbance(&experiment.measured) {
+                text.push_str(&warning);
+            }
+        }
+        if !self.goals.is_empty() {
+            let _ = writeln!(text, "\n{}", lines(&verdicts(&self.goals)));
+        }
+        text.push_str("\nMedians; [95 % bounds, each by itself].\n");
+        text
+    }
+}
+
+/// A claim beside what was found.
+fn claimed(claim: &Assessed) -> String {
+    let mut text = format!("\nclaim: {}\n  {}\n", claim.claim.text, claim.verdict);
+    for found in &claim.found {
+        let ratio = found.ratio.map_or_else(String::new, |it| it.show(|x| format!("{x:.3}")));
+        let sign = match found.goal.relation {
+            Relation::AtLeast => '≥',
+            Relation::AtMost => '≤',
+        };
+        let (goal, verdict) = (&found.goal, found.verdict);
+        let _ = writeln!(
+            text,
+            "  {}, {:?}: {ratio}, claimed {sign} {}: {verdict}",
+            goal.workload, goal.metric, goal.value,
+        );
+    }
+    for why in &claim.left_out {
+        let _ = writeln!(text, "  not comparable: {why}");
+    }
+    text
+}
+
+fn section(measured: &Measured) -> String {
+    let mut text = format!("\n{}: {}\n", measured.section, measured.title);
+    if let Some(settings) = &measured.settings {
+        let _ = writeln!(text, "{}", described(settings));
+    }
+    if !measured.summaries.is_empty() {
+        let _ = writeln!(text, "\n{}", lines(&systems(measured)));
+    }
+    if !measured.operations.is_empty() {
+        let _ = writeln!(text, "\n{}", lines(&operations(measured)));
+    }
+    if !measured.idle_summaries.is_empty() {
+        let _ = writeln!(text, "\n{}", lines(&idle(measured)));
+    }
+    text
+}
+
+fn operations(measured: &Measured) -> Table {
+    let mut table = table(&["operation", "system", "s", "MB/s"]);
+    for summary in &measured.operations {
+        let rate = summary.throughput.map(|rate| format!("{:.0}", rate.median / 1e6));
+        table.add_row(vec![
+            summary.workload.clone(),
+            summary.system.clone(),
+            summary.seconds.show(|value| format!("{value:.3}")),
+            rate.unwrap_or_default(),
+        ]);
+    }
+    numbers_to_the_right(&mut table, 2..4);
+    table
+}
+
+fn heading(machine: &Machine, commit: &str) -> String {
+    let program = |name: &str, version: &Option<String>| {
+        version.as_ref().map_or_else(String::new, |version| format!(", {name} {version}"))
+    };
+    format!(
+        "{}, {} cores, Linux {}{}{}; commit {}\n",
+        machine.cpu,
+        machine.cores,
+        machine.kernel,
+        program("QEMU", &machine.storage_daemon),
+        program("nbdkit", &machine.nbdkit),
+        commit,
+    )
+}
+
+fn verdicts(goals: &[Assessment]) -> Table {
+    let mut table = table(&["goal", "verdict", "found", "wanted", "difference"]);
+    for judged in goals.iter().filter(|judged| judged.verdict != Verdict::NotMeasured) {
+        let goal = &judged.goal;
+        let value = match goal.compare {
+            Compare::Ratio => format!("{:.3}", goal.value),
+            Compare::Difference => signed(goal.metric, goal.value),
+            Compare::Alone => goal.metric.show(goal.value),
+        };
+        let wanted = match goal.relation {
+            Relation::AtLeast => format!("≥ {value}"),
+            Relation::AtMost => format!("≤ {value}"),
+        };
+        let found = judged.ratio.map(|ratio| ratio.show(|x| format!("{x:.3}")));
+        let alone = judged.alone.map(|value| goal.metric.show_interval(&value));
+        table.add_row(vec![
+            goal.id.clone(),
+            judged.by_cpu_time.as_ref().map_or_else(
+                || judged.verdict.to_string(),
+                |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),
+            ),
+            found.or(alone).unwrap_or_default(),
+            wanted,
+            judged.difference.map_or_else(String::new, |d| signed(goal.metric, d.median)),
+        ]);
+    }
+    numbers_to_the_right(&mut table, 2..5);
+    table
+}
+
+/// The other work on the machine during the measurement.
+fn disturbance(sections: &[Measured]) -> Option<String> {
+    let cells = sections.iter().flat_map(|measured| &measured.cells);
+    let others = Interval::of(cells.map(|cell| cell.others_busy))?.median;
+    (others > DISTURBED).then(|| {
+        let percent = others * 100.0;
+        format!("Other work used {percent:.0} % of a core meanwhile: trust ratios, not figures.\n")
+    })
 }
 
 fn described(settings: &Settings) -> String {
@@ -212,6 +296,20 @@ fn numbers_to_the_right(table: &mut Table, columns: std::ops::Range<usize>) {
 fn signed(metric: Metric, value: f64) -> String {
     let sign = if value < 0.0 { '−' } else { '+' };
     format!("{sign}{}", metric.show(value.abs()))
+}
+
+/// The experiments that come with vmseal, as lines.
+#[must_use]
+pub fn list() -> String {
+    let mut table = table(&["id", "subject", "title"]);
+    for it in CATALOGUE.iter() {
+        let subject = match it.matter {
+            Matter::Disk(..) => "disk",
+            Matter::Operation(..) => "operation",
+        };
+        table.add_row(vec![it.id.as_str(), subject, it.title.as_str()]);
+    }
+    table.trim_fmt()
 }
 
 #[cfg(test)]

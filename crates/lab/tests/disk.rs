@@ -55,6 +55,9 @@ fn vmseal(encrypted: bool) -> Vmseal {
         transport: Transport::VhostUser,
         direct: Direct::Auto,
         disks: 1,
+        named_by_disks: false,
+        delay_us: 0,
+        snapshot: None,
     }
 }
 
@@ -240,6 +243,7 @@ fn a_server_that_cannot_start_says_why() {
 fn plan(directory: &Path, size: u64) -> Plan {
     let loads = SECTIONS[0].workloads;
     Plan {
+        neighbours: 0,
         workloads: vec![loads[0], loads[3]],
         idle: true,
         limit: true,
@@ -258,7 +262,7 @@ fn plan(directory: &Path, size: u64) -> Plan {
 #[test]
 fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let eight = Vmseal { disks: 8, ..vmseal(true) };
+    let eight = Vmseal { disks: 8, named_by_disks: true, ..vmseal(true) };
     let place = Place { directory: directory.path().to_owned(), size: 8 * SIZE };
     eight.prepare(&place).unwrap();
     let server = eight.start(&place, None).unwrap();
@@ -310,7 +314,7 @@ fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
 #[test]
 fn an_experiment_measures_every_cell_and_leaves_nothing() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let eight = Vmseal { disks: 8, ..vmseal(true) };
+    let eight = Vmseal { disks: 8, named_by_disks: true, ..vmseal(true) };
     let systems: Vec<Box<dyn System>> =
         vec![Box::new(storage_daemon(false)), Box::new(vmseal(true)), Box::new(eight)];
     let mut filled = Vec::new();

@@ -42,7 +42,7 @@ mod vnc;
 use vmseal_api::request_id;
 use vmseal_secret::process::Hardening;
 
-use crate::arguments::{Arguments, Command, Global, Lab, Server, ServerCommand};
+use crate::arguments::{Arguments, Command, Global, Server, ServerCommand};
 use crate::{completion, connection, man, print};
 
 /// Carries out the command line.
@@ -61,7 +61,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
                 .await;
         }
         Command::Agent(options) => return processes::agent(options, hardening).await,
-        Command::Lab(Lab::Disk(options)) => return lab::disk(&options),
+        Command::Lab(verb) => return lab::run(&verb),
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
         Command::Init(options) => return init::run(global, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),

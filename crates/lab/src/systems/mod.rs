@@ -17,6 +17,20 @@ pub use self::storage_daemon::StorageDaemon;
 pub use self::vmseal::{SEVERAL, Vmseal};
 use crate::pattern::Pattern;
 
+/// The systems under test, by name.
+pub const SYSTEMS: [&str; 7] = [
+    "vmseal-encrypted",
+    "vmseal-plain",
+    "storage-daemon-plain",
+    "storage-daemon-luks",
+    "vmseal-encrypted-8-disks",
+    "nbdkit-plain",
+    "nbdkit-luks",
+];
+
+/// Those that only `vmseal lab run` has.
+pub const MORE_SYSTEMS: [&str; 1] = ["vmseal-encrypted-snapshot"];
+
 /// Why a system could not be prepared or started.
 #[derive(Debug, thiserror::Error)]
 pub enum SystemError {

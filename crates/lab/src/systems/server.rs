@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmseal_initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 use super::{Place, SystemError};
@@ -53,7 +53,7 @@ impl Program {
 }
 
 /// How a disk is served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
     /// To a guest, on shared memory.
     #[serde(rename = "vhost-user-blk")]

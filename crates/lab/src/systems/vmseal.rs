@@ -6,10 +6,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use vmseal_api::filter::{
-    BackendSpec, CRYPT_SECTOR, Direct, DiskConfig, FilterConfig, FilterSpec, FrontEndSpec, Handle,
-    Holes, VERSION,
+    BackendSpec, BackingSpec, CRYPT_SECTOR, DelaySpec, Direct, DiskConfig, FilterConfig,
+    FilterSpec, FrontEndSpec, Handle, Holes, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::transfer::ImageFormat;
 
 use super::{Place, Program, Server, System, SystemError, Transport};
 
@@ -35,6 +36,12 @@ pub struct Vmseal {
     pub direct: Direct,
     /// The number of disks, with a queue each.
     pub disks: usize,
+    /// Whether its name says how many.
+    pub named_by_disks: bool,
+    /// qemu-img, where the disk has a snapshot: what is written goes to an image above the one that it keeps.
+    pub snapshot: Option<Program>,
+    /// The latency that is added to the storage, below the encryption, in microseconds.
+    pub delay_us: u64,
 }
 
 impl Vmseal {
@@ -58,19 +65,53 @@ impl Vmseal {
             size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
             serial: "laboratory".to_owned(),
             read_only: false,
-            chain: self.encrypted.then_some(crypt).into_iter().collect(),
-            backend: BackendSpec::File {
-                file: Handle::Path(place.disk()),
-                offset,
-                direct: self.direct,
-                keeps_room: false,
-            },
+            chain: self.encrypted.then_some(crypt).into_iter().chain(self.delay()).collect(),
+            backend: self.backend(place, offset),
             front_end: Some(self.front_end(Handle::Path(place.socket()))),
             beside: None,
             import: None,
             export: None,
             merge: None,
         }
+    }
+
+    fn backend(&self, place: &Place, offset: u64) -> BackendSpec {
+        let file = Handle::Path(place.disk());
+        if self.snapshot.is_none() {
+            return BackendSpec::File { file, offset, direct: self.direct, keeps_room: false };
+        }
+        let kept = Handle::Path(kept_path(place));
+        let backing = vec![BackingSpec { file: kept, format: ImageFormat::Raw }];
+        BackendSpec::Qcow2 { file, backing, offset }
+    }
+
+    /// Makes what there is after a snapshot: the disk's file is kept, and an image above it takes what is written.
+    fn snapshot(&self, place: &Place, image_tool: &Program) -> Result<(), SystemError> {
+        let (disk, kept) = (place.disk(), kept_path(place));
+        let failed = |source| SystemError::File { path: kept.clone(), source };
+        fs::rename(&disk, &kept).map_err(failed)?;
+        let mut command = image_tool.command();
+        command.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&kept).arg(&disk);
+        let output = command.output().map_err(|source| image_tool.failed(source))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(SystemError::NotServing {
+            system: self.id(),
+            what: format!("qemu-img ended with {}", output.status),
+            log: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        })
+    }
+
+    fn delay(&self) -> Option<FilterSpec> {
+        let spec = DelaySpec {
+            operations: Vec::new(),
+            microseconds: self.delay_us,
+            jitter_microseconds: 0,
+            reorders: false,
+            seed: 0,
+        };
+        (self.delay_us > 0).then_some(FilterSpec::Delay(spec))
     }
 
     fn front_end(&self, socket: Handle) -> FrontEndSpec {
@@ -85,8 +126,9 @@ impl Vmseal {
 
 impl System for Vmseal {
     fn id(&self) -> &'static str {
-        match (self.encrypted, self.disks) {
-            (true, SEVERAL) => "vmseal-encrypted-8-disks",
+        match (self.encrypted, self.named_by_disks) {
+            (true, _) if self.snapshot.is_some() => "vmseal-encrypted-snapshot",
+            (true, true) => "vmseal-encrypted-8-disks",
             (true, _) => "vmseal-encrypted",
             (false, _) => "vmseal-plain",
         }
@@ -114,6 +156,9 @@ impl System for Vmseal {
                 make_key(&path).map_err(|source| SystemError::File { path, source })?;
             }
             place.make_disk(place.size + if self.encrypted { DATA_OFFSET } else { 0 })?;
+            if let Some(image_tool) = &self.snapshot {
+                self.snapshot(&place, image_tool)?;
+            }
         }
         Ok(())
     }
@@ -129,6 +174,10 @@ impl System for Vmseal {
         let places = self.places(place);
         Server::start(self.id(), &self.filter, command, core, self.transport, &places)
     }
+}
+
+fn kept_path(place: &Place) -> PathBuf {
+    place.directory.join("kept")
 }
 
 fn key_path(place: &Place) -> PathBuf {

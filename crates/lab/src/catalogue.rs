@@ -1,0 +1,88 @@
+//! The experiments that come with vmseal, and finding one by its id or its file.
+
+use std::path::Path;
+use std::sync::LazyLock;
+
+use crate::definition::{self, Definition, DefinitionError};
+
+/// Their files.
+macro_rules! files {
+    ($($name:literal),*) => {
+        [$(($name, include_str!(concat!("../../../bench/experiments/", $name, ".toml")))),*]
+    };
+}
+
+const FILES: &[(&str, &str)] = &files![
+    "memory",
+    "ext4",
+    "scaling",
+    "nbd",
+    "v1",
+    "v2",
+    "v3",
+    "v4",
+    "v5",
+    "v6",
+    "v10",
+    "v11",
+    "snapshot-io",
+    "operations",
+    "x3"
+];
+
+/// All of them, in the order in which they are listed.
+pub static CATALOGUE: LazyLock<Vec<Definition>> = LazyLock::new(|| {
+    let read = |(name, text): &(&str, &str)| {
+        let path = format!("bench/experiments/{name}.toml");
+        definition::parse(Path::new(&path), text).expect("a test reads every file")
+    };
+    FILES.iter().map(read).collect()
+});
+
+/// The experiment of this id, or of the file at this path.
+///
+/// # Errors
+/// [`DefinitionError`].
+pub fn find(id: &str) -> Result<Definition, DefinitionError> {
+    if let Some(found) = CATALOGUE.iter().find(|it| it.id == id) {
+        return Ok(found.clone());
+    }
+    let path = Path::new(id);
+    if path.extension().is_some_and(|extension| extension == "toml") || path.is_file() {
+        return definition::read(path);
+    }
+    Err(DefinitionError::Unknown { id: id.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_file_is_an_experiment_named_as_its_file() {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/experiments");
+        let mut found: Vec<String> = Vec::new();
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let id = definition::read(&path).unwrap().id;
+            assert_eq!(path.file_stem().unwrap().to_str(), Some(id.as_str()));
+            found.push(id);
+        }
+        let mut known: Vec<_> = CATALOGUE.iter().map(|it| it.id.clone()).collect();
+        found.sort();
+        known.sort();
+        assert_eq!(found, known);
+    }
+
+    #[test]
+    fn an_experiment_is_found_by_id_or_file() {
+        assert_eq!(find("v1").unwrap().id, "v1");
+        let unknown = find("v99").unwrap_err().to_string();
+        assert!(unknown.contains("no experiment v99"), "{unknown}");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("mine.toml");
+        let text = FILES.iter().find(|(name, _)| *name == "v3").unwrap().1;
+        std::fs::write(&path, text.replace("id = \"v3\"", "id = \"mine\"")).unwrap();
+        assert_eq!(find(path.to_str().unwrap()).unwrap().id, "mine");
+    }
+}

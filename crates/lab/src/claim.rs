@@ -1,0 +1,191 @@
+//! What the documents claim, beside what was found: met, not met, or not comparable here.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::definition::{Check, Claim, Comparable, Operation};
+use crate::experiment::Outcome;
+use crate::goals::{self, Assessment, Compare, Goal, Verdict};
+use crate::statistics::Interval;
+
+/// The verdict on a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ClaimVerdict {
+    /// At every point that could be compared.
+    Met,
+    /// At one point at least it is not.
+    NotMet,
+    /// The noise is larger than the question.
+    NotResolved,
+    /// This machine or its storage is not what the claim is about.
+    NotComparable,
+    /// Nothing of it was measured.
+    NotMeasured,
+}
+
+impl fmt::Display for ClaimVerdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Met => "met",
+            Self::NotMet => "not met",
+            Self::NotResolved => "not resolved",
+            Self::NotComparable => "not comparable here",
+            Self::NotMeasured => "not measured",
+        })
+    }
+}
+
+/// A claim with its verdict.
+#[derive(Clone, Debug, Serialize)]
+pub struct Assessed {
+    /// The claim.
+    #[serde(flatten)]
+    pub claim: Claim,
+    /// The verdict.
+    pub verdict: ClaimVerdict,
+    /// Why points were left out.
+    pub left_out: Vec<String>,
+    /// Each check at each point.
+    pub found: Vec<Assessment>,
+}
+
+/// A point of an experiment.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// By the keys of the matrix.
+    pub axes: BTreeMap<&'static str, u64>,
+    /// What was measured there.
+    pub workloads: Vec<&'static str>,
+}
+
+/// Judges a claim on a machine with so many `cores`.
+#[must_use]
+pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) -> Assessed {
+    let mut assessed = Assessed {
+        claim: claim.clone(),
+        verdict: ClaimVerdict::NotComparable,
+        left_out: Vec::new(),
+        found: Vec::new(),
+    };
+    if let Some(needed) = claim.cores.filter(|needed| *needed > cores) {
+        assessed.left_out.push(format!("{cores} processors are here, and it takes {needed}"));
+        return assessed;
+    }
+    for place in places {
+        for workload in &place.workloads {
+            let range = claim.comparable.as_ref();
+            if let Some(why) = range.and_then(|range| outside(range, outcome, workload)) {
+                assessed.left_out.push(why);
+                continue;
+            }
+            let about = |check: &&Check| {
+                let named = |it: &Operation| {
+                    let rest =
+                        workload.strip_prefix("ops-").and_then(|it_| it_.strip_prefix(it.id()));
+                    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+                };
+                (check.operations.is_empty() || check.operations.iter().any(named))
+                    && check
+                        .at
+                        .iter()
+                        .all(|(axis, value)| place.axes.get(axis.as_str()) == Some(value))
+            };
+            for check in claim.checks.iter().filter(about) {
+                assessed.found.push(goals::assess(&goal(check, workload), outcome));
+            }
+        }
+    }
+    let has = |verdict| assessed.found.iter().any(|found| found.verdict == verdict);
+    assessed.verdict = match () {
+        () if assessed.found.is_empty() => ClaimVerdict::NotComparable,
+        () if has(Verdict::NotMet) => ClaimVerdict::NotMet,
+        () if has(Verdict::NotResolved) => ClaimVerdict::NotResolved,
+        () if has(Verdict::Met) => ClaimVerdict::Met,
+        () => ClaimVerdict::NotMeasured,
+    };
+    assessed
+}
+
+fn goal(check: &Check, workload: &str) -> Goal {
+    Goal {
+        id: format!("claim.{workload}"),
+        description: String::new(),
+        metric: check.measure,
+        numerator: check.numerator.clone(),
+        denominator: Some(check.denominator.clone()),
+        workload: workload.to_owned(),
+        compare: Compare::Ratio,
+        relation: check.relation,
+        value: check.value,
+    }
+}
+
+/// Why a load is not what the claim is about.
+fn outside(range: &Comparable, outcome: &Outcome, workload: &str) -> Option<String> {
+    let values = range.measure.of(outcome, &range.system, workload);
+    let median = Interval::of(values.into_iter().map(|(_, value)| value))?.median;
+    let (least, most) = (range.at_least.unwrap_or(f64::MIN), range.at_most.unwrap_or(f64::MAX));
+    if (least..=most).contains(&median) {
+        return None;
+    }
+    let found = range.measure.show(median);
+    let wanted = match median < least {
+        true => format!("at least {}", range.measure.show(least)),
+        false => format!("at most {}", range.measure.show(most)),
+    };
+    let system = &range.system;
+    Some(format!("{workload}: {system} has {found} here; the claim is about storage with {wanted}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::goals::tests::rounds;
+    use crate::goals::{Metric, Relation};
+
+    fn claim(value: f64) -> Claim {
+        let check = Check {
+            measure: Metric::Iops,
+            numerator: "ours".to_owned(),
+            denominator: "theirs".to_owned(),
+            relation: Relation::AtLeast,
+            value,
+            operations: Vec::new(),
+            at: BTreeMap::from([("disks".to_owned(), 2)]),
+        };
+        Claim { text: "fast".to_owned(), checks: vec![check], comparable: None, cores: None }
+    }
+
+    fn judged(claim: &Claim, disks: u64) -> Assessed {
+        let places = [Place { axes: BTreeMap::from([("disks", disks)]), workloads: vec!["w"] }];
+        let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
+        assess(claim, &places, &Outcome { cells, ..Outcome::default() }, 2)
+    }
+
+    #[test]
+    fn a_claim_is_judged_where_it_is_about_something_that_was_measured() {
+        assert_eq!(judged(&claim(3.0), 2).verdict, ClaimVerdict::Met);
+        assert_eq!(judged(&claim(4.0), 2).verdict, ClaimVerdict::NotMet);
+        assert_eq!(judged(&claim(3.3), 2).verdict, ClaimVerdict::NotResolved);
+        assert_eq!(judged(&claim(3.0), 4).verdict, ClaimVerdict::NotComparable);
+    }
+
+    #[test]
+    fn what_is_not_comparable_says_why() {
+        let many = judged(&Claim { cores: Some(8), ..claim(3.0) }, 2);
+        assert_eq!(many.verdict, ClaimVerdict::NotComparable);
+        assert_eq!(many.left_out, ["2 processors are here, and it takes 8"]);
+        let range = Comparable {
+            measure: Metric::Iops,
+            system: "theirs".to_owned(),
+            at_least: Some(1e9),
+            at_most: None,
+        };
+        let slow = judged(&Claim { comparable: Some(range), ..claim(3.0) }, 2);
+        assert_eq!(slow.verdict, ClaimVerdict::NotComparable);
+        assert!(slow.left_out[0].contains("w: theirs has"), "{:?}", slow.left_out);
+    }
+}

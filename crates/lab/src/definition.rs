@@ -1,0 +1,655 @@
+//! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
+//! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::goals::{Metric, Relation};
+use crate::load::{Direction, Order};
+use crate::statistics::VALUES_MAX;
+use crate::storage::Storage;
+use crate::systems::{MORE_SYSTEMS, SYSTEMS, Transport};
+
+/// The longest file, in bytes.
+const FILE_MAX: u64 = 64 * 1024;
+/// The most values of one key of a matrix: 64 systems, loads or sizes take hours.
+const AXIS_MAX: usize = 64;
+/// The most points of a matrix; each takes rounds of its own.
+const POINTS_MAX: usize = 256;
+/// The longest id: it is part of a file's name, and of the names of loads.
+const ID_MAX: usize = 40;
+/// The most disks of one server, and the most neighbours of its core.
+const MANY: u32 = 16;
+/// The longest delay of storage, in microseconds: ten seconds.
+const DELAY_MAX_US: u64 = 10_000_000;
+/// The longest measurement of one cell, in seconds.
+const SECONDS_MAX: f64 = 3600.0;
+/// The largest block, in bytes, and the most requests in flight.
+const BLOCK_MAX: u32 = 1 << 20;
+const DEPTH_MAX: u16 = 256;
+/// Every load's block is a multiple of this.
+const BLOCK_UNIT: u32 = 4096;
+
+/// Why a definition cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DefinitionError {
+    /// There is no such file, or it is too long.
+    #[error("the experiment in {} cannot be read (at most {FILE_MAX} bytes)", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// It is not TOML, or a key is unknown, missing or of another type.
+    #[error("{}: {}", path.display(), source.to_string().trim_end())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why; shown in full above.
+        source: Box<toml::de::Error>,
+    },
+    /// A value that is not allowed.
+    #[error("{}: {key}: {found} is not allowed: {allowed}", path.display())]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// What is.
+        allowed: String,
+    },
+    /// Neither the id of an experiment nor a file.
+    #[error(
+        "there is no experiment {id}; `vmseal lab list` lists them, and the path of a file can be given, too"
+    )]
+    Unknown {
+        /// What was asked for.
+        id: String,
+    },
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SubjectKind {
+    /// Servers of disks under the load generator.
+    Disk,
+    /// Operations of an installation.
+    Operation,
+}
+
+/// An experiment.
+#[derive(Clone, Debug)]
+pub struct Definition {
+    /// Its name.
+    pub id: String,
+    /// What it is about, in a line.
+    pub title: String,
+    /// What of the values is shown; the JSON has all.
+    pub measures: Vec<Metric>,
+    /// Where and how often.
+    pub matter: Matter,
+    /// What the documents, or we, say of the result.
+    pub claim: Option<Claim>,
+}
+
+/// The part that is the subject's.
+#[derive(Clone, Debug)]
+pub enum Matter {
+    /// Of disks.
+    Disk(DiskMatrix, DiskSteps),
+    /// Of operations.
+    Operation(OperationMatrix, OperationSteps),
+}
+
+#[derive(Deserialize)]
+struct Head {
+    subject: SubjectKind,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Whole<M, S> {
+    id: String,
+    title: String,
+    #[serde(rename = "subject")]
+    _subject: SubjectKind,
+    measures: Vec<Metric>,
+    matrix: M,
+    steps: S,
+    claim: Option<Claim>,
+}
+
+/// The points at which disks are measured: every combination.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskMatrix {
+    /// Measured in turn within a round.
+    pub systems: Vec<String>,
+    /// How many disks a server has, each with a client.
+    #[serde(default = "one")]
+    pub disks: Vec<u32>,
+    /// The latency that is added to the storage, below the encryption.
+    #[serde(default = "zero_delay")]
+    pub delay_us: Vec<u64>,
+    /// How many CPU-bound threads share the server's core.
+    #[serde(default = "none")]
+    pub neighbours: Vec<u32>,
+    /// The loads.
+    pub loads: Vec<LoadSpec>,
+}
+
+/// A load as a file has it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoadSpec {
+    /// Its name in goals and results.
+    pub id: String,
+    /// The order of its blocks.
+    pub order: Order,
+    /// What its requests do.
+    pub direction: Direction,
+    /// Bytes of a request.
+    pub block: u32,
+    /// Requests in flight.
+    pub depth: u16,
+}
+
+fn one() -> Vec<u32> {
+    vec![1]
+}
+
+fn none() -> Vec<u32> {
+    vec![0]
+}
+
+fn zero_delay() -> Vec<u64> {
+    vec![0]
+}
+
+fn once() -> u32 {
+    1
+}
+
+/// How disks are measured.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSteps {
+    /// Where the disks are.
+    pub storage: Storage,
+    /// How they are served.
+    pub transport: Transport,
+    /// Whether they are also measured without work.
+    #[serde(default)]
+    pub idle: bool,
+    /// Whether large loads are compared with the computed limit.
+    #[serde(default)]
+    pub limit: bool,
+    /// How many shorter rounds replace each round.
+    #[serde(default = "once")]
+    pub cuts: u32,
+    /// How often the disks are made.
+    #[serde(default = "once")]
+    pub places: u32,
+    /// In minutes.
+    pub small: Extent,
+    /// As the documents do it.
+    pub full: Extent,
+}
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Extent {
+    /// How often everything is measured.
+    pub rounds: u32,
+    /// How long a cell is measured.
+    pub seconds: f64,
+    /// The size of each disk; of systems that are several disks by themselves, of all.
+    pub size_mib: u64,
+}
+
+/// The points at which operations are measured.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OperationMatrix {
+    /// The sizes of the VM's disk.
+    pub size_mib: Vec<u64>,
+    /// How many VMs do it at once.
+    #[serde(default = "one")]
+    pub at_once: Vec<u32>,
+    /// What is done.
+    pub operations: Vec<Operation>,
+}
+
+/// What operations are measured on; the last one only copies.
+pub const OPERATION_SYSTEMS: [&str; 3] = ["encrypted", "plain", "qemu-img"];
+
+/// What an installation is asked for, and its time taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    /// A VM that is off is started.
+    PowerOn,
+    /// A VM that is off is cloned.
+    Clone,
+    /// A snapshot of the disks of a running VM.
+    Snapshot,
+    /// The memory of a running VM is saved.
+    Suspend,
+    /// It goes on.
+    Resume,
+    /// A plain VM that runs is encrypted; beside it `qemu-img convert` copies the same disk.
+    Encrypt,
+    /// A VM that is off gets another key.
+    ShallowRecrypt,
+}
+
+impl Operation {
+    /// Its name in goals and results.
+    #[must_use]
+    pub fn id(self) -> &'static str {
+        match self {
+            Self::PowerOn => "power-on",
+            Self::Clone => "clone",
+            Self::Snapshot => "snapshot",
+            Self::Suspend => "suspend",
+            Self::Resume => "resume",
+            Self::Encrypt => "encrypt",
+            Self::ShallowRecrypt => "shallow-recrypt",
+        }
+    }
+}
+
+/// How operations are measured.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OperationSteps {
+    /// The guest's memory.
+    pub memory_mib: u64,
+    /// In minutes.
+    pub small: Rounds,
+    /// As the documents do it.
+    pub full: Rounds,
+}
+
+/// How often operations are measured.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rounds {
+    /// How often everything is measured.
+    pub rounds: u32,
+    /// Sizes in place of the matrix's.
+    pub size_mib: Option<Vec<u64>>,
+}
+
+/// What is said of the result.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Claim {
+    /// In words.
+    pub text: String,
+    /// What is to be found for it to be met, each at every point that it is about.
+    #[serde(default)]
+    pub checks: Vec<Check>,
+    /// What must be so here for a comparison to mean something.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub comparable: Option<Comparable>,
+    /// How many processors there must be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cores: Option<usize>,
+}
+
+/// A comparison within each round.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Check {
+    /// What is compared.
+    pub measure: Metric,
+    /// The system above the line.
+    pub numerator: String,
+    /// The system below the line.
+    pub denominator: String,
+    /// On which side of the value the ratio must be.
+    pub relation: Relation,
+    /// The value.
+    pub value: f64,
+    /// The operations that it is about; all without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub operations: Vec<Operation>,
+    /// The points that it is about, by keys of the matrix; all without it.
+    #[serde(default, rename = "where")]
+    pub at: BTreeMap<String, u64>,
+}
+
+/// A median that must be in a range.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Comparable {
+    /// What is looked at.
+    pub measure: Metric,
+    /// Of which system.
+    pub system: String,
+    /// The least.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_least: Option<f64>,
+    /// The most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_most: Option<f64>,
+}
+
+/// Reads a definition from a file.
+///
+/// # Errors
+/// [`DefinitionError`].
+pub fn read(path: &Path) -> Result<Definition, DefinitionError> {
+    let failed = |source| DefinitionError::Read { path: path.into(), source };
+    if std::fs::metadata(path).map_err(failed)?.len() > FILE_MAX {
+        return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
+    }
+    parse(path, &std::fs::read_to_string(path).map_err(failed)?)
+}
+
+/// Reads a definition from the text of a file.
+///
+/// # Errors
+/// [`DefinitionError`].
+pub fn parse(path: &Path, text: &str) -> Result<Definition, DefinitionError> {
+    let Head { subject } = typed(path, text)?;
+    let found = match subject {
+        SubjectKind::Disk => typed::<Whole<_, _>>(path, text)?.with(Matter::Disk),
+        SubjectKind::Operation => typed::<Whole<_, _>>(path, text)?.with(Matter::Operation),
+    };
+    let checked = Checked { path };
+    checked.definition(&found)?;
+    Ok(found)
+}
+
+fn typed<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, DefinitionError> {
+    let failed = |source| DefinitionError::Parse { path: path.into(), source: Box::new(source) };
+    toml::from_str(text).map_err(failed)
+}
+
+impl<M, S> Whole<M, S> {
+    fn with(self, matter: impl FnOnce(M, S) -> Matter) -> Definition {
+        let Self { id, title, measures, matrix, steps, claim, .. } = self;
+        Definition { id, title, measures, matter: matter(matrix, steps), claim }
+    }
+}
+
+impl Definition {
+    /// The systems that can be compared.
+    fn systems(&self) -> Vec<&str> {
+        match &self.matter {
+            Matter::Disk(matrix, _) => matrix.systems.iter().map(String::as_str).collect(),
+            Matter::Operation(..) => OPERATION_SYSTEMS.to_vec(),
+        }
+    }
+
+    /// The keys of the matrix that a point can be told by, with their values.
+    fn axes(&self) -> BTreeMap<&'static str, Vec<u64>> {
+        let wide = |values: &[u32]| values.iter().map(|value| u64::from(*value)).collect();
+        match &self.matter {
+            Matter::Disk(matrix, _) => BTreeMap::from([
+                ("disks", wide(&matrix.disks)),
+                ("delay_us", matrix.delay_us.clone()),
+                ("neighbours", wide(&matrix.neighbours)),
+            ]),
+            Matter::Operation(matrix, _) => BTreeMap::from([
+                ("size_mib", matrix.size_mib.clone()),
+                ("at_once", wide(&matrix.at_once)),
+            ]),
+        }
+    }
+}
+
+/// Checks the values of a file.
+struct Checked<'a> {
+    path: &'a Path,
+}
+
+impl Checked<'_> {
+    fn refuse(
+        &self,
+        key: &str,
+        found: impl ToString,
+        allowed: impl Into<String>,
+    ) -> Result<(), DefinitionError> {
+        let (key, found) = (key.to_owned(), found.to_string());
+        Err(DefinitionError::Value { path: self.path.into(), key, found, allowed: allowed.into() })
+    }
+
+    fn id(&self, key: &str, id: &str) -> Result<(), DefinitionError> {
+        let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if !id.is_empty() && id.len() <= ID_MAX && id.chars().all(good) {
+            return Ok(());
+        }
+        self.refuse(key, id, format!("1 to {ID_MAX} of a to z, 0 to 9 and -"))
+    }
+
+    fn range<T: PartialOrd + std::fmt::Display>(
+        &self,
+        key: &str,
+        value: T,
+        (least, most): (T, T),
+    ) -> Result<(), DefinitionError> {
+        if value >= least && value <= most {
+            return Ok(());
+        }
+        self.refuse(key, value, format!("from {least} to {most}"))
+    }
+
+    /// A key with values: some, each in a range and there once.
+    fn axis<T: PartialOrd + std::fmt::Display + Copy>(
+        &self,
+        key: &str,
+        values: &[T],
+        range: (T, T),
+    ) -> Result<(), DefinitionError> {
+        self.range(&format!("number of {key}"), values.len(), (1, AXIS_MAX))?;
+        for (at, value) in values.iter().enumerate() {
+            self.range(key, *value, range)?;
+            if values[..at].contains(value) {
+                return self.refuse(key, value, "each value once");
+            }
+        }
+        Ok(())
+    }
+
+    fn definition(&self, definition: &Definition) -> Result<(), DefinitionError> {
+        self.id("id", &definition.id)?;
+        self.range("length of title", definition.title.len(), (1, 200))?;
+        self.range("number of measures", definition.measures.len(), (1, AXIS_MAX))?;
+        match &definition.matter {
+            Matter::Disk(matrix, steps) => self.disk(matrix, steps)?,
+            Matter::Operation(matrix, steps) => self.operation(matrix, steps)?,
+        }
+        let points: usize = definition.axes().values().map(Vec::len).product();
+        self.range("number of points of matrix", points, (1, POINTS_MAX))?;
+        definition.claim.iter().try_for_each(|claim| self.claim(definition, claim))
+    }
+
+    fn disk(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
+        self.range("number of matrix.systems", matrix.systems.len(), (1, AXIS_MAX))?;
+        for (at, system) in matrix.systems.iter().enumerate() {
+            let mut all = SYSTEMS.iter().chain(&MORE_SYSTEMS);
+            if !all.any(|known| known == system) || matrix.systems[..at].contains(system) {
+                let allowed =
+                    format!("each once of {}", [&SYSTEMS[..], &MORE_SYSTEMS].concat().join(", "));
+                return self.refuse("matrix.systems", system, allowed);
+            }
+        }
+        self.axis("matrix.disks", &matrix.disks, (1, MANY))?;
+        self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
+        self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
+        let others = matrix
+            .systems
+            .iter()
+            .find(|id| !["vmseal-encrypted", "vmseal-plain"].contains(&id.as_str()));
+        if let Some(other) = others
+            && (matrix.disks != [1] || matrix.delay_us != [0])
+        {
+            let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`";
+            return self.refuse("matrix.systems", other, allowed);
+        }
+        self.range("number of matrix.loads", matrix.loads.len(), (1, AXIS_MAX))?;
+        for (at, load) in matrix.loads.iter().enumerate() {
+            self.id("matrix.loads.id", &load.id)?;
+            if matrix.loads[..at].iter().any(|other| other.id == load.id) {
+                return self.refuse("matrix.loads.id", &load.id, "each name once");
+            }
+            self.range("matrix.loads.block", load.block, (BLOCK_UNIT, BLOCK_MAX))?;
+            if !load.block.is_power_of_two() {
+                return self.refuse("matrix.loads.block", load.block, "a power of two");
+            }
+            self.range("matrix.loads.depth", load.depth, (1, DEPTH_MAX))?;
+        }
+        self.range("steps.cuts", steps.cuts, (1, 100))?;
+        self.range("steps.places", steps.places, (1, 100))?;
+        for (key, extent) in [("steps.small", steps.small), ("steps.full", steps.full)] {
+            self.range(&format!("{key}.rounds"), extent.rounds, (1, VALUES_MAX as u32))?;
+            self.range(&format!("{key}.seconds"), extent.seconds, (0.01, SECONDS_MAX))?;
+            self.range(&format!("{key}.size_mib"), extent.size_mib, (16, 1 << 20))?;
+        }
+        Ok(())
+    }
+
+    fn operation(
+        &self,
+        matrix: &OperationMatrix,
+        steps: &OperationSteps,
+    ) -> Result<(), DefinitionError> {
+        let sizes = (8, 1 << 20);
+        self.axis("matrix.size_mib", &matrix.size_mib, sizes)?;
+        self.axis("matrix.at_once", &matrix.at_once, (1, MANY))?;
+        self.range("number of matrix.operations", matrix.operations.len(), (1, AXIS_MAX))?;
+        self.range("steps.memory_mib", steps.memory_mib, (32, 1 << 20))?;
+        for (key, rounds) in [("steps.small", &steps.small), ("steps.full", &steps.full)] {
+            self.range(&format!("{key}.rounds"), rounds.rounds, (1, VALUES_MAX as u32))?;
+            if let Some(values) = &rounds.size_mib {
+                self.axis(&format!("{key}.size_mib"), values, sizes)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn claim(&self, definition: &Definition, claim: &Claim) -> Result<(), DefinitionError> {
+        let (systems, axes) = (definition.systems(), definition.axes());
+        let known = |key: &str, system: &str| match systems.contains(&system) {
+            true => Ok(()),
+            false => self.refuse(key, system, format!("one of {}", systems.join(", "))),
+        };
+        self.range("number of claim.checks", claim.checks.len(), (0, AXIS_MAX))?;
+        for check in &claim.checks {
+            known("claim.checks.numerator", &check.numerator)?;
+            known("claim.checks.denominator", &check.denominator)?;
+            if check.numerator == check.denominator {
+                return self.refuse(
+                    "claim.checks.denominator",
+                    &check.denominator,
+                    "another system",
+                );
+            }
+            if !definition.measures.contains(&check.measure) {
+                let found = format!("{:?}", check.measure);
+                return self.refuse("claim.checks.measure", found, "one of measures");
+            }
+            let has = |it: &&Operation| match &definition.matter {
+                Matter::Operation(matrix, _) => matrix.operations.contains(it),
+                Matter::Disk(..) => false,
+            };
+            if let Some(other) = check.operations.iter().find(|it| !has(it)) {
+                let allowed = "an operation of matrix.operations";
+                return self.refuse("claim.checks.operations", other.id(), allowed);
+            }
+            self.range("claim.checks.value", check.value, (f64::MIN_POSITIVE, 1e18))?;
+            for (axis, value) in &check.at {
+                let key = format!("claim.checks.where.{axis}");
+                match axes.get(axis.as_str()) {
+                    Some(values) if values.contains(value) => {}
+                    Some(_) => {
+                        return self.refuse(&key, value, format!("a value of matrix.{axis}"));
+                    }
+                    None => {
+                        let all: Vec<_> = axes.keys().copied().collect();
+                        return self.refuse(&key, value, format!("keys are {}", all.join(", ")));
+                    }
+                }
+            }
+        }
+        claim.comparable.iter().try_for_each(|it| known("claim.comparable.system", &it.system))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = include_str!("../../../bench/experiments/v1.toml");
+
+    fn refused(from: &str, to: &str) -> String {
+        assert!(GOOD.contains(from), "{from}");
+        let text = GOOD.replacen(from, to, 1);
+        parse(Path::new("mine.toml"), &text).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_file_key_and_what_is_allowed() {
+        for (from, to, expected) in [
+            (
+                "disks = [1, 2, 4, 8]",
+                "disks = [1, 99]",
+                "mine.toml: matrix.disks: 99 is not allowed: from 1 to 16",
+            ),
+            (
+                "disks = [1, 2, 4, 8]",
+                "disks = [2, 2]",
+                "mine.toml: matrix.disks: 2 is not allowed: each value once",
+            ),
+            (
+                "disks = [1, 2, 4, 8]",
+                "disk = [1]",
+                "unknown field `disk`, expected one of `systems`, `disks`",
+            ),
+            (
+                "block = 524288",
+                "block = 5000",
+                "matrix.loads.block: 5000 is not allowed: a power of two",
+            ),
+            (
+                "\"vmseal-plain\"]",
+                "\"other\"]",
+                "matrix.systems: other is not allowed: each once of vmseal-encrypted",
+            ),
+            ("\"disk\"", "\"disc\"", "unknown variant `disc`, expected `disk` or `operation`"),
+            ("id = \"v1\"", "id = \"../v1\"", "id: ../v1 is not allowed: 1 to 40 of a to z"),
+            ("rounds = 5", "rounds = 0", "steps.small.rounds: 0 is not allowed: from 1 to 1000"),
+            ("value = 0.95", "value = nan", "claim.checks.value: NaN is not allowed"),
+            (
+                "measures = [\"throughput\", ",
+                "measures = [",
+                "claim.checks.measure: Throughput is not allowed: one of measures",
+            ),
+            (
+                "value = 0.95",
+                "value = 0.95\nwhere = { disks = 3 }",
+                "claim.checks.where.disks: 3 is not allowed: a value of matrix.disks",
+            ),
+            (
+                "value = 0.95",
+                "value = 0.95\nwhere = { size = 3 }",
+                "keys are delay_us, disks, neighbours",
+            ),
+        ] {
+            let found = refused(from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
+            assert!(found.contains("mine.toml"), "{found}");
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! A whole vmseal to measure: a server and an agent of their own on a loopback address, driven by the program `vmseal` as
+//! an operator does. All of it ends with the value, the guests too.
+
+use std::fs::{self, Permissions};
+use std::io::{self, Read};
+use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::OperationError;
+
+const SERVER_PORT: u16 = 8443;
+const AGENT_PORT: u16 = 8444;
+
+/// How long server and agent may take until they answer.
+const START: Duration = Duration::from_secs(60);
+/// How much of a log an error quotes, in bytes.
+const QUOTED: usize = 1500;
+
+/// The passphrase of the installation's key provider; with it goes all that it protects.
+const PASSPHRASE: &str = "of an installation that is measured and thrown away";
+
+/// A server, an agent, and all that they keep.
+#[derive(Debug)]
+pub struct Installation {
+    program: PathBuf,
+    address: Ipv4Addr,
+    server: Option<Child>,
+    agent: Option<Child>,
+    /// Sockets and state; short, as the names of sockets may not be long.
+    home: TempDir,
+    store: TempDir,
+}
+
+impl Installation {
+    /// Starts one whose datastore is below `directory`: with a host `here`, a datastore `local`, and the policies
+    /// `encrypted` and `plain`.
+    pub fn start(program: &Path, directory: &Path) -> Result<Self, OperationError> {
+        let file = |path: &Path, source| OperationError::File { path: path.into(), source };
+        let directory = directory.canonicalize().map_err(|source| file(directory, source))?;
+        let made = |place: &Path| -> Result<TempDir, OperationError> {
+            let made = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(place);
+            let made = made.map_err(|source| file(place, source))?;
+            // Guests and filters run as users of their own.
+            let permissions = Permissions::from_mode(0o711);
+            fs::set_permissions(made.path(), permissions).map_err(|source| file(place, source))?;
+            Ok(made)
+        };
+        let [.., high, low] = std::process::id().to_be_bytes();
+        let mut this = Self {
+            program: program.to_owned(),
+            address: Ipv4Addr::new(127, high | 0x80, low, 77),
+            server: None,
+            agent: None,
+            home: made(&std::env::temp_dir())?,
+            store: made(&directory)?,
+        };
+        this.start_server()?;
+        this.start_agent()?;
+        this.add_resources()?;
+        Ok(this)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.home.path().join(name)
+    }
+
+    /// Where images for disks can be put.
+    pub fn store(&self) -> &Path {
+        self.store.path()
+    }
+
+    fn write(&self, name: &str, content: &str) -> Result<String, OperationError> {
+        let path = self.path(name);
+        let failed = |source| OperationError::File { path: path.clone(), source };
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(failed)?;
+            fs::set_permissions(parent, Permissions::from_mode(0o711)).map_err(failed)?;
+        }
+        fs::write(&path, content).map_err(failed)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o400)).map_err(failed)?;
+        Ok(path.display().to_string())
+    }
+
+    fn url(&self) -> String {
+        format!("https://{}:{SERVER_PORT}", self.address)
+    }
+
+    /// A command that talks to this server.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .env("VMSEAL_SERVER", self.url())
+            .env("VMSEAL_CA", self.path("server/ca.pem"))
+            .env("VMSEAL_TOKEN_FILE", self.path("server/admin.token"))
+            .env("HOME", self.home.path());
+        command
+    }
+
+    /// Runs a command that must succeed; what it prints.
+    pub fn vmseal(&self, arguments: &[&str]) -> Result<String, OperationError> {
+        let output = self.command(arguments).output().map_err(|source| self.program(source))?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        Err(OperationError::Command {
+            what: arguments.join(" "),
+            said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        })
+    }
+
+    /// What a command prints as JSON.
+    pub fn json(&self, arguments: &[&str]) -> Result<Value, OperationError> {
+        let printed = self.vmseal(&[arguments, &["-o", "json"]].concat())?;
+        serde_json::from_str(&printed)
+            .map_err(|_| OperationError::Answer { what: arguments.join(" ") })
+    }
+
+    fn program(&self, source: io::Error) -> OperationError {
+        OperationError::Program { program: self.program.clone(), source }
+    }
+
+    fn spawn(&self, mut command: Command, log: &str) -> Result<Child, OperationError> {
+        let path = self.path(log);
+        let failed = |source| OperationError::File { path: path.clone(), source };
+        let output = fs::File::options().create(true).append(true).open(&path).map_err(failed)?;
+        let errors = output.try_clone().map_err(failed)?;
+        command.stdin(Stdio::null()).stdout(output).stderr(errors);
+        command.spawn().map_err(|source| self.program(source))
+    }
+
+    fn start_server(&mut self) -> Result<(), OperationError> {
+        self.write("credentials/vmseal-provider-keys", PASSPHRASE)?;
+        let mut command = self.command(&["server", "--data-dir"]);
+        command
+            .arg(self.path("server"))
+            .args(["--listen", &format!("{}:{SERVER_PORT}", self.address)])
+            .args(["--name", &self.address.to_string()])
+            .env("RUST_LOG", "info")
+            .env("CREDENTIALS_DIRECTORY", self.path("credentials"));
+        self.server = Some(self.spawn(command, "server.log")?);
+        self.wait("the server answers", "server.log", |this| this.vmseal(&["host", "list"]).is_ok())
+    }
+
+    fn start_agent(&mut self) -> Result<(), OperationError> {
+        let token = self.vmseal(&["host", "token"])?;
+        let token = self.write("join.token", &token)?;
+        let (url, state) = (self.url(), self.path("agent").display().to_string());
+        let address = format!("{}:{AGENT_PORT}", self.address);
+        let join = ["agent", "join", "--to", &url, "--name", "here", "--join-token-file", &token];
+        self.vmseal(&[&join[..], &["--address", &address, "--state-dir", &state]].concat())?;
+        let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
+        command.arg(self.path("run")).args(["--transfer-directory"]).arg(self.store());
+        command.env("RUST_LOG", "info");
+        self.agent = Some(self.spawn(command, "agent.log")?);
+        self.wait("the host is connected", "agent.log", |this| {
+            let host = this.json(&["host", "show", "here"]);
+            host.is_ok_and(|host| host["connection"] == "connected")
+        })
+    }
+
+    fn add_resources(&self) -> Result<(), OperationError> {
+        let store = self.store().join("datastore");
+        let failed = |source| OperationError::File { path: store.clone(), source };
+        fs::create_dir(&store).map_err(failed)?;
+        let store = store.display().to_string();
+        self.vmseal(&["datastore", "add", "local", "--host", "here", "--path", &store])?;
+        let passphrase = self.write("passphrase", PASSPHRASE)?;
+        let backup = self.path("keys.backup").display().to_string();
+        let given = ["--passphrase-file", &passphrase];
+        self.vmseal(&[&["provider", "add", "keys"], &given[..]].concat())?;
+        self.vmseal(&[&["provider", "backup", "keys", "--to", &backup], &given[..]].concat())?;
+        self.vmseal(&[&["provider", "verify", "keys", "--from", &backup], &given[..]].concat())?;
+        self.vmseal(&["provider", "default", "keys"])?;
+        self.vmseal(&["policy", "create", "encrypted", "--encrypt"])?;
+        self.vmseal(&["policy", "create", "plain", "--plain"])?;
+        Ok(())
+    }
+
+    fn wait(
+        &self,
+        what: &'static str,
+        log: &str,
+        so: impl Fn(&Self) -> bool,
+    ) -> Result<(), OperationError> {
+        let begun = Instant::now();
+        while !so(self) {
+            if begun.elapsed() > START {
+                let log = end_of(&self.path(log));
+                return Err(OperationError::Never { what, log });
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Installation {
+    fn drop(&mut self) {
+        for child in self.agent.iter_mut().chain(&mut self.server) {
+            // One that has ended is not there any more.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        // Guests and filters outlive an agent.
+        for pid in on_record(&self.path("run")) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+    }
+}
+
+fn end_of(path: &Path) -> String {
+    let mut text = Vec::new();
+    let _ = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut text));
+    String::from_utf8_lossy(&text[text.len().saturating_sub(QUOTED)..]).into_owned()
+}
+
+/// The living processes of which the agent keeps a record, `*.process`, below `directory`: a copy of their
+/// `/proc/PID/stat`. Process id and start time name a process for good.
+fn on_record(directory: &Path) -> Vec<i32> {
+    let (mut found, mut todo) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = todo.pop() {
+        for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                todo.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "process") {
+                found.extend(fs::read_to_string(path).ok().as_deref().and_then(living));
+            }
+        }
+    }
+    found
+}
+
+fn living(stat: &str) -> Option<i32> {
+    let pid: i32 = stat.split(' ').next()?.parse().ok()?;
+    let now = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    (start_time(&now)? == start_time(stat)?).then_some(pid)
+}
+
+/// Field 22; the second one, in parentheses, may hold spaces.
+fn start_time(stat: &str) -> Option<&str> {
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_processes_that_live_are_found_by_their_records() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = fs::read_to_string("/proc/self/stat").unwrap();
+        let other = own.replacen(&format!(" {} ", start_time(&own).unwrap()), " 1 ", 1);
+        fs::create_dir(directory.path().join("vms")).unwrap();
+        fs::write(directory.path().join("vms/a.process"), &own).unwrap();
+        fs::write(directory.path().join("vms/b.process"), other).unwrap();
+        fs::write(directory.path().join("c.other"), &own).unwrap();
+        assert_eq!(on_record(directory.path()), [std::process::id().cast_signed()]);
+    }
+}

@@ -1,0 +1,191 @@
+//! What measuring gives: values, progress, and why it ended early.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::computed_limit::ComputedLimitError;
+use crate::idle::Idle;
+use crate::load::LoadError;
+use crate::systems::SystemError;
+
+/// What was measured at one point.
+#[derive(Debug)]
+pub enum Sample {
+    /// Work, with its latencies where there are many requests.
+    Cell(Box<Cell>, Option<Histogram<u64>>),
+    /// No work.
+    Idle(Idle),
+}
+
+/// One system under one load in one round.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cell {
+    /// The round, from 0.
+    pub round: u32,
+    /// [`System::id`].
+    pub system: String,
+    /// [`Workload::id`].
+    pub workload: String,
+    /// Completed requests.
+    pub requests: u64,
+    /// The measured time, in seconds.
+    pub seconds: f64,
+    /// Requests per second.
+    pub iops: f64,
+    /// Bytes per second.
+    pub throughput: f64,
+    /// The server's CPU time per request, in nanoseconds.
+    pub cpu_per_io: f64,
+    /// The median latency, in nanoseconds.
+    pub p50: f64,
+    /// The 99th percentile of the latency, in nanoseconds.
+    pub p99: f64,
+    /// The server's private memory (RssAnon) afterwards, in bytes.
+    pub memory: f64,
+    /// The share of the time that the server was on a CPU; above 1 with several threads.
+    pub server_busy: f64,
+    /// The share of the time that the client was on its CPU.
+    pub client_busy: f64,
+    /// The CPU time of everything else, as a share of one CPU.
+    pub others_busy: f64,
+    /// The work in a second of CPU-bound neighbours, where there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub neighbour: Option<f64>,
+}
+
+/// The results.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// In the order in which they were measured.
+    pub cells: Vec<Cell>,
+    /// The results without work.
+    pub idle: Vec<Idle>,
+    /// The latencies of all rounds together, by system and workload, in nanoseconds.
+    pub latencies: BTreeMap<(String, String), Histogram<u64>>,
+}
+
+impl Outcome {
+    /// Adds what was measured.
+    pub(crate) fn extend(&mut self, sample: Option<Sample>) {
+        match sample {
+            Some(Sample::Cell(cell, Some(latency))) => self.add(*cell, latency),
+            Some(Sample::Cell(cell, None)) => self.cells.push(*cell),
+            Some(Sample::Idle(idle)) => self.idle.push(idle),
+            None => {}
+        }
+    }
+
+    fn add(&mut self, cell: Cell, latency: Histogram<u64>) {
+        let key = (cell.system.clone(), cell.workload.clone());
+        self.cells.push(cell);
+        match self.latencies.get_mut(&key) {
+            Some(merged) => merged.add(&latency).expect("all have the same bounds"),
+            None => drop(self.latencies.insert(key, latency)),
+        }
+    }
+}
+
+/// Why an experiment ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum ExperimentError {
+    /// A system did not start.
+    #[error(transparent)]
+    System(#[from] SystemError),
+    /// A load failed.
+    #[error("{system} under {workload}")]
+    Load {
+        /// Which system.
+        system: &'static str,
+        /// Which load.
+        workload: &'static str,
+        /// How.
+        source: LoadError,
+    },
+    /// An operation of an installation failed.
+    #[error(transparent)]
+    Operation(#[from] OperationError),
+    /// The limit of this machine cannot be computed.
+    #[error(transparent)]
+    ComputedLimit(#[from] ComputedLimitError),
+    /// Not enough room for the disks.
+    #[error(
+        "{} has room for {available} bytes, and the disks need {needed}; choose smaller disks or another directory",
+        directory.display()
+    )]
+    Room {
+        /// Where.
+        directory: PathBuf,
+        /// How much is free.
+        available: u64,
+        /// How much is needed.
+        needed: u64,
+    },
+    /// The directory or the client's core cannot be used.
+    #[error("{what}")]
+    Setting {
+        /// The attempt.
+        what: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+}
+
+/// The next step of an experiment, for progress messages.
+#[derive(Clone, Copy, Debug)]
+pub enum Progress<'a> {
+    /// A section begins: its name and its title.
+    Section(&'a str, &'a str),
+    /// A disk is made, filled and checked.
+    Filling(&'a str),
+    /// VMs of a policy are made.
+    Making(&'a str),
+    /// A round begins: its number from 1, and the number of rounds.
+    Round(u32, u32),
+}
+
+/// Why an operation could not be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum OperationError {
+    /// A program cannot be run.
+    #[error("{} cannot be run", program.display())]
+    Program {
+        /// Which.
+        program: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A command failed.
+    #[error("`{what}` failed: {said}")]
+    Command {
+        /// The command.
+        what: String,
+        /// What it said.
+        said: String,
+    },
+    /// A command did not print what it should.
+    #[error("`vmseal {what} -o json` printed no task with its times")]
+    Answer {
+        /// The command.
+        what: String,
+    },
+    /// A file cannot be made or written.
+    #[error("{} cannot be used", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// It did not come about in time.
+    #[error("it never came about that {what}; the log ends: {log}")]
+    Never {
+        /// What.
+        what: &'static str,
+        /// The end of the log.
+        log: String,
+    },
+}

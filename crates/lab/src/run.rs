@@ -1,0 +1,288 @@
+//! `vmseal lab run`: experiments by id or file.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::arguments::{BenchArguments, BenchError};
+use crate::catalogue;
+use crate::claim::{self, Assessed, Place};
+use crate::definition::{Definition, DefinitionError, Extent, Matter};
+use crate::experiment::{self, Outcome, Progress};
+use crate::goals::{self, Assessment, Verdict};
+use crate::machine::{self, Machine};
+use crate::operation::{self, Choice, Found};
+use crate::report::Measured;
+use crate::sections::{self, Section};
+
+/// The version of the JSON.
+pub const VERSION: u32 = 1;
+
+/// The goals that come with vmseal.
+const GOALS: &str = include_str!("../../../bench/goals.toml");
+
+/// The choices of `vmseal lab run`.
+#[derive(Args, Clone, Debug)]
+pub struct RunArguments {
+    /// Ids of `vmseal lab list`, or files of one's own
+    #[arg(required = true, value_name = "ID|FILE")]
+    pub experiments: Vec<String>,
+    /// Sizes and times that end in minutes (default)
+    #[arg(long, conflicts_with = "full")]
+    pub small: bool,
+    /// Sizes and times as in the documents: takes hours
+    #[arg(long)]
+    pub full: bool,
+    /// How often everything is measured, in place of what the experiments say; below 5 nothing is resolved
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub rounds: Option<u32>,
+    /// Write the report to this file, too: all values as .json, or the measurements of each round as .csv
+    #[arg(long, value_name = "FILE", value_parser = report_file)]
+    pub report: Option<PathBuf>,
+    /// Where disks in memory are made
+    #[arg(long, default_value = "/dev/shm")]
+    pub directory: PathBuf,
+    /// Where disks on ext4, and installations, are made
+    #[arg(long, default_value = "target")]
+    pub ext4_directory: PathBuf,
+    /// The program vmseal-filter; by default beside this one, else in PATH
+    #[arg(long)]
+    pub filter: Option<PathBuf>,
+    /// The program vmseal, of which installations are made; by default this one
+    #[arg(long)]
+    pub vmseal: Option<PathBuf>,
+}
+
+fn report_file(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match path.extension().and_then(|it| it.to_str()) {
+        Some("json" | "csv") => Ok(path),
+        _ => Err("the name of a report ends in .json or .csv".to_owned()),
+    }
+}
+
+/// Why a run failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// An experiment cannot be used.
+    #[error(transparent)]
+    Definition(#[from] DefinitionError),
+    /// Measuring failed.
+    #[error("experiment {id}")]
+    Experiment {
+        /// Which.
+        id: String,
+        /// How.
+        source: experiment::ExperimentError,
+    },
+    /// The goals cannot be used, or the report cannot be written.
+    #[error(transparent)]
+    Bench(#[from] BenchError),
+}
+
+/// Everything about a run.
+#[derive(Debug, Serialize)]
+pub struct RunReport {
+    /// [`VERSION`].
+    pub version: u32,
+    /// When it began, in UTC.
+    pub started: jiff::Timestamp,
+    /// The commit that was measured.
+    pub commit: String,
+    /// The machine.
+    pub machine: Machine,
+    /// The experiments.
+    pub experiments: Vec<ExperimentReport>,
+    /// The goals about what was measured.
+    pub goals: Vec<Assessment>,
+}
+
+/// An experiment with its results.
+#[derive(Debug, Serialize)]
+pub struct ExperimentReport {
+    /// Its id.
+    pub id: String,
+    /// Its title.
+    pub title: String,
+    /// Why it cannot be measured here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+    /// Its points.
+    pub measured: Vec<Measured>,
+    /// What is claimed, and whether it is so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub claim: Option<Assessed>,
+}
+
+/// Measures the experiments one after the other, and judges.
+///
+/// # Errors
+/// [`RunError`]. What cannot be measured here, and what is not met, is no error.
+pub fn run(
+    arguments: &RunArguments,
+    observe: &mut dyn FnMut(Progress<'_>),
+) -> Result<RunReport, RunError> {
+    // All are read before the first begins.
+    let definitions: Vec<Definition> =
+        arguments.experiments.iter().map(|id| catalogue::find(id)).collect::<Result<_, _>>()?;
+    let goals = goals::parse(Path::new("bench/goals.toml"), GOALS).map_err(BenchError::from)?;
+    let (started, commit) = (jiff::Timestamp::now(), machine::commit());
+    let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
+    let (mut experiments, mut all) = (Vec::new(), Outcome::default());
+    for definition in &definitions {
+        observe(Progress::Section(&definition.id, &definition.title));
+        let one = arguments.one(definition, observe);
+        let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
+        let (measured, places, outcome, refused) = one.map_err(failed)?;
+        let claim = definition.claim.as_ref().filter(|_| refused.is_none());
+        let claim = claim.map(|it| claim::assess(it, &places, &outcome, machine.cores));
+        all.cells.extend(outcome.cells);
+        all.idle.extend(outcome.idle);
+        let (id, title) = (definition.id.clone(), definition.title.clone());
+        experiments.push(ExperimentReport { id, title, refused, measured, claim });
+    }
+    let judged = goals.iter().map(|goal| goals::assess(goal, &all));
+    let goals = judged.filter(|it| it.verdict != Verdict::NotMeasured).collect();
+    let report = RunReport { version: VERSION, started, commit, machine, experiments, goals };
+    if let Some(path) = &arguments.report {
+        let failed = |source| BenchError::Write { path: path.clone(), source };
+        report.write(path).map_err(failed)?;
+    }
+    Ok(report)
+}
+
+impl RunArguments {
+    fn one(
+        &self,
+        definition: &Definition,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Found, experiment::ExperimentError> {
+        match &definition.matter {
+            Matter::Disk(_, steps) => {
+                let extent = if self.full { steps.full } else { steps.small };
+                self.disk(definition, extent, observe)
+            }
+            Matter::Operation(matrix, steps) => {
+                let choice = Choice {
+                    program: self.vmseal.clone(),
+                    directory: self.ext4_directory.clone(),
+                    full: self.full,
+                    rounds: self.rounds,
+                };
+                operation::run(&choice, matrix, steps, observe)
+            }
+        }
+    }
+
+    fn disk(
+        &self,
+        definition: &Definition,
+        extent: Extent,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Found, experiment::ExperimentError> {
+        let bench = self.bench(extent);
+        let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
+        for section in sections::of_definition(definition) {
+            if let Some(why) = bench.obstacle(&section) {
+                return Ok((measured, places, all, Some(why)));
+            }
+            observe(Progress::Section(section.id, section.title));
+            let plan = bench.plan(&section);
+            let outcome = experiment::run(&plan, &bench.systems(&section), &mut |progress| {
+                if section.tells(progress) {
+                    observe(progress);
+                }
+            })?;
+            measured.push(Measured::of(&section, &plan, &outcome));
+            places.push(place(&section));
+            all.cells.extend(outcome.cells);
+            all.idle.extend(outcome.idle);
+        }
+        Ok((measured, places, all, None))
+    }
+
+    /// The same choices as those of `vmseal lab disk`.
+    fn bench(&self, extent: Extent) -> BenchArguments {
+        BenchArguments {
+            rounds: self.rounds.unwrap_or(extent.rounds),
+            seconds: extent.seconds,
+            size_mib: extent.size_mib,
+            directory: self.directory.clone(),
+            ext4_directory: self.ext4_directory.clone(),
+            filter: self.filter.clone(),
+            ..BenchArguments::default()
+        }
+    }
+}
+
+fn place(section: &Section) -> Place {
+    let axes = BTreeMap::from([
+        ("disks", u64::from(section.disks)),
+        ("delay_us", section.delay_us),
+        ("neighbours", u64::from(section.neighbours)),
+    ]);
+    Place { axes, workloads: section.workloads.iter().map(|load| load.id).collect() }
+}
+
+impl RunReport {
+    fn write(&self, path: &Path) -> io::Result<()> {
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let directory = directory.unwrap_or(Path::new("."));
+        fs::create_dir_all(directory)?;
+        let mut file = tempfile::NamedTempFile::new_in(directory)?;
+        match path.extension().is_some_and(|it| it == "csv") {
+            true => file.write_all(self.csv().as_bytes())?,
+            false => serde_json::to_writer_pretty(&mut file, self)?,
+        }
+        file.persist(path).map(drop).map_err(|error| error.error)
+    }
+
+    /// A line for each measurement. Names have no characters that CSV gives a meaning.
+    #[must_use]
+    pub fn csv(&self) -> String {
+        let mut text =
+            "experiment,point,workload,system,round,requests,seconds,iops,bytes_per_second,\
+                        cpu_ns_per_io,p50_ns,p99_ns,memory_bytes,server_busy,neighbour_per_second\n"
+                .to_owned();
+        for experiment in &self.experiments {
+            for measured in &experiment.measured {
+                for cell in &measured.cells {
+                    // What does not apply is left empty.
+                    let number = |value: f64| match value.is_finite() {
+                        true => value.to_string(),
+                        false => String::new(),
+                    };
+                    let values = [
+                        cell.seconds,
+                        cell.iops,
+                        cell.throughput,
+                        cell.cpu_per_io,
+                        cell.p50,
+                        cell.p99,
+                        cell.memory,
+                        cell.server_busy,
+                        cell.neighbour.unwrap_or(f64::NAN),
+                    ]
+                    .map(number)
+                    .join(",");
+                    let _ = writeln!(
+                        text,
+                        "{},{},{},{},{},{},{values}",
+                        experiment.id,
+                        measured.section,
+                        cell.workload,
+                        cell.system,
+                        cell.round,
+                        cell.requests,
+                    );
+                }
+            }
+        }
+        text
+    }
+}

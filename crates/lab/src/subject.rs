@@ -1,0 +1,145 @@
+//! What is measured, behind one trait, and the order of measuring that is the same for all.
+//!
+//! ```text
+//! place:  prepare: make what is measured, anew
+//! round:  begin → for each workload: before, each system in turn (run) → end
+//! ```
+//!
+//! The order of the systems is rotated by one from round to round, so that what disturbs the machine affects all
+//! alike. Comparisons are made within a round.
+
+use crate::outcome::{ExperimentError, Outcome, Progress, Sample};
+
+/// One measurement to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Point {
+    /// The round, from 0.
+    pub round: u32,
+    /// Which system.
+    pub system: &'static str,
+    /// Under which load, or at which operation.
+    pub workload: &'static str,
+}
+
+/// What is measured.
+pub trait Subject {
+    /// Makes what is measured; `place` counts how often it was made before.
+    ///
+    /// # Errors
+    /// [`ExperimentError`].
+    fn prepare(
+        &mut self,
+        place: u32,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(), ExperimentError>;
+
+    /// A round begins.
+    ///
+    /// # Errors
+    /// [`ExperimentError`].
+    fn begin(&mut self, _round: u32) -> Result<(), ExperimentError> {
+        Ok(())
+    }
+
+    /// What all systems are compared with at a workload.
+    ///
+    /// # Errors
+    /// [`ExperimentError`].
+    fn before(&mut self, _: u32, _: &'static str) -> Result<Option<Sample>, ExperimentError> {
+        Ok(None)
+    }
+
+    /// Measures once; none where the system does not do this.
+    ///
+    /// # Errors
+    /// [`ExperimentError`].
+    fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError>;
+
+    /// A round is over.
+    ///
+    /// # Errors
+    /// [`ExperimentError`].
+    fn end(&mut self) -> Result<(), ExperimentError> {
+        Ok(())
+    }
+}
+
+/// How often what is measured.
+#[derive(Clone, Debug)]
+pub struct Order {
+    /// The systems.
+    pub systems: Vec<&'static str>,
+    /// The loads or operations.
+    pub workloads: Vec<&'static str>,
+    /// How often everything is measured.
+    pub rounds: u32,
+    /// How often it is made; at most once a round.
+    pub places: u32,
+}
+
+/// Measures a subject.
+///
+/// # Errors
+/// [`ExperimentError`]; the first one ends it.
+pub fn measure(
+    order: &Order,
+    subject: &mut dyn Subject,
+    observe: &mut dyn FnMut(Progress<'_>),
+) -> Result<Outcome, ExperimentError> {
+    let mut outcome = Outcome::default();
+    let places = order.places.clamp(1, order.rounds.max(1));
+    let count = order.systems.len();
+    for place in 0..places {
+        subject.prepare(place, observe)?;
+        for round in place * order.rounds / places..(place + 1) * order.rounds / places {
+            observe(Progress::Round(round + 1, order.rounds));
+            subject.begin(round)?;
+            for &workload in &order.workloads {
+                outcome.extend(subject.before(round, workload)?);
+                for turn in 0..count {
+                    let system = order.systems[(turn + round as usize + place as usize) % count];
+                    outcome.extend(subject.run(&Point { round, system, workload })?);
+                }
+            }
+            subject.end()?;
+        }
+    }
+    Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Notes what it is asked for.
+    #[derive(Default)]
+    struct Noted(Vec<String>);
+
+    impl Subject for Noted {
+        fn prepare(
+            &mut self,
+            place: u32,
+            _: &mut dyn FnMut(Progress<'_>),
+        ) -> Result<(), ExperimentError> {
+            self.0.push(format!("make {place}"));
+            Ok(())
+        }
+
+        fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
+            self.0.push(format!("{}{}{}", point.system, point.workload, point.round));
+            Ok(None)
+        }
+    }
+
+    #[test]
+    fn systems_take_turns_within_a_round_and_begin_in_turn() {
+        let order =
+            Order { systems: vec!["a", "b"], workloads: vec!["x", "y"], rounds: 2, places: 1 };
+        let mut noted = Noted::default();
+        measure(&order, &mut noted, &mut |_| {}).unwrap();
+        assert_eq!(noted.0, ["make 0", "ax0", "bx0", "ay0", "by0", "bx1", "ax1", "by1", "ay1"]);
+        let mut noted = Noted::default();
+        measure(&Order { places: 9, ..order }, &mut noted, &mut |_| {}).unwrap();
+        assert_eq!(noted.0.iter().filter(|it| it.starts_with("make")).count(), 2);
+    }
+}
