@@ -383,7 +383,7 @@ pub fn open_for_guest(
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
     // Others are copied while the guest does not have them.
     let copy = match disk.role.is_data() {
-        true => open_copy(&mirror, spec, disk, kek),
+        true => open_copy(mirror, spec, disk, kek),
         false => Err(internal("its copy was not finished before its guest used it")),
     };
     let mirror = match copy {
