@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 19] = [
+pub const FEATURES: [&str; 20] = [
     "job-create",
     "job-export",
     NICS,
@@ -44,6 +44,7 @@ pub const FEATURES: [&str; 19] = [
     PROVE,
     SUSPEND,
     DUMP,
+    MEMORY_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -98,6 +99,9 @@ pub const SUSPEND: &str = "suspend";
 
 /// The feature of agents that write core dumps.
 pub const DUMP: &str = "job-dump";
+
+/// The feature of agents whose snapshots keep memory.
+pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -15,8 +15,8 @@ pub async fn run(server: &ServerClient, output: Output, verb: Snapshot) -> anyho
             list::one_with(server, output, watch, details, "vm", async || server.get(&path).await)
                 .await
         }
-        Snapshot::Create { vm, name, description, no_quiesce, dry_run, wait } => {
-            let request = TakeSnapshot { name, description, quiesce: !no_quiesce };
+        Snapshot::Create { vm, name, description, no_quiesce, memory, dry_run, wait } => {
+            let request = TakeSnapshot { name, description, quiesce: !no_quiesce, memory };
             task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
         }
         Snapshot::Revert { vm, snapshot, dry_run, wait } => {
@@ -30,7 +30,10 @@ pub async fn run(server: &ServerClient, output: Output, verb: Snapshot) -> anyho
 }
 
 fn details(snapshot: &model::Snapshot) -> Vec<(&'static str, String)> {
-    let mut details = vec![("disks", snapshot.disks.join(", "))];
+    let mut details = vec![
+        ("disks", snapshot.disks.join(", ")),
+        ("memory", if snapshot.memory { "yes" } else { "no" }.to_owned()),
+    ];
     if !snapshot.description.is_empty() {
         details.push(("description", snapshot.description.clone()));
     }
