@@ -44,7 +44,12 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     let put = |job| agent.put_job(vm, TaskId::new(), job);
     let [one, two, strange] = std::array::from_fn(|_| SnapshotId::new());
     refused(put(take(data, one)).await, ErrorCode::WrongState, "a disk with a replica");
-    let none = JobSpec::Snapshot(SnapshotJob { snapshot: one, quiesce: false, memory: false, disks: vec![] });
+    let none = JobSpec::Snapshot(SnapshotJob {
+        snapshot: one,
+        quiesce: false,
+        memory: false,
+        disks: vec![],
+    });
     refused(put(none).await, ErrorCode::InvalidRequest, "a snapshot of no disk");
     refused(put(take(DiskId::new(), one)).await, ErrorCode::NotFound, "a strange disk");
     refused(put(revert(system, one)).await, ErrorCode::NotFound, "no such snapshot");

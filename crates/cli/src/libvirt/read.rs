@@ -134,7 +134,8 @@ pub fn read(file: &Path) -> anyhow::Result<Domain> {
         .and_then(|open| open.take(XML_MAX + 1).read_to_string(&mut text))
         .with_context(|| format!("--libvirt: cannot read {}", file.display()))?;
     ensure!(text.len() as u64 <= XML_MAX, "{} is longer than {XML_MAX} bytes", file.display());
-    parse(&text).with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
+    parse(&text)
+        .with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
 }
 
 fn parse(text: &str) -> anyhow::Result<Domain> {
