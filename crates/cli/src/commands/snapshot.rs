@@ -30,10 +30,7 @@ pub async fn run(server: &ServerClient, output: Output, verb: Snapshot) -> anyho
 }
 
 fn details(snapshot: &model::Snapshot) -> Vec<(&'static str, String)> {
-    let mut details = vec![
-        ("disks", snapshot.disks.join(", ")),
-        ("memory", if snapshot.memory { "yes" } else { "no" }.to_owned()),
-    ];
+    let mut details = vec![("disks", snapshot.disks.join(", "))];
     if !snapshot.description.is_empty() {
         details.push(("description", snapshot.description.clone()));
     }
