@@ -128,6 +128,53 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     counts(&mut here.console(VM).unwrap(), 2);
 }
 
+/// The memories that snapshots keep.
+fn kept(here: &Installation) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(home(here)).unwrap().map(|entry| entry.unwrap().path());
+    let of_snapshot = |path: &PathBuf| {
+        path.file_name().is_some_and(|it| it.to_string_lossy().starts_with("vm.memory.snapshot-"))
+    };
+    files.filter(of_snapshot).collect()
+}
+
+#[test]
+fn a_snapshot_with_memory_brings_its_guest_back_as_often_as_wanted() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    here.vmseal(&["snapshot", "create", VM, "one", "--memory"]).unwrap();
+    assert_eq!(here.json(&["snapshot", "show", VM, "one"]).unwrap()["memory"], true);
+    assert_eq!(here.vm(VM).unwrap()["power"], "running");
+    let files = kept(&here);
+    assert_eq!(files.len(), 1, "{files:?}");
+    assert_eq!(std::fs::read(&files[0]).unwrap()[512], 1, "its key is wrapped under the VM's");
+    assert!(!is_in_the_clear(&here), "the memory is in the clear");
+    // The guest has gone on, and does so from the snapshot, each time.
+    counts(&mut console, 1);
+    counts(&mut console, 2);
+    for recrypt in [false, true] {
+        drop(console);
+        if recrypt {
+            let before = std::fs::read(&files[0]).unwrap();
+            here.vmseal(&["vm", "recrypt", VM]).unwrap();
+            let after = std::fs::read(&files[0]).unwrap();
+            assert!(before[512..1536] != after[512..1536], "its key slots are as before");
+        }
+        here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+        here.vmseal(&["snapshot", "revert", VM, "one"]).unwrap();
+        is_off_and_saved(&here);
+        console = resume(&here);
+        counts(&mut console, 1);
+        assert!(!memory(&here).exists() && kept(&here) == files);
+    }
+    here.vmseal(&["snapshot", "delete", VM, "one"]).unwrap();
+    assert!(kept(&here).is_empty());
+    counts(&mut console, 2);
+    drop(console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let why = here.refused(&["snapshot", "create", VM, "two", "--memory"]).unwrap();
+    assert!(why.contains("only a VM that runs"), "{why}");
+}
+
 #[test]
 fn a_damaged_memory_is_named_and_the_vm_boots_when_it_is_given_up() {
     let (here, mut console) = started("encrypted");

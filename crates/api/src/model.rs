@@ -313,6 +313,9 @@ pub struct Snapshot {
     /// Whether the guest's file systems were frozen when it was taken; none where that is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,
+    /// Whether it keeps the guest's memory: the VM is suspended with it after a revert.
+    #[serde(default)]
+    pub memory: bool,
     /// The disks that it keeps, by name.
     pub disks: Vec<String>,
 }

@@ -452,11 +452,14 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
+    /// Whether the memory of the guest, which must run, is kept, too.
+    #[serde(default)]
+    pub memory: bool,
 }
 
 impl Default for TakeSnapshot {
     fn default() -> Self {
-        Self { name: None, description: None, quiesce: yes() }
+        Self { name: None, description: None, quiesce: yes(), memory: false }
     }
 }
 

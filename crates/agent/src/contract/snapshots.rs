@@ -13,12 +13,12 @@ use super::{Session, done, refused};
 
 /// The job that takes a snapshot of one disk.
 pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
-    JobSpec::Snapshot(SnapshotJob { snapshot, quiesce: true, disks: vec![disk] })
+    JobSpec::Snapshot(SnapshotJob { snapshot, quiesce: true, memory: false, disks: vec![disk] })
 }
 
 /// The job that reverts one disk.
 pub fn revert(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
-    JobSpec::Revert(RevertJob { snapshot, disks: vec![disk] })
+    JobSpec::Revert(RevertJob { snapshot, memory: false, disks: vec![disk] })
 }
 
 /// The job that removes a snapshot of one disk.
@@ -66,7 +66,12 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     let put = |job| agent.put_job(vm, TaskId::new(), job);
     let [one, two, strange] = std::array::from_fn(|_| SnapshotId::new());
     refused(put(take(data, one)).await, ErrorCode::WrongState, "a disk with a replica");
-    let none = JobSpec::Snapshot(SnapshotJob { snapshot: one, quiesce: false, disks: vec![] });
+    let none = JobSpec::Snapshot(SnapshotJob {
+        snapshot: one,
+        quiesce: false,
+        memory: false,
+        disks: vec![],
+    });
     refused(put(none).await, ErrorCode::InvalidRequest, "a snapshot of no disk");
     refused(put(take(DiskId::new(), one)).await, ErrorCode::NotFound, "a strange disk");
     refused(put(revert(system, one)).await, ErrorCode::NotFound, "no such snapshot");

@@ -3,6 +3,7 @@
 //! ```text
 //! <datastore>/<vm id>/vm.memory.creating  it is being written, or debris of that
 //! <datastore>/<vm id>/vm.memory           the VM is suspended
+//! <datastore>/<vm id>/vm.memory.snapshot-ID  what a snapshot keeps; a revert has vm.memory be another name (hard link) of it
 //! <datastore>/<vm id>/vm.memory.used      its guest has gone on, or was about to: it is of no use any more
 //! ```
 //! The content is the machine ([`SavedMachine`]), then QEMU's stream. The name decides: a VM with a `vm.memory` is suspended, whatever
@@ -10,14 +11,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use vmseal_api::atomic_file;
 use vmseal_api::host::VmSpec;
-use vmseal_api::id::VmId;
+use vmseal_api::id::{SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_seal::file::{FileError, Identity, Kind};
 use vmseal_seal::stream::{SealedReader, SealedWriter};
@@ -83,6 +84,42 @@ impl MemoryFiles {
         })?;
         let saved = Home::of(&first.datastore, spec.vm)?.memory();
         Ok(Self { vm: spec.vm, name: spec.name.clone(), saved })
+    }
+
+    /// Where a snapshot keeps the memory.
+    ///
+    /// # Errors
+    /// As [`MemoryFiles::of`].
+    pub fn of_snapshot(spec: &VmSpec, snapshot: SnapshotId) -> Result<Self, Problem> {
+        let files = Self::of(spec)?;
+        let saved = files.beside(&format!(".snapshot-{snapshot}"));
+        Ok(Self { saved, ..files })
+    }
+
+    /// Has the VM be suspended with the memory that a snapshot keeps. The snapshot keeps it: the file gets another name.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn suspend_with(&self, kept: &Self) -> Result<(), Problem> {
+        let creating = self.creating();
+        remove_if_there(&creating)?;
+        std::fs::hard_link(&kept.saved, &creating)
+            .map_err(|error| failed(&kept.saved, "given another name", &error))?;
+        self.keep()
+    }
+
+    /// Whether the VM is suspended with the memory that a snapshot keeps.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn is_suspended_with(&self, kept: &Self) -> Result<bool, Problem> {
+        let inode = |path: &Path| match path.metadata() {
+            Ok(metadata) => Ok(Some((metadata.dev(), metadata.ino()))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(failed(path, "looked for", &error)),
+        };
+        let saved = inode(&self.saved)?;
+        Ok(saved.is_some() && saved == inode(&kept.saved)?)
     }
 
     fn beside(&self, ending: &str) -> PathBuf {
@@ -164,6 +201,8 @@ impl MemoryFiles {
     /// # Errors
     /// Those of the file system.
     pub fn use_up(&self) -> Result<(), Problem> {
+        // Two names of one file: a rename of one to the other does nothing, and the VM would stay suspended.
+        remove_if_there(&self.used())?;
         std::fs::rename(&self.saved, self.used())
             .and_then(|()| atomic_file::flush_directory_of(&self.saved))
             .map_err(|error| failed(&self.saved, "put aside", &error))

@@ -96,12 +96,15 @@ fn read(path: &Path, file: &File) -> Result<Header, Problem> {
     header.map_err(|error| sealed::refused(path, &error, REMEDY))
 }
 
+/// How the names of memories begin that snapshots keep.
+const SNAPSHOT_MEMORY: &str = "vm.memory.snapshot-";
+
 /// The sealed files of a home that are whole; what is being written, or was used, is about to go.
 fn whole_files(home: &Home) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(home.path()).into_iter().flatten().flatten();
     let cores = entries.map(|entry| entry.path()).filter(|path| {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        name.is_some_and(|name| name.starts_with(CORE))
+        name.is_some_and(|name| name.starts_with(CORE) || name.starts_with(SNAPSHOT_MEMORY))
             && path.extension().is_none_or(|it| it != "creating")
     });
     cores.chain([home.memory()]).collect()

@@ -8,6 +8,7 @@ mod grow;
 mod guest;
 mod jobs;
 mod key_change;
+mod memory_snapshots;
 mod mirror;
 mod proofs;
 mod replicas;
@@ -123,6 +124,8 @@ pub struct Owner {
     suspended: bool,
     /// Why the last attempt to suspend it failed.
     not_suspended: Option<String>,
+    /// The snapshot for which the memory is being saved.
+    keeping: Option<memory_snapshots::Keeping>,
 }
 
 impl Owner {
@@ -168,6 +171,7 @@ impl Owner {
             describing: None,
             suspended,
             not_suspended: None,
+            keeping: None,
         }
     }
 
@@ -488,6 +492,7 @@ impl Owner {
         tracing::info!(%vm, ?reason, detail, "the VM is off");
         metrics::vm_ended(reason);
         self.state = State::Off;
+        self.fail_keeping().await;
         if let Some(next) = self.next.take() {
             self.spec = next;
         }

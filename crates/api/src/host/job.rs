@@ -154,6 +154,9 @@ pub struct SnapshotJob {
     /// were.
     #[serde(default)]
     pub quiesce: bool,
+    /// Whether the memory of the guest, which must run, is kept, too. The job then goes on after the call that puts it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub memory: bool,
     /// The disks, each once.
     pub disks: Vec<DiskId>,
 }
@@ -165,6 +168,9 @@ pub struct SnapshotJob {
 pub struct RevertJob {
     /// The snapshot.
     pub snapshot: SnapshotId,
+    /// Whether the snapshot keeps memory: the VM is then suspended with it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub memory: bool,
     /// The disks, each once.
     pub disks: Vec<DiskId>,
 }

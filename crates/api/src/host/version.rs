@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 22] = [
+pub const FEATURES: [&str; 23] = [
     "job-create",
     "job-export",
     NICS,
@@ -47,6 +47,7 @@ pub const FEATURES: [&str; 22] = [
     DUMP,
     RUNNING_KEY,
     SNAPSHOT_EXPORT,
+    MEMORY_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -110,6 +111,9 @@ pub const RUNNING_KEY: &str = "running-key";
 
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
+
+/// The feature of agents whose snapshots keep memory.
+pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

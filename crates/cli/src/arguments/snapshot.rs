@@ -31,8 +31,8 @@ pub enum Snapshot {
     /// Keep what the disks of a VM hold now, also while it runs
     ///
     /// All disks are kept at one instant; the guest sees a short pause. Its file systems are frozen meanwhile if the
-    /// guest agent answers (`quiesced`); else the snapshot is as after a power cut. Memory is not kept, nor is what a
-    /// TPM keeps. Disks of an encrypted VM stay ciphertext, under the key that they have.
+    /// guest agent answers (`quiesced`); else the snapshot is as after a power cut. Memory is kept with `--memory`; what a
+    /// TPM keeps is not. Disks of an encrypted VM stay ciphertext, under the key that they have.
     #[command(visible_alias = "take")]
     Create {
         /// The VM's name or id
@@ -45,12 +45,17 @@ pub enum Snapshot {
         /// Do not freeze the guest's file systems
         #[arg(long)]
         no_quiesce: bool,
+        /// Keep the guest's memory, too: it stands still while that is saved, and goes on
+        #[arg(long)]
+        memory: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },
     /// Have the disks of a VM that is off hold what a snapshot keeps
+    ///
+    /// A snapshot with memory leaves the VM suspended: `vmseal vm resume` has its guest go on where it was then.
     ///
     /// What they hold now is lost, as far as no other snapshot keeps it: take one before, if in doubt.
     Revert {

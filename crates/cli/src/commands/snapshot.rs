@@ -15,8 +15,8 @@ pub async fn run(server: &ServerClient, output: Output, verb: Snapshot) -> anyho
             list::one_with(server, output, watch, details, "vm", async || server.get(&path).await)
                 .await
         }
-        Snapshot::Create { vm, name, description, no_quiesce, dry_run, wait } => {
-            let request = TakeSnapshot { name, description, quiesce: !no_quiesce };
+        Snapshot::Create { vm, name, description, no_quiesce, memory, dry_run, wait } => {
+            let request = TakeSnapshot { name, description, quiesce: !no_quiesce, memory };
             task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
         }
         Snapshot::Revert { vm, snapshot, dry_run, wait } => {

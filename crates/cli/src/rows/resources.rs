@@ -93,6 +93,7 @@ impl Row for Snapshot {
         usual("created", |it| Cell::Time(it.created)),
         usual("state", |it| word(&it.state).into()),
         usual("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
+        usual("memory", |it| Cell::YesNo(it.memory)),
         more("id", |it| it.id.to_string().into()),
         more("vm", |it| (&it.vm).into()),
     ];

@@ -1,7 +1,7 @@
 //! Snapshots of VMs: taken while a VM runs or is off, reverted to while it is off, deleted at any time.
 
 use jiff::Timestamp;
-use vmseal_api::host::version::SNAPSHOTS;
+use vmseal_api::host::version::{MEMORY_SNAPSHOTS, SNAPSHOTS};
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::limits::SNAPSHOTS_MAX;
@@ -31,6 +31,7 @@ fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> mode
         state: snapshot.state,
         current: snapshot.current,
         quiesced: snapshot.quiesced,
+        memory: snapshot.memory,
         disks: snapshot.disks.iter().filter_map(disk).collect(),
     }
 }
@@ -145,7 +146,13 @@ pub async fn take(
     require_ready(&vm)?;
     features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let remedy = "snapshots are taken while it runs or is off";
-    require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+    if request.memory {
+        features::require(services, &vm, MEMORY_SNAPSHOTS, "take snapshots with memory")?;
+        let remedy = "only a VM that runs has memory that a snapshot can keep";
+        require_power(services, &vm, &[Power::Running], remedy).await?;
+    } else {
+        require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+    }
     let mut write = services.store.write().await?;
     let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;
     let kept = keepable(&vm, &disks)?;
@@ -167,6 +174,7 @@ pub async fn take(
         state: SnapshotState::Taking,
         quiesced: None,
         current: false,
+        memory: request.memory,
         disks: kept,
     };
     snapshots::insert(&mut write, &snapshot).await?;

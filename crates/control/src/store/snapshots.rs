@@ -28,6 +28,8 @@ pub struct Snapshot {
     pub quiesced: Option<bool>,
     /// Whether what the VM's disks hold now began with this one.
     pub current: bool,
+    /// Whether it keeps the guest's memory.
+    pub memory: bool,
     /// The disks that it keeps.
     pub disks: Vec<DiskId>,
 }
@@ -43,6 +45,7 @@ struct Row {
     state: String,
     quiesced: Option<bool>,
     is_current: bool,
+    memory: bool,
     disks: String,
 }
 
@@ -59,6 +62,7 @@ impl Row {
             state: from_name(&self.state, "a snapshot's state")?,
             quiesced: self.quiesced,
             current: self.is_current,
+            memory: self.memory,
             disks: from_json(&self.disks, "the disks of a snapshot")?,
         })
     }
@@ -71,8 +75,8 @@ impl Row {
 pub async fn insert(to: &mut SqliteConnection, snapshot: &Snapshot) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO snapshots
-         (id, vm_id, name, description, parent_id, created, state, quiesced, is_current, disks)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+         (id, vm_id, name, description, parent_id, created, state, quiesced, is_current, memory, disks)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
     )
     .bind(snapshot.id.to_string())
     .bind(snapshot.vm.to_string())
@@ -83,6 +87,7 @@ pub async fn insert(to: &mut SqliteConnection, snapshot: &Snapshot) -> Result<()
     .bind(to_name(&snapshot.state))
     .bind(snapshot.quiesced)
     .bind(snapshot.current)
+    .bind(snapshot.memory)
     .bind(to_json(&snapshot.disks))
     .execute(to)
     .await
@@ -93,7 +98,7 @@ pub async fn insert(to: &mut SqliteConnection, snapshot: &Snapshot) -> Result<()
 /// The snapshots of a VM, in the order in which they were asked for.
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Snapshot>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, vm_id, name, description, parent_id, created, state, quiesced, is_current, disks
+        "SELECT id, vm_id, name, description, parent_id, created, state, quiesced, is_current, memory, disks
          FROM snapshots WHERE vm_id = $1 ORDER BY id",
     )
     .bind(vm.to_string())

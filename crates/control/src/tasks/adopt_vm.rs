@@ -252,6 +252,7 @@ async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(
             description: String::new(),
             parent: of.parent,
             created: of.created,
+            memory: false,
             state: SnapshotState::Ready,
             quiesced: of.quiesced,
             current: of.current,

@@ -176,9 +176,9 @@ async fn snapshot(run: &Run<'_>) -> Result<Snapshot, StepError> {
 }
 
 async fn take(run: &Run<'_>) -> Result<Option<bool>, StepError> {
-    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
+    let (vm, Snapshot { id, disks, memory, .. }) = (run.vm().await?, snapshot(run).await?);
     let quiesce = matches!(run.task.operation, Operation::TakeSnapshot { quiesce: true, .. });
-    let job = JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, disks });
+    let job = JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, memory, disks });
     put(run, &vm, job).await?;
     follow(run, &vm, JobKind::Snapshot).await
 }
@@ -213,8 +213,8 @@ async fn check_off(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 async fn revert(run: &Run<'_>) -> Result<(), StepError> {
-    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
-    put(run, &vm, JobSpec::Revert(RevertJob { snapshot: id, disks })).await?;
+    let (vm, Snapshot { id, disks, memory, .. }) = (run.vm().await?, snapshot(run).await?);
+    put(run, &vm, JobSpec::Revert(RevertJob { snapshot: id, memory, disks })).await?;
     follow(run, &vm, JobKind::Revert).await.map(drop)
 }
 

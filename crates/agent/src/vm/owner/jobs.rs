@@ -238,6 +238,7 @@ impl Owner {
         if let JobSpec::Mirror(job) = &spec {
             return self.cancel_mirror(task, job).await;
         }
+        self.stop_keeping(task).await;
         let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
         if at_work || state == Some(JobState::ReadyToCommit) {
             // Reports that its workers still send are about files that are removed here.

@@ -65,7 +65,11 @@ impl Owner {
         let (vm, disks) = (self.spec.vm, self.disks_of(&job.disks)?);
         let (snapshot, of) = (job.snapshot, disks.clone());
         let taken = spawn_blocking(move || is_taken(vm, &of, snapshot));
-        let quiesced = match taken.await.map_err(internal)?? {
+        let taken = taken.await.map_err(internal)??;
+        if job.memory && !taken {
+            return self.keep_memory(task, job.clone(), disks, spec).await;
+        }
+        let quiesced = match taken {
             true => None,
             false => Some(self.take(job, disks).await?),
         };
@@ -87,6 +91,19 @@ impl Owner {
             self.thaw().await;
         }
         taken.map(|()| frozen)
+    }
+
+    /// Puts layers above what the disks of a guest hold that stands still, and is to go on above them.
+    pub(super) async fn take_standing(
+        &mut self,
+        snapshot: SnapshotId,
+        disks: Vec<DiskSpec>,
+    ) -> Result<(), Problem> {
+        let served = disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
+        let served = served.into_iter().any(|disk| self.is_served(disk));
+        let vm = self.spec.vm;
+        let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
+        self.put_above(served, begun, Some((snapshot, Uuid::now_v7()))).await
     }
 
     /// Has layers be active that were begun, while no request is in flight.
@@ -171,7 +188,13 @@ impl Owner {
         job: &RevertJob,
         spec: JobSpec,
     ) -> Result<(), Problem> {
+        if job.memory && self.is_reverted(job.snapshot).await? {
+            self.jobs.begin(task, spec);
+            job.disks.iter().for_each(|disk| self.jobs.made(*disk));
+            return Ok(());
+        }
         self.may_work(Action::Revert, &spec)?;
+        let memory = if job.memory { Some(self.memory_of(job.snapshot).await?) } else { None };
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let name = self.spec.name.clone();
         let revert = move || {
@@ -190,6 +213,9 @@ impl Owner {
             })
         };
         spawn_blocking(revert).await.map_err(internal)??;
+        if let Some(memory) = memory {
+            self.suspend_with(memory).await?;
+        }
         self.jobs.begin(task, spec);
         job.disks.iter().for_each(|disk| self.jobs.made(*disk));
         Ok(())
@@ -210,6 +236,8 @@ impl Owner {
             })
         };
         spawn_blocking(forget).await.map_err(internal)??;
+        // Last: a snapshot with memory is never there without it.
+        self.forget_memory(snapshot).await?;
         self.jobs.begin(task, spec);
         for disk in &job.disks {
             self.merge_rounds.remove(disk);

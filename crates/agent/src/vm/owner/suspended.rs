@@ -24,6 +24,13 @@ impl Owner {
         let spec = self.spec.clone();
         let look = move || MemoryFiles::of(&spec);
         let files = spawn_blocking(look).await.map_err(internal)??;
+        tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
+        self.not_suspended = None;
+        self.save_memory(files)
+    }
+
+    /// Begins to save the memory of the guest, which stands still from now on.
+    pub(super) fn save_memory(&mut self, files: MemoryFiles) -> Result<(), Problem> {
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
         self.request = request_id::current();
@@ -38,14 +45,15 @@ impl Owner {
             live: running.live.clone(),
         };
         let qmp = running.qmp.clone();
-        tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
         running.saving = Some(suspend::begin(ToSave { files, record, kek, qmp }));
-        self.not_suspended = None;
         Ok(())
     }
 
     /// The memory is saved, or is not.
     pub(super) async fn memory_saved(&mut self, saved: Result<(), Problem>) {
+        if let Some(keeping) = self.keeping.take() {
+            return self.memory_kept(keeping, saved).await;
+        }
         let kept = match saved {
             Ok(()) => self.with_files(|files| files.keep()).await,
             Err(problem) => Err(problem),
@@ -65,6 +73,15 @@ impl Owner {
     /// The guest goes on, as its memory could not be saved.
     async fn goes_on(&mut self, problem: Problem) {
         tracing::error!(vm = %self.spec.vm, %problem, "the VM is not suspended, and goes on");
+        self.let_go_on().await;
+        if let Err(problem) = self.with_files(|files| files.sweep()).await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "what was saved cannot be removed");
+        }
+        self.not_suspended = Some(problem.detail);
+    }
+
+    /// Has the guest go on whose memory was saved, or was not.
+    pub(super) async fn let_go_on(&mut self) {
         if let Some(running) = self.running() {
             let (qmp, paused) = (running.qmp.clone(), running.live.paused);
             let go_on = async {
@@ -78,10 +95,6 @@ impl Owner {
                 tracing::error!(vm = %self.spec.vm, %error, "its guest does not go on");
             }
         }
-        if let Err(problem) = self.with_files(|files| files.sweep()).await {
-            tracing::warn!(vm = %self.spec.vm, %problem, "what was saved cannot be removed");
-        }
-        self.not_suspended = Some(problem.detail);
     }
 
     /// Gives the saved memory up; a VM that has none is as asked.

@@ -30,6 +30,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
     let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
     let parent = rows(fixture, vm).await.into_iter().find(|it| it.current).map(|it| it.id);
     let snapshot = snapshots::Snapshot {
+        memory: false,
         id: SnapshotId::new(),
         vm,
         name: name.to_owned(),

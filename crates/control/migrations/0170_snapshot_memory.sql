@@ -1,0 +1,2 @@
+-- Whether a snapshot keeps the memory of the guest.
+ALTER TABLE snapshots ADD COLUMN memory BOOLEAN NOT NULL DEFAULT FALSE;
