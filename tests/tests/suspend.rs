@@ -162,6 +162,10 @@ fn a_snapshot_with_memory_brings_its_guest_back_as_often_as_wanted() {
         here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
         here.vmseal(&["snapshot", "revert", VM, "one"]).unwrap();
         is_off_and_saved(&here);
+        if recrypt {
+            // The memory of the VM and that of the snapshot are one file now.
+            here.vmseal(&["vm", "recrypt", VM]).unwrap();
+        }
         console = resume(&here);
         counts(&mut console, 1);
         assert!(!memory(&here).exists() && kept(&here) == files);
@@ -169,10 +173,14 @@ fn a_snapshot_with_memory_brings_its_guest_back_as_often_as_wanted() {
     here.vmseal(&["snapshot", "delete", VM, "one"]).unwrap();
     assert!(kept(&here).is_empty());
     counts(&mut console, 2);
+    here.vmseal(&["snapshot", "create", VM, "two", "--memory"]).unwrap();
     drop(console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-    let why = here.refused(&["snapshot", "create", VM, "two", "--memory"]).unwrap();
+    let why = here.refused(&["snapshot", "create", VM, "three", "--memory"]).unwrap();
     assert!(why.contains("only a VM that runs"), "{why}");
+    let home = home(&here);
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    assert!(!home.exists(), "{:?}", std::fs::read_dir(&home).map(Iterator::count));
 }
 
 #[test]

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
-use crate::definition::{self, Definition, DefinitionError};
+use serde::Serialize;
+
+use crate::definition::{self, Definition, DefinitionError, Matter};
 
 /// Their files.
 macro_rules! files {
@@ -29,6 +31,30 @@ const FILES: &[(&str, &str)] = &files![
     "operations",
     "x3"
 ];
+
+/// An experiment, as it is listed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Listed {
+    /// Its name.
+    pub id: String,
+    /// What is measured: `disk`, `operation`.
+    pub subject: &'static str,
+    /// What it asks.
+    pub title: String,
+}
+
+/// The experiments that come with vmseal.
+#[must_use]
+pub fn list() -> Vec<Listed> {
+    let listed = |it: &Definition| {
+        let subject = match it.matter {
+            Matter::Disk(..) => "disk",
+            Matter::Operation(..) => "operation",
+        };
+        Listed { id: it.id.clone(), subject, title: it.title.clone() }
+    };
+    CATALOGUE.iter().map(listed).collect()
+}
 
 /// All of them, in the order in which they are listed.
 pub static CATALOGUE: LazyLock<Vec<Definition>> = LazyLock::new(|| {

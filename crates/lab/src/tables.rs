@@ -7,9 +7,7 @@ use comfy_table::{
 };
 use vmseal_initiator::Wait;
 
-use crate::catalogue::CATALOGUE;
 use crate::claim::Assessed;
-use crate::definition::Matter;
 use crate::goals::{Assessment, Compare, Metric, Relation, Verdict};
 use crate::machine::Machine;
 use crate::report::{Bottleneck, Measured, Report, Settings};
@@ -296,20 +294,6 @@ fn numbers_to_the_right(table: &mut Table, columns: std::ops::Range<usize>) {
 fn signed(metric: Metric, value: f64) -> String {
     let sign = if value < 0.0 { '−' } else { '+' };
     format!("{sign}{}", metric.show(value.abs()))
-}
-
-/// The experiments that come with vmseal, as lines.
-#[must_use]
-pub fn list() -> String {
-    let mut table = table(&["id", "subject", "title"]);
-    for it in CATALOGUE.iter() {
-        let subject = match it.matter {
-            Matter::Disk(..) => "disk",
-            Matter::Operation(..) => "operation",
-        };
-        table.add_row(vec![it.id.as_str(), subject, it.title.as_str()]);
-    }
-    table.trim_fmt()
 }
 
 #[cfg(test)]

@@ -59,6 +59,9 @@ pub const DESCRIPTOR: &str = "vm.json";
 /// What the names of core dumps begin with.
 pub const CORE: &str = "vm.core-";
 
+/// How the names of memories begin that snapshots keep.
+pub const SNAPSHOT_MEMORY: &str = "vm.memory.snapshot-";
+
 /// How long a half-made disk of an interrupted import is kept: longer than a host is usually down.
 const INTERRUPTED_KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 

@@ -18,14 +18,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use vmseal_api::atomic_file;
 use vmseal_api::host::VmSpec;
-use vmseal_api::id::{SnapshotId, VmId};
+use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_seal::file::{FileError, Identity, Kind};
 use vmseal_seal::stream::{SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
 use crate::process::run_record::{LENGTH_MAX, Record};
-use crate::storage::home::Home;
+use crate::storage::home::{Home, SNAPSHOT_MEMORY};
 use crate::storage::mark::failed;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 
@@ -92,8 +92,26 @@ impl MemoryFiles {
     /// As [`MemoryFiles::of`].
     pub fn of_snapshot(spec: &VmSpec, snapshot: SnapshotId) -> Result<Self, Problem> {
         let files = Self::of(spec)?;
-        let saved = files.beside(&format!(".snapshot-{snapshot}"));
+        let saved = files.saved.with_file_name(format!("{SNAPSHOT_MEMORY}{snapshot}"));
         Ok(Self { saved, ..files })
+    }
+
+    /// Removes what snapshots keep beside a disk that is deleted, if it is the first one: then the VM is. Blocks.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn discard_with(spec: &VmSpec, disk: DiskId) -> Result<(), Problem> {
+        if spec.disks().next().is_none_or(|first| first.disk != disk) {
+            return Ok(());
+        }
+        let files = Self::of(spec)?;
+        let Some(home) = files.saved.parent() else { return Ok(()) };
+        for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(SNAPSHOT_MEMORY) {
+                remove_if_there(&entry.path())?;
+            }
+        }
+        Ok(())
     }
 
     /// Has the VM be suspended with the memory that a snapshot keeps. The snapshot keeps it: the file gets another name.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use vmseal_api::host::VmSpec;
@@ -11,7 +11,7 @@ use vmseal_api::problem::Problem;
 use vmseal_seal::file::{Header, SlotChange};
 use vmseal_seal::slot::VmKey;
 
-use crate::storage::home::{CORE, Home};
+use crate::storage::home::{CORE, Home, SNAPSHOT_MEMORY};
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::mark::failed;
 use crate::storage::sealed;
@@ -35,8 +35,13 @@ impl SealedKeys {
         let homes = spec.disks().map(|disk| Home::of(&disk.datastore, spec.vm));
         let homes = homes.collect::<Result<Vec<_>, Problem>>()?;
         let files: BTreeSet<PathBuf> = homes.iter().flat_map(whole_files).collect();
-        let mut opened = Vec::new();
+        let (mut opened, mut inodes) = (Vec::new(), BTreeSet::new());
         for path in files {
+            // A VM that was reverted to a snapshot is suspended with the snapshot's file, by another name.
+            let inode = path.metadata().map(|metadata| (metadata.dev(), metadata.ino()));
+            if inode.is_ok_and(|inode| !inodes.insert(inode)) {
+                continue;
+            }
             let Some(file) = open_locked(&path, access)? else { continue };
             let mut this = Self { header: read(&path, &file)?, path, file };
             this.opens(key)?;
@@ -95,9 +100,6 @@ fn read(path: &Path, file: &File) -> Result<Header, Problem> {
     let header = Header::read(&mut FromBegin(file, 0));
     header.map_err(|error| sealed::refused(path, &error, REMEDY))
 }
-
-/// How the names of memories begin that snapshots keep.
-const SNAPSHOT_MEMORY: &str = "vm.memory.snapshot-";
 
 /// The sealed files of a home that are whole; what is being written, or was used, is about to go.
 fn whole_files(home: &Home) -> Vec<PathBuf> {

@@ -1,6 +1,7 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
 mod bitmaps;
+mod delete_disk;
 mod described;
 mod dumps;
 mod exposures;
@@ -52,13 +53,11 @@ use crate::jobs::Jobs;
 use crate::process::live::Live;
 use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
+use crate::rules;
 use crate::rules::exclusion::{Action, Activity, Permission, Situation};
-use crate::rules::{self, find_disk};
 use crate::storage::builder;
 use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
-use crate::storage::mirror::delete_elsewhere;
-use crate::storage::replica;
 
 /// How often running processes are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -629,26 +628,6 @@ impl Owner {
             }
         };
         Ok(spawn_blocking(work))
-    }
-
-    async fn delete_disk(&mut self, disk: DiskId) -> Result<(), Problem> {
-        let disk = find_disk(&self.spec, disk)?.clone();
-        self.situation().may(Action::DeleteDisk, Some(&disk))?;
-        self.let_go_of_disks().await?;
-        if let Some((task, job)) = self.jobs.mirror_of(disk.disk) {
-            self.cancel_mirror(task, &job).await?;
-        }
-        for given_up in self.jobs.remove_disk(disk.disk) {
-            self.workers.cancel(given_up).await;
-        }
-        let (vm, copied) = (self.spec.vm, disk.clone());
-        spawn_blocking(move || delete_elsewhere(vm, &copied)).await.map_err(internal)??;
-        replica::delete_with(self.spec.vm, &disk).await?;
-        self.made.remove(&disk.disk);
-        self.exposed_errors.remove(&disk.disk);
-        self.exchanged.retain(|notice| notice.disk != Some(disk.disk));
-        self.header_notices.retain(|notice| notice.disk != Some(disk.disk));
-        Ok(())
     }
 
     /// What to start; the rules have checked that all disks are made.

@@ -1,6 +1,9 @@
 //! `vmseal lab`.
 
 use clap::Subcommand;
+use vmseal_lab::catalogue::Listed;
+
+use super::Columns;
 
 #[derive(Subcommand)]
 pub enum Lab {
@@ -8,7 +11,7 @@ pub enum Lab {
     Disk(vmseal_lab::BenchArguments),
     /// List the experiments that `vmseal lab run` has
     #[command(visible_alias = "ls")]
-    List,
+    List(Columns<Listed>),
     /// Run experiments: encrypted beside plain, with what is claimed beside what is found
     Run(vmseal_lab::run::RunArguments),
 }

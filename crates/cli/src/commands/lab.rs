@@ -1,17 +1,17 @@
 //! `vmseal lab`.
 
 use vmseal_lab::BenchArguments;
+use vmseal_lab::catalogue;
 use vmseal_lab::run::{self, RunArguments};
-use vmseal_lab::tables;
 
-use crate::arguments::Lab;
+use crate::arguments::{Lab, Output};
 use crate::print;
 
 /// Carries out a verb.
-pub fn run(verb: &Lab) -> anyhow::Result<()> {
+pub fn run(output: Output, verb: &Lab) -> anyhow::Result<()> {
     match verb {
         Lab::Disk(options) => disk(options),
-        Lab::List => print::line(&tables::list()),
+        Lab::List(columns) => print::list(output, columns, catalogue::list()),
         Lab::Run(options) => experiments(options),
     }
 }

@@ -13,6 +13,7 @@ use vmseal_api::model::{
     Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
     Task, TaskState, Vm,
 };
+use vmseal_lab::catalogue::Listed;
 
 use super::column::{Cell, Column, Row, more, usual};
 use super::{disk_format, word};
@@ -283,6 +284,18 @@ impl Row for Image {
     ];
     fn identity(&self) -> String {
         self.path.display().to_string()
+    }
+}
+
+impl Row for Listed {
+    const PLURAL: &'static str = "experiments";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("id", |it| (&it.id).into()),
+        usual("subject", |it| it.subject.into()),
+        usual("title", |it| (&it.title).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.clone()
     }
 }
 
