@@ -739,7 +739,7 @@ fn a_disk_that_is_served_over_nbd_gets_another_stack() {
     assert_eq!(filter.ended().0, Some(0));
 }
 
-/// Whoever has disks wait may go away; and whoever stays may not let them wait for good.
+/// A client that has disks wait may disconnect, or never let them go on: they go on after a while in any case.
 #[test]
 fn drained_disks_go_on_when_nobody_resumes_them() {
     let place = Place::new();

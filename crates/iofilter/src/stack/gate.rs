@@ -6,7 +6,7 @@
 //!  disk    serves ── queues stopped ── flushed ──> [held] ── opened | time | stop ──> serves with the chains as they are
 //!                                         └── failed ──> serves as before
 //! ```
-//! The time limit is the disk's own: whoever holds it may die or hang.
+//! The disk keeps the time itself: the process that asked may die or hang.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -2,7 +2,7 @@
 //! inventory says what its host has, and at the end no copy, no former image and no key is left.
 
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole, HostAgent};
 use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
 use vmseal_secret::sealed_box::Recipient;
 
@@ -45,6 +45,8 @@ async fn second(fixture: &Fixture) -> datastores::Datastore {
     let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
     let location = DatastoreLocation::Dir { path: "/second".into() };
     let (id, name) = (vmseal_api::id::DatastoreId::new(), "second".to_owned());
+    let spec = DatastoreSpec { datastore: id, location: location.clone() };
+    fixture.agent.probe_datastore(spec).await.unwrap();
     let second = datastores::Datastore { id, name, location, ..local };
     datastores::insert(&mut write, &second).await.unwrap();
     write.commit().await.unwrap();

@@ -1,5 +1,5 @@
 //! A disk that gets other stacks while its guest reads and writes: layers of QEMU's format, each above all before. The
-//! filter may be killed at any instant, and whoever drains the disk may go away or ask for nonsense: the guest sees one disk.
+//! filter may be killed at any instant, and the client that drains the disk may disconnect or send what makes no sense: the guest sees one disk.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, IoSlice};
