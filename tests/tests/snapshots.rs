@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
 
+use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
@@ -15,9 +16,8 @@ use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
 
-/// Places of the guest's disk that its system does not use, in MiB from the beginning.
+/// A place of the guest's disk that its system does not use, in MiB from the beginning.
 const TEXT_AT: u32 = 60;
-const COUNTER_AT: u32 = 61;
 
 fn started(policy: &str) -> (Installation, Console) {
     let here = Installation::new().unwrap();
@@ -44,23 +44,6 @@ fn reads(console: &mut Console, text: &str) {
         let read = format!("dd if=/dev/{disk} bs=1M skip={at} count=1 2>/dev/null | head -n 1");
         run(console, &read, text).unwrap();
     }
-}
-
-/// The guest writes numbers, reads each again from the disk, and says which one was lost.
-fn count(console: &mut Console) {
-    let block = COUNTER_AT * 2048;
-    let body = format!(
-        "i=$((i + 1)); printf '%-511s\\n' N-$i | dd of=/dev/vda bs=512 seek={block} conv=notrunc,fsync 2>/dev/null; \
-         echo 1 >/proc/sys/vm/drop_caches; r=$(dd if=/dev/vda bs=512 skip={block} count=1 2>/dev/null); \
-         case $r in N-$i\\ *) ;; *) echo LOST-$i;; esac"
-    );
-    let begin = format!("(i=0; while [ ! -e /stop ]; do {body}; done; echo COUNTED-$i) &");
-    run(console, &format!("rm -f /stop; {begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
-}
-
-fn stop_counting(console: &mut Console) {
-    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
-    assert!(!console.has_said("LOST-"), "the guest has lost what it wrote");
 }
 
 /// The files in the VM's directory.
