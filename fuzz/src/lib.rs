@@ -8,6 +8,7 @@
 
 #![allow(clippy::unwrap_used)] // a test
 
+pub mod backup_manifest;
 pub mod filter_config;
 pub mod filter_control;
 pub mod join_token;
@@ -45,6 +46,7 @@ pub type Run = fn(&[u8]);
 
 /// All targets, by name.
 pub const TARGETS: &[(&str, Run)] = &[
+    ("backup_manifest", backup_manifest::run),
     ("filter_config", filter_config::run),
     ("filter_control", filter_control::run),
     ("join_token", join_token::run),

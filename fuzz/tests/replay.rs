@@ -164,6 +164,7 @@ macro_rules! replayed {
 }
 
 replayed! {
+    backup_manifest
     filter_config
     filter_control
     join_token

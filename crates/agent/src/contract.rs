@@ -3,6 +3,7 @@
 //!
 //! It panics where an agent breaks the contract.
 
+mod backups;
 mod bitmaps;
 mod cdrom;
 mod cloud_init;
@@ -253,6 +254,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     mirror::disks(agent, &mut session).await;
     snapshots::disks(agent, &session).await;
     proofs::disks(agent, &session).await;
+    backups::disks(agent, &session).await;
     dumps::off(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use vmseal_api::backup::BackupManifest;
 use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -30,6 +31,7 @@ struct Job {
     bytes_per_second: Option<u64>,
     quiesced: Option<bool>,
     proof: Option<Box<SignedReport>>,
+    backup: Option<Box<BackupManifest>>,
 }
 
 impl Job {
@@ -39,7 +41,8 @@ impl Job {
 
     /// Whether it keeps its disks from other work: the copy of a mirrored disk goes on until the job is committed.
     fn holds_disks(&self) -> bool {
-        let copies = matches!(self.spec, JobSpec::Mirror(_));
+        // So does a restored image.
+        let copies = matches!(self.spec, JobSpec::Mirror(_) | JobSpec::RestoreBackup(_));
         self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
     }
 
@@ -66,6 +69,7 @@ impl Job {
             progress: JobProgress { done: self.done(), total, bytes_per_second },
             quiesced: self.quiesced,
             proof: None,
+            backup: None,
         }
     }
 }
@@ -101,8 +105,8 @@ impl Jobs {
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
         let (state, first, bytes_per_second) = (JobState::Waiting, None, None);
-        let (quiesced, proof) = (None, None);
-        let job = Job { spec, state, parts, first, bytes_per_second, quiesced, proof };
+        let (quiesced, proof, backup) = (None, None, None);
+        let job = Job { spec, state, parts, first, bytes_per_second, quiesced, proof, backup };
         self.0.insert(task, job);
     }
 
@@ -194,8 +198,8 @@ impl Jobs {
     pub fn activities(&self) -> impl Iterator<Item = (DiskId, Activity)> {
         self.0.values().filter(|job| job.holds_disks()).flat_map(|job| {
             let activity = match job.spec {
-                JobSpec::Create(_) => Activity::Creating,
-                JobSpec::Export(_) => Activity::Exporting,
+                JobSpec::Create(_) | JobSpec::RestoreBackup(_) => Activity::Creating,
+                JobSpec::Export(_) | JobSpec::Backup(_) => Activity::Exporting,
                 JobSpec::Mirror(_)
                 | JobSpec::DropSources(_)
                 | JobSpec::Snapshot(_)
@@ -203,10 +207,11 @@ impl Jobs {
                 | JobSpec::DropSnapshot(_)
                 | JobSpec::Prove(_)
                 | JobSpec::Dump(_)
-                | JobSpec::DecryptDump(_) => Activity::Mirroring,
+                | JobSpec::DecryptDump(_)
+                | JobSpec::VerifyBackup(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
-                JobSpec::Mirror(_) => job.spec.disks(),
+                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) => job.spec.disks(),
                 _ => job.unfinished(),
             };
             disks.into_iter().map(move |disk| (disk, activity))
@@ -231,6 +236,20 @@ impl Jobs {
         job.proof = Some(Box::new(report));
         for disk in job.unfinished() {
             self.made(disk);
+        }
+    }
+
+    /// Records the manifest of the backup that this disk's worker has written, read or restored: nothing is left but to
+    /// commit that, or nothing at all.
+    pub fn backed_up(&mut self, disk: DiskId, manifest: BackupManifest) {
+        let Some(job) = self.at_work(disk) else { return };
+        job.backup = Some(Box::new(manifest));
+        let last = match job.spec {
+            JobSpec::VerifyBackup(_) => JobState::Done,
+            _ => JobState::ReadyToCommit,
+        };
+        for disk in job.unfinished() {
+            self.finished(disk, last.clone());
         }
     }
 
@@ -260,7 +279,8 @@ impl Jobs {
     /// `not-found`.
     pub fn status(&self, task: TaskId) -> Result<JobStatus, Problem> {
         let job = self.0.get(&task).ok_or_else(|| Problem::not_found("job on this host", task))?;
-        Ok(JobStatus { proof: job.proof.clone(), ..job.status(task) })
+        let (proof, backup) = (job.proof.clone(), job.backup.clone());
+        Ok(JobStatus { proof, backup, ..job.status(task) })
     }
 
     /// The status of all jobs, without what proofs have found.

@@ -264,6 +264,32 @@ pub fn check_job(
             }
             if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
         }
+        JobSpec::Backup(job) => {
+            each_once(job.disks.iter().copied())?;
+            vmseal_api::id::check_name(&job.name)
+                .map_err(|error| Problem::invalid("name", error.to_string()))?;
+            if spec.key.is_some() && key == KeyState::Missing {
+                return Err(locked(spec));
+            }
+            job.disks.iter().try_for_each(|disk| {
+                let disk = find_disk(spec, *disk)?;
+                needs_to_be_made(spec, disk, made(disk))?;
+                holds_data(spec, disk)
+            })
+        }
+        JobSpec::VerifyBackup(job) => {
+            find_disk(spec, job.disk)?;
+            if job.key.is_none() && key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
+        }
+        JobSpec::RestoreBackup(job) => {
+            each_once(job.disks.iter().copied())?;
+            job.disks.iter().try_for_each(|disk| {
+                let disk = find_disk(spec, *disk)?;
+                holds_data(spec, disk)?;
+                check_keepable(spec, disk)?;
+                needs_key(spec, disk, key)
+            })
+        }
         JobSpec::DropSources(DropSourcesJob { disks })
         | JobSpec::DropSnapshot(DropSnapshotJob { disks, .. }) => {
             each_once(disks.iter().copied())?;

@@ -76,6 +76,8 @@ identity! {
     SnapshotId,
     /// A core dump of a VM.
     DumpId,
+    /// A backup of a VM.
+    BackupId,
     /// A task: durable work of the server.
     TaskId,
     /// One life of an agent process: changes when the agent restarts and its keys are gone.

@@ -11,6 +11,7 @@
 mod accelerator;
 pub mod adopt;
 pub mod atomic_file;
+pub mod backup;
 pub mod bitmap;
 pub mod boot;
 #[cfg(feature = "client")]

@@ -12,6 +12,12 @@ pub const MEMORY_MIN: u64 = 16 << 20;
 /// The most memory of a VM in bytes.
 pub const MEMORY_MAX: u64 = 6 << 40;
 
+/// The most backups of a VM: a year of daily ones, with room for others.
+pub const BACKUPS_MAX: usize = 512;
+
+/// The most backups above one another: a restore reads through the tables of all of them.
+pub const BACKUP_CHAIN_MAX: usize = 32;
+
 /// The most core dumps of a VM: each is as long as the guest's memory.
 pub const DUMPS_MAX: usize = 16;
 

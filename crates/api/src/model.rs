@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -14,7 +15,8 @@ use crate::host::{
     HostDescription, KeyReference, KeyState, Power, Stopped,
 };
 use crate::id::{
-    DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId, VmId,
+    BackupId, DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId,
+    VmId,
 };
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
@@ -330,6 +332,62 @@ pub enum SnapshotState {
     /// It is complete.
     Ready,
     /// It is given up, and a task merges its layers.
+    Deleting,
+}
+
+/// A backup of a VM: what its disks held at one instant, in a directory of a host, encrypted as they are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct VmBackup {
+    /// Its id, which is the name of its directory.
+    pub id: BackupId,
+    /// Its name, unique within the VM.
+    pub name: String,
+    /// Its VM, by name.
+    pub vm: String,
+    /// The VM's id, which is the name of the directory of its backups.
+    pub vm_id: VmId,
+    /// Whether the VM is deleted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub vm_deleted: bool,
+    /// The instant that the disks are of.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub created: Timestamp,
+    /// How it stands.
+    pub state: BackupState,
+    /// The host that it is on, by name.
+    pub host: String,
+    /// The directory of backups on that host.
+    #[cfg_attr(feature = "openapi", schema(value_type = String))]
+    pub directory: PathBuf,
+    /// The backup that it needs, by name, as it has only what has changed since; none for a full one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    /// The room of its files, in bytes; none while it is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// Whether the guest's file systems were frozen at that instant, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// When it was last found to be whole and to open with its key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    pub verified: Option<Timestamp>,
+    /// The key that opens it; none where it is in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<KeyReference>,
+}
+
+/// How a backup stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum BackupState {
+    /// A task makes it.
+    Creating,
+    /// It is whole.
+    Ready,
+    /// It is removed, or is to be removed again.
     Deleting,
 }
 

@@ -467,6 +467,33 @@ fn yes() -> bool {
     true
 }
 
+/// Backs up a VM, which may run, to a directory of its host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateBackup {
+    /// Its name; none means the first of `backup-1`, `backup-2`, … that is free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// The absolute path of the directory of backups on the VM's host; none means that of its last backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub directory: Option<PathBuf>,
+    /// Whether all of each disk is copied. Else what has changed since the last backup in the directory, if there is one.
+    #[serde(default)]
+    pub full: bool,
+    /// Whether the guest's file systems are frozen for the instant of the backup, if its agent answers.
+    #[serde(default = "yes")]
+    #[cfg_attr(feature = "openapi", schema(default = true))]
+    pub quiesce: bool,
+}
+
+impl Default for CreateBackup {
+    fn default() -> Self {
+        Self { name: None, directory: None, full: false, quiesce: true }
+    }
+}
+
 /// Writes a core dump of a VM's guest, which stands still meanwhile.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

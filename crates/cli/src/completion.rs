@@ -20,7 +20,7 @@ const VARIABLE: &str = "COMPLETE";
 const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The nouns whose verbs take a name, and the lists that have the names.
-const NOUNS: [(&str, &str); 10] = [
+const NOUNS: [(&str, &str); 11] = [
     ("host", "hosts"),
     ("datastore", "datastores"),
     ("provider", "providers"),
@@ -30,6 +30,7 @@ const NOUNS: [(&str, &str); 10] = [
     ("nic", "vms"),
     ("snapshot", "vms"),
     ("dump", "vms"),
+    ("backup", "vms"),
     ("task", "tasks"),
 ];
 
@@ -85,6 +86,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "disks" => arg.add(ArgValueCompleter::new(disk_option)),
         "snapshot" => arg.add(ArgValueCandidates::new(|| kept_of_vm("snapshots"))),
+        "backup" => arg.add(ArgValueCandidates::new(|| kept_of_vm("backups"))),
         "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
         "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
@@ -101,7 +103,7 @@ fn of_vms(what: &str) -> Vec<CompletionCandidate> {
     candidates(names_of(&fetched("vms"), what, &typed_words()))
 }
 
-/// The names of the snapshots, or core dumps, of the VM that is already typed.
+/// The names of the snapshots, backups or core dumps of the VM that is already typed.
 fn kept_of_vm(what: &str) -> Vec<CompletionCandidate> {
     let typed = typed_words();
     let vms = fetched("vms");

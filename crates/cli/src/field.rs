@@ -4,7 +4,8 @@ use clap::{Arg, ArgMatches, Command};
 use vmseal_api::problem::Problem;
 
 /// Fields whose options have other names.
-const OTHER_NAMES: [(&str, &str); 6] = [
+const OTHER_NAMES: [(&str, &str); 7] = [
+    ("directory", "to"),
     ("encryption", "encrypt"),
     ("limits.bandwidth", "bandwidth"),
     ("limits.iops", "iops"),

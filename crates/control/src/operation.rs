@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{CopyOf, DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
-use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId};
+use vmseal_api::id::{
+    BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId,
+};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
@@ -166,6 +168,51 @@ pub enum Operation {
         /// The dump.
         dump: DumpId,
     },
+    /// Backs up a VM. The rows of the backup and of its snapshot are there.
+    BackUpVm {
+        /// The VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+        /// The snapshot that lasts as long as the backup is written.
+        snapshot: SnapshotId,
+        /// Whether the guest's file systems are frozen for its instant.
+        quiesce: bool,
+    },
+    /// Reads a backup, and checks it.
+    VerifyBackup {
+        /// The VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+    },
+    /// Restores the disks of a VM that is off from a backup.
+    RestoreBackup {
+        /// The VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+        /// The disks that are restored.
+        disks: Vec<DiskId>,
+    },
+    /// Restores a VM that was deleted from a backup. Its rows are there.
+    RestoreDeletedVm {
+        /// The VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+        /// Its disks.
+        disks: Vec<DiskId>,
+        /// The authentication code of the manifest that its rows are made of.
+        mac: Option<String>,
+    },
+    /// Removes a backup, and with it keys that nothing else needs. Its VM may be deleted.
+    DeleteBackup {
+        /// The VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+    },
     /// Gives a VM that is off a TPM: adds the disk of its key, whose row is there.
     AddTpm {
         /// The VM.
@@ -317,6 +364,10 @@ impl Operation {
             Self::DumpVm { .. } => "vm.dump",
             Self::DecryptDump { .. } => "dump.decrypt",
             Self::DeleteDump { .. } => "dump.delete",
+            Self::BackUpVm { .. } => "backup.create",
+            Self::VerifyBackup { .. } => "backup.verify",
+            Self::RestoreBackup { .. } | Self::RestoreDeletedVm { .. } => "backup.restore",
+            Self::DeleteBackup { .. } => "backup.delete",
             Self::AddTpm { .. } => "tpm.add",
             Self::RemoveTpm { .. } => "tpm.remove",
             Self::AddNic { .. } => "nic.add",
@@ -353,6 +404,11 @@ impl Operation {
             | Self::DumpVm { vm, .. }
             | Self::DecryptDump { vm, .. }
             | Self::DeleteDump { vm, .. }
+            | Self::BackUpVm { vm, .. }
+            | Self::VerifyBackup { vm, .. }
+            | Self::RestoreBackup { vm, .. }
+            | Self::RestoreDeletedVm { vm, .. }
+            | Self::DeleteBackup { vm, .. }
             | Self::AddTpm { vm, .. }
             | Self::RemoveTpm { vm, .. }
             | Self::AddNic { vm, .. }

@@ -41,6 +41,8 @@ pub enum Purpose {
     Check,
     /// The MAC of a VM's descriptor.
     Descriptor,
+    /// The MAC of the manifest of a backup.
+    Backup,
 }
 
 impl Purpose {
@@ -50,12 +52,13 @@ impl Purpose {
             Self::Header => b"header",
             Self::Check => b"check",
             Self::Descriptor => b"descriptor",
+            Self::Backup => b"backup",
         }
     }
 
     fn len(self) -> usize {
         match self {
-            Self::Wrap | Self::Header | Self::Descriptor => DERIVED_LEN,
+            Self::Wrap | Self::Header | Self::Descriptor | Self::Backup => DERIVED_LEN,
             Self::Check => CHECK_LEN,
         }
     }
@@ -291,6 +294,8 @@ mod tests {
                 Purpose::Descriptor,
                 "a749bb14b4d02d9b7d89bb205feb9abbf73ad7633acae132532799e36a63e4a0",
             ),
+            // Python's hmac.
+            (Purpose::Backup, "230d535a38ff0ce299c01ba287e9e3c6f9f268aac7ac2e693abc1c59aa4988c3"),
             (Purpose::Check, "3809a5ca04b9798c5d4bc062a91e188c"),
         ] {
             let derived = derive(&kek(), &CONTEXT, purpose).unwrap();

@@ -5,6 +5,7 @@
 
 mod bytes;
 pub mod derive;
+pub mod digest;
 mod hpke;
 mod locked_file;
 pub mod mac;

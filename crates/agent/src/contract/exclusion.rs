@@ -9,10 +9,11 @@ use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
     HostAgent, JobSpec, JobState, KeyState, Power, PowerOff,
 };
-use vmseal_api::id::{DumpId, SnapshotId, TaskId};
+use vmseal_api::id::{BackupId, DumpId, SnapshotId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
+use super::backups::{back_up, restore, verify};
 use super::dumps::{decryption, dump_of};
 use super::jobs::{creation, image};
 use super::mirror::copy;
@@ -278,6 +279,18 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             let as_expected = matches!(&failed, JobState::Failed { problem } if absent(problem));
             assert!(as_expected, "{failed:?}");
             Ok(())
+        }
+        Action::BackUp | Action::VerifyBackup | Action::Restore => {
+            let job = match action {
+                Action::BackUp => back_up(session, BackupId::new(), None, SnapshotId::new()),
+                Action::VerifyBackup => verify(session, BackupId::new()),
+                _ => restore(session, BackupId::new()),
+            };
+            match agent.put_job(vm, TaskId::new(), job).await {
+                // It was let as far as to look for the snapshot, or for the backup.
+                Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+                put => put,
+            }
         }
         Action::ExposeToRead | Action::ExposeToWrite => {
             let hold = Exposing::Hold { writable: action == Action::ExposeToWrite };

@@ -125,6 +125,8 @@ pub enum Work {
         target: File,
         /// The format to write.
         format: Volume,
+        /// The files of the sums of its blocks.
+        sums: Sums,
     },
 }
 
@@ -136,12 +138,25 @@ pub struct Lower {
     pub layers: Vec<File>,
 }
 
+/// Files with the sums of a disk's blocks, for an export.
+#[derive(Default)]
+pub struct Sums {
+    /// An empty file that gets them.
+    pub written: Option<File>,
+    /// Those of blocks that are not written.
+    pub except: Option<File>,
+}
+
 /// The format of an export.
 pub enum Volume {
     /// The disk's bytes.
     Raw,
     /// QEMU's format.
     Qcow2,
+    /// An overlay of QEMU's format that is there.
+    Overlay,
+    /// Nothing but the sums.
+    Sums,
     /// A disk as vmseal keeps it, which reads as zeroes.
     Disk {
         /// Its DEK, to be passed on; none for a plain one.
@@ -163,7 +178,7 @@ pub enum Volume {
 impl Volume {
     fn key(&self) -> Option<&SecretFd> {
         match self {
-            Self::Raw | Self::Qcow2 => None,
+            Self::Raw | Self::Qcow2 | Self::Overlay | Self::Sums => None,
             Self::Disk { key, .. } => key.as_ref(),
             Self::Luks2 { key, .. } => Some(key),
         }
@@ -171,7 +186,7 @@ impl Volume {
 
     fn into_key(self) -> Option<SecretFd> {
         match self {
-            Self::Raw | Self::Qcow2 => None,
+            Self::Raw | Self::Qcow2 | Self::Overlay | Self::Sums => None,
             Self::Disk { key, .. } => key,
             Self::Luks2 { key, .. } => Some(key),
         }
@@ -181,6 +196,8 @@ impl Volume {
         match self {
             Self::Raw => TargetFormat::Raw,
             Self::Qcow2 => TargetFormat::Qcow2,
+            Self::Overlay => TargetFormat::Overlay,
+            Self::Sums => TargetFormat::Sums,
             Self::Disk { key, offset, keeps_room } => {
                 let key = key.as_ref().map(|key| Handle::Fd(key.as_fd().as_raw_fd()));
                 TargetFormat::Disk { key, offset: *offset, keeps_room: *keeps_room }
@@ -219,6 +236,11 @@ impl Work {
             let files = [&lower.file, lock].into_iter().chain(&lower.layers);
             files.map(AsFd::as_fd)
         });
+        let sums = match self {
+            Self::Export { sums, .. } => Some(sums),
+            _ => None,
+        };
+        let sums = sums.into_iter().flat_map(|sums| sums.written.iter().chain(&sums.except));
         let (one, other) = match self {
             Self::Mirror | Self::Merge { .. } => (None, None),
             Self::Serve { socket, connected, .. } => {
@@ -228,11 +250,11 @@ impl Work {
                 (Some(socket.as_fd()), None)
             }
             Self::Import { source, .. } => (Some(source.as_fd()), None),
-            Self::Export { target, format } => {
+            Self::Export { target, format, .. } => {
                 (Some(target.as_fd()), format.key().map(AsFd::as_fd))
             }
         };
-        one.into_iter().chain(other).chain(merge)
+        one.into_iter().chain(other).chain(merge).chain(sums.map(AsFd::as_fd))
     }
 }
 
@@ -319,8 +341,14 @@ impl Disk {
                 _ => None,
             },
             export: match &self.work {
-                Work::Export { target, format } => {
-                    Some(ExportSpec { target: fd(target.as_fd()), format: format.spec() })
+                Work::Export { target, format, sums } => {
+                    let file = |file: &File| fd(file.as_fd());
+                    Some(ExportSpec {
+                        target: fd(target.as_fd()),
+                        format: format.spec(),
+                        sums: sums.written.as_ref().map(file),
+                        except: sums.except.as_ref().map(file),
+                    })
                 }
                 _ => None,
             },

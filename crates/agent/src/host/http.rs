@@ -130,6 +130,8 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/suspend", post(suspend))
         .route("/v1/vms/{vm}/memory", delete(discard_memory))
         .route("/v1/vms/{vm}/dumps/{dump}", delete(discard_dump))
+        .route("/v1/backups/read", post(read_backup))
+        .route("/v1/backups/discard", post(discard_backup))
         .route("/v1/vms/{vm}/power-off", post(power_off))
         .route("/v1/vms/{vm}/control", post(control_guest))
         .route("/v1/vms/{vm}/console", get(console))
@@ -449,6 +451,15 @@ async fn discard_dump(
     Path((vm, dump)): Path<(String, String)>,
 ) -> Answer<Response> {
     agent.discard_dump(id("vm", &vm)?, id("dump", &dump)?).await?;
+    done()
+}
+
+async fn read_backup(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.read_backup(body(request).await?).await?)
+}
+
+async fn discard_backup(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.discard_backup(body(request).await?).await?;
     done()
 }
 

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
+use vmseal_api::backup::{BackupManifest, BackupPlace};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -50,6 +51,7 @@ use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
 use crate::rules;
 use crate::signer::Signer;
+use crate::storage::backup;
 use crate::storage::contents::Scanning;
 use crate::storage::datastore;
 use crate::storage::disk;
@@ -461,6 +463,17 @@ impl HostAgent for RealHost {
 
     async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::DiscardDump(dump, reply)).await
+    }
+
+    async fn read_backup(&self, place: BackupPlace) -> Result<BackupManifest, Problem> {
+        let (allowed, directory) = (self.shared.transfer.clone(), place.directory.clone());
+        timed::call(&directory, move || backup::read(&place, &allowed)).await
+    }
+
+    async fn discard_backup(&self, place: BackupPlace) -> Result<(), Problem> {
+        let allowed = self.shared.transfer.clone();
+        let removed = tokio::task::spawn_blocking(move || backup::discard(&place, &allowed));
+        removed.await.map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {

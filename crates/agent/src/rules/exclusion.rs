@@ -41,6 +41,12 @@ pub enum Action {
     Dump,
     /// To decrypt a core dump. The same job again is not an action.
     DecryptDump,
+    /// To back up what a snapshot keeps of a disk. The same job again is not an action.
+    BackUp,
+    /// To read a backup. The same job again is not an action.
+    VerifyBackup,
+    /// To restore a disk from a backup. The same job again is not an action.
+    Restore,
     /// To expose a disk for reading.
     ExposeToRead,
     /// To expose a disk for writing.
@@ -133,7 +139,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 29] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 32] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -151,6 +157,9 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 29] = [
     (Action::Prove,         [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Dump,          [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DecryptDump,   [YES,   YES,     YES,    YES,     YES,    YES,        YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::BackUp,        [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::VerifyBackup,  [YES,   YES,     YES,    YES,     YES,    YES,        YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Restore,       [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
@@ -267,6 +276,12 @@ impl Situation<'_> {
             (Action::Revert, Starting | Running | Stopping | Paused) => {
                 "is not off: its disks cannot be reverted. Stop it first"
             }
+            (Action::Restore, Starting | Running | Stopping | Paused) => {
+                "is not off: its disks cannot be restored. Stop it first"
+            }
+            (Action::BackUp, Starting) => {
+                "is starting: it cannot be backed up meanwhile. Wait until it runs"
+            }
             (Action::DropSnapshot, Starting) => {
                 "is starting: its snapshots cannot be deleted meanwhile. Wait until it runs"
             }
@@ -305,11 +320,12 @@ impl Situation<'_> {
                 return Problem::new(code, what);
             }
             (_, Creating) => {
-                let what = format!("{disk} is being made: wait, or cancel the task");
+                let what = format!("{disk} is being made or restored: wait, or cancel the task");
                 return Problem::new(code, what);
             }
             (_, Exporting) => {
-                let what = format!("{disk} is being exported: wait, or cancel the task");
+                let what =
+                    format!("{disk} is being exported or backed up: wait, or cancel the task");
                 return Problem::new(code, what);
             }
             (_, Mirroring) => {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use vmseal_api::backup::{BackupManifest, BackupPlace};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{
     Claim, DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
@@ -705,6 +706,14 @@ impl HostAgent for SimulatedHost {
             inside.persisted.dumps.remove(&dump);
             Ok(())
         })
+    }
+
+    async fn read_backup(&self, place: BackupPlace) -> Result<BackupManifest, Problem> {
+        self.call(Call::ReadBackup, |inside| inside.read_backup(&place))
+    }
+
+    async fn discard_backup(&self, place: BackupPlace) -> Result<(), Problem> {
+        self.call(Call::DiscardBackup, |inside| inside.discard_backup(&place))
     }
 
     async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem> {

@@ -78,6 +78,10 @@ pub enum Call {
     DiscardMemory,
     /// `discard_dump`
     DiscardDump,
+    /// `read_backup`
+    ReadBackup,
+    /// `discard_backup`
+    DiscardBackup,
     /// `control_guest`
     ControlGuest,
     /// `grow_disk`
@@ -92,7 +96,7 @@ pub enum Call {
 
 impl Call {
     /// The calls that change something.
-    pub const CHANGING: [Self; 17] = [
+    pub const CHANGING: [Self; 18] = [
         Self::ProbeDatastore,
         Self::RegisterVm,
         Self::UnregisterVm,
@@ -108,6 +112,7 @@ impl Call {
         Self::Suspend,
         Self::DiscardMemory,
         Self::DiscardDump,
+        Self::DiscardBackup,
         Self::ControlGuest,
         Self::GrowDisk,
     ];

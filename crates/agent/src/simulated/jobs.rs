@@ -45,6 +45,9 @@ impl Inside {
             JobSpec::Prove(_) => Action::Prove,
             JobSpec::Dump(_) => Action::Dump,
             JobSpec::DecryptDump(_) => Action::DecryptDump,
+            JobSpec::Backup(_) => Action::BackUp,
+            JobSpec::VerifyBackup(_) => Action::VerifyBackup,
+            JobSpec::RestoreBackup(_) => Action::Restore,
         };
         for disk in job.disks() {
             situation.may(action, Some(find_disk(situation.spec, disk)?))?;
@@ -53,6 +56,7 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
         self.ready_for_snapshots(vm, job)?;
+        self.ready_for_backups(vm, job)?;
         self.ready_to_copy(job)?;
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
@@ -138,6 +142,14 @@ impl Inside {
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Prove(job)), _) => self.prove(vm, task, job),
+            (
+                Some(
+                    job @ (JobSpec::Backup(_)
+                    | JobSpec::VerifyBackup(_)
+                    | JobSpec::RestoreBackup(_)),
+                ),
+                _,
+            ) => self.backed_up(vm, task, job),
             (Some(JobSpec::Dump(job)), _) if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
                 known.jobs.failed(job.disk, problem);
@@ -197,6 +209,10 @@ impl Inside {
         if matches!(state, Some(JobState::Waiting | JobState::Running)) {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
+        let is_done = state == Some(JobState::Done);
+        if let Some(committed) = self.commit_backup(vm, task, &job, is_done) {
+            return committed;
+        }
         match job {
             JobSpec::Mirror(mirror) => self.commit_mirror(vm, task, &mirror),
             job => match job.exported() {
@@ -231,6 +247,7 @@ impl Inside {
         if let JobSpec::Mirror(mirror) = &job {
             return self.cancel_mirror(vm, task, mirror);
         }
+        self.cancel_backup(task, &job, state.as_ref())?;
         let Some(export) = job.exported() else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());

@@ -8,6 +8,7 @@
 //! [`SimulatedHost::restart`] and [`Fault::Crash`] end one agent and start the next. Faults are injected at
 //! the n-th call of a kind ([`SimulatedHost::inject`]); a lost answer after the work was done is one of them.
 
+mod backups;
 mod bitmaps;
 mod calls;
 mod console;
@@ -52,6 +53,7 @@ use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
 use crate::vm::state_store::StateStore;
 
+use backups::Backups;
 use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
@@ -99,6 +101,7 @@ struct Persisted {
     exports: Exports,
     copies: Copies,
     snapshots: Snapshots,
+    backups: Backups,
 }
 
 /// A registered VM.

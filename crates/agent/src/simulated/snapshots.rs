@@ -76,6 +76,11 @@ impl Inside {
         Ok(())
     }
 
+    /// Whether a snapshot keeps something of a disk.
+    pub fn keeps(&self, disk: DiskId, snapshot: SnapshotId) -> bool {
+        self.persisted.snapshots.0.get(&disk).is_some_and(|kept| kept.contains(&snapshot))
+    }
+
     /// Whether a disk has snapshots.
     pub fn has_snapshots(&self, disk: DiskId) -> bool {
         self.persisted.snapshots.0.get(&disk).is_some_and(|known| !known.is_empty())

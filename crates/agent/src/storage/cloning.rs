@@ -4,16 +4,15 @@
 use std::fs::File;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, SecretFd};
 
-use crate::filter::{self, Control, Volume};
+use crate::filter::{self, Sums, Volume};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
-use crate::storage::filling::{PROGRESS_INTERVAL, end_idle};
+use crate::storage::exporting;
 use crate::storage::locked::Access;
 use crate::storage::open;
 use crate::storage::opening::{self, Open};
@@ -78,25 +77,7 @@ impl Target<'_> {
         let (from, size) = (lent.disk.disk, lent.disk.size);
         let opened = spawn_blocking(move || lent.open()).await.map_err(internal)??;
         let disk = self.disk(from, size, opened)?;
-        let (process, keys) =
-            filter::start(&builder.filter, self.vm, directory, vec![disk], slot.filter())
-                .map_err(internal)?;
-        let control = Control::of(directory);
-        control.ready(&process, directory).await.map_err(internal)?;
-        drop(keys);
-        loop {
-            let status = control.status_of(&process, directory).await.map_err(internal)?;
-            match status.disks.into_iter().next().map(|disk| disk.state) {
-                Some(DiskActivity::Exporting { done, total }) => progress(done, total),
-                Some(DiskActivity::Idle) => break,
-                Some(DiskActivity::Failed { message }) => return Err(internal(message)),
-                other => return Err(internal(format!("the filter of a clone says {other:?}"))),
-            }
-            tokio::time::sleep(PROGRESS_INTERVAL).await;
-        }
-        end_idle(&control, from).await?;
-        process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-        directory.sweep().await.map_err(internal)
+        exporting::run(self.vm, disk, builder, slot, progress, |message| internal(message)).await
     }
 
     fn disk(&self, from: DiskId, size: u64, open: Open) -> Result<filter::Disk, Problem> {
@@ -114,6 +95,7 @@ impl Target<'_> {
             work: filter::Work::Export {
                 target: self.file.try_clone().map_err(internal)?,
                 format: Volume::Disk { key, offset: self.offset, keeps_room },
+                sums: Sums::default(),
             },
             beside: None,
             replica: None,

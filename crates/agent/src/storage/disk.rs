@@ -317,7 +317,7 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     let context = keys::context(spec.vm, reference);
     let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
-        .map_err(|error| header_problem(disk, &error))?;
+        .map_err(|error| header_problem(&disk.name, &error))?;
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
@@ -350,10 +350,11 @@ fn check_whole(
         check_length(file, disk, 0)?;
         return Ok((DiskFacts::Raw, None));
     };
-    let facts = Facts::new(disk.disk.0, disk.size).map_err(|error| header_problem(disk, &error))?;
+    let facts =
+        Facts::new(disk.disk.0, disk.size).map_err(|error| header_problem(&disk.name, &error))?;
     check_length(file, disk, facts.data_offset)?;
     let opened = vmseal_luks::open(file, &facts, kek, &keys::context(vm, reference))
-        .map_err(|error| header_problem(disk, &error))?;
+        .map_err(|error| header_problem(&disk.name, &error))?;
     Ok((to_api(&facts), Some(opened.dek)))
 }
 

@@ -90,7 +90,7 @@ impl<'a> DiskKeys<'a> {
         let held = (self.kek, &keys::context(self.spec.vm, self.registered));
         let added = (kek, &keys::context(self.spec.vm, other));
         for header in &mut self.headers {
-            let failed = |error| opening::header_problem(header.disk, &error);
+            let failed = |error| opening::header_problem(&header.disk.name, &error);
             let (known, _) = vmseal_luks::inspect(&header.file).map_err(failed)?;
             let is = |token: &vmseal_luks::KeyReference, key: &KeyReference| {
                 token.provider == key.provider.0 && token.key_id == key.key_id
@@ -124,7 +124,7 @@ impl<'a> DiskKeys<'a> {
         let context = keys::context(self.spec.vm, self.registered);
         for header in &mut self.headers {
             vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
-                .map_err(|error| opening::header_problem(header.disk, &error))?;
+                .map_err(|error| opening::header_problem(&header.disk.name, &error))?;
         }
         let registered =
             VmKey { kek: self.kek, context: keys::context(self.spec.vm, self.registered) };
@@ -153,8 +153,8 @@ pub fn all_name(spec: &VmSpec, key: &KeyReference) -> Result<bool, Problem> {
         let Some(file) = Home::of(&disk.datastore, spec.vm)?.open_beside_guest(disk.disk)? else {
             return Ok(false);
         };
-        let named =
-            vmseal_luks::inspect(&file).map_err(|error| opening::header_problem(disk, &error))?;
+        let named = vmseal_luks::inspect(&file)
+            .map_err(|error| opening::header_problem(&disk.name, &error))?;
         if !named.0.iter().any(|it| it.provider == key.provider.0 && it.key_id == key.key_id) {
             return Ok(false);
         }

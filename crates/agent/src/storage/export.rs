@@ -11,35 +11,29 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec, ExportJob, VmSpec};
-use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
-use crate::filter::{self, Control, Volume};
-use crate::process::users::Slot;
+use crate::filter::{self, Volume};
 use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::exported::Exported;
-use crate::storage::filling;
+use crate::storage::exporting;
 use crate::storage::locked::Access;
 use crate::storage::mark::usage;
 use crate::storage::open;
 use crate::storage::opening::{self, Open};
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 use vmseal_api::atomic_file;
-
-/// How often an export is asked for its progress.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An export: its task, target and format.
 #[derive(Clone, Debug)]
@@ -164,7 +158,9 @@ async fn attempt(
     let begun = spawn_blocking(move || begin(request, &allowed));
     let (target, disk) = begun.await.map_err(internal)??;
     tokio::select! {
-        written = fill(vm, &export, disk, builder, &slot, progress) => written?,
+        written = exporting::run(vm, disk, builder, &slot, progress, |message| {
+            explained_if_full(&export, message)
+        }) => written?,
         Ok(()) = cancelled => {
             return Err(Problem::new(ErrorCode::Cancelled, "the export was cancelled"));
         }
@@ -173,41 +169,12 @@ async fn attempt(
     spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
 }
 
-/// Has a new filter write the file.
-async fn fill(
-    vm: VmId,
-    export: &Export,
-    disk: filter::Disk,
-    builder: &DiskBuilder,
-    slot: &Slot,
-    progress: impl Fn(u64, u64) + Send,
-) -> Result<(), Problem> {
-    let directory = &builder.directory;
-    let id = disk.disk;
-    let (process, keys) = filter::start(&builder.filter, vm, directory, vec![disk], slot.filter())
-        .map_err(internal)?;
-    let control = Control::of(directory);
-    control.ready(&process, directory).await.map_err(internal)?;
-    drop(keys);
-    loop {
-        let status = control.status_of(&process, directory).await.map_err(internal)?;
-        match status.disks.into_iter().next().map(|disk| disk.state) {
-            Some(DiskActivity::Exporting { done, total }) => progress(done, total),
-            Some(DiskActivity::Idle) => break,
-            Some(DiskActivity::Failed { message }) => {
-                return Err(explained_if_full(export, message));
-            }
-            other => return Err(internal(format!("the filter of an export says {other:?}"))),
-        }
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
-    }
-    filling::end_idle(&control, id).await?;
-    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-    directory.sweep().await.map_err(internal)
+fn explained_if_full(export: &Export, message: String) -> Problem {
+    full_or_internal(export.job.to.parent().unwrap_or(Path::new("/")), message)
 }
 
-fn explained_if_full(export: &Export, message: String) -> Problem {
-    let directory = export.job.to.parent().unwrap_or(Path::new("/"));
+/// The problem of a filter that could not write to a directory: that it is full, where it is.
+pub fn full_or_internal(directory: &Path, message: String) -> Problem {
     // The part of the room that a file system may keep for itself.
     let full = usage(directory).is_ok_and(|usage| usage.free < 16 << 20);
     if !full {
@@ -258,7 +225,11 @@ fn begin(
             Volume::Luks2 { key, offset: vmseal_luks::DATA_OFFSET }
         }
     };
-    let work = filter::Work::Export { target: target.try_clone().map_err(internal)?, format };
+    let work = filter::Work::Export {
+        target: target.try_clone().map_err(internal)?,
+        format,
+        sums: filter::Sums::default(),
+    };
     // Nothing is written to the disk.
     let keeps_room = true;
     let disk = disk.disk;

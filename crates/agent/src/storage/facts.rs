@@ -1,6 +1,7 @@
 //! What the inventory pins of a disk, and the same as crate luks has it.
 
 use vmseal_api::host::{DiskFacts, DiskSpec};
+use vmseal_api::id::DiskId;
 use vmseal_luks::Facts;
 
 /// Facts as the inventory keeps them.
@@ -17,12 +18,17 @@ pub fn to_api(facts: &Facts) -> DiskFacts {
 
 /// The pinned facts in the type of crate luks; none for a raw disk.
 pub(crate) fn from_api(disk: &DiskSpec, facts: &DiskFacts) -> Option<Facts> {
+    of_disk(disk.disk, disk.size, facts)
+}
+
+/// The same of a disk of this size that is described elsewhere.
+pub(crate) fn of_disk(disk: DiskId, size: u64, facts: &DiskFacts) -> Option<Facts> {
     match facts {
         DiskFacts::Raw => None,
         DiskFacts::Luks2 { version, cipher, key_bits, sector_size, data_offset } => Some(Facts {
             version: *version,
-            disk: disk.disk.0,
-            size: disk.size,
+            disk: disk.0,
+            size,
             data_offset: *data_offset,
             sector_size: *sector_size,
             key_bits: *key_bits,

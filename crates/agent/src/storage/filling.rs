@@ -26,7 +26,7 @@ use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 
 /// How often an import is asked for its progress.
-pub(crate) const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How often a filter may die without progress: then the image or the machine is the cause.
 const FAILURES_MAX: u32 = 3;

@@ -13,6 +13,7 @@
 //! <datastore>/<vm id>/<disk id>.copy          that copy
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
+//! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
 //! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
@@ -231,6 +232,12 @@ impl Home {
     #[must_use]
     pub fn source(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.source"))
+    }
+
+    /// What is to be a disk, from a backup.
+    #[must_use]
+    pub fn restoring(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.restoring"))
     }
 
     /// The note of a disk's layers.
@@ -534,7 +541,8 @@ impl Home {
     /// `in-use`, or those of the file system.
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_note(&self.mirror_note(disk))?;
-        for path in [self.image(disk), self.copy(disk), self.source(disk), self.mirror_map(disk)] {
+        let files = [self.image(disk), self.copy(disk), self.source(disk), self.restoring(disk)];
+        for path in files.into_iter().chain([self.mirror_map(disk)]) {
             self.remove_file(&path)?;
         }
         // After the image, whose header has their key: without that nobody can read them.

@@ -298,7 +298,7 @@ impl NewMirror<'_> {
                 let context = keys::context(spec.vm, reference);
                 let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
                 let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
-                to_api(&made.map_err(|error| header_problem(disk, &error))?)
+                to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }
             _ => return Err(internal("an encrypted copy was begun without its key")),
         };
@@ -476,7 +476,7 @@ fn open_copy(
                 return Err(rules::locked(spec));
             };
             let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
-                .map_err(|error| header_problem(disk, &error))?;
+                .map_err(|error| header_problem(&disk.name, &error))?;
             Some((opened.dek.to_memfd().map_err(internal)?, Holes::Zero))
         }
     };

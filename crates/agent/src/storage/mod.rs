@@ -1,5 +1,6 @@
 //! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
 
+pub(crate) mod backup;
 pub(crate) mod builder;
 pub(crate) mod cloning;
 pub(crate) mod cloud_init;
@@ -11,6 +12,7 @@ pub(crate) mod disk;
 pub(crate) mod disk_keys;
 pub(crate) mod export;
 pub(crate) mod exported;
+pub(crate) mod exporting;
 pub(crate) mod facts;
 pub(crate) mod file_identity;
 pub(crate) mod filling;

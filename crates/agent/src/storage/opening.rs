@@ -46,7 +46,7 @@ pub(crate) fn check_length(file: &File, disk: &DiskSpec, offset: u64) -> Result<
 }
 
 /// The API's error for a header's error.
-pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
+pub(crate) fn header_problem(disk: &str, error: &HeaderError) -> Problem {
     let code = match error {
         HeaderError::OtherKey { .. } | HeaderError::WrongKek(_) => ErrorCode::KeyMismatch,
         HeaderError::Truncated { .. }
@@ -63,7 +63,7 @@ pub(crate) fn header_problem(disk: &DiskSpec, error: &HeaderError) -> Problem {
         }
         _ => ErrorCode::Internal,
     };
-    let mut detail = format!("disk '{}': {error}", disk.name);
+    let mut detail = format!("disk '{disk}': {error}");
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
         let more = error.to_string();
@@ -253,7 +253,7 @@ fn unlock(
         return Err(Problem::new(ErrorCode::Locked, what));
     };
     let opened = vmseal_luks::open(&file, pinned, kek, &keys::context(spec.vm, reference))
-        .map_err(|error| header_problem(disk, &error))?;
+        .map_err(|error| header_problem(&disk.name, &error))?;
     let holes = match opened.holes {
         vmseal_luks::Holes::Zero => Holes::Zero,
         vmseal_luks::Holes::Ciphertext => Holes::Ciphertext,

@@ -2,6 +2,7 @@
 
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
+use vmseal_api::backup::BackupManifest;
 use vmseal_api::host::{DiskFacts, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
@@ -29,6 +30,8 @@ pub enum Report {
     Proved(Result<SignedReport, Problem>),
     /// A core dump of its guest was written, of so many bytes, or could not be.
     Dumped(Result<u64, Problem>),
+    /// A backup of its VM was written, read or restored, or could not be.
+    BackedUp(Result<Box<BackupManifest>, Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -47,6 +50,7 @@ impl Report {
             | Self::Merged(..)
             | Self::Proved(_)
             | Self::Dumped(_)
+            | Self::BackedUp(_)
             | Self::Exposed(_) => false,
         }
     }

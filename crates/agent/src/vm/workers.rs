@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
+use vmseal_api::backup::BackupManifest;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,6 +21,7 @@ use super::proving::prove;
 use super::report::{Progress, Report};
 use crate::filter::Control;
 use crate::process::run_dir::ProcessDir;
+use crate::storage::backup::{Creating, Restoring, Verifying};
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
 use crate::storage::export::{self, ExportRequest};
@@ -144,6 +146,31 @@ impl Workers {
         });
     }
 
+    /// Begins to write a backup; the work counts as that of this disk.
+    pub fn begin_backup(&mut self, disk: DiskId, creating: Creating) {
+        self.spawn(disk, |cancelled, show| async move {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            let written = creating.run(progress, cancelled).await;
+            backed_up(written, "a backup could not be written")
+        });
+    }
+
+    /// Begins to read a backup; the work counts as that of this disk.
+    pub fn begin_verification(&mut self, disk: DiskId, verifying: Verifying) {
+        self.spawn(disk, |cancelled, show| async move {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            backed_up(verifying.run(progress, cancelled).await, "a backup could not be verified")
+        });
+    }
+
+    /// Begins to restore disks; the work counts as that of this disk.
+    pub fn begin_restore(&mut self, disk: DiskId, restoring: Restoring) {
+        self.spawn(disk, |cancelled, show| async move {
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            backed_up(restoring.run(progress, cancelled).await, "disks could not be restored")
+        });
+    }
+
     /// Whether anything works on a disk.
     pub fn works_on(&self, disk: DiskId) -> bool {
         self.workers.contains_key(&disk)
@@ -161,6 +188,11 @@ impl Workers {
     /// What a filter that copies a disk needs.
     pub fn builder(shared: &Shared, disk: DiskId) -> DiskBuilder {
         builder(shared, shared.run_dir.import(disk))
+    }
+
+    /// What a filter that reads a disk needs.
+    pub fn builder_of_export(shared: &Shared, disk: DiskId) -> DiskBuilder {
+        builder(shared, shared.run_dir.export(disk))
     }
 
     fn spawn<F>(&mut self, disk: DiskId, work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F)
@@ -216,6 +248,11 @@ impl Workers {
 fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
     let (filter, users) = (shared.filter.clone(), shared.users.clone());
     DiskBuilder { filter, users, directory, transfer: shared.transfer.clone() }
+}
+
+fn backed_up(result: Result<BackupManifest, Problem>, failure: &str) -> Report {
+    let told = result.inspect_err(|problem| tracing::warn!(%problem, "{failure}"));
+    Report::BackedUp(told.map(Box::new))
 }
 
 async fn make(

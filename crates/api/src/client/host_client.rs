@@ -19,6 +19,7 @@ use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::role::{SeenCertificate, host_server_name};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
+use crate::backup::{BackupManifest, BackupPlace};
 use crate::boot::BootDevice;
 use crate::datastore::{DatastoreCondition, DatastoreContents, DatastoreLocation};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -302,6 +303,14 @@ impl HostAgent for HostClient {
 
     async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem> {
         self.command(Method::DELETE, &format!("vms/{vm}/dumps/{dump}")).await
+    }
+
+    async fn read_backup(&self, place: BackupPlace) -> Result<BackupManifest, Problem> {
+        self.call(self.request(Method::POST, "backups/read").json(&place)).await
+    }
+
+    async fn discard_backup(&self, place: BackupPlace) -> Result<(), Problem> {
+        self.command_with(Method::POST, "backups/discard", &place).await
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {

@@ -522,7 +522,20 @@ pub struct ExportSpec {
     pub target: Handle,
     /// What is written.
     pub format: TargetFormat,
+    /// An empty file that gets the sums of the disk's blocks ([`SUM_BLOCK`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sums: Option<Handle>,
+    /// Such sums of what is there already: blocks that have them are not written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub except: Option<Handle>,
 }
+
+/// The bytes of a disk that have one sum, SHA-256, in a file of sums; the last block may be shorter. The sum of a block that is
+/// all zeroes is written as zeroes.
+pub const SUM_BLOCK: usize = 64 * 1024;
+
+/// The length of a sum, in bytes.
+pub const SUM_LEN: usize = 32;
 
 /// Writes what an image of QEMU's format has itself, without the files below it, down to the next one below. Afterwards that
 /// reads as the image did. Doing it again changes nothing.
@@ -543,6 +556,10 @@ pub enum TargetFormat {
     Raw,
     /// QEMU's format; the file is empty.
     Qcow2,
+    /// An overlay of QEMU's format with clusters of [`SUM_BLOCK`], which is there already and has nothing. It gets whole blocks.
+    Overlay,
+    /// Nothing but the sums.
+    Sums,
     /// A disk as vmseal keeps it, whose header is there already, and which reads as zeroes.
     Disk {
         /// Its DEK: 64 bytes in a `memfd_secret`; none for a plain one.

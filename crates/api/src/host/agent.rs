@@ -11,6 +11,7 @@ use super::job::{JobSpec, JobStatus};
 use super::key::{KeyReference, OtherKey, SealedKey};
 use super::state::{HostState, StateChange};
 use super::vm::{GuestControl, PowerOff, VmSpec};
+use crate::backup::{BackupManifest, BackupPlace};
 use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
@@ -305,6 +306,18 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// Those of the file system.
     async fn discard_dump(&self, vm: VmId, dump: DumpId) -> Result<(), Problem>;
+
+    /// The manifest of a backup, of a VM that need not be registered. Whether it is authentic is not checked.
+    ///
+    /// # Errors
+    /// `not-found`, `damaged`, `invalid-request`.
+    async fn read_backup(&self, place: BackupPlace) -> Result<BackupManifest, Problem>;
+
+    /// Removes a backup, whether it is whole or not, of a VM that need not be registered. One that is not there is as asked.
+    ///
+    /// # Errors
+    /// `invalid-request`; those of the file system.
+    async fn discard_backup(&self, place: BackupPlace) -> Result<(), Problem>;
 
     /// Stops a VM; one that is off stays off.
     ///

@@ -193,7 +193,7 @@ fn is_hexadecimal(text: &str, digits: usize) -> bool {
 }
 
 impl VmDescriptor {
-    fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         check_name(&self.name).map_err(|error| format!("the VM's name: {error}"))?;
         if let Some(policy) = &self.policy {
             check_name(policy).map_err(|error| format!("the policy's name: {error}"))?;

@@ -1,7 +1,7 @@
 //! Long work on the disks of a VM: a job of a task.
 //!
 //! ```text
-//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror, decrypting)
+//! put ─► Waiting ─► Running ─► ReadyToCommit ── commit ─► Done      (export, mirror, decrypting, backup, restore)
 //!                      │  └──────────────────────────────► Done      (the others: nothing to commit)
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
@@ -13,15 +13,17 @@
 
 use std::path::PathBuf;
 
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::DatastoreSpec;
 use super::disk::ImageSource;
-use super::key::SealedKey;
+use super::key::{KeyReference, SealedKey};
 use super::proof::SignedReport;
+use crate::backup::BackupManifest;
 use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
-use crate::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
+use crate::id::{BackupId, DiskId, DumpId, SnapshotId, TaskId, VmId};
 use crate::problem::Problem;
 use crate::transfer::ExportFormat;
 
@@ -49,6 +51,12 @@ pub enum JobSpec {
     Dump(DumpJob),
     /// Write what such a file holds to a file in the clear.
     DecryptDump(DecryptDumpJob),
+    /// Copy what a snapshot keeps to a directory of the host, as it is.
+    Backup(BackupJob),
+    /// Read such a copy, and check that it is whole and opens with its key.
+    VerifyBackup(VerifyBackupJob),
+    /// Put what such a copy holds in the place of disks.
+    RestoreBackup(RestoreBackupJob),
 }
 
 /// Makes disks of a registered VM that is off. A complete disk is not touched.
@@ -228,6 +236,84 @@ pub struct DecryptDumpJob {
     pub to: PathBuf,
 }
 
+/// Copies what a snapshot keeps of disks of a VM, which may run, to a directory of the host, encrypted or not as they are
+/// (docs/formats/backup.md). Encrypted disks need the VM's key, which authenticates the manifest. The directory of the backup
+/// is written and flushed under another name, and renamed when the job is committed. [`JobStatus::backup`] has the manifest then.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackupJob {
+    /// The backup.
+    pub backup: BackupId,
+    /// Its name.
+    pub name: String,
+    /// The instant of the snapshot.
+    pub created: Timestamp,
+    /// The absolute path of the directory of backups, which is there.
+    pub directory: PathBuf,
+    /// The backup in the same directory that this one is above; none to copy all of each disk. A disk that is not in it, or
+    /// was encrypted anew, is copied whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<BackupId>,
+    /// The snapshot.
+    pub snapshot: SnapshotId,
+    /// Whether the guest's file systems were frozen, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// The disks, each once.
+    pub disks: Vec<DiskId>,
+}
+
+/// The key of a backup that was made before the VM got another one. Two that are sealed differently are the same key.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackupKey {
+    /// Which key.
+    pub key: KeyReference,
+    /// The KEK, sealed with the [`key_info`](super::key::key_info) of `key`.
+    pub sealed: SealedKey,
+}
+
+impl PartialEq for BackupKey {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key
+    }
+}
+
+impl Eq for BackupKey {}
+
+/// Reads all of a backup of a VM, whatever the VM does: that its blocks have the sums in its manifest, that the manifest is
+/// authentic, and that the key opens each disk. Nothing is written. [`JobStatus::backup`] has the manifest then.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VerifyBackupJob {
+    /// The backup.
+    pub backup: BackupId,
+    /// The absolute path of the directory of backups.
+    pub directory: PathBuf,
+    /// The first disk of the VM, which the work counts as that of.
+    pub disk: DiskId,
+    /// Its key, where that is not the VM's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<BackupKey>,
+}
+
+/// Writes what a backup holds to new images beside those of disks of a VM that is off, and opens them. Nothing is decrypted; a
+/// header whose key is not the VM's is given the VM's. Committing the job puts the images in the place of those of the disks,
+/// one after the other. [`JobStatus::backup`] has the manifest then.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RestoreBackupJob {
+    /// The backup.
+    pub backup: BackupId,
+    /// The absolute path of the directory of backups.
+    pub directory: PathBuf,
+    /// The disks, each once, all of them in the backup; they have no snapshots and no replicas.
+    pub disks: Vec<DiskId>,
+    /// Its key, where that is not the VM's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<BackupKey>,
+}
+
 /// How many layers of a disk may be above each other: a read may have to look into the tables of each.
 pub const LAYERS_MAX: usize = BACKING_MAX;
 
@@ -252,6 +338,9 @@ impl JobSpec {
             Self::Prove(_) => JobKind::Prove,
             Self::Dump(_) => JobKind::Dump,
             Self::DecryptDump(_) => JobKind::DecryptDump,
+            Self::Backup(_) => JobKind::Backup,
+            Self::VerifyBackup(_) => JobKind::VerifyBackup,
+            Self::RestoreBackup(_) => JobKind::RestoreBackup,
         }
     }
 
@@ -269,6 +358,9 @@ impl JobSpec {
             Self::Prove(job) => job.disks.clone(),
             Self::Dump(job) => vec![job.disk],
             Self::DecryptDump(job) => vec![job.disk],
+            Self::Backup(job) => job.disks.clone(),
+            Self::VerifyBackup(job) => vec![job.disk],
+            Self::RestoreBackup(job) => job.disks.clone(),
         }
     }
 
@@ -310,6 +402,12 @@ pub enum JobKind {
     Dump,
     /// [`DecryptDumpJob`]
     DecryptDump,
+    /// [`BackupJob`]
+    Backup,
+    /// [`VerifyBackupJob`]
+    VerifyBackup,
+    /// [`RestoreBackupJob`]
+    RestoreBackup,
     /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,
@@ -335,6 +433,9 @@ pub struct JobStatus {
     /// for the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proof: Option<Box<SignedReport>>,
+    /// The manifest of a backup that was made, verified or restored; like a proof, in the answer to who asks for the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup: Option<Box<BackupManifest>>,
 }
 
 /// The state of a job.

@@ -47,6 +47,8 @@
 //! POST   /v1/vms/{vm}/suspend              suspend
 //! DELETE /v1/vms/{vm}/memory               discard_memory
 //! DELETE /v1/vms/{vm}/dumps/{dump}         discard_dump
+//! POST   /v1/backups/read                  read_backup
+//! POST   /v1/backups/discard               discard_backup
 //! POST   /v1/vms/{vm}/control              control_guest
 //! GET    /v1/vms/{vm}/screen               screen (WebSocket, binary frames)
 //! POST   /v1/vms/{vm}/guest                guest
@@ -80,9 +82,10 @@ pub use self::disk::{
     ImageSource, NewDisk,
 };
 pub use self::job::{
-    CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
-    DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob,
-    ProveJob, RevertJob, SnapshotJob, export_info,
+    BackupJob, BackupKey, CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror,
+    DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState,
+    JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob,
+    VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{

@@ -1,6 +1,7 @@
 //! The whole command line as types, one module per noun.
 
 mod agent;
+mod backup;
 mod bitmap;
 mod cdrom;
 mod console;
@@ -33,6 +34,7 @@ use clap::{Parser, Subcommand};
 use vmseal_api::model;
 
 pub use self::agent::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent};
+pub use self::backup::Backup;
 pub use self::bitmap::Bitmap;
 pub use self::cdrom::{BootDevice, Cdrom};
 pub use self::console::{Console, Escape};
@@ -112,6 +114,9 @@ pub enum Command {
     /// Snapshots of virtual machines
     #[command(subcommand, visible_alias = "snapshots")]
     Snapshot(Snapshot),
+    /// Backups of virtual machines, full and incremental, encrypted as their disks are
+    #[command(subcommand, visible_alias = "backups")]
+    Backup(Backup),
     /// Core dumps of virtual machines; 'vmseal vm dump' writes them
     #[command(subcommand, visible_alias = "dumps")]
     Dump(Dump),

@@ -1,6 +1,7 @@
 //! What each command does.
 
 mod adopt;
+mod backup;
 mod bitmap;
 mod cdrom;
 mod console;
@@ -91,6 +92,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Nic(verb) => nic::run(&server, output, verb).await,
         Command::Snapshot(verb) => snapshot::run(&server, output, verb).await,
+        Command::Backup(verb) => backup::run(&server, output, verb).await,
         Command::Dump(verb) => dump::run(&server, output, verb).await,
         Command::Task(verb) => task::run(&server, output, verb).await,
         Command::Server(Server { command: Some(ServerCommand::LogLevel { levels }), .. }) => {

@@ -7,6 +7,8 @@ use super::command;
 /// Verbs that change nothing.
 const READING: &[&str] = &[
     "alarms",
+    "backup list",
+    "backup show",
     "completion",
     "datastore list",
     "datastore scan",

@@ -10,8 +10,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
-    Task, TaskState, Vm,
+    Alarm, Backup, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider,
+    Snapshot, Task, TaskState, Vm,
 };
 use vmseal_lab::catalogue::Listed;
 
@@ -97,6 +97,31 @@ impl Row for Snapshot {
         usual("memory", |it| Cell::YesNo(it.memory)),
         more("id", |it| it.id.to_string().into()),
         more("vm", |it| (&it.vm).into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.id.cmp(&other.id)
+    }
+}
+
+impl Row for VmBackup {
+    const PLURAL: &'static str = "backups";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("vm", |it| (&it.vm).into()),
+        usual("created", |it| Cell::Time(it.created)),
+        usual("state", |it| word(&it.state).into()),
+        usual("parent", |it| it.parent.clone().into()),
+        usual("size", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
+        usual("verified", |it| it.verified.map_or(Cell::Nothing, Cell::Time)),
+        more("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
+        more("encrypted", |it| Cell::YesNo(it.key.is_some())),
+        more("vm-deleted", |it| Cell::YesNo(it.vm_deleted)),
+        more("host", |it| (&it.host).into()),
+        more("directory", |it| it.directory.display().to_string().into()),
+        more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {
         self.id.to_string()

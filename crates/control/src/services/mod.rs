@@ -13,6 +13,7 @@
 //! | [`hosts`], [`datastores`], [`policies`], [`tasks`], [`events`] | resources of these names |
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
 //! | [`vms`], [`create_vm`], [`clone_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
+//! | [`backups`] | backups of virtual machines |
 //! | [`dumps`] | core dumps of virtual machines |
 //! | [`snapshots`] | snapshots of virtual machines |
 //! | [`proofs`] | proofs that virtual machines are encrypted |
@@ -23,6 +24,7 @@
 //! | [`server_backup`] | the server itself |
 
 pub mod adopt;
+pub mod backups;
 pub mod bitmaps;
 pub mod caller;
 pub mod clone_vm;

@@ -105,7 +105,7 @@ fn one<'a>(vm: &Vm, all: &'a [Snapshot], name: &str) -> Result<&'a Snapshot, Pro
 }
 
 /// Refuses while the power of a VM changes; the host refuses, too.
-async fn require_power(
+pub(super) async fn require_power(
     services: &Services,
     vm: &Vm,
     fine: &[Power],
@@ -185,7 +185,7 @@ pub async fn take(
 
 /// The disks that a snapshot keeps: those of the guest and of its firmware. What cloud-init reads does not change, and what
 /// a TPM keeps is not taken back.
-fn keepable(vm: &Vm, disks: &[Disk]) -> Result<Vec<DiskId>, Problem> {
+pub(super) fn keepable(vm: &Vm, disks: &[Disk]) -> Result<Vec<DiskId>, Problem> {
     let kept = |disk: &&Disk| {
         matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables) && !disk.detached
     };

@@ -216,11 +216,15 @@ pub(super) async fn begin(
 
 /// The plan of a task.
 pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
-    let keyless = vm.provider.is_none();
+    plan_of(task, &vm.name, vm.provider.is_none())
+}
+
+/// The same of a VM that may be deleted, and may have had no key.
+pub(super) fn plan_of(task: &Task, vm: &str, keyless: bool) -> Plan {
     let steps = steps::of(&task.operation).iter().filter(|step| !(keyless && step.needs_key()));
     Plan {
         kind: task.operation.kind().to_owned(),
-        target: vm.name.clone(),
+        target: vm.to_owned(),
         steps: steps.map(|step| step.title().to_owned()).collect(),
         warnings: Vec::new(),
     }

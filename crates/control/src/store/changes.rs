@@ -53,9 +53,8 @@ impl Kinds {
             "datastores" | "datastore_hosts" => Self::NONE.with(ChangeKind::Datastore),
             "providers" | "kmip_servers" | "kmip_clients" => Self::NONE.with(ChangeKind::Provider),
             "policies" => Self::NONE.with(ChangeKind::Policy),
-            "vms" | "placements" | "disks" | "volumes" | "nics" | "snapshots" | "dumps" => {
-                Self::NONE.with(ChangeKind::Vm)
-            }
+            "vms" | "placements" | "disks" | "volumes" | "nics" | "snapshots" | "dumps"
+            | "backups" => Self::NONE.with(ChangeKind::Vm),
             "tasks" | "task_claims" => Self::NONE.with(ChangeKind::Task),
             "alarms" => Self::RESOURCES,
             "events" => Self::NONE.with(ChangeKind::Event),

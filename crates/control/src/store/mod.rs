@@ -5,6 +5,7 @@
 //! `synchronous=FULL`: committed data is on disk.
 
 pub mod alarms;
+pub mod backups;
 pub mod changes;
 pub mod datastores;
 pub mod disks;

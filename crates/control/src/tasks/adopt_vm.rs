@@ -25,7 +25,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
-use crate::store::{keys, nics};
+use crate::store::{Write, keys, nics};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +95,7 @@ fn definition<'a>(run: &'a Run<'_>) -> Result<&'a Definition, StepError> {
 }
 
 /// The VM as the inventory gets it.
-fn row(definition: &Definition) -> Vm {
+pub(crate) fn row(definition: &Definition) -> Vm {
     let Definition { spec, host, host_name, policy, policy_name, replaces: _ } = definition;
     Vm {
         id: spec.vm,
@@ -212,10 +212,24 @@ async fn set_key(run: &Run<'_>, from: &Vm, to: &Vm) -> Result<(), Problem> {
 
 async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(), Problem> {
     let mut write = run.store().write().await?;
-    vms::insert(&mut write, vm).await?;
+    insert_rows(&mut write, definition, vm).await?;
+    let (kind, actor) = ("vm.adopted", run.task.actor.as_str());
+    let key = vm.key.as_ref().map(|key| format!(", key '{}'", key.key_id)).unwrap_or_default();
+    let detail = format!("on host '{}', policy '{}'{key}", vm.host_name, vm.policy_name);
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Adds a VM with its disks, cards and snapshots to the inventory.
+pub(crate) async fn insert_rows(
+    write: &mut Write<'_>,
+    definition: &Definition,
+    vm: &Vm,
+) -> Result<(), Problem> {
+    vms::insert(write, vm).await?;
     if let Some(key) = &vm.key {
-        vms::set_key(&mut write, vm.id, key).await?;
-        keys::insert(&mut write, vm.id, key).await?;
+        vms::set_key(write, vm.id, key).await?;
+        keys::insert(write, vm.id, key).await?;
     }
     for (position, disk) in definition.spec.disks().enumerate() {
         let of_spec = Disk {
@@ -236,13 +250,13 @@ async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(
             deleting: false,
             detached: false,
         };
-        disks::insert(&mut write, vm.id, position, &of_spec).await?;
+        disks::insert(write, vm.id, position, &of_spec).await?;
         if let Some(facts) = &disk.facts {
-            disks::set_facts(&mut write, disk.disk, facts).await?;
+            disks::set_facts(write, disk.disk, facts).await?;
         }
     }
     for (position, nic) in definition.spec.nics().enumerate() {
-        nics::insert(&mut write, vm.id, position, nic).await?;
+        nics::insert(write, vm.id, position, nic).await?;
     }
     for of in &definition.spec.snapshots {
         let snapshot = Snapshot {
@@ -258,13 +272,9 @@ async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(
             current: of.current,
             disks: of.disks.clone(),
         };
-        snapshots::insert(&mut write, &snapshot).await?;
+        snapshots::insert(write, &snapshot).await?;
     }
-    let (kind, actor) = ("vm.adopted", run.task.actor.as_str());
-    let key = vm.key.as_ref().map(|key| format!(", key '{}'", key.key_id)).unwrap_or_default();
-    let detail = format!("on host '{}', policy '{}'{key}", vm.host_name, vm.policy_name);
-    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
-    Ok(write.commit().await?)
+    Ok(())
 }
 
 /// Undoes [`adopt`]: the inventory forgets the VM. Its disks and its key stay.

@@ -10,7 +10,7 @@ use super::run::{Run, StepError, absent_is_fine, register};
 use super::step::{Limit, Output};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
-use crate::store::{disks, dumps, keys, vms};
+use crate::store::{backups, disks, dumps, keys, vms};
 
 /// The steps, in order. The request has already marked the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,8 +159,11 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) async fn destroy_keys(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
-    let unknown = vm.key.iter().filter(|key| !known.contains(key));
-    for key in known.iter().chain(unknown) {
+    let unknown = vm.key.iter().filter(|key| !known.contains(key)).cloned();
+    let all = known.iter().cloned().chain(unknown).collect();
+    // Those that backups need go with the last of these.
+    let all = backups::not_needed(&mut *run.store().read().await?, vm.id, all).await?;
+    for key in &all {
         run.context.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
     }
     Ok(())

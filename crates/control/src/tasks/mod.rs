@@ -15,9 +15,10 @@
 //! | `run` | the context of a step |
 
 mod add_disk;
-mod adopt_vm;
+pub(crate) mod adopt_vm;
 pub(crate) mod alarms;
 pub mod autostart;
+pub(crate) mod backups;
 mod change_nics;
 mod create_vm;
 mod delete_vm;

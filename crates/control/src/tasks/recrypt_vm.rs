@@ -27,7 +27,7 @@ use crate::hosts::keys::{self as delivery, Purpose};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
-use crate::store::{key_requests, keys};
+use crate::store::{backups, key_requests, keys};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -347,6 +347,8 @@ pub(super) async fn destroy_old(run: &Run<'_>) -> Result<(), StepError> {
     let agent = run.agent(&vm)?;
     ask(run, || agent.check_key(vm.id, new.clone())).await?;
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
+    // Those that backups need go with the last of these.
+    let known = backups::not_needed(&mut *run.store().read().await?, vm.id, known).await?;
     for key in known.iter().filter(|key| **key != new) {
         run.context.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
     }

@@ -5,7 +5,7 @@ use vmseal_api::problem::Problem;
 
 use super::step::Step;
 use super::{
-    add_disk, adopt_vm, change_nics, create_vm, delete_vm, dumps, export_disk, grow_disk,
+    add_disk, adopt_vm, backups, change_nics, create_vm, delete_vm, dumps, export_disk, grow_disk,
     mirror_vm, prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm, stop_vm,
     suspend_vm,
 };
@@ -33,6 +33,11 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::DumpVm { to: Some(_), .. } => dumps::DUMP_AND_DECRYPT,
         Operation::DecryptDump { .. } => dumps::DECRYPT,
         Operation::DeleteDump { .. } => dumps::DELETE,
+        Operation::BackUpVm { .. } => backups::CREATE,
+        Operation::VerifyBackup { .. } => backups::VERIFY,
+        Operation::RestoreBackup { .. } => backups::RESTORE,
+        Operation::RestoreDeletedVm { .. } => backups::RESTORE_DELETED,
+        Operation::DeleteBackup { .. } => backups::DELETE,
         Operation::AddNic { .. } => change_nics::ADD,
         Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
@@ -63,6 +68,10 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::DumpVm { .. } | Operation::DeleteDump { .. } => {
             dumps::unfinished(operation, target, cause)
         }
+        Operation::BackUpVm { .. }
+        | Operation::RestoreBackup { .. }
+        | Operation::RestoreDeletedVm { .. }
+        | Operation::DeleteBackup { .. } => backups::unfinished(operation, target, cause),
         _ => delete_vm::unfinished(target, cause),
     }
 }

@@ -14,6 +14,7 @@ use vmseal_api::transfer::ExportFormat;
 
 mod adopt;
 mod away;
+mod backups;
 mod cdrom;
 mod changes;
 mod cloud_init;
@@ -102,6 +103,7 @@ enum Kind {
     Change(changes::Change),
     Snapshot(snapshots::Snapshot),
     Dump(dumps::Dump),
+    Backup(backups::Backup),
     Clone,
     Adopt,
 }
@@ -123,6 +125,7 @@ impl Kind {
             Self::Change(change) => Some(change.before(fixture).await),
             Self::Snapshot(what) => Some(what.before(fixture).await),
             Self::Dump(what) => Some(what.before(fixture).await),
+            Self::Backup(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
         }
     }
@@ -147,6 +150,7 @@ impl Kind {
             Self::Change(change) => change.operation(fixture, vm).await,
             Self::Snapshot(what) => what.operation(fixture, vm).await,
             Self::Dump(what) => what.operation(fixture, vm).await,
+            Self::Backup(what) => what.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -167,6 +171,7 @@ impl Kind {
             Self::Change(change) => change.steps(),
             Self::Snapshot(what) => what.steps(),
             Self::Dump(what) => what.steps(),
+            Self::Backup(what) => what.steps(),
             Self::Adopt => return adopt::steps(),
         };
         steps.iter().map(|step| step.name()).collect()
@@ -182,6 +187,7 @@ impl Kind {
             Self::Change(change) => return change.is_past_commit(step),
             Self::Snapshot(what) => return what.is_past_commit(step),
             Self::Dump(what) => return what.is_past_commit(step),
+            Self::Backup(what) => return what.is_past_commit(step),
             _ => return false,
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
@@ -205,6 +211,7 @@ impl Kind {
             Self::Change(change) => change.assert_done(fixture, vm, what).await,
             Self::Snapshot(of) => of.assert_done(fixture, vm, what).await,
             Self::Dump(of) => of.assert_done(fixture, vm, what).await,
+            Self::Backup(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
         }
     }
@@ -224,6 +231,7 @@ impl Kind {
             Self::Change(change) => change.assert_undone(fixture, vm, what).await,
             Self::Snapshot(of) => of.assert_undone(fixture, vm, what).await,
             Self::Dump(of) => of.assert_undone(fixture, vm, what).await,
+            Self::Backup(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
@@ -355,6 +363,9 @@ async fn assert_failed_truly(
                 return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Dump(of) = kind {
+                return of.assert_unfinished(fixture, vm, &problem, what).await;
+            }
+            if let Kind::Backup(of) = kind {
                 return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Change(change) = kind {

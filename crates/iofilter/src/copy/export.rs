@@ -4,6 +4,7 @@
 //!  chain (decrypts) ─► runs of data ─► raw: written, zeroes stay holes
 //!                  └─► runs of zeroes  qcow2: written, zeroes stay unallocated
 //!                                      luks2: both encrypted under the volume's own key
+//!                                      overlay: blocks with another sum than before
 //! ```
 //! Holes in the disk's own image are not even read. The file is flushed at the end, and is unfinished
 //! before that: the caller gives it its name only then.
@@ -17,6 +18,7 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDrive
 use vmseal_api::filter::{CRYPT_SECTOR, Direct, DiskActivity, Holes};
 
 use crate::copy::import::run_of_zeroes_or_data;
+use crate::copy::sums::{self, Content, Sums};
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::layers::crypt::CryptError;
@@ -45,6 +47,9 @@ pub enum ExportError {
     /// The file.
     #[error("the file cannot be written: {0}")]
     Target(#[from] io::Error),
+    /// The files of sums.
+    #[error("the sums of blocks cannot be read or written: {0}")]
+    Sums(#[source] io::Error),
     /// The LUKS2 volume.
     #[error("the volume cannot be written: {0}")]
     Volume(#[source] IoError),
@@ -65,6 +70,10 @@ pub enum Target {
     Raw(File),
     /// QEMU's format.
     Qcow2(Box<FormatAccess<imago::file::File>>),
+    /// An overlay of QEMU's format: what is not written is as below it.
+    Overlay(Box<FormatAccess<imago::file::File>>),
+    /// Nothing is written.
+    Nothing,
     /// A LUKS2 volume.
     Luks2(Box<Chain>),
     /// A disk as vmseal keeps it, which reads as zeroes.
@@ -83,6 +92,19 @@ impl Target {
             Ok(Qcow2::builder(file).backing(None).write(true))
         })?;
         Ok(Self::Qcow2(Box::new(FormatAccess::new(image))))
+    }
+
+    /// An overlay of QEMU's format that has nothing yet. What it names as below it is not opened.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn overlay(file: File) -> Result<Self, ExportError> {
+        let storage = imago::file::File::try_from(file)?;
+        let image = Qcow2::<imago::file::File>::builder(storage)
+            .backing(None)
+            .write(true)
+            .open(DenyImplicitOpenGate::default())?;
+        Ok(Self::Overlay(Box::new(FormatAccess::new(image))))
     }
 
     /// A LUKS2 volume of `size` bytes, whose data segment begins at `offset`.
@@ -123,13 +145,22 @@ impl Target {
 
     /// Whether parts that are not written read as zeroes.
     fn has_holes(&self) -> bool {
-        !matches!(self, Self::Luks2(_))
+        !matches!(self, Self::Luks2(_) | Self::Overlay(_))
+    }
+
+    /// Writes zeroes where a hole would not read as such.
+    fn write_zeroes(&self, at: u64, length: u64) -> Result<(), ExportError> {
+        match self {
+            Self::Overlay(image) => Ok(image.write_zeroes(at, length)?),
+            _ => Ok(()),
+        }
     }
 
     fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
         match self {
             Self::Raw(file) => Ok(file.write_all_at(bytes, at)?),
-            Self::Qcow2(image) => Ok(image.write(&*bytes, at)?),
+            Self::Qcow2(image) | Self::Overlay(image) => Ok(image.write(&*bytes, at)?),
+            Self::Nothing => Ok(()),
             Self::Luks2(chain) | Self::Disk(chain) => {
                 blocking::move_bytes(chain, Operation::Write, bytes, at)
                     .map_err(ExportError::Volume)
@@ -140,7 +171,8 @@ impl Target {
     fn flush(&mut self) -> Result<(), ExportError> {
         match self {
             Self::Raw(file) => Ok(file.sync_all()?),
-            Self::Qcow2(image) => {
+            Self::Nothing => Ok(()),
+            Self::Qcow2(image) | Self::Overlay(image) => {
                 image.flush()?;
                 Ok(image.sync()?)
             }
@@ -163,10 +195,12 @@ pub fn run(
     chain: &mut Chain,
     sparse: Option<&Sparse>,
     target: &mut Target,
+    mut sums: Option<&mut Sums>,
     state: &DiskState,
     stop: &Stop,
 ) -> Result<(), ExportError> {
     let total = chain.size();
+    let unit = if sums.is_some() { sums::BLOCK } else { UNIT };
     let mut buffer = vec![0; CHUNK];
     let mut at = 0;
     while at < total {
@@ -174,32 +208,76 @@ pub fn run(
         if stop.asked() {
             return Err(ExportError::Stopped);
         }
-        if target.has_holes()
-            && let Some(end) = hole(sparse, at, total).map_err(ExportError::Image)?
+        if (target.has_holes() || sums.is_some())
+            && let Some(end) = hole(sparse, at, total, unit).map_err(ExportError::Image)?
         {
+            if let Some(sums) = &mut sums {
+                note_hole(target, sums, at, end)?;
+            }
             at = end;
             continue;
         }
         let length = (total - at).min(CHUNK as u64) as usize;
         let part = &mut buffer[..length];
         blocking::move_bytes(chain, Operation::Read, part, at)?;
-        let mut start = 0;
-        while let Some((end, zero)) = run_of_zeroes_or_data(part, start) {
-            if !zero || !target.has_holes() {
-                target.write(&mut part[start..end], at + start as u64)?;
-            }
-            start = end;
+        match &mut sums {
+            Some(sums) => write_changed(target, sums, part, at)?,
+            None => write_data(target, part, at)?,
         }
         at += length as u64;
     }
     state.set(DiskActivity::Exporting { done: total, total });
+    if let Some(sums) = sums {
+        sums.finish().map_err(ExportError::Sums)?;
+    }
     target.flush()
 }
 
-/// Where the hole at `at` ends, if there is one of at least a unit.
-fn hole(sparse: Option<&Sparse>, at: u64, total: u64) -> io::Result<Option<u64>> {
+/// Writes what is no zeroes, if zeroes need not be written.
+fn write_data(target: &mut Target, part: &mut [u8], at: u64) -> Result<(), ExportError> {
+    let mut start = 0;
+    while let Some((end, zero)) = run_of_zeroes_or_data(part, start) {
+        if !zero || !target.has_holes() {
+            target.write(&mut part[start..end], at + start as u64)?;
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// Writes the blocks that are not as before. `at` is a multiple of their length.
+fn write_changed(
+    target: &mut Target,
+    sums: &mut Sums,
+    part: &mut [u8],
+    at: u64,
+) -> Result<(), ExportError> {
+    for (number, block) in part.chunks_mut(sums::BLOCK as usize).enumerate() {
+        let at = at + number as u64 * sums::BLOCK;
+        match sums.changed(block).map_err(ExportError::Sums)? {
+            Some(Content::Data) => write_data(target, block, at)?,
+            Some(Content::Zeroes) => target.write_zeroes(at, block.len() as u64)?,
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+/// Deals with a hole from the beginning of a block to that of another, or to the end of the disk.
+fn note_hole(target: &Target, sums: &mut Sums, from: u64, to: u64) -> Result<(), ExportError> {
+    for at in (from..to).step_by(sums::BLOCK as usize) {
+        if sums.zeroed().map_err(ExportError::Sums)? {
+            target.write_zeroes(at, sums::BLOCK.min(to - at))?;
+        }
+    }
+    Ok(())
+}
+
+/// Where the hole at `at` ends, if there is one of at least a unit; a hole at the end of the disk may be shorter.
+fn hole(sparse: Option<&Sparse>, at: u64, total: u64, unit: u64) -> io::Result<Option<u64>> {
     let Some(Sparse(file, offset)) = sparse else { return Ok(None) };
     let extent = raw_extent(file, offset + at, offset + total)?;
-    let end = (extent.end - offset) / UNIT * UNIT;
+    let end = extent.end - offset;
+    let end = if end == total { end } else { end / unit * unit };
     Ok((!extent.data && end > at).then_some(end))
 }

@@ -4,3 +4,4 @@ pub mod export;
 pub mod import;
 pub mod merge;
 pub mod source;
+pub mod sums;

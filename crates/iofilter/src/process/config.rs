@@ -7,7 +7,7 @@ use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
     FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, OperationKind,
-    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, VERSION, check_caches,
+    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -192,6 +192,13 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     let export_alone = disk.read_only && disk.import.is_none() && disk.front_end.is_none();
     if disk.export.is_some() && !export_alone {
         return refuse("what is exported must be read-only, and neither filled nor served".into());
+    }
+    if let Some(export) = &disk.export
+        && export.sums.is_none()
+        && (export.except.is_some()
+            || matches!(export.format, TargetFormat::Overlay | TargetFormat::Sums))
+    {
+        return refuse("what is written depends on sums, and no file is to get them".into());
     }
     if disk.beside.is_some() && disk.front_end.is_none() {
         return refuse("`beside` needs a front end".into());
@@ -604,7 +611,7 @@ mod tests {
 
     #[test]
     fn each_invalid_value_is_refused_with_its_reason() {
-        let cases: [(&str, Value, &str); 11] = [
+        let cases: [(&str, Value, &str); 12] = [
             ("/version", json!(2), "version 2"),
             ("/disks", json!([]), "0 disks"),
             ("/disks/0/size", json!(1000), "multiple of 4096"),
@@ -619,6 +626,19 @@ mod tests {
                 "/disks/0/export",
                 json!({ "target": { "fd": 8 }, "format": { "kind": "raw" } }),
                 "must be read-only",
+            ),
+            (
+                "/disks/0",
+                json!({
+                    "disk": "01890a5d-ac96-774b-bcce-b302099a8058",
+                    "size": 8192,
+                    "serial": "",
+                    "read_only": true,
+                    "chain": [],
+                    "backend": { "kind": "file", "file": { "fd": 6 }, "offset": 0 },
+                    "export": { "target": { "fd": 8 }, "format": { "kind": "sums" } }
+                }),
+                "no file is to get them",
             ),
         ];
         for (pointer, value, reason) in cases {

@@ -22,7 +22,7 @@ use std::thread::{JoinHandle, Scope};
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Holes, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
+    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -33,6 +33,7 @@ use crate::copy::import;
 use crate::copy::import::ImportError;
 use crate::copy::merge::Merge;
 use crate::copy::source::Source;
+use crate::copy::sums::Sums;
 use crate::disk::current::CurrentDisk;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -147,6 +148,7 @@ struct ImportSource {
 struct ExportTarget {
     target: Target,
     sparse: Option<Sparse>,
+    sums: Option<Sums>,
 }
 
 /// A layer to write down to the image below it.
@@ -278,7 +280,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
-        Some(spec) => Some(ExportTarget { target: target(config, spec, handles)?, sparse }),
+        Some(spec) => {
+            let target = target(config, spec, handles)?;
+            Some(ExportTarget { target, sparse, sums: sums(config, spec, handles)? })
+        }
         None => None,
     };
     let uid = |peer_uid: &Option<u32>| peer_uid.unwrap_or(geteuid().as_raw());
@@ -510,6 +515,8 @@ fn target(
     let made = match &spec.format {
         TargetFormat::Raw => Ok(Target::Raw(file.into())),
         TargetFormat::Qcow2 => Target::qcow2(file.into(), config.size),
+        TargetFormat::Overlay => Target::overlay(file.into()),
+        TargetFormat::Sums => Ok(Target::Nothing),
         TargetFormat::Disk { key, offset, keeps_room } => {
             let key = key.as_ref().map(|key| handles.key(key)).transpose();
             let key = key.map_err(named("the key of the new disk"))?;
@@ -521,6 +528,23 @@ fn target(
         }
     };
     made.map_err(|error| StartError::Export { disk: id, error })
+}
+
+/// The sums of an export's blocks.
+fn sums(
+    config: &DiskConfig,
+    spec: &ExportSpec,
+    handles: &mut Handles,
+) -> Result<Option<Sums>, StartError> {
+    let id = config.disk;
+    let named =
+        |error| StartError::Handle { what: format!("disk {id}, the sums of its blocks"), error };
+    let mut file = |handle: &Option<Handle>, write| {
+        let file = handle.as_ref().map(|handle| handles.file(handle, write)).transpose();
+        file.map(|file| file.map(File::from)).map_err(named)
+    };
+    let (written, except) = (file(&spec.sums, true)?, file(&spec.except, false)?);
+    Ok(written.map(|written| Sums::new(written, except)))
 }
 
 /// Opens the image that a layer is written down to.
@@ -605,7 +629,8 @@ impl Prepared {
             state.set(DiskActivity::Idle);
         }
         if let (Some(mut export), Some(chain)) = (self.export.take(), self.chains.first_mut()) {
-            export::run(chain, export.sparse.as_ref(), &mut export.target, state, stop)
+            let ExportTarget { target, sparse, sums } = &mut export;
+            export::run(chain, sparse.as_ref(), target, sums.as_mut(), state, stop)
                 .map_err(|error| error.to_string())?;
             tracing::info!("the disk is exported and flushed");
             state.set(DiskActivity::Idle);

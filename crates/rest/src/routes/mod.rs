@@ -3,6 +3,7 @@
 //! Every answer that is not a success is a problem (RFC 9457), even if no handler gets the request.
 
 mod about;
+mod backups;
 mod bitmaps;
 mod changes;
 mod console;
@@ -110,6 +111,9 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(bitmaps::list))
                 .routes(routes!(snapshots::list))
                 .routes(routes!(snapshots::show))
+                .routes(routes!(backups::list_all))
+                .routes(routes!(backups::list))
+                .routes(routes!(backups::show))
                 .routes(routes!(dumps::list))
                 .routes(routes!(dumps::show))
                 .routes(routes!(proofs::prove))
@@ -147,6 +151,9 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vm_devices::add_tpm, vm_devices::remove_tpm))
                 .routes(routes!(vm_devices::add_nic))
                 .routes(routes!(nics::set, vm_devices::remove_nic))
+                .routes(routes!(backups::verify))
+                .routes(routes!(backups::restore))
+                .routes(routes!(backups::delete))
                 .routes(routes!(dumps::delete))
                 .routes(routes!(snapshots::take))
                 .routes(routes!(snapshots::revert))
@@ -177,6 +184,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
             new()
                 .routes(routes!(disks::export))
                 .routes(routes!(disks::expose))
+                .routes(routes!(backups::create))
                 .routes(routes!(dumps::take))
                 .routes(routes!(dumps::decrypt)),
         ),

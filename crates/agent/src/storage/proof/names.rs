@@ -43,7 +43,7 @@ pub fn name_of(name: &str) -> Named {
         "raw" => image(ImageKind::Image),
         "raw.creating" => image(ImageKind::HalfMade),
         "replica" => image(ImageKind::Replica),
-        "copy" => image(ImageKind::Copy),
+        "copy" | "restoring" => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer => image(ImageKind::Layer),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "layers" | "merge" => {

@@ -90,7 +90,7 @@ fn check_key(home: &Home, spec: &VmSpec, kek: Option<&SecretBytes>) -> Result<()
             && let Some(image) = opened(&home.image(disk.disk))?
         {
             vmseal_luks::open(&image, &pinned, kek, &keys::context(spec.vm, key))
-                .map_err(|error| header_problem(disk, &error))?;
+                .map_err(|error| header_problem(&disk.name, &error))?;
         }
     }
     Ok(())

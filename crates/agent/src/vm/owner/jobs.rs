@@ -50,7 +50,7 @@ impl Owner {
     }
 
     /// Checks that a snapshot keeps something of a disk.
-    async fn keeps(&self, disk: &DiskSpec, snapshot: SnapshotId) -> Result<(), Problem> {
+    pub(super) async fn keeps(&self, disk: &DiskSpec, snapshot: SnapshotId) -> Result<(), Problem> {
         let (vm, name, of) = (self.spec.vm, self.spec.name.clone(), disk.clone());
         let look = move || {
             let home = Home::of(&of.datastore, vm)?;
@@ -81,6 +81,11 @@ impl Owner {
             JobSpec::Prove(job) => return self.put_proof(task, job.clone(), spec),
             JobSpec::Dump(job) => return self.put_dump(task, job.clone(), spec).await,
             JobSpec::DecryptDump(job) => return self.put_decryption(task, job.clone(), spec).await,
+            JobSpec::Backup(job) => return self.put_backup(task, &job.clone(), spec).await,
+            JobSpec::VerifyBackup(job) => {
+                return self.put_verification(task, &job.clone(), spec).await;
+            }
+            JobSpec::RestoreBackup(job) => return self.put_restore(task, &job.clone(), spec).await,
             JobSpec::Create(_) | JobSpec::Export(_) => {}
         }
         let ready = self.ready(task, &spec, lent).await?;
@@ -124,6 +129,13 @@ impl Owner {
             JobSpec::Dump(_) => self.may_work(Action::Dump, spec).map(|()| Ready::Nothing),
             JobSpec::DecryptDump(job) => {
                 self.ready_to_decrypt(task, job, spec).await.map(|_| Ready::Nothing)
+            }
+            JobSpec::Backup(job) => self.ready_to_back_up(job, spec).await.map(|_| Ready::Nothing),
+            JobSpec::VerifyBackup(job) => {
+                self.ready_to_verify(job, spec).await.map(|_| Ready::Nothing)
+            }
+            JobSpec::RestoreBackup(job) => {
+                self.ready_to_restore(job, spec).await.map(|_| Ready::Nothing)
             }
         }
     }
@@ -209,7 +221,8 @@ impl Owner {
             | JobSpec::Revert(_)
             | JobSpec::DropSnapshot(_)
             | JobSpec::Prove(_)
-            | JobSpec::Dump(_) => match state {
+            | JobSpec::Dump(_)
+            | JobSpec::VerifyBackup(_) => match state {
                 Some(JobState::Done) => Ok(()),
                 _ => Err(rules::nothing_to_commit(task)),
             },
@@ -221,6 +234,9 @@ impl Owner {
                 // Of an earlier agent, too: its notes say what is there.
                 _ => self.commit_mirror(task, &job).await,
             },
+            JobSpec::Backup(job) => self.commit_backup(task, &job).await,
+            JobSpec::RestoreBackup(_) if state == Some(JobState::Done) => Ok(()),
+            JobSpec::RestoreBackup(ref job) => self.commit_restore(task, job.clone(), &spec).await,
             JobSpec::Export(_) | JobSpec::DecryptDump(_) => {
                 let Some(job) = spec.exported() else { return Err(internal("no file is written")) };
                 let record = self.record_of(&job)?;
@@ -256,7 +272,7 @@ impl Owner {
                 if at_work { Ok(()) } else { removed }
             }
             // The worker removes what it was making; layers that are not merged stay as they are.
-            _ => Ok(()),
+            _ => self.cancel_backup(&spec, state.as_ref()).await,
         }
     }
 
@@ -298,6 +314,8 @@ impl Owner {
                 self.jobs.made(disk);
             }
             Report::Dumped(Err(problem)) => self.give_up(disk, problem).await,
+            Report::BackedUp(Ok(manifest)) => self.jobs.backed_up(disk, *manifest),
+            Report::BackedUp(Err(problem)) => self.give_up(disk, problem).await,
             Report::Merged(upper, merged) => self.layer_merged(disk, upper, merged).await,
             Report::ExposedErrors(errors) => {
                 self.exposed_errors.insert(disk, errors);

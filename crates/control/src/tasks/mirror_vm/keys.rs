@@ -10,7 +10,7 @@ use vmseal_api::problem::ErrorCode;
 
 use super::internal;
 use crate::store::events::NewEvent;
-use crate::store::{disks, key_requests, keys, vms};
+use crate::store::{backups, disks, key_requests, keys, vms};
 use crate::tasks::run::{Run, StepError, register, state_of};
 
 /// Makes the VM's key. The request id is the task's, so a repetition gets the same key.
@@ -105,6 +105,8 @@ pub(super) async fn destroy(run: &Run<'_>) -> Result<(), StepError> {
         return Ok(());
     }
     let known = keys::of_vm(&mut *run.store().read().await?, vm.id).await?;
+    // Those that backups need go with the last of these.
+    let known = backups::not_needed(&mut *run.store().read().await?, vm.id, known).await?;
     for key in &known {
         run.context.providers.get(key.provider)?.destroy_key(vm.id, &vm.name, key).await?;
     }

@@ -1,0 +1,296 @@
+//! Writing a backup: what a snapshot keeps of each disk, as it is, or what has changed of that since the backup below.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
+use vmseal_api::host::{BackupJob, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+use vmseal_api::transfer::ImageFormat;
+use vmseal_qcow2::{Below, create_overlay};
+use vmseal_secret::SecretBytes;
+
+use super::chain::{Opened, sha256_of};
+use super::directory::{Backups, Unfinished};
+use super::manifest::manifest_of;
+use crate::filter::{self, Sums, Volume, Work};
+use crate::process::users::Slot;
+use crate::storage::builder::{self, DiskBuilder, internal};
+use crate::storage::export::full_or_internal;
+use crate::storage::exporting;
+use crate::storage::mark::{failed, usage};
+use crate::storage::opening::{self, Open};
+
+/// A backup to write.
+pub struct Creating {
+    /// The VM.
+    pub spec: VmSpec,
+    /// Its disks that are in the backup, with what is pinned of them.
+    pub disks: Vec<(DiskSpec, DiskFacts)>,
+    /// The VM's KEK, where it has one.
+    pub kek: Option<SecretBytes>,
+    /// The job.
+    pub job: BackupJob,
+    /// What filters need.
+    pub builder: DiskBuilder,
+}
+
+/// A backup that has begun.
+struct Begun {
+    backups: Backups,
+    files: Unfinished,
+    parent: Option<Opened>,
+}
+
+/// A disk whose files are there and empty.
+struct Part {
+    to_read: filter::Disk,
+    file: File,
+    sums: File,
+    entry: BackedUpDisk,
+}
+
+impl Creating {
+    fn place(&self) -> BackupPlace {
+        let (directory, vm) = (self.job.directory.clone(), self.spec.vm);
+        BackupPlace { directory, vm, backup: self.job.backup }
+    }
+
+    /// Checks what can be checked before anything is written: the directory, and the backup below. Blocks.
+    ///
+    /// # Errors
+    /// `invalid-request`, `not-found`, `damaged`.
+    pub fn check(&self) -> Result<(), Problem> {
+        let (place, allowed) = (self.place(), &self.builder.transfer);
+        Backups::find(&place, allowed)?;
+        self.parent(&place).map(drop)
+    }
+
+    fn parent(&self, place: &BackupPlace) -> Result<Option<Opened>, Problem> {
+        let of = |backup| BackupPlace { backup, ..place.clone() };
+        let parent =
+            self.job.parent.map(|backup| Opened::open(&of(backup), &self.builder.transfer));
+        parent.transpose().map_err(|problem| {
+            let what = format!("{problem}. Make a full backup instead (--full)");
+            Problem { detail: what, ..problem }
+        })
+    }
+
+    /// Writes and flushes the backup, without its name. `progress` receives the bytes done and the total.
+    ///
+    /// # Errors
+    /// The problem; nothing is left then.
+    pub async fn run(
+        self,
+        progress: impl Fn(u64, u64) + Send + Sync,
+        cancelled: oneshot::Receiver<()>,
+    ) -> Result<BackupManifest, Problem> {
+        let this = Arc::new(self);
+        let written = tokio::select! {
+            written = Arc::clone(&this).write(progress) => written,
+            Ok(()) = cancelled => {
+                Err(Problem::new(ErrorCode::Cancelled, "the backup was cancelled"))
+            }
+        };
+        if written.is_err() {
+            // The filter first: it has the files open.
+            if let Err(error) = this.builder.directory.sweep().await {
+                tracing::warn!(backup = %this.job.backup, %error, "the filter of a backup is left");
+            }
+            let removed = spawn_blocking(move || {
+                let found = Backups::find(&this.place(), &this.builder.transfer)?;
+                found.map_or(Ok(()), |backups| backups.remove_unfinished(this.job.backup))
+            });
+            if let Err(problem) = removed.await.map_err(internal).flatten() {
+                tracing::warn!(%problem, "an unfinished backup is left");
+            }
+        }
+        written
+    }
+
+    async fn write(
+        self: Arc<Self>,
+        progress: impl Fn(u64, u64) + Send + Sync,
+    ) -> Result<BackupManifest, Problem> {
+        let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
+        // A filter of an earlier attempt is ended.
+        self.builder.directory.renew().await.map_err(internal)?;
+        let this = Arc::clone(&self);
+        let begun = spawn_blocking(move || this.begin()).await.map_err(internal)??;
+        let begun = match begun {
+            Ok(begun) => Arc::new(begun),
+            Err(there) => return Ok(there),
+        };
+        let total =
+            self.disks.iter().map(|(disk, facts)| opening::data_offset(facts) + disk.size).sum();
+        let (mut entries, mut before) = (Vec::new(), 0);
+        for at in 0..self.disks.len() {
+            let (this, all) = (Arc::clone(&self), Arc::clone(&begun));
+            let part = spawn_blocking(move || this.open(&all, at)).await.map_err(internal)??;
+            let shown = |done, _| progress(before + done, total);
+            let entry = self.copy(part, &slot, shown).await?;
+            before += entry.length;
+            progress(before, total);
+            entries.push(entry);
+        }
+        spawn_blocking(move || self.finish(&begun, entries)).await.map_err(internal)?
+    }
+
+    /// Begins the backup; one that an attempt before has finished is returned as it is.
+    fn begin(&self) -> Result<Result<Begun, BackupManifest>, Problem> {
+        let place = self.place();
+        let backups = Backups::find_or_make(&place, &self.builder.transfer)?;
+        if let Some(there) = backups.manifest(place.backup)? {
+            return Ok(Err(there));
+        }
+        let parent = self.parent(&place)?;
+        let files = backups.begin(place.backup)?;
+        Ok(Ok(Begun { backups, files, parent }))
+    }
+
+    /// Opens a disk, and makes its files.
+    fn open(&self, begun: &Begun, at: usize) -> Result<Part, Problem> {
+        let (disk, facts) = &self.disks[at];
+        let opened = opening::open_sealed_kept(&self.spec, disk, facts, self.job.snapshot);
+        let (Open { file: image, layers, .. }, length) = opened?;
+        let below = below(begun.parent.as_ref(), disk, facts, length)?;
+        if below.is_none() {
+            check_room(begun, length, [&image].into_iter().chain(&layers))?;
+        }
+        let (extension, format) = match (&below, facts) {
+            (Some(_), _) => ("qcow2", ImageFormat::Qcow2),
+            (None, DiskFacts::Raw) => ("raw", ImageFormat::Raw),
+            (None, _) => ("luks", ImageFormat::Raw),
+        };
+        let entry = BackedUpDisk {
+            disk: disk.disk,
+            name: disk.name.clone(),
+            file: format!("{}.{extension}", disk.name),
+            format,
+            length,
+            bytes: 0,
+            facts: facts.clone(),
+            sums: format!("{}.sums", disk.name),
+            sums_sha256: String::new(),
+        };
+        let (file, sums) = (begun.files.make(&entry.file)?, begun.files.make(&entry.sums)?);
+        let cannot = |error| failed(&begun.backups.shown(self.job.backup), "written", &error);
+        let (format, except) = match below {
+            Some(Lower { name, format, sums }) => {
+                let below = Below { name: &name, format: format.name() };
+                create_overlay(&file, length, below).map_err(cannot)?;
+                (Volume::Overlay, Some(sums))
+            }
+            None => {
+                file.set_len(length).map_err(cannot)?;
+                (Volume::Raw, None)
+            }
+        };
+        let (target, written) = (file.try_clone(), sums.try_clone());
+        let work = Work::Export {
+            target: target.map_err(internal)?,
+            format,
+            sums: Sums { written: Some(written.map_err(internal)?), except },
+        };
+        let to_read = filter::Disk {
+            disk: disk.disk,
+            size: length,
+            file: image,
+            layers,
+            offset: 0,
+            key: None,
+            keeps_room: true,
+            work,
+            beside: None,
+            replica: None,
+            mirror: None,
+        };
+        Ok(Part { to_read, file, sums, entry })
+    }
+
+    /// Has a filter write the files of a disk; returns what the manifest says of it.
+    async fn copy(
+        &self,
+        part: Part,
+        slot: &Slot,
+        progress: impl Fn(u64, u64) + Send + Sync,
+    ) -> Result<BackedUpDisk, Problem> {
+        let Part { to_read, file, sums, entry } = part;
+        let explain = |message| full_or_internal(&self.job.directory, message);
+        exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain).await?;
+        let end = move || {
+            file.sync_all().and_then(|()| sums.sync_all()).map_err(internal)?;
+            let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
+            Ok(BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry })
+        };
+        spawn_blocking(end).await.map_err(internal)?
+    }
+
+    fn finish(&self, begun: &Begun, disks: Vec<BackedUpDisk>) -> Result<BackupManifest, Problem> {
+        let manifest = manifest_of(&self.spec, &self.job, disks, self.kek.as_ref())?;
+        begun.files.finish(&manifest)?;
+        Ok(manifest)
+    }
+}
+
+/// What an overlay is above.
+struct Lower {
+    /// The name of its file, relative to that of the overlay.
+    name: String,
+    format: ImageFormat,
+    /// The sums of its blocks.
+    sums: File,
+}
+
+/// What the overlay of a disk can be above; none where the disk is to be copied whole.
+fn below(
+    parent: Option<&Opened>,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    length: u64,
+) -> Result<Option<Lower>, Problem> {
+    let Some(parent) = parent else { return Ok(None) };
+    let Ok(entry) = parent.disk(disk.disk) else { return Ok(None) };
+    if entry.facts != *facts || entry.length != length {
+        return Ok(None);
+    }
+    let backup = parent.manifest.backup;
+    let sums = parent.backups.file(backup, &entry.sums)?;
+    // What is not copied, because of these, is in the files below.
+    if sha256_of(&sums)? != entry.sums_sha256 {
+        let what = format!(
+            "the sums of disk '{}' in backup '{}' are damaged: make a full backup (--full)",
+            disk.name, parent.manifest.name
+        );
+        return Err(Problem::new(ErrorCode::Damaged, what));
+    }
+    let name = format!("../{backup}/{}", entry.file);
+    Ok(Some(Lower { name, format: entry.format, sums }))
+}
+
+fn check_room<'a>(
+    begun: &Begun,
+    length: u64,
+    files: impl Iterator<Item = &'a File>,
+) -> Result<(), Problem> {
+    let mut needed = 0_u64;
+    for file in files {
+        needed =
+            needed.saturating_add(file.metadata().map_err(internal)?.blocks().saturating_mul(512));
+    }
+    let needed = needed.min(length);
+    let free = usage(begun.backups.path())?.free;
+    if needed <= free {
+        return Ok(());
+    }
+    let what = format!(
+        "{} are needed for the backup and {} are free: make room, or choose another directory",
+        Size(needed),
+        Size(free)
+    );
+    Err(Problem::new(ErrorCode::NoSpace, what))
+}

@@ -1,0 +1,22 @@
+//! Backups of VMs in directories of this host (docs/formats/backup.md): the disks as they are, encrypted or not.
+//!
+//! ```text
+//!  create   .<backup id>.unfinished/: image or overlay of each disk, its sums ─► manifest.json ─► flushed │ commit: <backup id>/
+//!  verify   files of the chain ─► a filter ─► sums, header ─► compared, opened
+//!  restore  files of the chain ─► a filter ─► <disk id>.restoring, compared, opened │ commit: <disk id>.raw
+//! ```
+//! A filter reads the files of a chain, as it reads those of a disk with layers: whoever writes to the directory can have made
+//! them. The agent reads manifests and headers.
+
+mod chain;
+mod create;
+mod directory;
+mod manifest;
+mod restore;
+mod verify;
+
+pub use self::create::Creating;
+pub use self::directory::{Backups, commit, discard, read};
+pub use self::manifest::manifest_of;
+pub use self::restore::{Restoring, all_unused, discard_restored, use_restored};
+pub use self::verify::Verifying;

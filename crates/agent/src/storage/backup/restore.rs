@@ -1,0 +1,294 @@
+//! Restoring disks of a VM that is off from a backup: new images beside the disks', which take their places when they are
+//! whole, flushed and open with the VM's key.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use vmseal_api::atomic_file;
+use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
+use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::chain::Opened;
+use super::manifest::{Key, check};
+use super::verify::open_header;
+use crate::filter::{self, Volume};
+use crate::keys;
+use crate::process::users::Slot;
+use crate::rules;
+use crate::storage::builder::{self, DiskBuilder, internal, is_preallocated};
+use crate::storage::export::full_or_internal;
+use crate::storage::exporting;
+use crate::storage::facts::from_api;
+use crate::storage::home::Home;
+use crate::storage::layers;
+use crate::storage::mark::failed;
+use crate::storage::mirror::Mirror;
+use crate::storage::opening::{data_offset, header_problem};
+
+/// Disks to restore.
+pub struct Restoring {
+    /// The VM.
+    pub spec: VmSpec,
+    /// Its disks that are restored.
+    pub disks: Vec<DiskSpec>,
+    /// Where the backup is.
+    pub place: BackupPlace,
+    /// The VM's KEK, where it has a key.
+    pub kek: Option<SecretBytes>,
+    /// The backup's key, where that is not the VM's.
+    pub other: Option<(KeyReference, SecretBytes)>,
+    /// What filters need.
+    pub builder: DiskBuilder,
+}
+
+/// A new image, empty.
+struct Part {
+    to_read: filter::Disk,
+    file: File,
+    sums: File,
+    entry: BackedUpDisk,
+}
+
+impl Restoring {
+    /// The key of the backup.
+    fn key(&self) -> Option<Key<'_>> {
+        let other = self.other.as_ref().map(|(reference, kek)| Key { reference, kek });
+        other.or_else(|| self.vm_key())
+    }
+
+    fn vm_key(&self) -> Option<Key<'_>> {
+        let (reference, kek) = self.spec.key.as_ref().zip(self.kek.as_ref())?;
+        Some(Key { reference, kek })
+    }
+
+    /// Checks what can be checked before anything is written. Blocks.
+    ///
+    /// # Errors
+    /// `not-found`, `damaged`, `locked`, `wrong-state`, `invalid-request`.
+    pub fn check(&self) -> Result<(), Problem> {
+        let opened = Opened::open(&self.place, &self.builder.transfer)?;
+        check(&opened.manifest, self.key())?;
+        self.disks.iter().try_for_each(|disk| self.fits(disk, opened.disk(disk.disk)?))
+    }
+
+    /// Checks that what the backup has of a disk can be the disk.
+    fn fits(&self, disk: &DiskSpec, entry: &BackedUpDisk) -> Result<(), Problem> {
+        let home = Home::of(&disk.datastore, self.spec.vm)?;
+        if !layers::read(&home, disk.disk)?.is_empty() {
+            return Err(rules::has_snapshots(&self.spec, disk));
+        }
+        if let Some(mirror) = Mirror::find(&home, disk.disk)? {
+            return Err(rules::other_mirror(disk, mirror.task()));
+        }
+        let header = data_offset(&entry.facts);
+        if (header > 0) != disk.encrypted {
+            let (then, now) = if disk.encrypted {
+                ("in the clear", "encrypted")
+            } else {
+                ("encrypted", "not encrypted")
+            };
+            let what = format!("disk '{}' is {then} in the backup, and is {now} now", disk.name);
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+        if entry.length - header > disk.size {
+            let what =
+                format!("disk '{}' is smaller than it was in the backup: grow it first", disk.name);
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+        Ok(())
+    }
+
+    /// Writes and flushes the new images. `progress` receives the bytes done and the total.
+    ///
+    /// # Errors
+    /// The problem; nothing is left then.
+    pub async fn run(
+        self,
+        progress: impl Fn(u64, u64) + Send + Sync,
+        cancelled: oneshot::Receiver<()>,
+    ) -> Result<BackupManifest, Problem> {
+        let this = Arc::new(self);
+        let written = tokio::select! {
+            written = Arc::clone(&this).write(progress) => written,
+            Ok(()) = cancelled => {
+                Err(Problem::new(ErrorCode::Cancelled, "the restore was cancelled"))
+            }
+        };
+        if written.is_err() {
+            // The filter first: it has the files open.
+            if let Err(error) = this.builder.directory.sweep().await {
+                tracing::warn!(%error, "the filter of a restore is left");
+            }
+            let removed = spawn_blocking(move || discard_restored(&this.spec, &this.disks));
+            if let Err(problem) = removed.await.map_err(internal).flatten() {
+                tracing::warn!(%problem, "an unfinished image is left");
+            }
+        }
+        written
+    }
+
+    async fn write(
+        self: Arc<Self>,
+        progress: impl Fn(u64, u64) + Send + Sync,
+    ) -> Result<BackupManifest, Problem> {
+        let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
+        // A filter of an earlier attempt is ended, which releases the images.
+        self.builder.directory.renew().await.map_err(internal)?;
+        let this = Arc::clone(&self);
+        let opened = spawn_blocking(move || {
+            let opened = Opened::open(&this.place, &this.builder.transfer)?;
+            check(&opened.manifest, this.key())?;
+            Ok::<_, Problem>(opened)
+        });
+        let opened = Arc::new(opened.await.map_err(internal)??);
+        let lengths = self.disks.iter().map(|disk| opened.disk(disk.disk).map(|it| it.length));
+        let total = lengths.sum::<Result<u64, _>>()?;
+        let mut before = 0;
+        for at in 0..self.disks.len() {
+            let (this, all) = (Arc::clone(&self), Arc::clone(&opened));
+            let part = spawn_blocking(move || this.begin(&all, at)).await.map_err(internal)??;
+            let length = part.entry.length;
+            let shown = |done, _| progress(before + done, total);
+            Arc::clone(&self).fill(&opened, at, part, &slot, shown).await?;
+            before += length;
+            progress(before, total);
+        }
+        Ok(opened.manifest.clone())
+    }
+
+    /// Makes the new image of a disk, empty.
+    fn begin(&self, opened: &Opened, at: usize) -> Result<Part, Problem> {
+        let disk = &self.disks[at];
+        let entry = opened.disk(disk.disk)?.clone();
+        self.fits(disk, &entry)?;
+        let home = Home::of(&disk.datastore, self.spec.vm)?;
+        let path = home.restoring(disk.disk);
+        home.remove(&path)?;
+        let length = data_offset(&entry.facts) + disk.size;
+        home.check_room(if is_preallocated(disk) { length } else { room(opened, &entry)? })?;
+        let file = home.open_or_make(&self.spec, &disk.datastore, &path)?;
+        file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
+        if is_preallocated(disk) {
+            home.allocate(disk.disk, &file, 0..length)?;
+        }
+        let sums = opened.backups.scratch()?;
+        let to_read = opened.to_read(&entry, entry.length, (&file, Volume::Raw), Some(&sums))?;
+        Ok(Part { to_read, file, sums, entry })
+    }
+
+    /// Has a filter fill the new image of a disk, and opens it.
+    async fn fill(
+        self: Arc<Self>,
+        opened: &Arc<Opened>,
+        at: usize,
+        part: Part,
+        slot: &Slot,
+        progress: impl Fn(u64, u64) + Send + Sync,
+    ) -> Result<(), Problem> {
+        let Part { to_read, mut file, sums, entry } = part;
+        let home = Home::of(&self.disks[at].datastore, self.spec.vm)?;
+        let explain = |message| full_or_internal(home.datastore(), message);
+        exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain).await?;
+        let all = Arc::clone(opened);
+        let end = move || {
+            all.compare(&entry, &sums)?;
+            self.unlock(&self.disks[at], &entry, &mut file)?;
+            file.sync_all().map_err(internal)
+        };
+        spawn_blocking(end).await.map_err(internal)?
+    }
+
+    /// Opens an image with its key, and has the VM's key open it alone.
+    fn unlock(
+        &self,
+        disk: &DiskSpec,
+        entry: &BackedUpDisk,
+        file: &mut File,
+    ) -> Result<(), Problem> {
+        let Some(facts) = from_api(disk, &entry.facts) else { return Ok(()) };
+        let (Some(key), Some(vm_key)) = (self.key(), self.vm_key()) else {
+            let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
+            return Err(Problem::new(ErrorCode::Locked, what));
+        };
+        open_header(self.spec.vm, file, entry, key)?;
+        let cannot = |error| header_problem(&disk.name, &error);
+        let held = (key.kek, &keys::context(self.spec.vm, key.reference));
+        let wanted = keys::context(self.spec.vm, vm_key.reference);
+        if key.reference != vm_key.reference {
+            // A change of the key that was under way then may have left another one, and there is room for one only.
+            vmseal_luks::drop_other_keks(file, &facts, held.0, held.1).map_err(cannot)?;
+            vmseal_luks::add_kek(file, &facts, held, (vm_key.kek, &wanted)).map_err(cannot)?;
+        }
+        vmseal_luks::drop_other_keks(file, &facts, vm_key.kek, &wanted).map_err(cannot)
+    }
+}
+
+/// The room that an image needs: that of all files that it is made of, at most.
+fn room(opened: &Opened, entry: &BackedUpDisk) -> Result<u64, Problem> {
+    let mut room = entry.bytes;
+    let mut parent = opened.manifest.parent;
+    let mut looked_at = 0;
+    while let Some(id) = parent
+        && looked_at < vmseal_api::limits::BACKUP_CHAIN_MAX
+    {
+        let Some(manifest) = opened.backups.manifest(id)? else { break };
+        let below = manifest.disks.iter().find(|it| it.disk == entry.disk);
+        room = room.saturating_add(below.map_or(0, |it| it.bytes));
+        (parent, looked_at) = (manifest.parent, looked_at + 1);
+    }
+    Ok(room.min(entry.length))
+}
+
+/// Puts restored images in the place of those of disks, one after the other. One that is there already stays. Blocks.
+///
+/// # Errors
+/// `not-found` when no disk has a restored image; those of the file system.
+pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem> {
+    let mut found = false;
+    for disk in disks {
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let (from, to) = (home.restoring(disk.disk), home.image(disk.disk));
+        match std::fs::rename(&from, &to) {
+            Ok(()) => found = true,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(&from, "renamed", &error)),
+        }
+        atomic_file::flush_directory_of(&to).map_err(|error| failed(&to, "renamed", &error))?;
+    }
+    if found {
+        return Ok(());
+    }
+    let what = "there is no restored image of any disk: restore them again";
+    Err(Problem::new(ErrorCode::NotFound, what))
+}
+
+/// Whether each disk has a restored image that is not used. Blocks.
+///
+/// # Errors
+/// Those of the file system.
+pub fn all_unused(spec: &VmSpec, disks: &[DiskSpec]) -> Result<bool, Problem> {
+    for disk in disks {
+        let path = Home::of(&disk.datastore, spec.vm)?.restoring(disk.disk);
+        match path.symlink_metadata() {
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(failed(&path, "looked at", &error)),
+        }
+    }
+    Ok(true)
+}
+
+/// Removes restored images that are not used. Blocks.
+///
+/// # Errors
+/// `in-use`; those of the file system.
+pub fn discard_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem> {
+    disks.iter().try_for_each(|disk| {
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        home.remove(&home.restoring(disk.disk))
+    })
+}

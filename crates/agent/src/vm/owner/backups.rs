@@ -1,0 +1,219 @@
+//! Backups of a VM, as its owner begins, finishes and stops them.
+
+use tokio::task::spawn_blocking;
+use vmseal_api::backup::BackupPlace;
+use vmseal_api::host::{
+    BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, JobState, KeyReference, Power,
+    RestoreBackupJob, VerifyBackupJob,
+};
+use vmseal_api::id::{BackupId, DiskId, TaskId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::Owner;
+use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
+use crate::storage::backup::{self, Creating, Restoring, Verifying};
+use crate::storage::timed;
+use crate::vm::internal;
+use crate::vm::workers::Workers;
+
+impl Owner {
+    fn place(&self, directory: &std::path::Path, backup: BackupId) -> BackupPlace {
+        BackupPlace { directory: directory.to_owned(), vm: self.spec.vm, backup }
+    }
+
+    fn disks_of_backup(&self, disks: &[DiskId]) -> Result<Vec<(DiskSpec, DiskFacts)>, Problem> {
+        let with_facts = |disk: &DiskId| {
+            let disk = find_disk(&self.spec, *disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((disk, facts))
+        };
+        disks.iter().map(with_facts).collect()
+    }
+
+    /// The key of a backup, where that is not the VM's.
+    fn backup_key(
+        &self,
+        key: Option<&BackupKey>,
+    ) -> Result<Option<(KeyReference, SecretBytes)>, Problem> {
+        let open = |given: &BackupKey| {
+            let kek = self.shared.key_box.open(self.spec.vm, &given.key, &given.sealed)?;
+            Ok((given.key.clone(), kek))
+        };
+        key.map(open).transpose()
+    }
+
+    /// Whether a backup could be made so.
+    pub(super) async fn ready_to_back_up(
+        &self,
+        job: &BackupJob,
+        spec: &JobSpec,
+    ) -> Result<Creating, Problem> {
+        self.may_work(Action::BackUp, spec)?;
+        let disks = self.disks_of_backup(&job.disks)?;
+        for (disk, _) in &disks {
+            self.keeps(disk, job.snapshot).await?;
+        }
+        let first = disks.first().map_or_else(DiskId::default, |(disk, _)| disk.disk);
+        let creating = Creating {
+            spec: self.spec.clone(),
+            disks,
+            kek: self.clone_kek()?,
+            job: job.clone(),
+            builder: Workers::builder_of_export(&self.shared, first),
+        };
+        timed::call(&job.directory, move || creating.check().map(|()| creating)).await
+    }
+
+    /// Whether a backup could be verified so.
+    pub(super) async fn ready_to_verify(
+        &self,
+        job: &VerifyBackupJob,
+        spec: &JobSpec,
+    ) -> Result<Verifying, Problem> {
+        self.may_work(Action::VerifyBackup, spec)?;
+        let (place, allowed) =
+            (self.place(&job.directory, job.backup), self.shared.transfer.clone());
+        let known = place.clone();
+        timed::call(&job.directory, move || backup::read(&known, &allowed)).await?;
+        let key = match self.backup_key(job.key.as_ref())? {
+            None => self.spec.key.clone().zip(self.clone_kek()?),
+            other => other,
+        };
+        let builder = Workers::builder_of_export(&self.shared, job.disk);
+        Ok(Verifying { spec: self.spec.clone(), place, key, builder })
+    }
+
+    /// Whether disks could be restored so.
+    pub(super) async fn ready_to_restore(
+        &self,
+        job: &RestoreBackupJob,
+        spec: &JobSpec,
+    ) -> Result<Restoring, Problem> {
+        self.may_work(Action::Restore, spec)?;
+        let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
+        let disks = disks.collect::<Result<Vec<_>, _>>()?;
+        let first = disks.first().map_or_else(DiskId::default, |disk| disk.disk);
+        let restoring = Restoring {
+            spec: self.spec.clone(),
+            disks,
+            place: self.place(&job.directory, job.backup),
+            kek: self.clone_kek()?,
+            other: self.backup_key(job.key.as_ref())?,
+            builder: Workers::builder_of_export(&self.shared, first),
+        };
+        timed::call(&job.directory, move || restoring.check().map(|()| restoring)).await
+    }
+
+    pub(super) async fn put_backup(
+        &mut self,
+        task: TaskId,
+        job: &BackupJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        let creating = self.ready_to_back_up(job, &spec).await?;
+        let first = first_of(&job.disks)?;
+        self.jobs.begin(task, spec);
+        self.workers.begin_backup(first, creating);
+        Ok(())
+    }
+
+    pub(super) async fn put_verification(
+        &mut self,
+        task: TaskId,
+        job: &VerifyBackupJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        let verifying = self.ready_to_verify(job, &spec).await?;
+        self.jobs.begin(task, spec);
+        self.workers.begin_verification(job.disk, verifying);
+        Ok(())
+    }
+
+    pub(super) async fn put_restore(
+        &mut self,
+        task: TaskId,
+        job: &RestoreBackupJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        let restoring = self.ready_to_restore(job, &spec).await?;
+        let first = first_of(&job.disks)?;
+        self.jobs.begin(task, spec);
+        self.workers.begin_restore(first, restoring);
+        Ok(())
+    }
+
+    pub(super) async fn commit_backup(
+        &mut self,
+        task: TaskId,
+        job: &BackupJob,
+    ) -> Result<(), Problem> {
+        let (place, allowed) =
+            (self.place(&job.directory, job.backup), self.shared.transfer.clone());
+        let named = spawn_blocking(move || backup::commit(&place, &allowed));
+        named.await.map_err(internal)??;
+        self.jobs.committed(task);
+        Ok(())
+    }
+
+    pub(super) async fn commit_restore(
+        &mut self,
+        task: TaskId,
+        job: RestoreBackupJob,
+        spec: &JobSpec,
+    ) -> Result<(), Problem> {
+        // The guest must not run; the job itself may be that of an earlier agent.
+        if self.power() != Power::Off {
+            return Err(rules::wrong_state(&self.spec, "is not off: its disks cannot be restored"));
+        }
+        let (vm, known) = (self.spec.clone(), self.spec.clone());
+        let disks = spec.disks().into_iter().map(|disk| find_disk(&known, disk).cloned());
+        let disks = disks.collect::<Result<Vec<_>, _>>()?;
+        let used = spawn_blocking(move || backup::use_restored(&vm, &disks));
+        used.await.map_err(internal)??;
+        tracing::info!(vm = %self.spec.vm, backup = %job.backup, "disks are restored");
+        self.jobs.committed(task);
+        Ok(())
+    }
+
+    /// Removes what a job that is cancelled has written.
+    pub(super) async fn cancel_backup(
+        &self,
+        spec: &JobSpec,
+        state: Option<&JobState>,
+    ) -> Result<(), Problem> {
+        match spec {
+            JobSpec::Backup(job) => {
+                let place = self.place(&job.directory, job.backup);
+                let allowed = self.shared.transfer.clone();
+                let removed = move || {
+                    let found = backup::Backups::find(&place, &allowed)?;
+                    found.map_or(Ok(()), |backups| backups.remove_unfinished(place.backup))
+                };
+                spawn_blocking(removed).await.map_err(internal)?
+            }
+            JobSpec::RestoreBackup(job) => {
+                let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
+                let disks = disks.collect::<Result<Vec<_>, _>>()?;
+                // An earlier agent may have begun to use the images.
+                let unknown = matches!(state, None | Some(JobState::Done));
+                let vm = self.spec.clone();
+                let discard = move || {
+                    if unknown && !backup::all_unused(&vm, &disks)? {
+                        let what = "the disks, or some of them, hold what the backup has";
+                        return Err(Problem::new(ErrorCode::AlreadyExists, what));
+                    }
+                    backup::discard_restored(&vm, &disks)
+                };
+                spawn_blocking(discard).await.map_err(internal)?
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The disk whose worker does the work of all.
+fn first_of(disks: &[DiskId]) -> Result<DiskId, Problem> {
+    disks.first().copied().ok_or_else(|| Problem::invalid("disks", "at least one is needed"))
+}

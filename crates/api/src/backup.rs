@@ -1,0 +1,201 @@
+//! Backups of VMs on a host: what a backup's manifest says (docs/formats/backup.md).
+//!
+//! Who writes to the directory of backups can write any of it. For a VM that has a key the manifest is authenticated: its MAC
+//! is made with a key that is derived from the VM's.
+
+use std::path::PathBuf;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::filter::DISKS_MAX;
+use crate::host::DiskFacts;
+use crate::host::descriptor::{LENGTH_MAX as DESCRIPTOR_MAX, VmDescriptor};
+use crate::id::{BackupId, DiskId, VmId, check_name};
+use crate::transfer::ImageFormat;
+
+/// The version of manifests.
+pub const VERSION: u32 = 1;
+
+/// The longest manifest, in bytes: a descriptor, and as much again for the files of the most disks.
+pub const LENGTH_MAX: usize = 2 * DESCRIPTOR_MAX;
+
+/// The digits of a MAC, and of a SHA-256.
+const DIGITS: usize = 64;
+
+/// Where a backup is on a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackupPlace {
+    /// The absolute path of the directory of backups.
+    pub directory: PathBuf,
+    /// The VM that it is of.
+    pub vm: VmId,
+    /// The backup.
+    pub backup: BackupId,
+}
+
+/// A backup of a VM. The order of the fields is that in which they are authenticated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackupManifest {
+    /// The version of the format.
+    pub version: u32,
+    /// The backup.
+    pub backup: BackupId,
+    /// Its name.
+    pub name: String,
+    /// The instant that its disks are of.
+    pub created: Timestamp,
+    /// The backup that its overlays are above; none where all of its files are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<BackupId>,
+    /// Whether the guest's file systems were frozen at that instant, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesced: Option<bool>,
+    /// The VM at that time.
+    pub vm: VmDescriptor,
+    /// The disks that are in it.
+    pub disks: Vec<BackedUpDisk>,
+    /// HMAC-SHA256 of all other fields, in hexadecimal; none where the VM has no key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<String>,
+}
+
+/// A disk in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackedUpDisk {
+    /// The disk.
+    pub disk: DiskId,
+    /// Its name within the VM.
+    pub name: String,
+    /// Its file, beside the manifest.
+    pub file: String,
+    /// What the file is: raw is whole, qcow2 is above that of the parent.
+    pub format: ImageFormat,
+    /// The length of the image with its header, in bytes.
+    pub length: u64,
+    /// The room that the file took, in bytes.
+    pub bytes: u64,
+    /// What was pinned of the disk.
+    pub facts: DiskFacts,
+    /// The file with the sums of its blocks, beside the manifest.
+    pub sums: String,
+    /// The SHA-256 of that file, in hexadecimal.
+    pub sums_sha256: String,
+}
+
+/// Why a manifest cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// It is too long.
+    #[error("it has more than {LENGTH_MAX} bytes")]
+    TooLong,
+    /// It is no manifest.
+    #[error("it cannot be parsed: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A later vmseal wrote it.
+    #[error("it has version {0}, and this vmseal reads version {VERSION}")]
+    Version(u64),
+    /// A value that no backup has.
+    #[error("{0}")]
+    Value(String),
+}
+
+/// The beginning of manifests of all versions, also future ones.
+#[derive(Deserialize)]
+struct Head {
+    version: u64,
+}
+
+/// Parses a manifest, and checks each value.
+///
+/// # Errors
+/// [`ManifestError`].
+pub fn parse(json: &[u8]) -> Result<BackupManifest, ManifestError> {
+    if json.len() > LENGTH_MAX {
+        return Err(ManifestError::TooLong);
+    }
+    let Head { version } = serde_json::from_slice(json)?;
+    if version != u64::from(VERSION) {
+        return Err(ManifestError::Version(version));
+    }
+    let manifest: BackupManifest = serde_json::from_slice(json)?;
+    manifest.check().map_err(ManifestError::Value)?;
+    Ok(manifest)
+}
+
+/// Whether it is the name of a file beside the manifest, and of no other.
+fn is_file_name(name: &str) -> bool {
+    check_name(name).is_ok()
+}
+
+fn is_hexadecimal(text: &str) -> bool {
+    text.len() == DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+impl BackupManifest {
+    fn check(&self) -> Result<(), String> {
+        self.vm.check()?;
+        check_name(&self.name).map_err(|error| format!("the backup's name: {error}"))?;
+        if self.disks.len() > DISKS_MAX {
+            return Err(format!("it has more than {DISKS_MAX} disks"));
+        }
+        for (index, disk) in self.disks.iter().enumerate() {
+            let of = |what: &str| format!("disk {}: {what}", index + 1);
+            if !is_file_name(&disk.file) || !is_file_name(&disk.sums) {
+                return Err(of("its files have names that vmseal does not give"));
+            }
+            if self.disks[..index].iter().any(|it| it.disk == disk.disk) {
+                return Err(of("another one has its id"));
+            }
+            let known = self.vm.disks.iter().find(|it| it.disk == disk.disk);
+            let Some(known) = known.filter(|it| it.name == disk.name) else {
+                return Err(of("the VM has none of its id and name"));
+            };
+            let header = match &disk.facts {
+                DiskFacts::Raw => 0,
+                DiskFacts::Luks2 { data_offset, .. } => *data_offset,
+            };
+            if header > DISK_HEADER_MAX || disk.length != header + known.size {
+                return Err(of("its image has not the length of the disk"));
+            }
+            if !is_hexadecimal(&disk.sums_sha256) {
+                return Err(of("the SHA-256 of its sums has another form"));
+            }
+            if disk.format == ImageFormat::Qcow2 && self.parent.is_none() {
+                return Err(of("it is above another backup, which is not named"));
+            }
+        }
+        match &self.mac {
+            Some(mac) if !is_hexadecimal(mac) => {
+                Err("its authentication code has another form".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The bytes that are authenticated: compact JSON of all fields but the MAC.
+    ///
+    /// # Errors
+    /// None that a manifest of ours causes.
+    pub fn authenticated(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&Self { mac: None, ..self.clone() })
+    }
+
+    /// The room that its files took, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.disks.iter().map(|disk| disk.bytes).sum()
+    }
+
+    /// Whether each of its files is whole in itself.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.parent.is_none()
+    }
+}
+
+/// The longest header of an image, in bytes: several times as long as vmseal's.
+const DISK_HEADER_MAX: u64 = 64 << 20;

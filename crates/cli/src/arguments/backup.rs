@@ -1,0 +1,99 @@
+//! `vmseal backup`.
+
+use std::path::PathBuf;
+
+use clap::Subcommand;
+use vmseal_api::model;
+
+use super::{DryRun, List, Wait};
+
+#[derive(Subcommand)]
+pub enum Backup {
+    /// List backups, oldest first: those of a VM, or of all VMs, also of deleted ones
+    ///
+    /// `parent` is the backup that an incremental one needs.
+    #[command(visible_alias = "ls")]
+    List {
+        /// The VM's name or id
+        vm: Option<String>,
+        #[command(flatten)]
+        how: List<model::VmBackup>,
+    },
+    /// Show a backup
+    Show {
+        /// The VM's name or id
+        vm: String,
+        /// The backup's name, or its id
+        backup: String,
+        /// Stay, and print a line for every change until it is removed
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Back up a VM, also while it runs, to a directory of its host
+    ///
+    /// All disks are of one instant; the guest sees a short pause. Its file systems are frozen for that instant if the guest
+    /// agent answers (`quiesced`). Encrypted disks are copied as ciphertext, and open with the VM's key alone. What has
+    /// changed since the VM's last backup in the directory is copied, or all of it if there is none. What a TPM keeps is not
+    /// in it.
+    #[command(visible_alias = "take")]
+    Create {
+        /// The VM's name or id
+        vm: String,
+        /// The backup's name; by default the first of backup-1, backup-2 and so on that is free
+        name: Option<String>,
+        /// The directory, as an absolute path on the host, in one of the agent's --transfer-directory; by default that of the VM's last backup
+        #[arg(long, value_name = "DIR")]
+        to: Option<PathBuf>,
+        /// Copy all of each disk
+        #[arg(long)]
+        full: bool,
+        /// Do not freeze the guest's file systems
+        #[arg(long)]
+        no_quiesce: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Read all of a backup, and check that it is as it was written and that its key opens it
+    ///
+    /// No guest is started, and nothing is written.
+    Verify {
+        /// The VM's name or id
+        vm: String,
+        /// The backup's name, or its id
+        backup: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Have the disks of a VM that is off hold what a backup has, or make a deleted VM again
+    ///
+    /// What the disks hold now is lost: back the VM up before, if in doubt. Nothing is encrypted anew. A VM that was deleted is
+    /// made again with its id, name, disks and network cards.
+    Restore {
+        /// The VM's name or id
+        vm: String,
+        /// The backup's name, or its id
+        backup: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Delete a backup that no other one needs
+    ///
+    /// A key that was kept for it alone is destroyed.
+    #[command(visible_alias = "rm")]
+    Delete {
+        /// The VM's name or id
+        vm: String,
+        /// The backup's name, or its id
+        backup: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+}

@@ -1,0 +1,55 @@
+//! Backups of VMs.
+
+use vmseal_api::client::ServerClient;
+use vmseal_api::model;
+use vmseal_api::request::CreateBackup;
+use vmseal_api::size::Size;
+
+use super::{list, task};
+use crate::arguments::{Backup, Output};
+
+pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow::Result<()> {
+    match verb {
+        Backup::List { vm: Some(vm), how } => list::run(server, output, &how, &path(&vm)).await,
+        Backup::List { vm: None, how } => list::run(server, output, &how, "backups").await,
+        Backup::Show { vm, backup, watch } => {
+            let path = one(&vm, &backup);
+            list::one_with(server, output, watch, details, "vm", async || server.get(&path).await)
+                .await
+        }
+        Backup::Create { vm, name, to, full, no_quiesce, dry_run, wait } => {
+            let request = CreateBackup { name, directory: to, full, quiesce: !no_quiesce };
+            task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
+        }
+        Backup::Verify { vm, backup, dry_run, wait } => {
+            let path = format!("{}/verify", one(&vm, &backup));
+            task::begin(server, output, &path, &(), &dry_run, &wait).await
+        }
+        Backup::Restore { vm, backup, dry_run, wait } => {
+            let path = format!("{}/restore", one(&vm, &backup));
+            task::begin(server, output, &path, &(), &dry_run, &wait).await
+        }
+        Backup::Delete { vm, backup, dry_run, wait } => {
+            task::begin_deletion(server, output, &one(&vm, &backup), &dry_run, &wait).await
+        }
+    }
+}
+
+fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
+    let files =
+        backup.bytes.map_or_else(|| "are being written".to_owned(), |it| Size(it).to_string());
+    let path = backup.directory.join(backup.vm_id.to_string()).join(backup.id.to_string());
+    let key = backup.key.as_ref().map_or_else(
+        || "none: the backup is IN THE CLEAR".to_owned(),
+        |key| format!("'{}' of provider {}", key.key_id, key.provider),
+    );
+    vec![("files", files), ("path", path.display().to_string()), ("opens with key", key)]
+}
+
+fn path(vm: &str) -> String {
+    format!("vms/{vm}/backups")
+}
+
+fn one(vm: &str, backup: &str) -> String {
+    format!("{}/{backup}", path(vm))
+}

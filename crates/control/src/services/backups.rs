@@ -1,0 +1,527 @@
+//! Backups of VMs: ciphertext in a directory of the VM's host, full or of what has changed.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use jiff::Timestamp;
+use vmseal_api::backup::{BackedUpDisk, BackupManifest};
+use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
+use vmseal_api::host::{DatastoreSpec, Device, DiskRole, DiskSpec, Power, VmSpec};
+use vmseal_api::id::{BackupId, DiskId, SnapshotId, VmId};
+use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
+use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::CreateBackup;
+
+use super::caller::{Caller, Privilege};
+use super::snapshots::{keepable, require_power};
+use super::vms::{begin, check_key, find, require_no_template, require_ready};
+use super::{Outcome, PageRequest, Services, features};
+use crate::operation::{Definition, Operation};
+use crate::store::backups::{self, Backup};
+use crate::store::disks::Disk;
+use crate::store::snapshots::Snapshot;
+use crate::store::vms::Vm;
+use crate::store::{Write, datastores, policies, snapshots, vms};
+use crate::tasks::backups::{place, snapshot_name};
+use crate::tasks::{Engine, adopt_vm};
+
+/// The backups of a VM, which may be deleted.
+struct OfVm {
+    id: VmId,
+    /// None when it is deleted.
+    vm: Option<Vm>,
+    disks: Vec<Disk>,
+    all: Vec<Backup>,
+}
+
+impl OfVm {
+    async fn find(services: &Services, name: &str) -> Result<Self, Problem> {
+        match find(services, name).await {
+            Ok((vm, disks)) => {
+                let all = backups::of_vm(&mut *services.store.read().await?, vm.id).await?;
+                Ok(Self { id: vm.id, vm: Some(vm), disks, all })
+            }
+            Err(problem) if problem.code == ErrorCode::NotFound => {
+                let mut read = services.store.read().await?;
+                let id = backups::deleted_vm(&mut read, name).await?.ok_or(problem)?;
+                let vm = vms::get(&mut read, id).await?;
+                let all = backups::of_vm(&mut read, id).await?;
+                Ok(Self { id, vm, disks: Vec::new(), all })
+            }
+            Err(problem) => Err(problem),
+        }
+    }
+
+    /// Its name, or the one that it had.
+    fn name(&self) -> &str {
+        let last = || self.all.last().map(|backup| backup.vm_name.as_str());
+        self.vm.as_ref().map(|vm| vm.name.as_str()).or_else(last).unwrap_or_default()
+    }
+
+    fn one(&self, name: &str) -> Result<&Backup, Problem> {
+        let found = self.all.iter().find(|it| it.name == name || it.id.to_string() == name);
+        found.ok_or_else(|| {
+            let detail = format!("VM '{}' has no backup '{name}'", self.name());
+            Problem::new(ErrorCode::NotFound, detail)
+        })
+    }
+
+    /// The VM, which is needed.
+    fn vm(&self) -> Result<&Vm, Problem> {
+        self.vm.as_ref().ok_or_else(|| {
+            let detail = format!(
+                "VM '{0}' is deleted: restore it first (vmseal backup restore {0})",
+                self.name()
+            );
+            Problem::new(ErrorCode::WrongState, detail)
+        })
+    }
+
+    fn shown(&self, backup: &Backup) -> model::VmBackup {
+        let vm = self.vm.as_ref().map(|vm| vm.name.clone());
+        shown(vm, &self.all, backup)
+    }
+}
+
+fn shown(vm: Option<String>, all: &[Backup], backup: &Backup) -> model::VmBackup {
+    let name = |id: BackupId| {
+        let known = all.iter().find(|it| it.id == id).map(|it| it.name.clone());
+        known.unwrap_or_else(|| id.to_string())
+    };
+    model::VmBackup {
+        id: backup.id,
+        name: backup.name.clone(),
+        vm_deleted: vm.is_none(),
+        vm: vm.unwrap_or_else(|| backup.vm_name.clone()),
+        vm_id: backup.vm,
+        created: backup.created,
+        state: backup.state,
+        host: backup.host_name.clone(),
+        directory: backup.directory.clone(),
+        parent: backup.parent.map(name),
+        bytes: backup.bytes,
+        quiesced: backup.quiesced,
+        verified: backup.verified,
+        key: backup.key.clone(),
+    }
+}
+
+/// Lists the backups of all VMs, also of deleted ones, oldest first.
+pub async fn list_all(
+    services: &Services,
+    caller: &Caller,
+    request: PageRequest,
+) -> Result<Page<model::VmBackup>, Problem> {
+    caller.require(Privilege::Read)?;
+    let part = request.part();
+    let mut read = services.store.read().await?;
+    let found = backups::page(&mut read, &part.after, part.limit).await?;
+    let mut items = Vec::new();
+    for backup in &found {
+        let vm = vms::get(&mut read, backup.vm).await?.map(|vm| vm.name);
+        let all = backups::of_vm(&mut read, backup.vm).await?;
+        items.push(shown(vm, &all, backup));
+    }
+    Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
+}
+
+/// Lists the backups of a VM, which may be deleted, oldest first.
+pub async fn list(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: PageRequest,
+) -> Result<Page<model::VmBackup>, Problem> {
+    caller.require(Privilege::Read)?;
+    let of = OfVm::find(services, vm).await?;
+    let part = request.part();
+    let after = of.all.iter().filter(|known| known.id.to_string() > part.after);
+    let items: Vec<_> = after.take(part.limit as usize).map(|backup| of.shown(backup)).collect();
+    Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
+}
+
+/// Shows a backup.
+pub async fn show(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+) -> Result<model::VmBackup, Problem> {
+    caller.require(Privilege::Read)?;
+    let of = OfVm::find(services, vm).await?;
+    Ok(of.shown(of.one(name)?))
+}
+
+/// Backs up the disks of a VM, which may run.
+pub async fn create(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    request: CreateBackup,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::DirectAccess)?;
+    if let Some(name) = &request.name {
+        vmseal_api::id::check_name(name)
+            .map_err(|error| Problem::invalid("name", error.to_string()))?;
+    }
+    let (vm, _) = find(services, vm).await?;
+    require_ready(&vm)?;
+    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
+    features::require(services, &vm, BACKUP, "back VMs up")?;
+    let remedy = "backups are made while it runs or is off";
+    require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+    check_key(services, &vm)?;
+    let mut write = services.store.write().await?;
+    let all = backups::of_vm(&mut write, vm.id).await?;
+    if all.len() >= BACKUPS_MAX {
+        let detail = format!("VM '{}' has {BACKUPS_MAX} backups: delete one first", vm.name);
+        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
+    }
+    let directory = directory(&vm, &all, request.directory)?;
+    let parent = if request.full { None } else { parent(&vm, &all, &directory) };
+    let snapshot = temporary_snapshot(&mut write, &vm).await?;
+    let free = |name: &String| all.iter().all(|other| other.name != *name);
+    let made_up = (1..=all.len() + 1).map(|number| format!("backup-{number}")).find(free);
+    let backup = Backup {
+        id: BackupId::new(),
+        vm: vm.id,
+        vm_name: vm.name.clone(),
+        host: vm.host,
+        host_name: vm.host_name.clone(),
+        name: request.name.or(made_up).unwrap_or_default(),
+        directory,
+        created: Timestamp::now(),
+        state: BackupState::Creating,
+        parent,
+        quiesced: None,
+        bytes: None,
+        verified: None,
+        key: vm.key.clone(),
+    };
+    backups::insert(&mut write, &backup).await?;
+    let (backup, quiesce) = (backup.id, request.quiesce);
+    let operation = Operation::BackUpVm { vm: vm.id, backup, snapshot, quiesce };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The directory of a new backup.
+fn directory(vm: &Vm, all: &[Backup], asked: Option<PathBuf>) -> Result<PathBuf, Problem> {
+    let last = || all.iter().rev().find(|it| it.host == vm.host).map(|it| it.directory.clone());
+    let chosen = asked.or_else(last).ok_or_else(|| {
+        let what = format!("is needed, as VM '{}' has no backup yet", vm.name);
+        Problem::invalid("directory", what)
+    })?;
+    match chosen.is_absolute() && chosen.to_str().is_some() {
+        true => Ok(chosen),
+        false => Err(Problem::invalid("directory", "must be an absolute path in UTF-8")),
+    }
+}
+
+/// The backup that a new one can be above: the newest in its directory, unless too many are above each other.
+fn parent(vm: &Vm, all: &[Backup], directory: &Path) -> Option<BackupId> {
+    let whole = all.iter().rev().filter(|it| it.state == BackupState::Ready);
+    let newest = whole.into_iter().find(|it| it.host == vm.host && it.directory == directory)?;
+    let (mut length, mut below) = (1, newest.parent);
+    while let Some(id) = below
+        && length < BACKUP_CHAIN_MAX
+    {
+        below = all.iter().find(|it| it.id == id).and_then(|it| it.parent);
+        length += 1;
+    }
+    (length < BACKUP_CHAIN_MAX).then_some(newest.id)
+}
+
+/// The row of the snapshot that keeps what is backed up.
+async fn temporary_snapshot(write: &mut Write<'_>, vm: &Vm) -> Result<SnapshotId, Problem> {
+    let disks = crate::store::disks::of_vm(write, vm.id).await?;
+    let kept = keepable(vm, &disks)?;
+    if kept.is_empty() {
+        let detail = format!("VM '{}' has no disk that can be backed up", vm.name);
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let known = snapshots::of_vm(write, vm.id).await?;
+    if known.len() >= SNAPSHOTS_MAX {
+        let detail = format!(
+            "VM '{}' has {SNAPSHOTS_MAX} snapshots, and a backup takes one for a while: delete one first",
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
+    }
+    let id = SnapshotId::new();
+    let snapshot = Snapshot {
+        id,
+        vm: vm.id,
+        name: snapshot_name(id),
+        description: "kept while a backup is written".to_owned(),
+        parent: known.iter().find(|known| known.current).map(|known| known.id),
+        created: Timestamp::now(),
+        state: SnapshotState::Taking,
+        quiesced: None,
+        current: false,
+        memory: false,
+        disks: kept,
+    };
+    snapshots::insert(write, &snapshot).await?;
+    Ok(id)
+}
+
+fn require_whole(of: &OfVm, backup: &Backup) -> Result<(), Problem> {
+    let is = match backup.state {
+        BackupState::Ready => return Ok(()),
+        BackupState::Creating => "not whole yet",
+        BackupState::Deleting => "being deleted",
+    };
+    let detail = format!("backup '{}' of VM '{}' is {is}", backup.name, of.name());
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// Refuses a VM that is not on the host of its backup.
+fn require_host(vm: &Vm, backup: &Backup) -> Result<(), Problem> {
+    if vm.host == backup.host {
+        return Ok(());
+    }
+    let detail = format!(
+        "backup '{}' is on host '{}', and VM '{}' is on host '{}'",
+        backup.name, backup.host_name, vm.name, vm.host_name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// Reads all of a backup, and checks that it is whole and opens with its key.
+pub async fn verify(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let of = OfVm::find(services, vm).await?;
+    let (backup, vm) = (of.one(name)?, of.vm()?);
+    require_whole(&of, backup)?;
+    require_host(vm, backup)?;
+    require_ready(vm)?;
+    features::require(services, vm, BACKUP, "back VMs up")?;
+    let write = services.store.write().await?;
+    let operation = Operation::VerifyBackup { vm: vm.id, backup: backup.id };
+    begin(services, write, operation, vm, caller, dry_run).await
+}
+
+/// Has the disks of a VM that is off hold what a backup has, or makes a VM again that was deleted.
+pub async fn restore(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let of = OfVm::find(services, vm).await?;
+    let backup = of.one(name)?;
+    require_whole(&of, backup)?;
+    let agent = services.hosts.connected(backup.host)?;
+    let manifest = agent.read_backup(place(backup)).await?;
+    let Some(vm) = &of.vm else {
+        return restore_deleted(services, caller, backup, manifest, dry_run).await;
+    };
+    require_host(vm, backup)?;
+    require_ready(vm)?;
+    require_no_template(vm)?;
+    features::require(services, vm, BACKUP, "back VMs up")?;
+    let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
+    require_power(services, vm, &[Power::Off], &remedy).await?;
+    super::snapshots::require_none(services, vm, "its disks would not follow").await?;
+    let disks = restored(&of, vm, &manifest)?;
+    let write = services.store.write().await?;
+    let operation = Operation::RestoreBackup { vm: vm.id, backup: backup.id, disks };
+    begin(services, write, operation, vm, caller, dry_run).await
+}
+
+/// The disks that are restored: those of the VM that are in the backup. One that is not would be of another time.
+fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>, Problem> {
+    let backed_up: HashSet<DiskId> = manifest.disks.iter().map(|disk| disk.disk).collect();
+    let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
+    let kept = keepable(vm, &of.disks)?;
+    let named = |id: &DiskId| of.disks.iter().find(|disk| disk.id == *id).map(|it| &it.name);
+    if let Some(newer) = kept.iter().find(|disk| !backed_up.contains(disk)) {
+        let name = named(newer).cloned().unwrap_or_default();
+        return Err(refused(format!(
+            "disk '{name}' of VM '{}' is not in backup '{}': remove it first, or export what it holds (vmseal disk remove)",
+            vm.name, manifest.name
+        )));
+    }
+    for entry in &manifest.disks {
+        let now = of.disks.iter().find(|disk| disk.id == entry.disk);
+        let Some(now) = now else {
+            return Err(refused(format!(
+                "disk '{}', which is in backup '{}', was removed from VM '{}'. Delete the VM, and restore it as a whole",
+                entry.name, manifest.name, vm.name
+            )));
+        };
+        let then = entry.facts != vmseal_api::host::DiskFacts::Raw;
+        if then != now.encrypted {
+            let (was, is) =
+                if then { ("encrypted", "is not") } else { ("in the clear", "is encrypted") };
+            return Err(refused(format!(
+                "disk '{}' was {was} when it was backed up, and {is} now",
+                entry.name
+            )));
+        }
+    }
+    Ok(kept)
+}
+
+/// Makes a VM again that was deleted, as it was when it was backed up.
+async fn restore_deleted(
+    services: &Services,
+    caller: &Caller,
+    backup: &Backup,
+    manifest: BackupManifest,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    let encrypted = manifest.vm.key.is_some();
+    caller.require(if encrypted { Privilege::EncryptNew } else { Privilege::VmConfigure })?;
+    if !services.hosts.view(backup.host).has(BACKUP) {
+        let detail = format!(
+            "the agent of host '{}' cannot back VMs up: upgrade vmseal there",
+            backup.host_name
+        );
+        return Err(Problem::new(ErrorCode::Unsupported, detail));
+    }
+    let mut write = services.store.write().await?;
+    let definition = define(&mut write, backup, &manifest).await?;
+    let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
+    adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
+    let disks = definition.spec.disks().map(|disk| disk.disk).collect();
+    let mac = manifest.mac;
+    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup: backup.id, disks, mac };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The VM that a manifest describes, on the datastores that its host has still.
+pub(crate) async fn define(
+    write: &mut Write<'_>,
+    backup: &Backup,
+    manifest: &BackupManifest,
+) -> Result<Definition, Problem> {
+    let of = &manifest.vm;
+    let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
+    if of.vm != backup.vm || of.key != backup.key {
+        return Err(refused(format!(
+            "the manifest of backup '{}' is of another VM or key",
+            backup.name
+        )));
+    }
+    let (Some(vcpus), Some(memory)) = (of.vcpus, of.memory) else {
+        return Err(refused(format!(
+            "the manifest of backup '{}' describes no machine",
+            backup.name
+        )));
+    };
+    let name = of.policy.clone().unwrap_or_default();
+    let policy = policies::find(write, &name).await?.ok_or_else(|| {
+        refused(format!(
+            "there is no policy '{name}', which the VM had: make it first (vmseal policy add)"
+        ))
+    })?;
+    let known = datastores::of_host(write, backup.host).await?;
+    let places: Vec<DatastoreSpec> = known
+        .into_iter()
+        .map(|it| DatastoreSpec { datastore: it.id, location: it.location })
+        .collect();
+    let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, backup));
+    let disks = disks.collect::<Result<Vec<_>, _>>()?;
+    let nics = of.nics.iter().cloned().map(Device::Nic);
+    let mut hardware = of.hardware.clone();
+    // What it kept is not in the backup.
+    hardware.tpm = false;
+    Ok(Definition {
+        spec: VmSpec {
+            vm: of.vm,
+            name: of.name.clone(),
+            vcpus,
+            memory,
+            policy: Some(policy.name.clone()),
+            key: of.key.clone(),
+            hardware,
+            devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
+            snapshots: Vec::new(),
+        },
+        host: backup.host,
+        host_name: backup.host_name.clone(),
+        policy: policy.id,
+        policy_name: policy.name,
+        replaces: None,
+    })
+}
+
+fn disk(
+    manifest: &BackupManifest,
+    entry: &BackedUpDisk,
+    places: &[DatastoreSpec],
+    backup: &Backup,
+) -> Result<DiskSpec, Problem> {
+    let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
+    let of = manifest.vm.disks.iter().find(|disk| disk.disk == entry.disk);
+    let of = of.ok_or_else(|| refused(format!("the manifest lacks disk '{}'", entry.name)))?;
+    let there = places.iter().find(|place| Some(place.datastore) == of.datastore);
+    let datastore = there.cloned().ok_or_else(|| {
+        let id = of.datastore.map(|id| id.to_string()).unwrap_or_default();
+        refused(format!(
+            "disk '{}' was on datastore {id}, which host '{}' does not have: add it first (vmseal datastore add)",
+            of.name, backup.host_name
+        ))
+    })?;
+    Ok(DiskSpec {
+        disk: of.disk,
+        name: of.name.clone(),
+        datastore,
+        size: of.size,
+        encrypted: of.encrypted,
+        role: if of.role == DiskRole::UefiVariables { of.role } else { DiskRole::Data },
+        allocation: of.allocation,
+        limits: of.limits,
+        cache: of.cache,
+        replica: None,
+        facts: Some(entry.facts.clone()),
+    })
+}
+
+/// Deletes a backup, also of a deleted VM.
+pub async fn delete(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    name: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let of = OfVm::find(services, vm).await?;
+    let backup = of.one(name)?;
+    let above: Vec<_> =
+        of.all.iter().filter(|it| it.parent == Some(backup.id)).map(|it| &*it.name).collect();
+    if !above.is_empty() {
+        let detail = format!(
+            "backup '{}' of VM '{}' is needed by {}: delete what is above it first",
+            backup.name,
+            of.name(),
+            above.join(", ")
+        );
+        return Err(Problem::new(ErrorCode::InUse, detail));
+    }
+    let mut write = services.store.write().await?;
+    let operation = Operation::DeleteBackup { vm: of.id, backup: backup.id };
+    if let Some(vm) = &of.vm {
+        return begin(services, write, operation, vm, caller, dry_run).await;
+    }
+    let task = Engine::record(&mut write, operation, of.name(), caller.name()).await?;
+    if dry_run {
+        return Ok(Outcome::Planned(super::vms::plan_of(&task, of.name(), backup.key.is_none())));
+    }
+    write.commit().await?;
+    let shown = services.engine.shown(&task);
+    services.engine.begin(task);
+    Ok(Outcome::Done(shown))
+}

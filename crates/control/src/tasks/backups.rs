@@ -1,0 +1,668 @@
+//! Backs up a VM, verifies a backup, restores one, and deletes one.
+//!
+//! ```text
+//! create   reserve (rows are there) ─► prepare ─► take a snapshot ─► write ─► name ─► record (commit) ─► drop the snapshot
+//! verify   prepare ─► read all of it ─► record
+//! restore  check that the VM is off ─► prepare ─► write new images ─► use them (commit) ─► record
+//!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
+//! delete   mark (commit) ─► remove the files ─► destroy keys that nothing needs ─► remove the row
+//! ```
+//! A backup is undone as a whole: its directory is removed, whether it has its name or not, and its snapshot is dropped. Host
+//! and inventory agree on which backups there are, but for what is done by hand.
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use vmseal_api::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::{
+    BackupJob, BackupKey, DiskFacts, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
+    RestoreBackupJob, SnapshotJob, VerifyBackupJob,
+};
+use vmseal_api::id::{BackupId, DiskId, SnapshotId};
+use vmseal_api::model::{BackupState, Lifecycle};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+
+use super::job::{first_disk, follow, put};
+use super::run::{Run, StepError, absent_is_fine, register, state_of};
+use super::start_vm::{locked, prepare};
+use super::step::{Limit, Output, Step, WaitPolicy};
+use crate::hosts::keys::{self as delivery, Purpose};
+use crate::operation::Operation;
+use crate::store::backups::{self, Backup};
+use crate::store::events::NewEvent;
+use crate::store::snapshots::{self, Snapshot};
+use crate::store::vms::Vm;
+use crate::store::{disks, keys, vms};
+
+/// The steps of the operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BackupStep {
+    Reserve,
+    Prepare,
+    Take,
+    Write,
+    Name,
+    Record,
+    DropSnapshot,
+    Verify,
+    RecordVerified,
+    CheckOff,
+    WriteImages,
+    UseImages,
+    RecordRestored,
+    ReserveVm,
+    UseFirstImages,
+    RecordVm,
+    Mark,
+    RemoveFiles,
+    DestroyKeys,
+    RemoveRow,
+}
+
+pub(crate) const CREATE: &[&dyn Step] = &[
+    &BackupStep::Reserve,
+    &BackupStep::Prepare,
+    &BackupStep::Take,
+    &BackupStep::Write,
+    &BackupStep::Name,
+    &BackupStep::Record,
+    &BackupStep::DropSnapshot,
+];
+
+pub(crate) const VERIFY: &[&dyn Step] =
+    &[&BackupStep::Prepare, &BackupStep::Verify, &BackupStep::RecordVerified];
+
+pub(crate) const RESTORE: &[&dyn Step] = &[
+    &BackupStep::CheckOff,
+    &BackupStep::Prepare,
+    &BackupStep::WriteImages,
+    &BackupStep::UseImages,
+    &BackupStep::RecordRestored,
+];
+
+pub(crate) const RESTORE_DELETED: &[&dyn Step] = &[
+    &BackupStep::ReserveVm,
+    &BackupStep::Prepare,
+    &BackupStep::WriteImages,
+    &BackupStep::UseFirstImages,
+    &BackupStep::RecordVm,
+];
+
+pub(crate) const DELETE: &[&dyn Step] = &[
+    &BackupStep::Mark,
+    &BackupStep::RemoveFiles,
+    &BackupStep::DestroyKeys,
+    &BackupStep::RemoveRow,
+];
+
+#[async_trait]
+impl Step for BackupStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve",
+            Self::Prepare => "prepare",
+            Self::Take => "take",
+            Self::Write => "write",
+            Self::Name => "name",
+            Self::Record => "record",
+            Self::DropSnapshot => "drop-snapshot",
+            Self::Verify => "verify",
+            Self::RecordVerified => "record-verified",
+            Self::CheckOff => "check-off",
+            Self::WriteImages => "write-images",
+            Self::UseImages => "use-images",
+            Self::RecordRestored => "record-restored",
+            Self::ReserveVm => "reserve-vm",
+            Self::UseFirstImages => "use-first-images",
+            Self::RecordVm => "record-vm",
+            Self::Mark => "mark",
+            Self::RemoveFiles => "remove-files",
+            Self::DestroyKeys => "destroy-keys",
+            Self::RemoveRow => "remove-row",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve its name",
+            Self::Prepare => "register and deliver the key",
+            Self::Take => "keep what the disks hold",
+            Self::Write => "write the backup",
+            Self::Name => "give the backup its name",
+            Self::Record => "record the backup",
+            Self::DropSnapshot => "merge what was kept for it",
+            Self::Verify => "read all of the backup",
+            Self::RecordVerified => "record that it was verified",
+            Self::CheckOff => "check that the VM is off",
+            Self::WriteImages => "write new images of the disks",
+            Self::UseImages | Self::UseFirstImages => "use the new images",
+            Self::RecordRestored => "record what the disks hold",
+            Self::ReserveVm => "reserve the name of the VM",
+            Self::RecordVm => "record the VM",
+            Self::Mark => "mark the backup as being deleted",
+            Self::RemoveFiles => "remove its files",
+            Self::DestroyKeys => "destroy keys that nothing needs",
+            Self::RemoveRow => "remove it from the inventory",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::DestroyKeys)
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Record | Self::UseImages | Self::RecordVm | Self::Mark)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            // Hours of copying are not thrown away because the host is away for a while.
+            Self::Write
+            | Self::Name
+            | Self::DropSnapshot
+            | Self::Verify
+            | Self::WriteImages
+            | Self::UseImages
+            | Self::UseFirstImages
+            | Self::RecordRestored
+            | Self::RemoveFiles
+            | Self::DestroyKeys => WaitPolicy::BOTH,
+            _ => WaitPolicy::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::Prepare | Self::DestroyKeys => Some(Limit::Provider),
+            Self::Write | Self::DropSnapshot | Self::Verify | Self::WriteImages => {
+                Some(Limit::HostWork)
+            }
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Take => return take(run).await.map(|taken| Output::of(&taken)),
+            Self::Write => return write(run).await.map(|written| Output::of(&written)),
+            Self::WriteImages => return write_images(run).await.map(|facts| Output::of(&facts)),
+            Self::Reserve | Self::ReserveVm => Ok(()),
+            Self::Prepare => prepare(run).await,
+            Self::Name => name(run).await,
+            Self::Record => record(run).await,
+            Self::DropSnapshot => drop_snapshot(run).await,
+            Self::Verify => verify(run).await,
+            Self::RecordVerified => record_verified(run).await,
+            Self::CheckOff => check_off(run).await,
+            Self::UseImages | Self::UseFirstImages => use_images(run).await,
+            Self::RecordRestored => record_restored(run).await,
+            Self::RecordVm => record_vm(run).await,
+            Self::Mark => mark(run).await,
+            Self::RemoveFiles => remove_files(run).await,
+            Self::DestroyKeys => destroy_keys(run).await,
+            Self::RemoveRow => remove_row(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Reserve => unreserve(run).await,
+            Self::Take => drop_snapshot(run).await,
+            Self::Write | Self::Name => remove_written(run).await,
+            Self::Verify => cancel(run, verification(run, None).await?).await,
+            Self::WriteImages => match cancel(run, restoration(run, None).await?).await {
+                // The host knows nothing of the job, and no image was used.
+                Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
+                    Ok(())
+                }
+                other => other,
+            },
+            Self::UseImages => unused(run, cause).await,
+            Self::RecordVerified => set_verified(run, None).await,
+            Self::UseFirstImages => remove_first_images(run).await,
+            Self::ReserveVm => unreserve_vm(run).await,
+            Self::Mark => set_state(run, BackupState::Ready).await,
+            // Nothing was done, or it is past the commit step.
+            _ => Ok(()),
+        }
+    }
+}
+
+fn internal(what: &str) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::Internal, what))
+}
+
+fn id(run: &Run<'_>) -> Result<BackupId, StepError> {
+    match run.task.operation {
+        Operation::BackUpVm { backup, .. }
+        | Operation::VerifyBackup { backup, .. }
+        | Operation::RestoreBackup { backup, .. }
+        | Operation::RestoreDeletedVm { backup, .. }
+        | Operation::DeleteBackup { backup, .. } => Ok(backup),
+        _ => Err(internal("the task is about no backup")),
+    }
+}
+
+/// The backup of the task; none if it is removed.
+async fn find(run: &Run<'_>) -> Result<Option<Backup>, StepError> {
+    Ok(backups::get(&mut *run.store().read().await?, id(run)?).await?)
+}
+
+async fn backup(run: &Run<'_>) -> Result<Backup, StepError> {
+    find(run).await?.ok_or_else(|| {
+        let detail = format!("the backup of '{}' that this task is about is gone", run.task.target);
+        StepError::Final(Problem::new(ErrorCode::NotFound, detail))
+    })
+}
+
+/// Where a backup is.
+pub(crate) fn place(of: &Backup) -> BackupPlace {
+    BackupPlace { directory: of.directory.clone(), vm: of.vm, backup: of.id }
+}
+
+/// The snapshot of the task; none if it is dropped.
+async fn snapshot(run: &Run<'_>) -> Result<Option<Snapshot>, StepError> {
+    let Operation::BackUpVm { snapshot, .. } = run.task.operation else {
+        return Err(internal("the task takes no snapshot"));
+    };
+    let known = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
+    Ok(known.into_iter().find(|known| known.id == snapshot))
+}
+
+/// When the snapshot was taken, and whether the guest's file systems were frozen.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Taken {
+    at: Timestamp,
+    quiesced: Option<bool>,
+}
+
+async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
+    let vm = run.vm().await?;
+    let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
+    let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
+    let (snapshot, disks, memory) = (kept.id, kept.disks, false);
+    put(run, &vm, JobSpec::Snapshot(SnapshotJob { snapshot, quiesce, memory, disks })).await?;
+    let quiesced = follow(run, &vm, JobKind::Snapshot).await?;
+    Ok(Taken { at: Timestamp::now(), quiesced })
+}
+
+async fn order(run: &Run<'_>) -> Result<JobSpec, StepError> {
+    let (backup, kept) = (backup(run).await?, snapshot(run).await?);
+    let kept = kept.ok_or_else(|| internal("the task has lost its snapshot"))?;
+    let taken: Option<Taken> = run.output(BackupStep::Take.name());
+    Ok(JobSpec::Backup(BackupJob {
+        backup: backup.id,
+        name: backup.name,
+        created: taken.map_or(backup.created, |taken| taken.at),
+        directory: backup.directory,
+        parent: backup.parent,
+        snapshot: kept.id,
+        quiesced: taken.and_then(|taken| taken.quiesced),
+        disks: kept.disks,
+    }))
+}
+
+/// What the inventory keeps of a manifest.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Written {
+    parent: Option<BackupId>,
+    bytes: u64,
+    disks: usize,
+}
+
+/// The manifest that the task's job has found or written.
+async fn manifest(run: &Run<'_>, vm: &Vm) -> Result<BackupManifest, StepError> {
+    match run.agent(vm)?.job(vm.id, run.task.id).await {
+        Ok(status) => {
+            let manifest =
+                status.backup.ok_or_else(|| internal("the host's job has no manifest"))?;
+            Ok(*manifest)
+        }
+        // The agent has restarted since: it does the work again.
+        Err(problem) if problem.code == ErrorCode::NotFound => Err(StepError::Again(problem)),
+        Err(problem) => Err(problem.into()),
+    }
+}
+
+async fn write(run: &Run<'_>) -> Result<Written, StepError> {
+    let vm = run.vm().await?;
+    put(run, &vm, order(run).await?).await?;
+    follow(run, &vm, JobKind::Backup).await?;
+    let manifest = manifest(run, &vm).await?;
+    Ok(Written { parent: manifest.parent, bytes: manifest.bytes(), disks: manifest.disks.len() })
+}
+
+/// Has the host name the backup; what an agent that has restarted has lost is written again.
+async fn name(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, job) = (run.vm().await?, order(run).await?);
+    register(run).await?;
+    let agent = run.agent(&vm)?;
+    match agent.commit_job(vm.id, run.task.id, job.clone()).await {
+        Err(problem) if problem.code == ErrorCode::NotFound => {}
+        other => return Ok(other?),
+    }
+    put(run, &vm, job.clone()).await?;
+    follow(run, &vm, JobKind::Backup).await?;
+    Ok(agent.commit_job(vm.id, run.task.id, job).await?)
+}
+
+async fn record(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, known) = (run.vm().await?, backup(run).await?);
+    let written: Written = run
+        .output(BackupStep::Write.name())
+        .ok_or_else(|| internal("the task does not say what it has written"))?;
+    let taken: Option<Taken> = run.output(BackupStep::Take.name());
+    let whole = Backup {
+        created: taken.map_or(known.created, |taken| taken.at),
+        quiesced: taken.and_then(|taken| taken.quiesced),
+        parent: written.parent,
+        bytes: Some(written.bytes),
+        key: vm.key.clone(),
+        ..known
+    };
+    let mut write = run.store().write().await?;
+    backups::set_whole(&mut write, &whole).await?;
+    let (kind, actor) = ("backup.created", run.task.actor.as_str());
+    let how = if whole.key.is_some() { "encrypted" } else { "IN THE CLEAR, as the VM has no key" };
+    let what = if whole.parent.is_some() { "incremental" } else { "full" };
+    let (name, host, directory) = (&whole.name, &whole.host_name, whole.directory.display());
+    let (number, bytes) = (written.disks, Size(written.bytes));
+    let detail = format!(
+        "{what} backup '{name}' of {number} disks, {bytes} in {directory} on host '{host}', {how}"
+    );
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Has the host drop the snapshot, if there is one, and merge its layers.
+async fn drop_snapshot(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(kept) = snapshot(run).await? else { return Ok(()) };
+    let vm = run.vm().await?;
+    let job = DropSnapshotJob { snapshot: kept.id, disks: kept.disks.clone() };
+    put(run, &vm, JobSpec::DropSnapshot(job)).await?;
+    follow(run, &vm, JobKind::DropSnapshot).await?;
+    let mut write = run.store().write().await?;
+    snapshots::delete(&mut write, &kept).await?;
+    Ok(write.commit().await?)
+}
+
+/// Undoes [`write`] and [`name`].
+async fn remove_written(run: &Run<'_>) -> Result<(), StepError> {
+    cancel(run, order(run).await?).await?;
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    Ok(run.agent(&vm)?.discard_backup(place(&backup)).await?)
+}
+
+/// Has the host give up the task's job, and remove what it has written.
+async fn cancel(run: &Run<'_>, job: JobSpec) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    register(run).await?;
+    absent_is_fine(run.agent(&vm)?.cancel_job(vm.id, run.task.id, job).await)
+}
+
+async fn unreserve(run: &Run<'_>) -> Result<(), StepError> {
+    let kept = snapshot(run).await?;
+    let mut write = run.store().write().await?;
+    if let Some(kept) = kept {
+        snapshots::delete(&mut write, &kept).await?;
+    }
+    backups::delete(&mut write, id(run)?).await?;
+    Ok(write.commit().await?)
+}
+
+/// The key of the backup, sealed to the VM's host, where the VM has another one.
+async fn other_key(run: &Run<'_>, vm: &Vm, of: &Backup) -> Result<Option<BackupKey>, StepError> {
+    let Some(key) = of.key.clone().filter(|key| vm.key.as_ref() != Some(key)) else {
+        return Ok(None);
+    };
+    let agent = run.agent(vm)?;
+    let kek = delivery::fetch(&run.context.providers, vm, &key, Purpose::Open).await;
+    let kek = kek.map_err(locked)?;
+    let key_box = agent.describe().await?.key_box;
+    let sealed = delivery::seal(run.store(), &key_box, vm, &key, kek).await?;
+    Ok(Some(BackupKey { key, sealed }))
+}
+
+async fn verification(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, StepError> {
+    let (backup, disk) = (backup(run).await?, first_disk(run).await?);
+    let (id, directory) = (backup.id, backup.directory);
+    Ok(JobSpec::VerifyBackup(VerifyBackupJob { backup: id, directory, disk, key }))
+}
+
+async fn verify(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    let key = other_key(run, &vm, &backup).await?;
+    put(run, &vm, verification(run, key).await?).await?;
+    follow(run, &vm, JobKind::VerifyBackup).await.map(drop)
+}
+
+async fn record_verified(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    let mut write = run.store().write().await?;
+    backups::set_verified(&mut write, backup.id, Some(Timestamp::now())).await?;
+    let (kind, actor) = ("backup.verified", run.task.actor.as_str());
+    let opens = match &backup.key {
+        Some(key) => format!(", and key '{}' opens it", key.key_id),
+        None => String::new(),
+    };
+    let detail = format!("backup '{}' is whole{opens}", backup.name);
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+async fn check_off(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        None | Some(Power::Off) => Ok(()),
+        Some(_) => {
+            let detail = format!(
+                "VM '{0}' is not off: stop it first (vmseal vm stop {0}), as what it holds would change under its guest",
+                vm.name
+            );
+            Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+        }
+    }
+}
+
+/// The disks that are restored.
+async fn restored_disks(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
+    match &run.task.operation {
+        Operation::RestoreBackup { disks, .. } | Operation::RestoreDeletedVm { disks, .. } => {
+            Ok(disks.clone())
+        }
+        _ => Err(internal("the task restores nothing")),
+    }
+}
+
+async fn restoration(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, StepError> {
+    let (backup, disks) = (backup(run).await?, restored_disks(run).await?);
+    let (id, directory) = (backup.id, backup.directory);
+    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup: id, directory, disks, key }))
+}
+
+/// Has the host write new images; returns what is to be pinned of them.
+async fn write_images(run: &Run<'_>) -> Result<Vec<(DiskId, DiskFacts)>, StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    let key = other_key(run, &vm, &backup).await?;
+    put(run, &vm, restoration(run, key).await?).await?;
+    follow(run, &vm, JobKind::RestoreBackup).await?;
+    let manifest = manifest(run, &vm).await?;
+    if let Operation::RestoreDeletedVm { mac, .. } = &run.task.operation
+        && *mac != manifest.mac
+    {
+        let detail = "the backup's manifest has changed since the restore began: begin it again";
+        return Err(StepError::Final(Problem::new(ErrorCode::Conflict, detail)));
+    }
+    let disks = restored_disks(run).await?;
+    let restored = manifest.disks.into_iter().filter(|disk| disks.contains(&disk.disk));
+    Ok(restored.map(|disk| (disk.disk, disk.facts)).collect())
+}
+
+/// Has the host use the new images; those that an agent that has restarted has removed are written again.
+async fn use_images(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    register(run).await?;
+    let key = other_key(run, &vm, &backup).await?;
+    let job = restoration(run, key).await?;
+    let agent = run.agent(&vm)?;
+    match agent.commit_job(vm.id, run.task.id, job.clone()).await {
+        Err(problem) if problem.code == ErrorCode::NotFound => {}
+        other => return Ok(other?),
+    }
+    put(run, &vm, job.clone()).await?;
+    follow(run, &vm, JobKind::RestoreBackup).await?;
+    Ok(agent.commit_job(vm.id, run.task.id, job).await?)
+}
+
+/// Undoes [`use_images`], which is possible only while no image was used.
+async fn unused(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    match cancel(run, restoration(run, None).await?).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
+            let problem = unfinished(&run.task.operation, &run.task.target, cause);
+            Err(StepError::Final(problem))
+        }
+        other => other,
+    }
+}
+
+async fn set_verified(run: &Run<'_>, at: Option<Timestamp>) -> Result<(), StepError> {
+    let mut write = run.store().write().await?;
+    backups::set_verified(&mut write, id(run)?, at).await?;
+    Ok(write.commit().await?)
+}
+
+async fn set_facts(run: &Run<'_>, write: &mut crate::store::Write<'_>) -> Result<(), StepError> {
+    let facts: Vec<(DiskId, DiskFacts)> = run
+        .output(BackupStep::WriteImages.name())
+        .ok_or_else(|| internal("the task does not say what it has restored"))?;
+    for (disk, facts) in facts {
+        disks::set_facts(write, disk, &facts).await?;
+    }
+    Ok(())
+}
+
+async fn record_restored(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    let mut write = run.store().write().await?;
+    set_facts(run, &mut write).await?;
+    tell_restored(run, &mut write, &vm, &backup).await?;
+    write.commit().await?;
+    register(run).await
+}
+
+async fn tell_restored(
+    run: &Run<'_>,
+    write: &mut crate::store::Write<'_>,
+    vm: &Vm,
+    backup: &Backup,
+) -> Result<(), StepError> {
+    let (kind, actor) = ("backup.restored", run.task.actor.as_str());
+    let detail = format!("backup '{}' of {}", backup.name, backup.created);
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(())
+}
+
+/// The VM is as it was, and no VM that is being made any more.
+async fn record_vm(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    {
+        let _unchanged = run.hosts().lock(run.vm_id).await;
+        let mut write = run.store().write().await?;
+        set_facts(run, &mut write).await?;
+        vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
+        tell_restored(run, &mut write, &vm, &backup).await?;
+        write.commit().await?;
+    }
+    register(run).await
+}
+
+/// Undoes the use of the images of a VM that had none.
+async fn remove_first_images(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    register(run).await?;
+    let agent = run.agent(&vm)?;
+    for disk in restored_disks(run).await? {
+        absent_is_fine(agent.delete_disk(vm.id, disk).await)?;
+    }
+    Ok(())
+}
+
+async fn unreserve_vm(run: &Run<'_>) -> Result<(), StepError> {
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let Some(vm) = run.find_vm().await? else { return Ok(()) };
+    absent_is_fine(run.agent(&vm)?.unregister_vm(vm.id).await)?;
+    let mut write = run.store().write().await?;
+    vms::delete(&mut write, vm.id).await?;
+    Ok(write.commit().await?)
+}
+
+async fn set_state(run: &Run<'_>, state: BackupState) -> Result<(), StepError> {
+    let mut write = run.store().write().await?;
+    backups::set_state(&mut write, id(run)?, state).await?;
+    Ok(write.commit().await?)
+}
+
+async fn mark(run: &Run<'_>) -> Result<(), StepError> {
+    set_state(run, BackupState::Deleting).await
+}
+
+async fn remove_files(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(backup) = find(run).await? else { return Ok(()) };
+    let agent: std::sync::Arc<dyn HostAgent> = run.hosts().agent(backup.host)?;
+    Ok(agent.discard_backup(place(&backup)).await?)
+}
+
+/// Destroys the keys of the VM that were kept for this backup alone: a VM that is there needs its own.
+async fn destroy_keys(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(backup) = find(run).await? else { return Ok(()) };
+    let vm = run.find_vm().await?;
+    let mut read = run.store().read().await?;
+    let known = keys::of_vm(&mut read, backup.vm).await?;
+    let others = backups::of_vm(&mut read, backup.vm).await?;
+    drop(read);
+    let current = vm.as_ref().and_then(|vm| vm.key.as_ref());
+    let others = || others.iter().filter(|other| other.id != backup.id);
+    for key in known.iter().filter(|key| backup.key.as_ref() == Some(key)) {
+        let needed = current == Some(key) || others().any(|other| other.key.as_ref() == Some(key));
+        if !needed {
+            let provider = run.context.providers.get(key.provider)?;
+            provider.destroy_key(backup.vm, &backup.vm_name, key).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn remove_row(run: &Run<'_>) -> Result<(), StepError> {
+    let Some(backup) = find(run).await? else { return Ok(()) };
+    let mut write = run.store().write().await?;
+    backups::delete(&mut write, backup.id).await?;
+    let detail = format!("backup '{}'", backup.name);
+    let (kind, actor) = ("backup.deleted", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &backup.vm_name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// The problem of a failure after the commit step.
+pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+    let detail = match operation {
+        Operation::BackUpVm { .. } => format!(
+            "the backup of VM '{target}' is whole, but the snapshot that was taken for it is not merged yet ({cause}): delete it once the cause is fixed (vmseal snapshot list {target})"
+        ),
+        Operation::DeleteBackup { .. } => format!(
+            "a backup of '{target}' is deleted in part ({cause}): delete it again once the cause is fixed"
+        ),
+        _ => format!(
+            "some disks of VM '{target}' hold what the backup has, and others may not ({cause}): restore it again once the cause is fixed"
+        ),
+    };
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}
+
+/// The name of the snapshot that lasts as long as a backup is written.
+pub(crate) fn snapshot_name(snapshot: SnapshotId) -> String {
+    let digits = snapshot.0.simple().to_string();
+    format!("backup-{}", &digits[digits.len() - 12..])
+}

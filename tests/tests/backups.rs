@@ -1,0 +1,221 @@
+//! Backups of a VM whose guest writes: all of one instant, ciphertext, openable by other tools, and restored without a loss;
+//! also when the agent, the filter or the server dies meanwhile, and when the VM was deleted.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::Duration;
+
+use serde_json::Value;
+use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_counting};
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{booted, run};
+
+const VM: &str = "web";
+
+/// A place of the guest's disk that its system does not use, in MiB.
+const TEXT_AT: u32 = 58;
+
+fn write(console: &mut Console, text: &str) {
+    let to = format!("dd of=/dev/vda bs=1M seek={TEXT_AT} conv=notrunc,fsync 2>/dev/null");
+    run(console, &format!("echo {text} | {to}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
+}
+
+fn reads(console: &mut Console, text: &str) {
+    let read = format!("dd if=/dev/vda bs=1M skip={TEXT_AT} count=1 2>/dev/null | head -n 1");
+    run(console, &format!("echo 3 >/proc/sys/vm/drop_caches; {read}"), text).unwrap();
+}
+
+fn backup(here: &Installation, arguments: &[&str]) -> String {
+    here.vmseal(&[&["backup"], arguments].concat()).unwrap()
+}
+
+fn listed(here: &Installation) -> Vec<Value> {
+    here.json(&["backup", "list", VM]).unwrap().as_array().unwrap().clone()
+}
+
+/// The directory of a backup.
+fn path(here: &Installation, name: &str) -> PathBuf {
+    let shown = here.json(&["backup", "show", VM, name]).unwrap();
+    let part = |field: &str| shown[field].as_str().unwrap().to_owned();
+    Path::new(&part("directory")).join(part("vm_id")).join(part("id"))
+}
+
+fn stop(here: &Installation, console: Console) {
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    drop(console);
+}
+
+fn restarted(here: &Installation) -> Console {
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    booted(here, VM).unwrap()
+}
+
+/// What a tool of QEMU's reads of an image with all that it is above.
+fn converted(here: &Installation, image: &Path) -> Vec<u8> {
+    let to = here.path("converted");
+    let mut command = Command::new("qemu-img");
+    let ran = command.args(["convert", "-O", "raw"]).arg(image).arg(&to).output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    std::fs::read(to).unwrap()
+}
+
+fn has(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|part| part == text.as_bytes())
+}
+
+#[test]
+fn backups_of_a_running_vm_are_verified_and_restored() {
+    let (here, mut console) = started(VM, "encrypted");
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    let to = to.to_str().unwrap();
+    let nowhere = here.refused(&["backup", "create", VM]).unwrap();
+    assert!(nowhere.contains("--to"), "{nowhere}");
+    let planned = backup(&here, &["create", VM, "--to", to, "--dry-run"]);
+    assert!(planned.contains("write the backup"), "{planned}");
+    assert_eq!(listed(&here), Vec::<Value>::new());
+    write(&mut console, "TEXT-OF-ONE");
+    count(&mut console);
+    backup(&here, &["create", VM, "one", "--to", to]);
+    write(&mut console, "TEXT-OF-TWO");
+    backup(&here, &["create", VM, "two"]);
+    stop_counting(&mut console);
+    write(&mut console, "TEXT-OF-NOW");
+    let all = listed(&here);
+    assert_eq!((&all[0]["parent"], &all[1]["parent"]), (&Value::Null, &"one".into()), "{all:?}");
+    let bytes = |at: usize| all[at]["bytes"].as_u64().unwrap();
+    assert!(bytes(1) * 4 < bytes(0), "{all:?}");
+    assert_eq!(here.json(&["snapshot", "list", VM]).unwrap(), Value::Array(Vec::new()));
+
+    // Ciphertext, for any tool that knows the format; a header of LUKS2 that opens with nothing but the VM's key.
+    let full = std::fs::read(path(&here, "one").join("disk0.luks")).unwrap();
+    let above = converted(&here, &path(&here, "two").join("disk0.qcow2"));
+    assert_eq!(full.len(), above.len());
+    for (image, name) in [(&full, "one"), (&above, "two")] {
+        assert!(image.starts_with(b"LUKS\xba\xbe"), "{name} is no LUKS2 volume");
+        for text in [MARKER, "TEXT-OF-ONE", "TEXT-OF-TWO"] {
+            assert!(!has(image, text), "{text} is in the clear in backup {name}");
+        }
+    }
+    let needed = here.refused(&["backup", "delete", VM, "one"]).unwrap();
+    assert!(needed.contains("needed by two"), "{needed}");
+    for name in ["one", "two"] {
+        backup(&here, &["verify", VM, name]);
+    }
+    assert!(listed(&here).iter().all(|it| it["verified"].is_string()));
+    let running = here.refused(&["backup", "restore", VM, "one"]).unwrap();
+    assert!(running.contains("stop it first"), "{running}");
+
+    // With another key since, of which the backups know nothing.
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    backup(&here, &["verify", VM, "two"]);
+    stop(&here, console);
+    for (name, text) in [("one", "TEXT-OF-ONE"), ("two", "TEXT-OF-TWO")] {
+        backup(&here, &["restore", VM, name]);
+        let mut console = restarted(&here);
+        reads(&mut console, text);
+        read_marker(&mut console);
+        stop(&here, console);
+    }
+
+    // A VM that was deleted, with its key that the backups have kept.
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    assert!(listed(&here).iter().all(|it| it["vm_deleted"] == true));
+    backup(&here, &["restore", VM, "two"]);
+    let mut console = restarted(&here);
+    reads(&mut console, "TEXT-OF-TWO");
+    stop(&here, console);
+    for name in ["two", "one"] {
+        backup(&here, &["delete", VM, name]);
+    }
+    assert_eq!(std::fs::read_dir(to).unwrap().count(), 0, "something of a backup is left");
+    reads(&mut restarted(&here), "TEXT-OF-TWO");
+}
+
+/// What was changed in a backup is found, and nothing of it is restored.
+#[test]
+fn a_backup_that_was_changed_is_found() {
+    use std::os::unix::fs::FileExt;
+    let (here, mut console) = started(VM, "encrypted");
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    backup(&here, &["create", VM, "one", "--to", to.to_str().unwrap()]);
+    write(&mut console, "TEXT-OF-NOW");
+    backup(&here, &["create", VM, "two"]);
+    stop(&here, console);
+    let directory = path(&here, "one");
+    let (image, manifest) = (directory.join("disk0.luks"), directory.join("manifest.json"));
+    let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
+    let at = (16 << 20) + (u64::from(TEXT_AT) << 20);
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+    for verb in ["verify", "restore"] {
+        let told = here.refused(&["backup", verb, VM, "one"]).unwrap();
+        assert!(told.contains("is damaged") && told.contains(&at.to_string()), "{verb}: {told}");
+    }
+    file.write_all_at(&byte, at).unwrap();
+    backup(&here, &["verify", VM, "one"]);
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    std::fs::write(&manifest, text.replacen("\"one\"", "\"eno\"", 1)).unwrap();
+    let told = here.refused(&["backup", "restore", VM, "one"]).unwrap();
+    assert!(told.contains("was changed"), "{told}");
+    std::fs::write(&manifest, text).unwrap();
+    file.set_len(32 << 20).unwrap();
+    let told = here.refused(&["backup", "verify", VM, "two"]).unwrap();
+    assert!(told.contains("cut off"), "{told}");
+    reads(&mut restarted(&here), "TEXT-OF-NOW");
+}
+
+/// Whatever dies while a backup is made, it is made or nothing of it is left, and the guest has lost nothing.
+#[test]
+fn what_dies_while_a_backup_is_made_loses_nothing() {
+    let (mut here, mut console) = started(VM, "encrypted");
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    let to = to.to_str().unwrap();
+    for (round, milliseconds) in [20, 100, 200, 350, 500, 700].into_iter().enumerate() {
+        count(&mut console);
+        let name = format!("round-{round}");
+        let task = here.json(&["backup", "create", VM, &name, "--to", to, "--no-wait"]).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        match round % 3 {
+            0 => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            1 => here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard),
+            _ => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let there = listed(&here).iter().any(|it| it["name"] == name.as_str());
+        assert_eq!(there, ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        eventually("the guest is served", || {
+            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+        })
+        .unwrap();
+        // The agent or the server may have ended the connection.
+        drop(console);
+        console = here.console(VM).unwrap();
+        stop_counting(&mut console);
+        assert_eq!(here.json(&["snapshot", "list", VM]).unwrap(), Value::Array(Vec::new()));
+    }
+    let made = listed(&here);
+    let directories = std::fs::read_dir(to).unwrap().map(|it| it.unwrap().path());
+    let entries: usize = directories.map(|it| std::fs::read_dir(it).unwrap().count()).sum();
+    assert_eq!(entries, made.len(), "something is left of what was given up");
+    for it in &made {
+        backup(&here, &["verify", VM, it["name"].as_str().unwrap()]);
+    }
+    read_marker(&mut console);
+}
