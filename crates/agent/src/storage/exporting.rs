@@ -30,6 +30,8 @@ pub async fn run(
 ) -> Result<(), Problem> {
     let directory = &builder.directory;
     let id = disk.disk;
+    // One after another may run there.
+    directory.renew().await.map_err(internal)?;
     let (process, keys) = filter::start(&builder.filter, vm, directory, vec![disk], slot.filter())
         .map_err(internal)?;
     let control = Control::of(directory);

@@ -10,8 +10,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Backup, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider,
-    Snapshot, Task, TaskState, Vm,
+    Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
+    Task, TaskState, Vm, VmBackup,
 };
 use vmseal_lab::catalogue::Listed;
 

@@ -23,7 +23,7 @@ use vmseal_api::model::{BackupState, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
-use super::job::{first_disk, follow, put};
+use super::job::{self, first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::start_vm::{locked, prepare};
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -381,8 +381,7 @@ async fn drop_snapshot(run: &Run<'_>) -> Result<(), StepError> {
     let Some(kept) = snapshot(run).await? else { return Ok(()) };
     let vm = run.vm().await?;
     let job = DropSnapshotJob { snapshot: kept.id, disks: kept.disks.clone() };
-    put(run, &vm, JobSpec::DropSnapshot(job)).await?;
-    follow(run, &vm, JobKind::DropSnapshot).await?;
+    job::drop_snapshot(run, &vm, job).await?;
     let mut write = run.store().write().await?;
     snapshots::delete(&mut write, &kept).await?;
     Ok(write.commit().await?)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmseal_api::host::{HostState, JobKind, JobSpec, JobState};
+use vmseal_api::host::{DropSnapshotJob, HostState, JobKind, JobSpec, JobState};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
@@ -31,6 +31,24 @@ pub(super) async fn first_disk(run: &Run<'_>) -> Result<DiskId, StepError> {
         let detail = format!("VM '{}' has no disk, and core dumps are beside one", run.task.target);
         StepError::Final(Problem::new(ErrorCode::WrongState, detail))
     })
+}
+
+/// Has the host drop a snapshot and merge its layers. An agent that has restarted since the job was put has no key for that.
+pub(super) async fn drop_snapshot(
+    run: &Run<'_>,
+    vm: &Vm,
+    job: DropSnapshotJob,
+) -> Result<(), StepError> {
+    let job = JobSpec::DropSnapshot(job);
+    put(run, vm, job.clone()).await?;
+    match follow(run, vm, JobKind::DropSnapshot).await {
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::Locked => {
+            prepare(run).await?;
+            put(run, vm, job).await?;
+            follow(run, vm, JobKind::DropSnapshot).await.map(drop)
+        }
+        followed => followed.map(drop),
+    }
 }
 
 /// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all. Returns whether the

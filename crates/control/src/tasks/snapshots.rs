@@ -13,7 +13,7 @@ use vmseal_api::id::SnapshotId;
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::job::{follow, put};
+use super::job::{self, follow, put};
 use super::run::{Run, StepError, register, state_of};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -256,19 +256,13 @@ async fn mark(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Has the host begin to drop the snapshot: it is gone there when this returns, and its layers are being merged.
-async fn begin_drop(run: &Run<'_>) -> Result<(), StepError> {
-    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
-    put(run, &vm, JobSpec::DropSnapshot(DropSnapshotJob { snapshot: id, disks })).await
-}
-
 /// Has the host drop the snapshot, if there is one, and merge its layers.
 async fn merge(run: &Run<'_>) -> Result<(), StepError> {
     if find(run).await?.is_none() {
         return Ok(());
     }
-    begin_drop(run).await?;
-    follow(run, &run.vm().await?, JobKind::DropSnapshot).await.map(drop)
+    let (vm, Snapshot { id, disks, .. }) = (run.vm().await?, snapshot(run).await?);
+    job::drop_snapshot(run, &vm, DropSnapshotJob { snapshot: id, disks }).await
 }
 
 async fn record_deleted(run: &Run<'_>) -> Result<(), StepError> {

@@ -113,7 +113,8 @@ impl Verifying {
             return Ok(());
         }
         let header = in_memory().map_err(internal)?;
-        header.set_len(length).map_err(internal)?;
+        // The header says how long its image is.
+        header.set_len(disk.length).map_err(internal)?;
         let to_read = opened.to_read(disk, length, (&header, Volume::Raw), None)?;
         let damaged = |message| Problem::new(ErrorCode::Damaged, message);
         exporting::run(self.spec.vm, to_read, &self.builder, slot, |_, _| {}, damaged).await?;
