@@ -94,7 +94,7 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
     // A disk that is added later is as one that was there.
     let disk = ["--disk", "datastore=local,size=1MiB"];
     here.vmseal(&[&["vm", "create", "y", "--policy", "plain"][..], &disk].concat()).unwrap();
-    let disk = format!("datastore=local,name=more,image={image},format=raw");
+    let disk = format!("datastore=local,size=1MiB,name=more,image={image},format=raw");
     let add = ["disk", "add", "y", "--disk", &disk, "--dry-run"];
     assert!(here.refused(&add).unwrap().contains("--force"));
     here.vmseal(&[&add[..], &["--force"]].concat()).unwrap();
