@@ -130,7 +130,13 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
         }
     }
     // A model that nobody typed is the policy's.
-    here.vmseal(&["policy", "create", "old", "--encrypt", "--cpu-model", "i860"]).unwrap();
+    let old = ["policy", "create", "old", "--encrypt", "--cpu-model", "i860"];
+    for dry in [&["--dry-run"][..], &[]] {
+        let made = here.try_vmseal(&[&old[..], dry].concat()).unwrap();
+        let warned = String::from_utf8_lossy(&made.stderr).into_owned();
+        assert!(made.status.success(), "{warned}");
+        assert!(warned.contains("warning: host 'here'") && warned.contains("'i860'"), "{warned}");
+    }
     let create = ["vm", "create", "web", "--policy", "old"];
     let message = here.refused(&[&create[..], &EMPTY].concat()).unwrap();
     assert!(message.contains("--policy: 'old' gives VMs the processor model 'i860'"), "{message}");

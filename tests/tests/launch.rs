@@ -44,7 +44,14 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     if !Path::new("/var/lib/vmseal/images/debian.raw").exists() {
         let plan = here.vmseal(&[&debian[..], &["--dry-run"]].concat()).unwrap();
         assert!(plan.contains("1. build the image 'debian'"), "{plan}");
+        let said = here.refused(&[&debian[..], &["--disk-size=1G"]].concat()).unwrap();
+        assert!(said.contains("--disk-size") && said.contains("2 GiB"), "{said}");
     }
+    let other = here.path("other.raw");
+    std::fs::write(&other, [&b"QFI\xfb"[..], &[0; 1 << 20]].concat()).unwrap();
+    let other = command(text(&other).unwrap(), &["--ssh-key", public, "--dry-run"]);
+    assert!(here.refused(&other).unwrap().contains("--force"));
+    here.vmseal(&[&other[..], &["--force"]].concat()).unwrap();
     let more = ["--ssh-key", public, "--dry-run"];
     let said = here.refused(&command("/none/a.raw", &more)).unwrap();
     assert!(said.contains("--image: /none/a.raw: "), "{said}");

@@ -91,6 +91,14 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && said.contains(reason), "{options}: {said}");
     }
+    // A disk that is added later is as one that was there.
+    let disk = ["--disk", "datastore=local,size=1MiB"];
+    here.vmseal(&[&["vm", "create", "y", "--policy", "plain"][..], &disk].concat()).unwrap();
+    let disk = format!("datastore=local,size=1MiB,name=more,image={image},format=raw");
+    let add = ["disk", "add", "y", "--disk", &disk, "--dry-run"];
+    assert!(here.refused(&add).unwrap().contains("--force"));
+    here.vmseal(&[&add[..], &["--force"]].concat()).unwrap();
+    here.vmseal(&["vm", "delete", "y"]).unwrap();
     let writer = File::options().append(true).open(image).unwrap();
     let said = create(&format!("image={image},format=qcow2")).stderr;
     let said = String::from_utf8_lossy(&said).into_owned();

@@ -41,7 +41,7 @@ const UNFINISHED: [&str; 2] = ["cancel", "wait"];
 const ENDED: [&str; 4] = ["done", "failed", "cancelled", "unknown"];
 
 /// The verbs that take a new name.
-const NEW: [&str; 4] = ["add", "clone", "create", "import"];
+const NEW: [&str; 6] = ["add", "clone", "create", "dump", "import", "launch"];
 
 /// If a shell asks for completions, answers and ends the program.
 pub fn answer() {
@@ -88,7 +88,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "snapshot" => arg.add(ArgValueCandidates::new(|| kept_of_vm("snapshots"))),
         "backup" => arg.add(ArgValueCandidates::new(|| kept_of_vm("backups"))),
         "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
-        "nic" => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
+        "nic" if !takes_new => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
         _ => arg,
     })
@@ -230,6 +230,8 @@ mod tests {
         let mut names = clear.get_arguments().filter(|it| it.get::<ArgValueCandidates>().is_some());
         assert!(["vm", "disk"].into_iter().eq(names.by_ref().map(|it| it.get_id().as_str())));
         assert!(!asks("vm", "create", "name") && !asks("policy", "create", "name"));
+        assert!(!asks("vm", "launch", "name") && !asks("vm", "dump", "name"));
+        assert!(asks("nic", "remove", "nic") && !asks("nic", "add", "nic"));
     }
 
     #[test]

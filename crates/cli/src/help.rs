@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use clap::{Command, CommandFactory};
+use clap::{Arg, Command, CommandFactory};
 
 use crate::arguments::Arguments;
 use crate::{examples, exit};
@@ -34,7 +34,14 @@ fn without_global_options(command: Command) -> Command {
 }
 
 /// The arguments that become a part of a request's path.
-const IN_PATHS: [&str; 6] = ["name", "vm", "disk", "bitmap", "tasks", "kms"];
+const IN_PATHS: [&str; 11] =
+    ["name", "vm", "vms", "disk", "nic", "snapshot", "dump", "bitmap", "policy", "tasks", "kms"];
+
+/// Whether an argument is one of these; the options of a device that is added have the name of a device, too.
+fn is_in_path(arg: &Arg) -> bool {
+    let options = arg.get_value_names().is_some_and(|names| names.iter().any(|it| it == "OPTIONS"));
+    IN_PATHS.contains(&arg.get_id().as_str()) && !options
+}
 
 /// Refuses names that would change the path of a request.
 fn one_name(typed: &str) -> Result<String, String> {
@@ -45,7 +52,7 @@ fn one_name(typed: &str) -> Result<String, String> {
 }
 
 fn explained(command: Command, page: &str) -> Command {
-    let command = command.mut_args(|arg| match IN_PATHS.contains(&arg.get_id().as_str()) {
+    let command = command.mut_args(|arg| match is_in_path(&arg) {
         true => arg.value_parser(one_name),
         false => arg,
     });
@@ -169,6 +176,11 @@ mod tests {
                 &["host", "log-level"],
                 &["datastore", "scan"],
                 &["policy", "show"],
+                &["policy", "set", "--iops", "1"],
+                &["nic", "remove", "vm"],
+                &["snapshot", "delete", "vm"],
+                &["dump", "delete", "vm"],
+                &["vm", "encrypt"],
             ] {
                 let typed = [&["vmseal"], before, &[typed]].concat();
                 let refused = command().try_get_matches_from(&typed).err();
@@ -179,6 +191,9 @@ mod tests {
         }
         let usual = ["vmseal", "datastore", "show", "host1:local"];
         assert!(command().try_get_matches_from(usual).is_ok());
+        let disk = "datastore=local,name=more,image=/srv/a.raw,format=raw";
+        let added = ["vmseal", "disk", "add", "web", "--disk", disk];
+        assert!(command().try_get_matches_from(added).is_ok());
     }
 
     /// Every text begins with a capital letter, ends without a full stop, and is not empty.

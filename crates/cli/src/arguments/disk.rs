@@ -35,6 +35,9 @@ pub enum Disk {
         /// The disk: `datastore=NAME,size=SIZE,name=NAME[,image=FILE,format=raw|qcow2]`, as for `vm create`
         #[arg(long, value_name = "OPTIONS")]
         disk: String,
+        /// Fill it from an image that is said to be raw even if it begins as an image of another format does
+        #[arg(long)]
+        force: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

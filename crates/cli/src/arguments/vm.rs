@@ -386,6 +386,9 @@ pub struct Launch {
     /// The format of an image that is given as a file
     #[arg(long, value_name = "raw|qcow2", value_parser = parse_format)]
     pub format: Option<ImageFormat>,
+    /// Fill the disk from an image that is said to be raw even if it begins as an image of another format does
+    #[arg(long)]
+    pub force: bool,
     /// The storage policy's name or id
     #[arg(long, default_value = "encrypted")]
     pub policy: String,

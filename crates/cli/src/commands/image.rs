@@ -18,6 +18,11 @@ pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
     match verb {
         Image::Build(options) => build(&options),
         Image::List(options) => {
+            // The usual one is made by the first image; another one is meant to be there.
+            if let Some(dir) = &options.dir {
+                std::fs::read_dir(dir)
+                    .with_context(|| format!("--dir: cannot read {}", dir.display()))?;
+            }
             let directory = options.dir.map_or_else(images::directory, Ok)?;
             let found = images::list(&directory)?;
             print::list(output, &options.columns, found)

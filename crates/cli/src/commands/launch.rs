@@ -10,6 +10,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Datastore, Task, Vm};
 use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
 
 use super::ssh::{self, LogIn};
@@ -21,6 +22,9 @@ use crate::{first_boot, images, nic_option};
 
 /// The name of the image that is built where it is missing.
 const DEBIAN: &str = "debian";
+
+/// The size of that image, as it is built.
+const DEBIAN_SIZE: u64 = 2 << 30;
 
 /// The card where none is given: the guest reaches out, and its SSH server is reached at a free port of loopback.
 const NIC: &str = "user,forward=tcp:22";
@@ -55,7 +59,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
             size: options.disk_size,
             image,
             format,
-            force: false,
+            force: options.force,
         }],
         nics,
         hardware,
@@ -134,6 +138,14 @@ fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> 
     let name = image.to_string_lossy();
     let directory = images::directory()?;
     if name == DEBIAN && !images::list(&directory)?.iter().any(|it| it.name == DEBIAN) {
+        if options.disk_size < DEBIAN_SIZE {
+            let message = format!(
+                "--disk-size: is {}, and the image '{DEBIAN}' has {}: make the disk larger",
+                Size(options.disk_size),
+                Size(DEBIAN_SIZE)
+            );
+            return Err(Ended::new(Exit::Usage, message).into());
+        }
         return Ok(None);
     }
     images::find(&directory, &name).map(Some)

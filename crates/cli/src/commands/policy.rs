@@ -55,6 +55,9 @@ pub async fn run(
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }
+            if request.cpu_model.is_some() {
+                plan::warn(&server.try_post("policies", &request).await?);
+            }
             let policy: Policy = server.post("policies", &request).await?;
             print::one(output, &policy, &[])
         }
@@ -107,6 +110,9 @@ async fn set(
     let path = format!("policies/{}", options.policy);
     if options.dry_run.dry_run {
         return plan::show(output, &server.try_patch(&path, &request).await?);
+    }
+    if request.cpu_model.is_some() {
+        plan::warn(&server.try_patch(&path, &request).await?);
     }
     let policy: Policy = server.patch(&path, &request).await?;
     print::one(output, &policy, &[])

@@ -15,9 +15,14 @@ pub fn show(output: Output, plan: &Plan) -> anyhow::Result<()> {
     for (index, step) in plan.steps.iter().enumerate() {
         words(&format!("{:>3}. {step}", index + 1))?;
     }
+    warn(plan);
+    say("dry run: nothing was changed");
+    Ok(())
+}
+
+/// Prints what may turn out to be too much, on standard error.
+pub fn warn(plan: &Plan) {
     for warning in &plan.warnings {
         say(format!("warning: {warning}"));
     }
-    say("dry run: nothing was changed");
-    Ok(())
 }

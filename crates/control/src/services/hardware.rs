@@ -1,5 +1,9 @@
 //! The machine of a new VM: takes what the user asks for, and checks whether the host has it.
 
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tokio::time::timeout;
 use vmseal_api::boot::{BootDevice, NO_DRIVE};
 use vmseal_api::hardware::{
     Firmware, Hardware, TPM_DISK, TPM_DISK_SIZE, VARIABLES_DISK, VARIABLES_SIZE,
@@ -12,7 +16,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::Services;
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
-use crate::store::vms;
+use crate::store::{Part, hosts, vms};
+
+/// How long a host may take to say whether it has a processor model: nothing depends on it yet.
+const HOST_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Checks what can be checked without the host.
 pub(super) fn check(hardware: &Hardware, memory: u64) -> Result<(), Problem> {
@@ -136,4 +143,22 @@ pub(super) async fn examine(
         field: problem.field.map(|field| format!("hardware.{field}")),
         ..problem
     })
+}
+
+/// What the hosts that answer say of a processor model that they do not have. It is no error: a policy is also for hosts
+/// that are away, and for ones that come later.
+pub(super) async fn warn_of_model(
+    services: &Services,
+    model: Option<&str>,
+) -> Result<Vec<String>, Problem> {
+    let Some(model) = model else { return Ok(Vec::new()) };
+    let hardware = Hardware { cpu_model: Some(model.to_owned()), ..Hardware::default() };
+    let known = hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
+    let asked = known.iter().map(async |host| {
+        let asked = examine(services, host.id, &host.name, &hardware);
+        let problem = timeout(HOST_TIMEOUT, asked).await.ok()?.err()?;
+        (problem.code == ErrorCode::Unsupported)
+            .then(|| format!("host '{}' cannot run VMs of it: {}", host.name, problem.detail))
+    });
+    Ok(join_all(asked).await.into_iter().flatten().collect())
 }

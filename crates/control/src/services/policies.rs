@@ -3,12 +3,13 @@
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::id::{PolicyId, check_name};
-use vmseal_api::model::{Page, Policy, Replication};
+use vmseal_api::model::{Page, Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::check_replica_rate;
 use vmseal_api::request::AddPolicy;
 
 use super::caller::{Caller, Privilege};
+use super::hardware::warn_of_model;
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::store::events::NewEvent;
 use crate::store::{Write, datastores, policies, providers, tasks};
@@ -76,6 +77,11 @@ pub async fn add(
     if let Some(model) = &request.cpu_model {
         check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
     }
+    // Before the transaction, which nobody may hold while a host is asked.
+    let warnings = match dry_run {
+        true => warn_of_model(services, request.cpu_model.as_deref()).await?,
+        false => Vec::new(),
+    };
     let mut write = services.store.write().await?;
     if let Some(replica) = &request.replica {
         check_replica(&mut write, replica, ["replica.datastore", "replica.bytes_per_second"])
@@ -112,8 +118,9 @@ pub async fn add(
     let (kind, target) = ("policy.created", policy.name.as_str());
     write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
     if dry_run {
-        let step = format!("add a policy that {detail}");
-        return Ok(Outcome::planned("policy.create", target, step));
+        let (kind, target) = ("policy.create".to_owned(), target.to_owned());
+        let steps = vec![format!("add a policy that {detail}")];
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings }));
     }
     write.commit().await?;
     Ok(Outcome::Done(shown(policy)))

@@ -12,6 +12,7 @@ use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::SetPolicy;
 
 use super::caller::{Caller, Privilege};
+use super::hardware::warn_of_model;
 use super::policies::{check_replica, require_ungiven};
 use super::{Outcome, Services};
 use crate::store::events::NewEvent;
@@ -145,6 +146,10 @@ pub async fn set(
     dry_run: bool,
 ) -> Result<Outcome<Policy>, Problem> {
     caller.require(Privilege::ManagePolicies)?;
+    // Before the transaction, which nobody may hold while a host is asked.
+    let model = request.cpu_model.as_deref();
+    let model = model.filter(|model| dry_run && check_cpu_model(model).is_ok());
+    let warnings = warn_of_model(services, model).await?;
     let mut write = services.store.write().await?;
     let before = policies::find(&mut write, name).await?;
     let before = before.ok_or_else(|| Problem::not_found("policy", name))?;
@@ -191,7 +196,7 @@ pub async fn set(
             steps.push("change the policy; no VM needs anything".to_owned());
         }
         let (kind, target) = ("policy.set".to_owned(), before.name);
-        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings: Vec::new() }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings }));
     }
     if !forbidden.is_empty() {
         let detail = format!(

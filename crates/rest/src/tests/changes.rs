@@ -291,7 +291,13 @@ async fn vms_have_the_processor_model_of_their_policy() {
     let api = Api::new().await;
     let policy = |model: &str| json!({ "name": "model", "encryption": false, "cpu_model": model });
     api.post("policies", policy("a,b")).await.assert_field("cpu_model");
+    // One that a host does not have is told of, and may be one of a host that comes later.
+    let tried = api.raw(Method::POST, "policies?dry_run=true", policy("missing").to_string()).await;
+    assert!(tried.body["warnings"][0].to_string().contains("'missing'"), "{}", tried.body);
     assert_eq!(api.post("policies", policy("max")).await.body["cpu_model"], "max");
+    let missing = json!({ "cpu_model": "missing" }).to_string();
+    let tried = api.raw(Method::PATCH, "policies/model?dry_run=true", missing).await;
+    assert!(tried.body["warnings"][0].to_string().contains("'missing'"), "{}", tried.body);
     let disk = json!({ "name": "d", "datastore": "local", "size": 1 << 20 });
     let vm = |name: &str, hardware: Value| {
         json!({ "name": name, "policy": "model", "memory": 32 << 20, "disks": [disk],
