@@ -145,8 +145,6 @@ pub struct Sums {
     pub written: Option<File>,
     /// Those of blocks that are not written.
     pub except: Option<File>,
-    /// The extents that may have changed since those.
-    pub changed: Option<File>,
 }
 
 /// The format of an export.
@@ -242,9 +240,7 @@ impl Work {
             Self::Export { sums, .. } => Some(sums),
             _ => None,
         };
-        let sums = sums
-            .into_iter()
-            .flat_map(|sums| sums.written.iter().chain(&sums.except).chain(&sums.changed));
+        let sums = sums.into_iter().flat_map(|sums| sums.written.iter().chain(&sums.except));
         let (one, other) = match self {
             Self::Mirror | Self::Merge { .. } => (None, None),
             Self::Serve { socket, connected, .. } => {
@@ -352,7 +348,6 @@ impl Disk {
                         format: format.spec(),
                         sums: sums.written.as_ref().map(file),
                         except: sums.except.as_ref().map(file),
-                        changed: sums.changed.as_ref().map(file),
                     })
                 }
                 _ => None,

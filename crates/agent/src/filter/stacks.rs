@@ -1,7 +1,6 @@
-//! What is asked of a running filter with descriptors. Disks get other stacks (docs/decisions/140) on one connection, as the
-//! filter lets the disks go on when that ends.
+//! Gives disks of a running filter other stacks (docs/decisions/140): on one connection, as the filter lets the disks go on
+//! when that ends.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -17,9 +16,6 @@ use crate::filter::disk::layered;
 /// The longest that the requests of disks may take to end; the filter itself gives up before.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// The longest that a filter may take to write what a bitmap says.
-const READ_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// The most descriptors that the kernel takes with one call (`SCM_MAX_FD`).
 const RIGHTS_MAX: usize = 253;
 
@@ -28,9 +24,9 @@ pub struct NewLayers {
     /// The disk.
     pub disk: DiskId,
     /// The image, to be read.
-    pub file: File,
+    pub file: std::fs::File,
     /// The layers above it, the active one first.
-    pub layers: Vec<File>,
+    pub layers: Vec<std::fs::File>,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
 }
@@ -50,20 +46,6 @@ impl Control {
         let mut waiting = Waiting(BufReader::new(stream));
         waiting.ask(&ControlRequest::Drain { disks }, &[])?;
         Ok(waiting)
-    }
-}
-
-impl Control {
-    /// Has the dirty extents of a bitmap written to a file. Blocks.
-    ///
-    /// # Errors
-    /// [`FilterError`]
-    pub fn read_bitmap(&self, disk: DiskId, name: String, to: &File) -> Result<(), FilterError> {
-        let stream = UnixStream::connect(&self.0)?;
-        stream.set_read_timeout(Some(READ_TIMEOUT))?;
-        stream.set_write_timeout(Some(READ_TIMEOUT))?;
-        let request = ControlRequest::ReadBitmap { disk, name };
-        Waiting(BufReader::new(stream)).ask(&request, &[to.as_raw_fd()])
     }
 }
 

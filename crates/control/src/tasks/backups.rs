@@ -23,7 +23,6 @@ use vmseal_api::model::{BackupState, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
-use super::backup_tracking;
 use super::job::{self, first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::start_vm::{locked, prepare};
@@ -210,10 +209,7 @@ impl Step for BackupStep {
     async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         match self {
             Self::Reserve => unreserve(run).await,
-            Self::Take => {
-                end_tracking(run, id(run)?).await?;
-                drop_snapshot(run).await
-            }
+            Self::Take => drop_snapshot(run).await,
             Self::Write | Self::Name => remove_written(run).await,
             Self::Verify => cancel(run, verification(run, None).await?).await,
             Self::WriteImages => match cancel(run, restoration(run, None).await?).await {
@@ -286,7 +282,6 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     let vm = run.vm().await?;
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
-    backup_tracking::begin(run, &vm, &kept.disks, id(run)?).await;
     let (snapshot, disks, memory) = (kept.id, kept.disks, false);
     put(run, &vm, JobSpec::Snapshot(SnapshotJob { snapshot, quiesce, memory, disks })).await?;
     let quiesced = follow(run, &vm, JobKind::Snapshot).await?;
@@ -359,7 +354,6 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         .output(BackupStep::Write.name())
         .ok_or_else(|| internal("the task does not say what it has written"))?;
     let taken: Option<Taken> = run.output(BackupStep::Take.name());
-    let known_parent = known.parent;
     let whole = Backup {
         created: taken.map_or(known.created, |taken| taken.at),
         quiesced: taken.and_then(|taken| taken.quiesced),
@@ -379,20 +373,7 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         "{what} backup '{name}' of {number} disks, {bytes} in {directory} on host '{host}', {how}"
     );
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
-    write.commit().await?;
-    if let Some(parent) = known_parent {
-        // The next one is above this one.
-        end_tracking(run, parent).await?;
-    }
-    Ok(())
-}
-
-/// Has the host note no longer what has changed since a backup.
-async fn end_tracking(run: &Run<'_>, since: BackupId) -> Result<(), StepError> {
-    if let Some(kept) = snapshot(run).await? {
-        backup_tracking::end(run, &run.vm().await?, &kept.disks, since).await;
-    }
-    Ok(())
+    Ok(write.commit().await?)
 }
 
 /// Has the host drop the snapshot, if there is one, and merge its layers.

@@ -18,7 +18,6 @@ mod add_disk;
 pub(crate) mod adopt_vm;
 pub(crate) mod alarms;
 pub mod autostart;
-mod backup_tracking;
 pub(crate) mod backups;
 mod change_nics;
 mod create_vm;

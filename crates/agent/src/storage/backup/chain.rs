@@ -126,7 +126,7 @@ impl Opened {
             work: Work::Export {
                 target: target.as_fd().try_clone_to_owned().map_err(internal)?.into(),
                 format,
-                sums: Sums { written, ..Sums::default() },
+                sums: Sums { written, except: None },
             },
             beside: None,
             replica: None,

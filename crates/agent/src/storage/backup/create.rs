@@ -1,25 +1,21 @@
 //! Writing a backup: what a snapshot keeps of each disk, as it is, or what has changed of that since the backup below.
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::filter::{Extent, SUM_BLOCK, SUM_LEN};
 use vmseal_api::host::{BackupJob, DiskFacts, DiskSpec, VmSpec};
-use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_qcow2::{Below, create_overlay};
 use vmseal_secret::SecretBytes;
-use vmseal_secret::digest::sha256;
 
 use super::chain::{Opened, sha256_of};
-use super::directory::{Backups, Unfinished, in_memory};
+use super::directory::{Backups, Unfinished};
 use super::manifest::manifest_of;
 use crate::filter::{self, Sums, Volume, Work};
 use crate::process::users::Slot;
@@ -41,8 +37,6 @@ pub struct Creating {
     pub job: BackupJob,
     /// What filters need.
     pub builder: DiskBuilder,
-    /// What its guest may have changed of disks since the backup below, as extents, where that is known.
-    pub changed: BTreeMap<DiskId, File>,
 }
 
 /// A backup that has begun.
@@ -185,10 +179,8 @@ impl Creating {
         };
         let (file, sums) = (begun.files.make(&entry.file)?, begun.files.make(&entry.sums)?);
         let cannot = |error| failed(&begun.backups.shown(self.job.backup), "written", &error);
-        let mut changed = None;
         let (format, except) = match below {
             Some(Lower { name, format, sums }) => {
-                changed = self.changed_of(disk.disk, facts, &image, &sums)?;
                 let below = Below { name: &name, format: format.name() };
                 create_overlay(&file, length, below).map_err(cannot)?;
                 (Volume::Overlay, Some(sums))
@@ -202,7 +194,7 @@ impl Creating {
         let work = Work::Export {
             target: target.map_err(internal)?,
             format,
-            sums: Sums { written: Some(written.map_err(internal)?), except, changed },
+            sums: Sums { written: Some(written.map_err(internal)?), except },
         };
         let to_read = filter::Disk {
             disk: disk.disk,
@@ -218,34 +210,6 @@ impl Creating {
             mirror: None,
         };
         Ok(Part { to_read, file, sums, entry })
-    }
-
-    /// What may have changed of a disk since the backup below: what its guest has changed, and the header, which the agent
-    /// writes. None where all may have: with another header the data may be encrypted anew, which is no change of the guest's.
-    fn changed_of(
-        &self,
-        disk: DiskId,
-        facts: &DiskFacts,
-        image: &File,
-        sums: &File,
-    ) -> Result<Option<File>, Problem> {
-        let Some(of_guest) = self.changed.get(&disk) else { return Ok(None) };
-        let header = opening::data_offset(facts);
-        if !is_summed(image, header, sums)? {
-            return Ok(None);
-        }
-        let mut bytes = Vec::new();
-        let mut part = [0; Extent::LEN];
-        let mut at = 0;
-        while of_guest.read_exact_at(&mut part, at).is_ok() {
-            let extent =
-                Extent::from_bytes(part).ok_or_else(|| internal("an extent of nothing"))?;
-            bytes.extend(Extent { offset: header + extent.offset, ..extent }.to_bytes());
-            at += Extent::LEN as u64;
-        }
-        let file = in_memory().map_err(internal)?;
-        file.write_all_at(&bytes, 0).map_err(internal)?;
-        Ok(Some(file))
     }
 
     /// Has a filter write the files of a disk; returns what the manifest says of it.
@@ -306,21 +270,6 @@ fn below(
     }
     let name = format!("../{backup}/{}", entry.file);
     Ok(Some(Lower { name, format: entry.format, sums }))
-}
-
-/// Whether the first bytes of an image, a multiple of the blocks that have sums, are those of these sums.
-fn is_summed(image: &File, length: u64, sums: &File) -> Result<bool, Problem> {
-    let (mut block, mut sum) = (vec![0; SUM_BLOCK], [0; SUM_LEN]);
-    for number in 0..length / SUM_BLOCK as u64 {
-        image.read_exact_at(&mut block, number * SUM_BLOCK as u64).map_err(internal)?;
-        sums.read_exact_at(&mut sum, number * SUM_LEN as u64).map_err(internal)?;
-        let zeroes = block.iter().all(|byte| *byte == 0);
-        let found = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
-        if found != sum {
-            return Ok(false);
-        }
-    }
-    Ok(length.is_multiple_of(SUM_BLOCK as u64))
 }
 
 fn check_room<'a>(

@@ -209,7 +209,7 @@ impl Backups {
 }
 
 /// A file in memory.
-pub fn in_memory() -> io::Result<File> {
+pub(super) fn in_memory() -> io::Result<File> {
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
     Ok(nix::sys::memfd::memfd_create(c"vmseal-backup", flags)?.into())
 }

@@ -1,10 +1,7 @@
 //! Backups of a VM, as its owner begins, finishes and stops them.
 
-use std::collections::BTreeMap;
-use std::fs::File;
-
 use tokio::task::spawn_blocking;
-use vmseal_api::backup::{BackupPlace, tracking_name};
+use vmseal_api::backup::BackupPlace;
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, JobState, KeyReference, Power,
     RestoreBackupJob, VerifyBackupJob,
@@ -13,7 +10,7 @@ use vmseal_api::id::{BackupId, DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::{Owner, State};
+use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::backup::{self, Creating, Restoring, Verifying};
@@ -65,28 +62,8 @@ impl Owner {
             kek: self.clone_kek()?,
             job: job.clone(),
             builder: Workers::builder_of_export(&self.shared, first),
-            changed: self.changed_since(job).await,
         };
         timed::call(&job.directory, move || creating.check().map(|()| creating)).await
-    }
-
-    /// What the guest has changed of disks since the backup below, where the filter that serves it has noted that all the
-    /// time. It is asked after the snapshot was taken, so it says too much rather than too little.
-    async fn changed_since(&self, job: &BackupJob) -> BTreeMap<DiskId, File> {
-        let Some(parent) = job.parent else { return BTreeMap::new() };
-        let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
-            return BTreeMap::new();
-        };
-        let (control, disks) = (running.control.clone(), job.disks.clone());
-        let read = move || {
-            let of = |disk: DiskId| {
-                let file = backup::in_memory().ok()?;
-                control.read_bitmap(disk, tracking_name(parent), &file).ok()?;
-                Some((disk, file))
-            };
-            disks.into_iter().filter_map(of).collect()
-        };
-        spawn_blocking(read).await.unwrap_or_default()
     }
 
     /// Whether a backup could be verified so.
