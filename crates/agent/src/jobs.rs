@@ -253,6 +253,17 @@ impl Jobs {
         }
     }
 
+    /// Gives up restored images of these disks that another task has had written and not used.
+    pub fn give_up_restores(&mut self, task: TaskId, disks: &[DiskId]) {
+        for (other, job) in &mut self.0 {
+            let restores = matches!(job.spec, JobSpec::RestoreBackup(_));
+            let of_these = job.spec.disks().iter().any(|disk| disks.contains(disk));
+            if *other != task && restores && of_these && job.state == JobState::ReadyToCommit {
+                job.state = JobState::Cancelled;
+            }
+        }
+    }
+
     /// The disks whose layers are to be merged.
     pub fn unfinished_merges(&self) -> Vec<DiskId> {
         let merges = |job: &&Job| matches!(job.spec, JobSpec::DropSnapshot(_)) && job.is_at_work();

@@ -128,7 +128,9 @@ pub fn parse(json: &[u8]) -> Result<BackupManifest, ManifestError> {
 
 /// Whether it is the name of a file beside the manifest, and of no other.
 fn is_file_name(name: &str) -> bool {
-    check_name(name).is_ok()
+    let known = ["luks", "raw", "qcow2", "sums"];
+    name.rsplit_once('.')
+        .is_some_and(|(disk, kind)| known.contains(&kind) && check_name(disk).is_ok())
 }
 
 fn is_hexadecimal(text: &str) -> bool {

@@ -15,8 +15,9 @@ pub const MEMORY_MAX: u64 = 6 << 40;
 /// The most backups of a VM: a year of daily ones, with room for others.
 pub const BACKUPS_MAX: usize = 512;
 
-/// The most backups above one another: a restore reads through the tables of all of them.
-pub const BACKUP_CHAIN_MAX: usize = 32;
+/// The most backups above one another, the full one among them: a filter opens no more files for a disk. With a backup a day, one
+/// a week is full.
+pub const BACKUP_CHAIN_MAX: usize = crate::filter::BACKING_MAX;
 
 /// The most core dumps of a VM: each is as long as the guest's memory.
 pub const DUMPS_MAX: usize = 16;

@@ -203,8 +203,8 @@ pub enum Operation {
         backup: BackupId,
         /// Its disks.
         disks: Vec<DiskId>,
-        /// The authentication code of the manifest that its rows are made of.
-        mac: Option<String>,
+        /// The SHA-256 of what the manifest says that its rows are made of.
+        manifest: String,
     },
     /// Removes a backup, and with it keys that nothing else needs. Its VM may be deleted.
     DeleteBackup {

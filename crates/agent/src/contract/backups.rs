@@ -8,6 +8,7 @@ use vmseal_api::host::{
     BackupJob, HostAgent, JobSpec, JobState, RestoreBackupJob, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, SnapshotId, TaskId};
+use vmseal_api::limits::BACKUP_CHAIN_MAX;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ImageFormat;
 
@@ -40,13 +41,15 @@ pub fn back_up(
 /// The job that verifies a backup.
 pub fn verify(session: &Session, backup: BackupId) -> JobSpec {
     let (directory, disk) = (directory(session), session.disk(0).disk);
-    JobSpec::VerifyBackup(VerifyBackupJob { backup, directory, disk, key: None })
+    let opens_with = session.spec.key.clone();
+    JobSpec::VerifyBackup(VerifyBackupJob { backup, directory, disk, opens_with, key: None })
 }
 
 /// The job that restores the first disk.
 pub fn restore(session: &Session, backup: BackupId) -> JobSpec {
     let (directory, disks) = (directory(session), vec![session.disk(0).disk]);
-    JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, key: None })
+    let opens_with = session.spec.key.clone();
+    JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key: None })
 }
 
 impl Session {
@@ -127,17 +130,42 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
         assert_eq!(session.worked(agent, task).await, JobState::Done);
         done(agent.commit_job(vm, task, verify(session, backup)).await, "nothing to commit");
     }
+    deepest(agent, session, above, snapshot).await;
     let kept = agent.put_job(vm, TaskId::new(), restore(session, full)).await;
     refused(kept, ErrorCode::WrongState, "a disk with a snapshot");
     let task = TaskId::new();
     done(agent.put_job(vm, task, drop_snapshot(disk, snapshot)).await, "dropping the snapshot");
     assert_eq!(session.worked(agent, task).await, JobState::Done);
+    if session.spec.key.is_some() {
+        abandoned(agent, session, above).await;
+    }
     restored(agent, session, above).await;
     for backup in [above, full] {
         done(agent.discard_backup(session.place(backup)).await, "removing a backup");
         done(agent.discard_backup(session.place(backup)).await, "removing what is removed");
         let gone = agent.read_backup(session.place(backup)).await;
         refused(gone, ErrorCode::NotFound, "what is removed");
+    }
+}
+
+/// As many backups above each other as there can be, two of which are there, are read.
+async fn deepest(agent: &dyn HostAgent, session: &Session, above: BackupId, snapshot: SnapshotId) {
+    let (vm, mut chain) = (session.vm(), vec![above]);
+    while chain.len() < BACKUP_CHAIN_MAX - 1 {
+        let backup = BackupId::new();
+        let job = back_up(session, backup, chain.last().copied(), snapshot);
+        let task = TaskId::new();
+        done(agent.put_job(vm, task, job.clone()).await, "one more");
+        assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+        done(agent.commit_job(vm, task, job).await, "naming it");
+        chain.push(backup);
+    }
+    let task = TaskId::new();
+    let topmost = chain[chain.len() - 1];
+    done(agent.put_job(vm, task, verify(session, topmost)).await, "verifying all of them");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    for backup in chain.into_iter().skip(1).rev() {
+        done(agent.discard_backup(session.place(backup)).await, "removing one of them");
     }
 }
 
@@ -151,7 +179,23 @@ async fn restored(agent: &dyn HostAgent, session: &Session, from: BackupId) {
     done(agent.put_job(vm, task, job.clone()).await, "restoring again");
     assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
     done(agent.commit_job(vm, task, job.clone()).await, "using what is restored");
-    done(agent.commit_job(vm, task, job.clone()).await, "using it again");
-    let used = agent.cancel_job(vm, task, job).await;
-    refused(used, ErrorCode::AlreadyExists, "giving up what is used");
+    done(agent.commit_job(vm, task, job).await, "using it again");
+}
+
+/// The images of a task that has ended without a word to the host do not stand in the way of the next restore.
+async fn abandoned(agent: &dyn HostAgent, session: &Session, from: BackupId) {
+    let (vm, job) = (session.vm(), restore(session, from));
+    for what in ["restoring", "restoring after that"] {
+        let task = TaskId::new();
+        done(agent.put_job(vm, task, job.clone()).await, what);
+        assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+    }
+    let strange = JobSpec::RestoreBackup(RestoreBackupJob { opens_with: None, ..of(&job) });
+    let refusal = agent.put_job(vm, TaskId::new(), strange).await;
+    refused(refusal, ErrorCode::Damaged, "a manifest that names a key, of a backup without one");
+}
+
+fn of(job: &JobSpec) -> RestoreBackupJob {
+    let JobSpec::RestoreBackup(job) = job else { unreachable!("it restores") };
+    job.clone()
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{BackupJob, BackupKey, DiskFacts, JobSpec, JobState, RestoreBackupJob};
+use vmseal_api::host::{BackupJob, BackupKey, DiskFacts, JobSpec, KeyReference, RestoreBackupJob};
 use vmseal_api::id::{BackupId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
@@ -86,7 +86,7 @@ impl Inside {
     fn ready_to_restore(&mut self, vm: VmId, job: &RestoreBackupJob) -> Result<(), Problem> {
         let manifest = self.whole_backup(&job.directory, job.backup)?.clone();
         self.opened_key(vm, job.key.as_ref())?;
-        self.check_key_of_backup(vm, &manifest, job.key.as_ref())?;
+        self.check_key_of_backup(vm, &manifest, &job.opens_with, job.key.as_ref())?;
         for id in &job.disks {
             let spec = self.known(vm)?.spec.clone();
             let disk = find_disk(&spec, *id)?;
@@ -113,8 +113,13 @@ impl Inside {
         &mut self,
         vm: VmId,
         manifest: &BackupManifest,
+        expected: &Option<KeyReference>,
         key: Option<&BackupKey>,
     ) -> Result<(), Problem> {
+        if manifest.vm.key != *expected {
+            let what = "the manifest names another key than the backup has";
+            return Err(Problem::new(ErrorCode::Damaged, what));
+        }
         let held = match key {
             Some(given) => Some(given.key.clone()),
             None => self.known(vm)?.spec.key.clone(),
@@ -136,7 +141,8 @@ impl Inside {
             JobSpec::VerifyBackup(it) => {
                 let found = self.whole_backup(&it.directory, it.backup).cloned();
                 found.and_then(|found| {
-                    self.check_key_of_backup(vm, &found, it.key.as_ref()).map(|()| found)
+                    self.check_key_of_backup(vm, &found, &it.opens_with, it.key.as_ref())
+                        .map(|()| found)
                 })
             }
             JobSpec::RestoreBackup(it) => {
@@ -255,27 +261,13 @@ impl Inside {
     }
 
     /// Removes what a cancelled job has written.
-    pub fn cancel_backup(
-        &mut self,
-        task: TaskId,
-        job: &JobSpec,
-        state: Option<&JobState>,
-    ) -> Result<(), Problem> {
+    pub fn cancel_backup(&mut self, task: TaskId, job: &JobSpec) {
         let Backups { unfinished, restoring, .. } = &mut self.persisted.backups;
         match job {
             JobSpec::Backup(job) => drop(unfinished.remove(&job.backup)),
-            JobSpec::RestoreBackup(job) => {
-                let unused = |disk: &DiskId| restoring.get(disk) == Some(&task);
-                let unknown = matches!(state, None | Some(JobState::Done));
-                if unknown && !job.disks.iter().all(unused) {
-                    let what = "the disks, or some of them, hold what the backup has";
-                    return Err(Problem::new(ErrorCode::AlreadyExists, what));
-                }
-                restoring.retain(|_, of| *of != task);
-            }
+            JobSpec::RestoreBackup(_) => restoring.retain(|_, of| *of != task),
             _ => {}
         }
-        Ok(())
     }
 
     pub fn read_backup(&mut self, place: &BackupPlace) -> Result<BackupManifest, Problem> {

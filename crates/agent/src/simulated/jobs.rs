@@ -80,6 +80,9 @@ impl Inside {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
             Some(_) => return Ok(None),
         }
+        if let JobSpec::RestoreBackup(job) = &job {
+            self.known(vm)?.jobs.give_up_restores(task, &job.disks);
+        }
         self.ready(vm, task, &job)?;
         if let JobSpec::Mirror(mirror) = &job {
             self.begin_mirror(task, mirror);
@@ -247,7 +250,7 @@ impl Inside {
         if let JobSpec::Mirror(mirror) = &job {
             return self.cancel_mirror(vm, task, mirror);
         }
-        self.cancel_backup(task, &job, state.as_ref())?;
+        self.cancel_backup(task, &job);
         let Some(export) = job.exported() else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());

@@ -14,6 +14,7 @@
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
+//! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
 //! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
@@ -38,7 +39,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
-use vmseal_api::id::{DiskId, DumpId, VmId};
+use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
@@ -234,10 +235,26 @@ impl Home {
         self.path.join(format!("{disk}.source"))
     }
 
-    /// What is to be a disk, from a backup.
+    /// What is to be a disk, from a backup, while it is written.
     #[must_use]
     pub fn restoring(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.restoring"))
+    }
+
+    /// The same when it is whole, as a task has had it written.
+    #[must_use]
+    pub fn restored(&self, disk: DiskId, task: TaskId) -> PathBuf {
+        self.path.join(format!("{disk}.restored-{task}"))
+    }
+
+    /// All that was restored of a disk and is not used.
+    #[must_use]
+    pub fn all_restored(&self, disk: DiskId) -> Vec<PathBuf> {
+        let prefix = format!("{disk}.restored-");
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let whole =
+            entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
+        whole.map(|entry| entry.path()).chain([self.restoring(disk)]).collect()
     }
 
     /// The note of a disk's layers.
@@ -541,8 +558,8 @@ impl Home {
     /// `in-use`, or those of the file system.
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_note(&self.mirror_note(disk))?;
-        let files = [self.image(disk), self.copy(disk), self.source(disk), self.restoring(disk)];
-        for path in files.into_iter().chain([self.mirror_map(disk)]) {
+        let files = [self.image(disk), self.copy(disk), self.source(disk), self.mirror_map(disk)];
+        for path in files.into_iter().chain(self.all_restored(disk)) {
             self.remove_file(&path)?;
         }
         // After the image, whose header has their key: without that nobody can read them.

@@ -292,7 +292,10 @@ pub struct VerifyBackupJob {
     pub directory: PathBuf,
     /// The first disk of the VM, which the work counts as that of.
     pub disk: DiskId,
-    /// Its key, where that is not the VM's.
+    /// The key that its manifest has to name; none where it is in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub opens_with: Option<KeyReference>,
+    /// That key, where it is not the VM's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<BackupKey>,
 }
@@ -309,7 +312,10 @@ pub struct RestoreBackupJob {
     pub directory: PathBuf,
     /// The disks, each once, all of them in the backup; they have no snapshots and no replicas.
     pub disks: Vec<DiskId>,
-    /// Its key, where that is not the VM's.
+    /// The key that its manifest has to name; none where it is in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub opens_with: Option<KeyReference>,
+    /// That key, where it is not the VM's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<BackupKey>,
 }

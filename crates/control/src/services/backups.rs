@@ -23,7 +23,7 @@ use crate::store::disks::Disk;
 use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, snapshots, vms};
-use crate::tasks::backups::{place, snapshot_name};
+use crate::tasks::backups::{digest_of, place, snapshot_name};
 use crate::tasks::{Engine, adopt_vm};
 
 /// The backups of a VM, which may be deleted.
@@ -45,9 +45,11 @@ impl OfVm {
             Err(problem) if problem.code == ErrorCode::NotFound => {
                 let mut read = services.store.read().await?;
                 let id = backups::deleted_vm(&mut read, name).await?.ok_or(problem)?;
+                // It may have another name since.
                 let vm = vms::get(&mut read, id).await?;
+                let disks = crate::store::disks::of_vm(&mut read, id).await?;
                 let all = backups::of_vm(&mut read, id).await?;
-                Ok(Self { id, vm, disks: Vec::new(), all })
+                Ok(Self { id, vm, disks, all })
             }
             Err(problem) => Err(problem),
         }
@@ -71,7 +73,7 @@ impl OfVm {
     fn vm(&self) -> Result<&Vm, Problem> {
         self.vm.as_ref().ok_or_else(|| {
             let detail = format!(
-                "VM '{0}' is deleted: restore it first (vmseal backup restore {0})",
+                "VM '{0}' is deleted: restore it first (vmseal backup restore {0} BACKUP)",
                 self.name()
             );
             Problem::new(ErrorCode::WrongState, detail)
@@ -323,6 +325,13 @@ pub async fn restore(
     require_whole(&of, backup)?;
     let agent = services.hosts.connected(backup.host)?;
     let manifest = agent.read_backup(place(backup)).await?;
+    if manifest.vm.key != backup.key || manifest.vm.vm != of.id {
+        let detail = format!(
+            "the manifest of backup '{}' names another VM or key than the inventory: it was changed",
+            backup.name
+        );
+        return Err(Problem::new(ErrorCode::Damaged, detail));
+    }
     let Some(vm) = &of.vm else {
         return restore_deleted(services, caller, backup, manifest, dry_run).await;
     };
@@ -395,8 +404,8 @@ async fn restore_deleted(
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let disks = definition.spec.disks().map(|disk| disk.disk).collect();
-    let mac = manifest.mac;
-    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup: backup.id, disks, mac };
+    let (backup, manifest) = (backup.id, digest_of(&manifest));
+    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
@@ -426,6 +435,16 @@ pub(crate) async fn define(
             "there is no policy '{name}', which the VM had: make it first (vmseal policy add)"
         ))
     })?;
+    if policy.encryption != backup.key.is_some() {
+        let does = if policy.encryption {
+            "encrypts, and the backup is in the clear"
+        } else {
+            "does not encrypt, and the backup is encrypted"
+        };
+        return Err(refused(format!(
+            "policy '{name}' of the VM {does}: change the policy first (vmseal policy set)"
+        )));
+    }
     let known = datastores::of_host(write, backup.host).await?;
     let places: Vec<DatastoreSpec> = known
         .into_iter()

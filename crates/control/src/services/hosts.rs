@@ -85,10 +85,10 @@ pub async fn remove(
     caller.require(Privilege::RegisterHost)?;
     let host = find(services, name).await?;
     let mut write = services.store.write().await?;
-    let (datastores, vms) = hosts::uses(&mut write, host.id).await?;
-    if datastores + vms > 0 {
+    let (datastores, vms, backups) = hosts::uses(&mut write, host.id).await?;
+    if datastores + vms + backups > 0 {
         let detail = format!(
-            "host '{}' is in use (datastores: {datastores}, VMs: {vms}): remove them first",
+            "host '{}' is in use (datastores: {datastores}, VMs: {vms}, backups: {backups}): remove them first",
             host.name
         );
         return Err(Problem::new(ErrorCode::InUse, detail));

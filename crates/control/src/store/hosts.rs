@@ -116,11 +116,16 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Host>,
 }
 
 /// How many datastores and VMs are on a host.
-pub async fn uses(from: &mut SqliteConnection, host: HostId) -> Result<(i64, i64), StoreError> {
+pub async fn uses(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<(i64, i64, i64), StoreError> {
     Ok(sqlx::query_as(
         "SELECT (SELECT COUNT(*) FROM datastore_hosts WHERE host_id = $1),
-                (SELECT COUNT(*) FROM placements WHERE host_id = $2)",
+                (SELECT COUNT(*) FROM placements WHERE host_id = $2),
+                (SELECT COUNT(*) FROM backups WHERE host_id = $3)",
     )
+    .bind(host.to_string())
     .bind(host.to_string())
     .bind(host.to_string())
     .fetch_one(from)

@@ -3,7 +3,7 @@
 //! ```text
 //! create   reserve (rows are there) ─► prepare ─► take a snapshot ─► write ─► name ─► record (commit) ─► drop the snapshot
 //! verify   prepare ─► read all of it ─► record
-//! restore  check that the VM is off ─► prepare ─► write new images ─► use them (commit) ─► record
+//! restore  check that the VM is off ─► prepare ─► write new images ─► decide (commit) ─► use them ─► record
 //!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
 //! delete   mark (commit) ─► remove the files ─► destroy keys that nothing needs ─► remove the row
 //! ```
@@ -22,6 +22,7 @@ use vmseal_api::id::{BackupId, DiskId, SnapshotId};
 use vmseal_api::model::{BackupState, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
+use vmseal_secret::digest::sha256;
 
 use super::job::{self, first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
@@ -49,6 +50,7 @@ pub(crate) enum BackupStep {
     RecordVerified,
     CheckOff,
     WriteImages,
+    Decide,
     UseImages,
     RecordRestored,
     ReserveVm,
@@ -77,6 +79,7 @@ pub(crate) const RESTORE: &[&dyn Step] = &[
     &BackupStep::CheckOff,
     &BackupStep::Prepare,
     &BackupStep::WriteImages,
+    &BackupStep::Decide,
     &BackupStep::UseImages,
     &BackupStep::RecordRestored,
 ];
@@ -111,6 +114,7 @@ impl Step for BackupStep {
             Self::RecordVerified => "record-verified",
             Self::CheckOff => "check-off",
             Self::WriteImages => "write-images",
+            Self::Decide => "decide",
             Self::UseImages => "use-images",
             Self::RecordRestored => "record-restored",
             Self::ReserveVm => "reserve-vm",
@@ -136,6 +140,7 @@ impl Step for BackupStep {
             Self::RecordVerified => "record that it was verified",
             Self::CheckOff => "check that the VM is off",
             Self::WriteImages => "write new images of the disks",
+            Self::Decide => "go on to the end",
             Self::UseImages | Self::UseFirstImages => "use the new images",
             Self::RecordRestored => "record what the disks hold",
             Self::ReserveVm => "reserve the name of the VM",
@@ -152,7 +157,7 @@ impl Step for BackupStep {
     }
 
     fn commits(&self) -> bool {
-        matches!(self, Self::Record | Self::UseImages | Self::RecordVm | Self::Mark)
+        matches!(self, Self::Record | Self::Decide | Self::RecordVm | Self::Mark)
     }
 
     fn wait_policy(&self) -> WaitPolicy {
@@ -187,7 +192,8 @@ impl Step for BackupStep {
             Self::Take => return take(run).await.map(|taken| Output::of(&taken)),
             Self::Write => return write(run).await.map(|written| Output::of(&written)),
             Self::WriteImages => return write_images(run).await.map(|facts| Output::of(&facts)),
-            Self::Reserve | Self::ReserveVm => Ok(()),
+            // The new images are used one after another: from here on all of them are.
+            Self::Reserve | Self::ReserveVm | Self::Decide => Ok(()),
             Self::Prepare => prepare(run).await,
             Self::Name => name(run).await,
             Self::Record => record(run).await,
@@ -206,20 +212,13 @@ impl Step for BackupStep {
         .map(Output::from)
     }
 
-    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
             Self::Reserve => unreserve(run).await,
             Self::Take => drop_snapshot(run).await,
             Self::Write | Self::Name => remove_written(run).await,
             Self::Verify => cancel(run, verification(run, None).await?).await,
-            Self::WriteImages => match cancel(run, restoration(run, None).await?).await {
-                // The host knows nothing of the job, and no image was used.
-                Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
-                    Ok(())
-                }
-                other => other,
-            },
-            Self::UseImages => unused(run, cause).await,
+            Self::WriteImages => cancel(run, restoration(run, None).await?).await,
             Self::RecordVerified => set_verified(run, None).await,
             Self::UseFirstImages => remove_first_images(run).await,
             Self::ReserveVm => unreserve_vm(run).await,
@@ -426,8 +425,8 @@ async fn other_key(run: &Run<'_>, vm: &Vm, of: &Backup) -> Result<Option<BackupK
 
 async fn verification(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, StepError> {
     let (backup, disk) = (backup(run).await?, first_disk(run).await?);
-    let (id, directory) = (backup.id, backup.directory);
-    Ok(JobSpec::VerifyBackup(VerifyBackupJob { backup: id, directory, disk, key }))
+    let Backup { id, directory, key: opens_with, .. } = backup;
+    Ok(JobSpec::VerifyBackup(VerifyBackupJob { backup: id, directory, disk, opens_with, key }))
 }
 
 async fn verify(run: &Run<'_>) -> Result<(), StepError> {
@@ -478,8 +477,9 @@ async fn restored_disks(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
 
 async fn restoration(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, StepError> {
     let (backup, disks) = (backup(run).await?, restored_disks(run).await?);
-    let (id, directory) = (backup.id, backup.directory);
-    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup: id, directory, disks, key }))
+    let Backup { id, directory, key: opens_with, .. } = backup;
+    let backup = id;
+    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key }))
 }
 
 /// Has the host write new images; returns what is to be pinned of them.
@@ -489,8 +489,8 @@ async fn write_images(run: &Run<'_>) -> Result<Vec<(DiskId, DiskFacts)>, StepErr
     put(run, &vm, restoration(run, key).await?).await?;
     follow(run, &vm, JobKind::RestoreBackup).await?;
     let manifest = manifest(run, &vm).await?;
-    if let Operation::RestoreDeletedVm { mac, .. } = &run.task.operation
-        && *mac != manifest.mac
+    if let Operation::RestoreDeletedVm { manifest: known, .. } = &run.task.operation
+        && *known != digest_of(&manifest)
     {
         let detail = "the backup's manifest has changed since the restore began: begin it again";
         return Err(StepError::Final(Problem::new(ErrorCode::Conflict, detail)));
@@ -514,17 +514,6 @@ async fn use_images(run: &Run<'_>) -> Result<(), StepError> {
     put(run, &vm, job.clone()).await?;
     follow(run, &vm, JobKind::RestoreBackup).await?;
     Ok(agent.commit_job(vm.id, run.task.id, job).await?)
-}
-
-/// Undoes [`use_images`], which is possible only while no image was used.
-async fn unused(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
-    match cancel(run, restoration(run, None).await?).await {
-        Err(StepError::Final(problem)) if problem.code == ErrorCode::AlreadyExists => {
-            let problem = unfinished(&run.task.operation, &run.task.target, cause);
-            Err(StepError::Final(problem))
-        }
-        other => other,
-    }
 }
 
 async fn set_verified(run: &Run<'_>, at: Option<Timestamp>) -> Result<(), StepError> {
@@ -658,6 +647,13 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         ),
     };
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}
+
+/// The SHA-256 of what a manifest says.
+pub(crate) fn digest_of(manifest: &BackupManifest) -> String {
+    // A manifest of ours is always written.
+    let digest = sha256(&manifest.authenticated().unwrap_or_default());
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The name of the snapshot that lasts as long as a backup is written.

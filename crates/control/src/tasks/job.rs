@@ -8,7 +8,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
 use super::run::{Run, StepError};
-use super::start_vm::prepare;
+use super::start_vm::{locked, prepare};
+use crate::hosts::keys::Purpose;
 use crate::store::vms::Vm;
 
 /// Has the host begin a job; an agent that has restarted gets the VM and its key first.
@@ -16,11 +17,17 @@ pub(super) async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), Step
     let agent = run.agent(vm)?;
     match agent.put_job(vm.id, run.task.id, job.clone()).await {
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {
-            prepare(run).await?;
+            known(run, vm).await?;
             Ok(agent.put_job(vm.id, run.task.id, job).await?)
         }
         other => Ok(other?),
     }
+}
+
+/// Gives the host of an agent that has restarted the VM and its key, also while the VM runs.
+async fn known(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+    prepare(run).await?;
+    Ok(run.hosts().deliver(vm, Purpose::Open).await.map_err(locked)?)
 }
 
 /// The disk beside which core dumps are written.
@@ -43,7 +50,7 @@ pub(super) async fn drop_snapshot(
     put(run, vm, job.clone()).await?;
     match follow(run, vm, JobKind::DropSnapshot).await {
         Err(StepError::Final(problem)) if problem.code == ErrorCode::Locked => {
-            prepare(run).await?;
+            known(run, vm).await?;
             put(run, vm, job).await?;
             follow(run, vm, JobKind::DropSnapshot).await.map(drop)
         }

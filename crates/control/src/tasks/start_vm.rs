@@ -97,7 +97,9 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
         return Ok(());
     }
     let purpose = match run.task.operation {
-        Operation::ExportDisk { .. } => Purpose::Open,
+        Operation::ExportDisk { .. }
+        | Operation::BackUpVm { .. }
+        | Operation::VerifyBackup { .. } => Purpose::Open,
         _ => Purpose::Encrypt,
     };
     Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)

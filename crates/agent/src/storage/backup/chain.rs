@@ -55,7 +55,10 @@ impl Opened {
     }
 
     /// The files of a disk: the image, and the overlays above it, the topmost first.
-    fn files(&self, of: &BackedUpDisk) -> Result<(File, Vec<File>), Problem> {
+    ///
+    /// # Errors
+    /// `damaged` where one is not there, or cut off.
+    pub fn files(&self, of: &BackedUpDisk) -> Result<(File, Vec<File>), Problem> {
         let mut overlays = Vec::new();
         let (mut manifest, mut disk) = (self.manifest.clone(), of.clone());
         loop {
@@ -73,7 +76,7 @@ impl Opened {
                 return Ok((file, overlays));
             }
             overlays.push(file);
-            if overlays.len() > BACKUP_CHAIN_MAX {
+            if overlays.len() >= BACKUP_CHAIN_MAX {
                 return Err(damaged(format!(
                     "more than {BACKUP_CHAIN_MAX} backups are above each other"
                 )));

@@ -16,7 +16,7 @@ use vmseal_secret::SecretBytes;
 
 use super::chain::{Opened, sha256_of};
 use super::directory::{Backups, Unfinished};
-use super::manifest::manifest_of;
+use super::manifest::{Key, check, manifest_of};
 use crate::filter::{self, Sums, Volume, Work};
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder, internal};
@@ -157,7 +157,7 @@ impl Creating {
         let (disk, facts) = &self.disks[at];
         let opened = opening::open_sealed_kept(&self.spec, disk, facts, self.job.snapshot);
         let (Open { file: image, layers, .. }, length) = opened?;
-        let below = below(begun.parent.as_ref(), disk, facts, length)?;
+        let below = self.below(begun.parent.as_ref(), disk, facts, length)?;
         if below.is_none() {
             check_room(begun, length, [&image].into_iter().chain(&layers))?;
         }
@@ -212,6 +212,44 @@ impl Creating {
         Ok(Part { to_read, file, sums, entry })
     }
 
+    /// What the overlay of a disk can be above; none where the disk is to be copied whole. With another key it is: the
+    /// backups of the former one can be deleted then.
+    fn below(
+        &self,
+        parent: Option<&Opened>,
+        disk: &DiskSpec,
+        facts: &DiskFacts,
+        length: u64,
+    ) -> Result<Option<Lower>, Problem> {
+        let Some(parent) = parent.filter(|it| it.manifest.vm.key == self.spec.key) else {
+            return Ok(None);
+        };
+        let Ok(entry) = parent.disk(disk.disk) else { return Ok(None) };
+        if entry.facts != *facts || entry.length != length {
+            return Ok(None);
+        }
+        let full = |problem: Problem| {
+            let detail = format!("{problem}. Make a full backup (--full)");
+            Problem { detail, ..problem }
+        };
+        // What is not copied because of the sums is in these files.
+        let key = self.spec.key.as_ref().zip(self.kek.as_ref());
+        let key = key.map(|(reference, kek)| Key { reference, kek });
+        check(&parent.manifest, self.spec.key.as_ref(), key).map_err(full)?;
+        parent.files(entry).map_err(full)?;
+        let backup = parent.manifest.backup;
+        let sums = parent.backups.file(backup, &entry.sums).map_err(full)?;
+        if sha256_of(&sums)? != entry.sums_sha256 {
+            let what = format!(
+                "the sums of disk '{}' in backup '{}' are damaged",
+                disk.name, parent.manifest.name
+            );
+            return Err(full(Problem::new(ErrorCode::Damaged, what)));
+        }
+        let name = format!("../{backup}/{}", entry.file);
+        Ok(Some(Lower { name, format: entry.format, sums }))
+    }
+
     /// Has a filter write the files of a disk; returns what the manifest says of it.
     async fn copy(
         &self,
@@ -244,32 +282,6 @@ struct Lower {
     format: ImageFormat,
     /// The sums of its blocks.
     sums: File,
-}
-
-/// What the overlay of a disk can be above; none where the disk is to be copied whole.
-fn below(
-    parent: Option<&Opened>,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    length: u64,
-) -> Result<Option<Lower>, Problem> {
-    let Some(parent) = parent else { return Ok(None) };
-    let Ok(entry) = parent.disk(disk.disk) else { return Ok(None) };
-    if entry.facts != *facts || entry.length != length {
-        return Ok(None);
-    }
-    let backup = parent.manifest.backup;
-    let sums = parent.backups.file(backup, &entry.sums)?;
-    // What is not copied, because of these, is in the files below.
-    if sha256_of(&sums)? != entry.sums_sha256 {
-        let what = format!(
-            "the sums of disk '{}' in backup '{}' are damaged: make a full backup (--full)",
-            disk.name, parent.manifest.name
-        );
-        return Err(Problem::new(ErrorCode::Damaged, what));
-    }
-    let name = format!("../{backup}/{}", entry.file);
-    Ok(Some(Lower { name, format: entry.format, sums }))
 }
 
 fn check_room<'a>(

@@ -29,8 +29,9 @@ const MANIFEST: &str = "manifest.json";
 pub struct Backups {
     /// The directory of the VM's backups, open.
     open: Parent,
-    /// Its path, for messages.
+    /// Its path.
     shown: PathBuf,
+    allowed: TransferDirectories,
 }
 
 fn refused(error: TransferError, path: &Path) -> Problem {
@@ -73,7 +74,7 @@ impl Backups {
             Err(error) => return Err(failed(&shown, "looked at", &error)),
         }
         let open = allowed.parent(&shown.join("x")).map_err(|error| refused(error, &shown))?;
-        Ok(Some(Self { open, shown }))
+        Ok(Some(Self { open, shown, allowed: allowed.clone() }))
     }
 
     /// The same, of a VM that may have none yet: its directory is made. Blocks.
@@ -105,7 +106,7 @@ impl Backups {
     }
 
     fn unfinished(&self, backup: BackupId) -> PathBuf {
-        self.open.path().join(format!(".{backup}.unfinished"))
+        self.open.path().join(unfinished_name(backup))
     }
 
     /// The path of a backup that people see.
@@ -119,15 +120,22 @@ impl Backups {
     /// # Errors
     /// `damaged`; those of the file system.
     pub fn manifest(&self, backup: BackupId) -> Result<Option<BackupManifest>, Problem> {
-        self.manifest_in(&self.whole(backup), backup)
+        self.manifest_in(&backup.to_string(), backup)
     }
 
-    fn manifest_in(
-        &self,
-        directory: &Path,
-        backup: BackupId,
-    ) -> Result<Option<BackupManifest>, Problem> {
-        let (path, shown) = (directory.join(MANIFEST), self.shown(backup).join(MANIFEST));
+    /// Opens a directory beneath those that this host may read and write: who writes there may have put a link in its place.
+    fn directory(&self, name: &str) -> Result<Option<Parent>, Problem> {
+        let shown = self.shown.join(name);
+        match self.allowed.parent(&shown.join("x")) {
+            Ok(open) => Ok(Some(open)),
+            Err(TransferError::File(error)) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(refused(error, &shown)),
+        }
+    }
+
+    fn manifest_in(&self, name: &str, backup: BackupId) -> Result<Option<BackupManifest>, Problem> {
+        let Some(directory) = self.directory(name)? else { return Ok(None) };
+        let (path, shown) = (directory.path().join(MANIFEST), self.shown(backup).join(MANIFEST));
         let mut json = Vec::new();
         let read =
             regular(&path).and_then(|file| file.take(LENGTH_MAX as u64 + 1).read_to_end(&mut json));
@@ -156,7 +164,9 @@ impl Backups {
             .mode(0o700)
             .create(&path)
             .map_err(|error| failed(&self.shown(backup), "made", &error))?;
-        Ok(Unfinished { path, shown: self.shown(backup) })
+        let open = self.directory(&unfinished_name(backup))?;
+        let gone = || failed(&path, "opened", &io::Error::from(io::ErrorKind::NotFound));
+        Ok(Unfinished { open: open.ok_or_else(gone)?, shown: self.shown(backup) })
     }
 
     /// Removes what there is of a backup that was not finished, or that is being removed.
@@ -178,7 +188,11 @@ impl Backups {
     /// `not-found`; `damaged` when it is no regular file.
     pub fn file(&self, backup: BackupId, name: &str) -> Result<File, Problem> {
         let shown = self.shown(backup).join(name);
-        regular(&self.whole(backup).join(name)).map_err(|error| match error.kind() {
+        let directory = self.directory(&backup.to_string())?;
+        let path = directory.as_ref().map(|directory| directory.path().join(name));
+        let opened =
+            path.map_or_else(|| Err(io::ErrorKind::NotFound.into()), |path| regular(&path));
+        opened.map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => {
                 let what = format!("{} is not there: the backup is not whole", shown.display());
                 Problem::new(ErrorCode::Damaged, what)
@@ -208,6 +222,10 @@ impl Backups {
     }
 }
 
+fn unfinished_name(backup: BackupId) -> String {
+    format!(".{backup}.unfinished")
+}
+
 /// A file in memory.
 pub(super) fn in_memory() -> io::Result<File> {
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
@@ -228,7 +246,7 @@ fn regular(path: &Path) -> io::Result<File> {
 
 /// The directory of a backup that is being written.
 pub struct Unfinished {
-    path: PathBuf,
+    open: Parent,
     shown: PathBuf,
 }
 
@@ -244,7 +262,7 @@ impl Unfinished {
             .create_new(true)
             .mode(0o600)
             .custom_flags(libc::O_NOFOLLOW)
-            .open(self.path.join(name))
+            .open(self.open.path().join(name))
             .map_err(|error| failed(&self.shown.join(name), "made", &error))
     }
 
@@ -253,7 +271,7 @@ impl Unfinished {
     /// # Errors
     /// Those of the file system.
     pub fn finish(&self, manifest: &BackupManifest) -> Result<(), Problem> {
-        let path = self.path.join(MANIFEST);
+        let path = self.open.path().join(MANIFEST);
         serde_json::to_vec_pretty(manifest)
             .map_err(io::Error::from)
             .and_then(|json| atomic_file::write(&path, &json, atomic_file::PRIVATE))
@@ -274,7 +292,7 @@ pub fn commit(place: &BackupPlace, allowed: &TransferDirectories) -> Result<(), 
     let (from, to) = (backups.unfinished(place.backup), backups.whole(place.backup));
     let failed = |error: io::Error| failed(&backups.shown(place.backup), "named", &error);
     if backups.manifest(place.backup)?.is_none() {
-        if backups.manifest_in(&from, place.backup)?.is_none() {
+        if backups.manifest_in(&unfinished_name(place.backup), place.backup)?.is_none() {
             return Err(gone());
         }
         match renameat2(AT_FDCWD, &from, AT_FDCWD, &to, RenameFlags::RENAME_NOREPLACE) {

@@ -64,12 +64,27 @@ pub fn manifest_of(
     Ok(manifest)
 }
 
-/// Checks that a manifest was made with the key that it names.
+/// Checks that a manifest names the key that its backup opens with, and was made with it.
 ///
 /// # Errors
 /// `locked` without that key; `damaged` when it was not.
-pub fn check(manifest: &BackupManifest, key: Option<Key<'_>>) -> Result<(), Problem> {
-    let Some(named) = &manifest.vm.key else { return Ok(()) };
+pub fn check(
+    manifest: &BackupManifest,
+    opens_with: Option<&KeyReference>,
+    key: Option<Key<'_>>,
+) -> Result<(), Problem> {
+    let changed = || {
+        let what = format!(
+            "the manifest of backup '{}' is not as vmseal has written it: it was changed, or is damaged",
+            manifest.name
+        );
+        Problem::new(ErrorCode::Damaged, what)
+    };
+    // Who writes to the directory can leave out key and code, but not what the server knows.
+    if manifest.vm.key.as_ref() != opens_with {
+        return Err(changed());
+    }
+    let Some(named) = opens_with else { return Ok(()) };
     let Some(key) = key.filter(|key| key.reference == named) else {
         let what = format!(
             "backup '{}' needs key '{}' of provider {}, which is not on this host",
@@ -77,12 +92,8 @@ pub fn check(manifest: &BackupManifest, key: Option<Key<'_>>) -> Result<(), Prob
         );
         return Err(Problem::new(ErrorCode::Locked, what));
     };
-    if manifest.mac.as_ref() == Some(&code_of(manifest, key)?) {
-        return Ok(());
+    match manifest.mac.as_ref() == Some(&code_of(manifest, key)?) {
+        true => Ok(()),
+        false => Err(changed()),
     }
-    let what = format!(
-        "the manifest of backup '{}' is not as vmseal has written it: it was changed, or is damaged",
-        manifest.name
-    );
-    Err(Problem::new(ErrorCode::Damaged, what))
 }

@@ -18,5 +18,5 @@ mod verify;
 pub use self::create::Creating;
 pub use self::directory::{Backups, commit, discard, read};
 pub use self::manifest::manifest_of;
-pub use self::restore::{Restoring, all_unused, discard_restored, use_restored};
+pub use self::restore::{Restoring, discard_restored, use_restored};
 pub use self::verify::Verifying;

@@ -9,6 +9,7 @@ use tokio::task::spawn_blocking;
 use vmseal_api::atomic_file;
 use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
+use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -35,8 +36,12 @@ pub struct Restoring {
     pub spec: VmSpec,
     /// Its disks that are restored.
     pub disks: Vec<DiskSpec>,
+    /// The task.
+    pub task: TaskId,
     /// Where the backup is.
     pub place: BackupPlace,
+    /// The key that the backup opens with; none where it is in the clear.
+    pub opens_with: Option<KeyReference>,
     /// The VM's KEK, where it has a key.
     pub kek: Option<SecretBytes>,
     /// The backup's key, where that is not the VM's.
@@ -71,7 +76,7 @@ impl Restoring {
     /// `not-found`, `damaged`, `locked`, `wrong-state`, `invalid-request`.
     pub fn check(&self) -> Result<(), Problem> {
         let opened = Opened::open(&self.place, &self.builder.transfer)?;
-        check(&opened.manifest, self.key())?;
+        check(&opened.manifest, self.opens_with.as_ref(), self.key())?;
         self.disks.iter().try_for_each(|disk| self.fits(disk, opened.disk(disk.disk)?))
     }
 
@@ -141,7 +146,7 @@ impl Restoring {
         let this = Arc::clone(&self);
         let opened = spawn_blocking(move || {
             let opened = Opened::open(&this.place, &this.builder.transfer)?;
-            check(&opened.manifest, this.key())?;
+            check(&opened.manifest, this.opens_with.as_ref(), this.key())?;
             Ok::<_, Problem>(opened)
         });
         let opened = Arc::new(opened.await.map_err(internal)??);
@@ -167,7 +172,7 @@ impl Restoring {
         self.fits(disk, &entry)?;
         let home = Home::of(&disk.datastore, self.spec.vm)?;
         let path = home.restoring(disk.disk);
-        home.remove(&path)?;
+        discard_restored(&self.spec, std::slice::from_ref(disk))?;
         let length = data_offset(&entry.facts) + disk.size;
         home.check_room(if is_preallocated(disk) { length } else { room(opened, &entry)? })?;
         let file = home.open_or_make(&self.spec, &disk.datastore, &path)?;
@@ -191,13 +196,20 @@ impl Restoring {
     ) -> Result<(), Problem> {
         let Part { to_read, mut file, sums, entry } = part;
         let home = Home::of(&self.disks[at].datastore, self.spec.vm)?;
-        let explain = |message| full_or_internal(home.datastore(), message);
+        let datastore = home.datastore().to_owned();
+        let explain = |message| full_or_internal(&datastore, message);
         exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain).await?;
         let all = Arc::clone(opened);
         let end = move || {
             all.compare(&entry, &sums)?;
-            self.unlock(&self.disks[at], &entry, &mut file)?;
-            file.sync_all().map_err(internal)
+            let disk = &self.disks[at];
+            self.unlock(disk, &entry, &mut file)?;
+            file.sync_all().map_err(internal)?;
+            // With this name it is whole.
+            let (from, to) = (home.restoring(disk.disk), home.restored(disk.disk, self.task));
+            std::fs::rename(&from, &to)
+                .and_then(|()| atomic_file::flush_directory_of(&to))
+                .map_err(|error| failed(&from, "renamed", &error))
         };
         spawn_blocking(end).await.map_err(internal)?
     }
@@ -247,11 +259,11 @@ fn room(opened: &Opened, entry: &BackedUpDisk) -> Result<u64, Problem> {
 ///
 /// # Errors
 /// `not-found` when no disk has a restored image; those of the file system.
-pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem> {
+pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec], task: TaskId) -> Result<(), Problem> {
     let mut found = false;
     for disk in disks {
         let home = Home::of(&disk.datastore, spec.vm)?;
-        let (from, to) = (home.restoring(disk.disk), home.image(disk.disk));
+        let (from, to) = (home.restored(disk.disk, task), home.image(disk.disk));
         match std::fs::rename(&from, &to) {
             Ok(()) => found = true,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
@@ -266,22 +278,6 @@ pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::NotFound, what))
 }
 
-/// Whether each disk has a restored image that is not used. Blocks.
-///
-/// # Errors
-/// Those of the file system.
-pub fn all_unused(spec: &VmSpec, disks: &[DiskSpec]) -> Result<bool, Problem> {
-    for disk in disks {
-        let path = Home::of(&disk.datastore, spec.vm)?.restoring(disk.disk);
-        match path.symlink_metadata() {
-            Ok(_) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-            Err(error) => return Err(failed(&path, "looked at", &error)),
-        }
-    }
-    Ok(true)
-}
-
 /// Removes restored images that are not used. Blocks.
 ///
 /// # Errors
@@ -289,6 +285,6 @@ pub fn all_unused(spec: &VmSpec, disks: &[DiskSpec]) -> Result<bool, Problem> {
 pub fn discard_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem> {
     disks.iter().try_for_each(|disk| {
         let home = Home::of(&disk.datastore, spec.vm)?;
-        home.remove(&home.restoring(disk.disk))
+        home.all_restored(disk.disk).iter().try_for_each(|path| home.remove(path))
     })
 }

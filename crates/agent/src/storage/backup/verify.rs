@@ -28,7 +28,9 @@ pub struct Verifying {
     pub spec: VmSpec,
     /// Where the backup is.
     pub place: BackupPlace,
-    /// Its key, where it has one.
+    /// The key that it opens with; none where it is in the clear.
+    pub opens_with: Option<KeyReference>,
+    /// That key, or the VM's.
     pub key: Option<(KeyReference, SecretBytes)>,
     /// What filters need.
     pub builder: DiskBuilder,
@@ -68,7 +70,7 @@ impl Verifying {
         let opened = spawn_blocking(move || Opened::open(&place, &allowed)).await;
         let opened = Arc::new(opened.map_err(internal)??);
         let key = self.key.as_ref().map(|(reference, kek)| Key { reference, kek });
-        check(&opened.manifest, key)?;
+        check(&opened.manifest, self.opens_with.as_ref(), key)?;
         let total = opened.manifest.disks.iter().map(|disk| disk.length).sum();
         let mut before = 0;
         for disk in &opened.manifest.disks {

@@ -44,6 +44,7 @@ pub fn name_of(name: &str) -> Named {
         "raw.creating" => image(ImageKind::HalfMade),
         "replica" => image(ImageKind::Replica),
         "copy" | "restoring" => image(ImageKind::Copy),
+        _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer => image(ImageKind::Layer),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "layers" | "merge" => {

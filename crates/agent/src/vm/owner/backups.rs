@@ -3,11 +3,11 @@
 use tokio::task::spawn_blocking;
 use vmseal_api::backup::BackupPlace;
 use vmseal_api::host::{
-    BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, JobState, KeyReference, Power,
-    RestoreBackupJob, VerifyBackupJob,
+    BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, KeyReference, Power, RestoreBackupJob,
+    VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, TaskId};
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::Owner;
@@ -82,12 +82,14 @@ impl Owner {
             other => other,
         };
         let builder = Workers::builder_of_export(&self.shared, job.disk);
-        Ok(Verifying { spec: self.spec.clone(), place, key, builder })
+        let opens_with = job.opens_with.clone();
+        Ok(Verifying { spec: self.spec.clone(), place, opens_with, key, builder })
     }
 
     /// Whether disks could be restored so.
     pub(super) async fn ready_to_restore(
         &self,
+        task: TaskId,
         job: &RestoreBackupJob,
         spec: &JobSpec,
     ) -> Result<Restoring, Problem> {
@@ -98,7 +100,9 @@ impl Owner {
         let restoring = Restoring {
             spec: self.spec.clone(),
             disks,
+            task,
             place: self.place(&job.directory, job.backup),
+            opens_with: job.opens_with.clone(),
             kek: self.clone_kek()?,
             other: self.backup_key(job.key.as_ref())?,
             builder: Workers::builder_of_export(&self.shared, first),
@@ -137,7 +141,9 @@ impl Owner {
         job: &RestoreBackupJob,
         spec: JobSpec,
     ) -> Result<(), Problem> {
-        let restoring = self.ready_to_restore(job, &spec).await?;
+        // A task that has ended without a word to this host holds the disks for nobody.
+        self.jobs.give_up_restores(task, &job.disks);
+        let restoring = self.ready_to_restore(task, job, &spec).await?;
         let first = first_of(&job.disks)?;
         self.jobs.begin(task, spec);
         self.workers.begin_restore(first, restoring);
@@ -164,13 +170,15 @@ impl Owner {
         spec: &JobSpec,
     ) -> Result<(), Problem> {
         // The guest must not run; the job itself may be that of an earlier agent.
-        if self.power() != Power::Off {
+        if self.jobs.spec(task).is_none() {
+            self.may_work(Action::Restore, spec)?;
+        } else if self.power() != Power::Off {
             return Err(rules::wrong_state(&self.spec, "is not off: its disks cannot be restored"));
         }
         let (vm, known) = (self.spec.clone(), self.spec.clone());
         let disks = spec.disks().into_iter().map(|disk| find_disk(&known, disk).cloned());
         let disks = disks.collect::<Result<Vec<_>, _>>()?;
-        let used = spawn_blocking(move || backup::use_restored(&vm, &disks));
+        let used = spawn_blocking(move || backup::use_restored(&vm, &disks, task));
         used.await.map_err(internal)??;
         tracing::info!(vm = %self.spec.vm, backup = %job.backup, "disks are restored");
         self.jobs.committed(task);
@@ -178,11 +186,7 @@ impl Owner {
     }
 
     /// Removes what a job that is cancelled has written.
-    pub(super) async fn cancel_backup(
-        &self,
-        spec: &JobSpec,
-        state: Option<&JobState>,
-    ) -> Result<(), Problem> {
+    pub(super) async fn cancel_backup(&self, spec: &JobSpec) -> Result<(), Problem> {
         match spec {
             JobSpec::Backup(job) => {
                 let place = self.place(&job.directory, job.backup);
@@ -196,17 +200,10 @@ impl Owner {
             JobSpec::RestoreBackup(job) => {
                 let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
                 let disks = disks.collect::<Result<Vec<_>, _>>()?;
-                // An earlier agent may have begun to use the images.
-                let unknown = matches!(state, None | Some(JobState::Done));
                 let vm = self.spec.clone();
-                let discard = move || {
-                    if unknown && !backup::all_unused(&vm, &disks)? {
-                        let what = "the disks, or some of them, hold what the backup has";
-                        return Err(Problem::new(ErrorCode::AlreadyExists, what));
-                    }
-                    backup::discard_restored(&vm, &disks)
-                };
-                spawn_blocking(discard).await.map_err(internal)?
+                spawn_blocking(move || backup::discard_restored(&vm, &disks))
+                    .await
+                    .map_err(internal)?
             }
             _ => Ok(()),
         }

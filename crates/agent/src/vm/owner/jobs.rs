@@ -135,7 +135,7 @@ impl Owner {
                 self.ready_to_verify(job, spec).await.map(|_| Ready::Nothing)
             }
             JobSpec::RestoreBackup(job) => {
-                self.ready_to_restore(job, spec).await.map(|_| Ready::Nothing)
+                self.ready_to_restore(task, job, spec).await.map(|_| Ready::Nothing)
             }
         }
     }
@@ -272,7 +272,7 @@ impl Owner {
                 if at_work { Ok(()) } else { removed }
             }
             // The worker removes what it was making; layers that are not merged stay as they are.
-            _ => self.cancel_backup(&spec, state.as_ref()).await,
+            _ => self.cancel_backup(&spec).await,
         }
     }
 

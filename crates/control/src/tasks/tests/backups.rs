@@ -123,7 +123,9 @@ impl Backup {
             }
             Self::Verify => Operation::VerifyBackup { vm, backup },
             Self::Restore => Operation::RestoreBackup { vm, backup, disks },
-            Self::RestoreDeleted => Operation::RestoreDeletedVm { vm, backup, disks, mac: None },
+            Self::RestoreDeleted => {
+                Operation::RestoreDeletedVm { vm, backup, disks, manifest: String::new() }
+            }
             Self::Delete => Operation::DeleteBackup { vm, backup },
         })
     }
@@ -239,7 +241,7 @@ impl Fixture {
         let place = crate::tasks::backups::place(backup);
         let agent: &dyn vmseal_api::host::HostAgent = &self.agent;
         let manifest = agent.read_backup(place).await.unwrap();
-        let mac = manifest.mac.clone();
+        let digest = crate::tasks::backups::digest_of(&manifest);
         let mut write = self.store.write().await.unwrap();
         let definition =
             crate::services::backups::define(&mut write, backup, &manifest).await.unwrap();
@@ -248,7 +250,7 @@ impl Fixture {
         crate::tasks::adopt_vm::insert_rows(&mut write, &definition, &vm).await.unwrap();
         write.commit().await.unwrap();
         let disks = definition.spec.disks().map(|disk| disk.disk).collect();
-        Operation::RestoreDeletedVm { vm: vm.id, backup: backup.id, disks, mac }
+        Operation::RestoreDeletedVm { vm: vm.id, backup: backup.id, disks, manifest: digest }
     }
 }
 
