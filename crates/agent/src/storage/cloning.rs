@@ -10,6 +10,7 @@ use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, SecretFd};
 
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
@@ -84,6 +85,7 @@ impl Target<'_> {
         let control = Control::of(directory);
         control.ready(&process, directory).await.map_err(internal)?;
         drop(keys);
+        let pace = Pace::up_to(PROGRESS_INTERVAL);
         loop {
             let status = control.status_of(&process, directory).await.map_err(internal)?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -92,7 +94,7 @@ impl Target<'_> {
                 Some(DiskActivity::Failed { message }) => return Err(internal(message)),
                 other => return Err(internal(format!("the filter of a clone says {other:?}"))),
             }
-            tokio::time::sleep(PROGRESS_INTERVAL).await;
+            pace.pause().await;
         }
         end_idle(&control, from).await?;
         process.end_within(filter::SHUTDOWN_TIMEOUT).await;

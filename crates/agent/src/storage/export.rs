@@ -25,6 +25,7 @@ use vmseal_api::size::Size;
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, Volume};
 use crate::process::users::Slot;
 use crate::rules;
@@ -189,6 +190,7 @@ async fn fill(
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -199,7 +201,7 @@ async fn fill(
             }
             other => return Err(internal(format!("the filter of an export says {other:?}"))),
         }
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        pace.pause().await;
     }
     filling::end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;

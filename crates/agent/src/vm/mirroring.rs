@@ -17,6 +17,7 @@ use vmseal_secret::SecretBytes;
 use super::internal;
 use super::report::{Progress, Report};
 use super::service::FILTER_RESTART_TIMEOUT;
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
@@ -37,8 +38,8 @@ const REST_TIMEOUT: Duration = Duration::from_secs(10);
 /// How much a copy may lack when it is as good as complete, in bytes: a guest that writes always leaves some.
 const READY_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
-/// How often in a row a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
-const WITHOUT_COPY_MAX: u32 = 20;
+/// How long a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
+const WITHOUT_COPY_MAX: Duration = Duration::from_secs(10);
 
 /// How long the storage of a copy may fail while a guest runs, until the copy is given up: a full datastore or one that is away
 /// is to be noticed, and a moment's failure is not to cost hours of work.
@@ -179,6 +180,7 @@ impl Copier {
     }
 
     async fn until_ready(&self, show: &Progress) -> Result<(), Problem> {
+        let pace = Pace::up_to(PROGRESS_INTERVAL);
         loop {
             let status = self.status().await?;
             let Some(disk) = status.disks.first() else { return Ok(()) };
@@ -188,7 +190,7 @@ impl Copier {
             if tell(disk, show) {
                 return Ok(());
             }
-            sleep(PROGRESS_INTERVAL).await;
+            pace.pause().await;
         }
     }
 
@@ -245,8 +247,9 @@ fn trouble(disk: &DiskStatus) -> Option<Problem> {
 /// # Errors
 /// The filter has no copy of the disk: it could not be opened. Or its storage has failed for [`TROUBLE_MAX`].
 pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(), Problem> {
-    let mut without = 0;
+    let mut without: Option<Instant> = None;
     let mut well = Instant::now();
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         // A filter that does not answer is replaced.
         if let Ok(status) = control.status().await {
@@ -255,17 +258,17 @@ pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(
                 Some(known) if tell(known, show) => return Ok(()),
                 Some(known) => match trouble(known) {
                     Some(problem) if well.elapsed() > TROUBLE_MAX => return Err(problem),
-                    Some(_) => without = 0,
-                    None => (without, well) = (0, Instant::now()),
+                    Some(_) => without = None,
+                    None => (without, well) = (None, Instant::now()),
                 },
-                None => without += 1,
+                None => drop(without.get_or_insert_with(Instant::now)),
             }
         }
-        if without > WITHOUT_COPY_MAX {
+        if without.is_some_and(|since| since.elapsed() > WITHOUT_COPY_MAX) {
             let what = "the filter of the guest keeps no copy of the disk: the copy could not be opened. The agent's log says why";
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
-        sleep(PROGRESS_INTERVAL).await;
+        pace.pause().await;
     }
 }
 
@@ -281,6 +284,7 @@ pub async fn remove_source(
 ) -> Result<(), Problem> {
     let cancelled = Arc::new(Mutex::new(cancelled));
     let give_up = Instant::now() + FILTER_RESTART_TIMEOUT;
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let (spec, disk, show) = (spec.clone(), disk.clone(), show.clone());
         let stop = Arc::clone(&cancelled);
@@ -297,7 +301,7 @@ pub async fn remove_source(
             Err(problem)
                 if problem.code == ErrorCode::InUse && Instant::now() < give_up && !ended() =>
             {
-                sleep(PROGRESS_INTERVAL).await;
+                pace.pause().await;
             }
             removed => return removed,
         }
