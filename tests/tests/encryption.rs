@@ -218,15 +218,17 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
 fn an_encryption_that_is_cancelled_leaves_nothing() {
     let (here, mut console) = started(VM, "plain");
     count(&mut console);
-    for milliseconds in [0, 100, 400] {
+    for milliseconds in [0, 50, 100, 400] {
         let task = here.json(&["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]).unwrap();
         sleep(Duration::from_millis(milliseconds));
         let id = task["id"].as_str().unwrap();
         let cancelled = here.try_vmseal(&["task", "cancel", id]).unwrap().status.success();
         let ended = here.try_vmseal(&["task", "wait", id]).unwrap();
-        assert_eq!(ended.status.success(), !cancelled);
-        is_encrypted(&here, !cancelled);
-        if !cancelled {
+        let done = ended.status.success();
+        // While the copies are being taken into use, it may be too late.
+        assert!(cancelled || done, "{ended:?}");
+        is_encrypted(&here, done);
+        if done {
             here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
         }
     }

@@ -199,19 +199,8 @@ impl Copier {
         let give_up = Instant::now() + REST_TIMEOUT;
         loop {
             let status = self.status().await?;
-            let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
-            let Some(disk) = status.disks.iter().find(lacking) else {
+            if all_are_small(&status, give_up)? {
                 return Ok(status.disks.iter().map(|disk| disk.disk).collect());
-            };
-            if let Some(error) = trouble(disk) {
-                return Err(error);
-            }
-            if Instant::now() > give_up {
-                let what = format!(
-                    "the copy of disk {} lacks more than its guest could wait for; the copy goes on",
-                    disk.disk
-                );
-                return Err(Problem::new(ErrorCode::TimedOut, what));
             }
             sleep(PIVOT_INTERVAL).await;
         }
@@ -221,6 +210,64 @@ impl Copier {
         end_idle(&self.control, self.disk).await?;
         self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         self.builder.directory.sweep().await.map_err(internal)
+    }
+}
+
+/// Whether no copy lacks more than a pivot may take.
+///
+/// # Errors
+/// The error that keeps a disk from being copied; `timed-out` after `give_up`.
+fn all_are_small(status: &FilterStatus, give_up: Instant) -> Result<bool, Problem> {
+    let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
+    let Some(disk) = status.disks.iter().find(lacking) else { return Ok(true) };
+    if let Some(error) = trouble(disk) {
+        return Err(error);
+    }
+    if Instant::now() > give_up {
+        let what = format!(
+            "the copy of disk {} lacks more than its guest could wait for; the copy goes on",
+            disk.disk
+        );
+        return Err(Problem::new(ErrorCode::TimedOut, what));
+    }
+    Ok(false)
+}
+
+/// Has disks pivot that the filter of their guest serves and copies, one after the other, when no copy lacks more than a pivot
+/// may take.
+///
+/// # Errors
+/// [`NotTurned`].
+pub async fn pivot_served(control: &Control, disks: &[DiskId]) -> Result<(), NotTurned> {
+    let give_up = Instant::now() + REST_TIMEOUT;
+    loop {
+        let status = control.status().await.map_err(NotTurned::from)?;
+        if all_are_small(&status, give_up).map_err(NotTurned::AsBefore)? {
+            break;
+        }
+        sleep(PIVOT_INTERVAL).await;
+    }
+    for disk in disks {
+        control.pivot(*disk).await.map_err(NotTurned::from)?;
+    }
+    Ok(())
+}
+
+/// Why not all disks of a guest have pivoted.
+pub enum NotTurned {
+    /// The filter serves those that have not as before.
+    AsBefore(Problem),
+    /// Only the maps of the copies say which have: the filter is to be replaced.
+    Unknown(Problem),
+}
+
+impl From<FilterError> for NotTurned {
+    fn from(error: FilterError) -> Self {
+        let problem = |what| Problem::new(ErrorCode::TimedOut, what);
+        match error {
+            FilterError::Refused { message, .. } => Self::AsBefore(problem(message)),
+            other => Self::Unknown(problem(other.to_string())),
+        }
     }
 }
 
