@@ -18,6 +18,7 @@ use vmseal_api::filter::{
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 
+use crate::disk::current::IsRead;
 use crate::front_ends::peer;
 use crate::handle::Handles;
 use crate::layers::replicate::mirror::{Former, NotPivoted, Pivot, Pivoted};
@@ -287,7 +288,7 @@ fn turn(
 ) -> (Vec<Chain>, Result<Option<FormerPlace>, NotPivoted>) {
     let closed = match stack.map(DiskStack::close_to_readers).transpose() {
         Ok(closed) => closed.flatten(),
-        Err(read) => return (chains, Err(read.into())),
+        Err(IsRead) => return (chains, Err(NotPivoted::Read)),
     };
     match pivot.pivot() {
         Ok(Some(Pivoted { chains: copy, former })) => {

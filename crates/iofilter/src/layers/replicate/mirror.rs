@@ -17,7 +17,6 @@ use vmseal_api::filter::{Direct, Handle, MirrorStatus, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_api::size::Size;
 
-use crate::disk::current::IsRead;
 use crate::handle::{Handles, lock_if_path};
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::copier::Copier;
@@ -54,8 +53,8 @@ pub enum NotPivoted {
     #[error("it is not mirrored")]
     NoMirror,
     /// A reader beside the guest.
-    #[error("{0}: end that first")]
-    Read(#[from] IsRead),
+    #[error("somebody reads it beside the guest: end that first")]
+    Read,
     /// Another request is there first.
     #[error("it is asked to pivot already")]
     Asked,
