@@ -320,7 +320,7 @@ fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
 }
 
-/// Checks the place of a mirror, and that nobody but the guest uses the disk meanwhile.
+/// Checks the place of a mirror, and that nobody but the guest writes the disk meanwhile.
 fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     let is_mirror = |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_));
     let mut parts = disk.chain.split(is_mirror);
@@ -626,7 +626,6 @@ mod tests {
         }
         for (pointer, value) in [
             ("/disks/0/read_only", json!(true)),
-            ("/disks/0/beside", json!({ "listen": { "fd": 9 } })),
             ("/disks/0/front_end", json!({ "kind": "nbd", "listen": { "fd": 7 } })),
         ] {
             let mut config = with(&json!([good_mirror()]));

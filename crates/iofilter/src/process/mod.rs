@@ -11,6 +11,7 @@ pub mod confinement;
 pub mod control;
 mod descriptors;
 mod mirror;
+pub mod slice;
 pub mod stacks;
 
 use std::fs::File;
