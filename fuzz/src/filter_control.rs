@@ -27,7 +27,8 @@ static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let (events, asked) = mpsc::channel();
     let (state, stop) = (DiskState::new(DiskId::new(), 1), Stop::new().unwrap());
     let orders = Arc::new(Orders::new(Arc::new(stop)).unwrap());
-    let disks = vec![RunningDisk { state: Arc::new(state), orders, pivot: None, stack: None }];
+    let disks =
+        vec![RunningDisk { state: Arc::new(state), orders, pivot: Arc::default(), stack: None }];
     let uid = nix::unistd::geteuid().as_raw();
     let confinement = Confinement { files: FilesConfined::No, memory_bytes: 0 };
     let control = Arc::new(Control { vm: VmId::new(), uid, disks, confinement, events });

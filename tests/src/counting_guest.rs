@@ -28,6 +28,16 @@ pub fn started(vm: &str, policy: &str) -> (Installation, Console) {
     (here, console)
 }
 
+/// The same without a disk for cloud-init: only the disk that the guest writes.
+#[must_use]
+pub fn started_with_one_disk(vm: &str, policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, vm, policy, &[]).unwrap();
+    let mut console = booted(&here, vm).unwrap();
+    write_marker(&mut console);
+    (here, console)
+}
+
 fn write_marker(console: &mut Console) {
     let write = format!(
         "echo {MARKER} | dd of=/dev/vda bs=1M seek={MARKER_AT} conv=notrunc 2>/dev/null; sync"
@@ -38,6 +48,11 @@ fn write_marker(console: &mut Console) {
 /// The guest reads what is on its disks.
 pub fn read_marker(console: &mut Console) {
     run(console, &format!("grep -ao '{SECRET}' /dev/vdb | head -n 1"), SECRET).unwrap();
+    read_marker_of_disk(console);
+}
+
+/// The guest reads what it has written.
+pub fn read_marker_of_disk(console: &mut Console) {
     let read = format!(
         "echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/vda bs=1M skip={MARKER_AT} count=1 2>/dev/null | head -n 1"
     );

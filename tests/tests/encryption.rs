@@ -7,7 +7,10 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
 
-use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
+use vmseal_tests::counting_guest::{
+    MARKER, SECRET, count, read_marker, read_marker_of_disk, started, started_with_one_disk,
+    stop_counting,
+};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
@@ -95,6 +98,52 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
     read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// A disk that only its guest writes is copied, and pivots, by the filter that serves it, which keeps its dirty bitmaps; and where
+/// the agent dies meanwhile, too.
+#[test]
+fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
+    let (mut here, mut console) = started_with_one_disk(VM, "plain");
+    let filter = here.processes_of(VM, "vmseal-filter").unwrap();
+    let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
+    here.vmseal(&["disk", "bitmap", "add", VM, &disk, "since"]).unwrap();
+    let encrypt = &["vm", "encrypt", VM, "--policy", "encrypted"][..];
+    let decrypt = &["vm", "decrypt", VM, "--policy", "plain", "--yes"][..];
+    for (change, encrypted) in
+        [(encrypt, true), (&["vm", "recrypt", VM, "--deep"][..], true), (decrypt, false)]
+    {
+        count(&mut console);
+        here.vmseal(change).unwrap();
+        stop_counting(&mut console);
+        read_marker_of_disk(&mut console);
+        is_encrypted(&here, encrypted);
+        assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
+    }
+    here.vmseal(&["disk", "bitmap", "remove", VM, &disk, "since"]).unwrap();
+    let mut encrypted = false;
+    for milliseconds in [30, 100, 170, 240, 310, 400] {
+        count(&mut console);
+        let change = if encrypted { decrypt } else { encrypt };
+        let task = here.json(&[change, &["--no-wait"]].concat()).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        here.kill_agent();
+        here.start_agent().unwrap();
+        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        if ended.status.success() {
+            encrypted = !encrypted;
+        }
+        drop(console);
+        console = here.console(VM).unwrap();
+        stop_counting(&mut console);
+        read_marker_of_disk(&mut console);
+        is_encrypted(&here, encrypted);
+    }
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    read_marker_of_disk(&mut booted(&here, VM).unwrap());
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
@@ -218,15 +267,17 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
 fn an_encryption_that_is_cancelled_leaves_nothing() {
     let (here, mut console) = started(VM, "plain");
     count(&mut console);
-    for milliseconds in [0, 100, 400] {
+    for milliseconds in [0, 50, 100, 400] {
         let task = here.json(&["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]).unwrap();
         sleep(Duration::from_millis(milliseconds));
         let id = task["id"].as_str().unwrap();
         let cancelled = here.try_vmseal(&["task", "cancel", id]).unwrap().status.success();
         let ended = here.try_vmseal(&["task", "wait", id]).unwrap();
-        assert_eq!(ended.status.success(), !cancelled);
-        is_encrypted(&here, !cancelled);
-        if !cancelled {
+        let done = ended.status.success();
+        // While the copies are being taken into use, it may be too late.
+        assert!(cancelled || done, "{ended:?}");
+        is_encrypted(&here, done);
+        if done {
             here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
         }
     }

@@ -170,7 +170,7 @@ fn a_move_that_is_cancelled_leaves_nothing() {
     add_second(&here);
     let mut place = "local";
     count(&mut console);
-    for milliseconds in [0, 100, 400] {
+    for milliseconds in [0, 50, 100, 400] {
         let other = if place == "local" { "second" } else { "local" };
         let task = here.json(&["vm", "move", VM, "--datastore", other, "--no-wait"]).unwrap();
         let removed = here.refused(&["datastore", "remove", other]).unwrap();
@@ -179,8 +179,10 @@ fn a_move_that_is_cancelled_leaves_nothing() {
         let id = task["id"].as_str().unwrap();
         let cancelled = here.try_vmseal(&["task", "cancel", id]).unwrap().status.success();
         let ended = here.try_vmseal(&["task", "wait", id]).unwrap();
-        assert_eq!(ended.status.success(), !cancelled);
-        if !cancelled {
+        let done = ended.status.success();
+        // While the copies are being taken into use, it may be too late.
+        assert!(cancelled || done, "{ended:?}");
+        if done {
             place = other;
         }
         is_on(&here, place, true);

@@ -19,6 +19,7 @@ use vmseal_iofilter::handle::Handles;
 use vmseal_iofilter::process::config;
 use vmseal_iofilter::process::confinement;
 use vmseal_iofilter::process::control::{self, Control, Event};
+use vmseal_iofilter::process::slice;
 use vmseal_iofilter::process::{Opened, Running};
 use vmseal_secret::process::{Hardening, MemoryLock, harden};
 
@@ -110,6 +111,9 @@ fn begin(
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().context("signals cannot be blocked")?;
     let listener = handles.listener(&config.control).context("the control socket")?;
+    if let Err(error) = slice::shorten() {
+        tracing::info!(%error, "the scheduler's slices stay as they are");
+    }
     let opened = Opened::open(config, handles)?;
     let confinement = confinement::enter(config)?;
     if confinement.files != FilesConfined::Fully {

@@ -369,7 +369,8 @@ fn the_program_serves_confined_and_says_how() {
     let data = limits.lines().find(|line| line.starts_with("Max data size")).unwrap();
     let limit = confinement.memory_bytes.to_string();
     assert!(data.split_whitespace().skip(3).take(2).all(|value| value == limit), "{data}");
-    assert!(confinement.memory_bytes <= 96 << 20, "{limit}");
+    // A copy of the disk, which may begin at any time, included.
+    assert!(confinement.memory_bytes <= 113 << 20, "{limit}");
 }
 
 const DEPTH: u16 = 128;
@@ -447,5 +448,5 @@ fn a_cache_takes_what_it_was_given_and_no_more() {
     assert!(idle <= 32 << 20, "{idle} bytes before anything was read");
     assert!(full >= CACHE, "{full} bytes: it is not full, and the test proves nothing");
     assert!(full <= (32 << 20) + CACHE, "{full} bytes of its own");
-    assert!((96 << 20..=(97 << 20) + CACHE).contains(&limit), "{limit}");
+    assert!((112 << 20..=(114 << 20) + CACHE).contains(&limit), "{limit}");
 }

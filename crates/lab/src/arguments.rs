@@ -18,7 +18,7 @@ use crate::machine::{self, Machine};
 use crate::report::{self, Measured, Report, Unavailable};
 use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
-use crate::systems::{Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
+use crate::systems::{Beside, Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
 
 const MIB: u64 = 1 << 20;
 
@@ -237,6 +237,11 @@ impl BenchArguments {
             disks: if named_by_disks { SEVERAL } else { section.disks as usize },
             named_by_disks,
             delay_us: section.delay_us,
+            beside: match id {
+                "vmseal-plain-encrypting" => Some(Beside::Encrypting),
+                "vmseal-encrypted-snapshots" => Some(Beside::Snapshot(image_tool.clone())),
+                _ => None,
+            },
             snapshot: id.ends_with("-snapshot").then_some(image_tool),
         })
     }

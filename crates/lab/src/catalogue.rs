@@ -28,6 +28,8 @@ const FILES: &[(&str, &str)] = &files![
     "v10",
     "v11",
     "snapshot-io",
+    "encrypting-io",
+    "snapshot-pause",
     "operations",
     "x3"
 ];

@@ -90,8 +90,8 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
-    // The computed limit has a file, too.
-    check_room(plan, systems.len() + 1)?;
+    // The computed limit has a file, too, and so has what a disk is copied to.
+    check_room(plan, systems.len() + 2)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
     pin(plan.cores.map(|cores| cores.client))?;
@@ -161,8 +161,8 @@ struct Disks<'a> {
     plan: &'a Plan,
     systems: &'a [Box<dyn System>],
     root: &'a Path,
-    /// Those of `tested`, while a round lasts.
-    servers: Vec<Server>,
+    /// Those of `tested`, while a round lasts; none of one that starts for each cell.
+    servers: Vec<Option<Server>>,
     tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
     home: Option<tempfile::TempDir>,
@@ -195,7 +195,8 @@ impl Subject for Disks<'_> {
 
     fn begin(&mut self, _round: u32) -> Result<(), ExperimentError> {
         for tested in &self.tested {
-            self.servers.push(self.start(tested)?);
+            let starts = !tested.system.starts_for_each_cell();
+            self.servers.push(starts.then(|| self.start(tested)).transpose()?);
         }
         Ok(())
     }
@@ -212,7 +213,12 @@ impl Subject for Disks<'_> {
     fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
         let at = self.tested.iter().position(|tested| tested.system.id() == point.system);
         let Some(at) = at else { return Ok(None) };
-        let (tested, server) = (&self.tested[at], &self.servers[at]);
+        let tested = &self.tested[at];
+        let own = match &self.servers[at] {
+            Some(_) => None,
+            None => Some(self.start(tested)?),
+        };
+        let Some(server) = own.as_ref().or(self.servers[at].as_ref()) else { return Ok(None) };
         if point.workload == IDLE {
             let idle = idle::measure(server, &WAKING, self.plan.cell, point.round, point.system)
                 .map_err(|source| tested.failed(&WAKING, source))?;
@@ -285,6 +291,7 @@ impl<'a> Disks<'a> {
                 cpu_per_io: seconds * 1e9 / requests,
                 p50: measured.latency.value_at_quantile(0.5) as f64,
                 p99: measured.latency.value_at_quantile(0.99) as f64,
+                gap: f64::NAN,
                 memory: 0.0,
                 server_busy: 1.0,
                 client_busy: 0.0,
@@ -332,7 +339,14 @@ impl<'a> Disks<'a> {
             0 => None,
             count => Some(Neighbours::start(count, core).map_err(LoadError::Neighbour)?),
         };
-        let measured = self.load(round, workload, &mut initiators, &clock)?;
+        let half = self.plan.warm_up + self.plan.cell / 2;
+        let (measured, acted) = std::thread::scope(|scope| {
+            let acting = scope.spawn(|| tested.system.act(&tested.place, half));
+            let measured = self.load(round, workload, &mut initiators, &clock);
+            (measured, acting.join().expect("it does not panic"))
+        });
+        let measured = measured?;
+        let acted = acted.map_err(Box::new).map_err(LoadError::Beside)?;
         let neighbour = neighbours.map(Neighbours::end);
 
         let seconds = measured.elapsed.as_secs_f64();
@@ -349,6 +363,7 @@ impl<'a> Disks<'a> {
             cpu_per_io: measured.server.as_nanos() as f64 / requests,
             p50: measured.latency.value_at_quantile(0.5) as f64,
             p99: measured.latency.value_at_quantile(0.99) as f64,
+            gap: measured.gaps.longest(acted).as_nanos() as f64,
             memory: clock::own_memory(server.pid()).map_err(LoadError::Clock)? as f64,
             server_busy: share(measured.server),
             // Neighbours are threads of the client's process. They ran during the warm-up, too.

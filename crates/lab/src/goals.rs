@@ -27,6 +27,8 @@ pub enum Metric {
     P50,
     /// What 99 of 100 requests do not exceed, in nanoseconds.
     P99,
+    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then.
+    Gap,
     /// The server's own memory, in bytes.
     Memory,
     /// The server's CPU time for a second without work, in nanoseconds.
@@ -59,6 +61,7 @@ impl Metric {
             Self::CpuPerIo => cells(|cell| cell.cpu_per_io),
             Self::P50 => cells(|cell| cell.p50),
             Self::P99 => cells(|cell| cell.p99),
+            Self::Gap => cells(|cell| cell.gap),
             Self::Memory => cells(|cell| cell.memory),
             Self::Neighbour => cells(|cell| cell.neighbour.unwrap_or(f64::NAN)),
             Self::Seconds => cells(|cell| cell.seconds),
@@ -78,6 +81,7 @@ impl Metric {
             Self::Iops => (1e3, 1, "kIOPS"),
             Self::Throughput => (1e6, 0, "MB/s"),
             Self::CpuPerIo | Self::P50 | Self::P99 => (1e3, 2, "µs"),
+            Self::Gap => (1e6, 2, "ms"),
             Self::Memory => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
             Self::Seconds => (1.0, 3, "s"),
@@ -375,6 +379,7 @@ pub(crate) mod tests {
             cpu_per_io: 1e9 / iops,
             p50: 1e9 / iops,
             p99: 2e9 / iops,
+            gap: 4e9 / iops,
             memory: 1e9 / iops,
             server_busy: 1.0,
             client_busy: 0.5,
@@ -568,8 +573,9 @@ pub(crate) mod tests {
                 systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
                 continue;
             }
-            let snapshot = crate::catalogue::find("snapshot-io").unwrap();
-            let sections = [&SECTIONS[..], &crate::sections::of_definition(&snapshot)].concat();
+            let more = ["snapshot-io", "encrypting-io", "snapshot-pause"]
+                .map(|id| crate::sections::of_definition(&crate::catalogue::find(id).unwrap()));
+            let sections = [&SECTIONS[..], &more.concat()].concat();
             let loads = sections.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);
             let (section, load) = found.unwrap_or_else(|| panic!("{}: no such load", goal.id));

@@ -10,6 +10,7 @@ use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 
 use crate::clock::{self, ProcessClock};
 use crate::pattern::Pattern;
+use crate::systems::SystemError;
 
 /// Latencies are recorded from 1 ns to a minute with two significant digits: finer than the noise of a run.
 const LATENCY_MAX: u64 = 60_000_000_000;
@@ -79,6 +80,35 @@ pub struct LoadResult {
     pub others: Duration,
     /// Latencies in nanoseconds, from submitting to reaping.
     pub latency: Histogram<u64>,
+    /// The times in which no request ended; of several disks, of each.
+    pub gaps: Gaps,
+}
+
+/// The shortest time without the end of a request that is kept.
+const GAP_MIN: Duration = Duration::from_micros(100);
+
+/// How many of them are kept: some seconds of a load that has one after the other.
+const GAPS_MAX: usize = 100_000;
+
+/// Times in which no request ended, of [`GAP_MIN`] or longer.
+#[derive(Clone, Debug, Default)]
+pub struct Gaps(Vec<(Instant, Instant)>);
+
+impl Gaps {
+    fn add(&mut self, from: Instant, to: Instant) {
+        if to - from >= GAP_MIN && self.0.len() < GAPS_MAX {
+            self.0.push((from, to));
+        }
+    }
+
+    /// The longest; where a time is given, of those that overlap with it.
+    #[must_use]
+    pub fn longest(&self, within: Option<(Instant, Instant)>) -> Duration {
+        let overlaps =
+            |gap: &&(Instant, Instant)| within.is_none_or(|(from, to)| gap.0 < to && from < gap.1);
+        let lengths = self.0.iter().filter(overlaps).map(|(from, to)| *to - *from);
+        lengths.max().unwrap_or(GAP_MIN)
+    }
 }
 
 /// An empty histogram of latencies.
@@ -120,6 +150,9 @@ pub enum LoadError {
     /// A neighbour cannot be started.
     #[error("a CPU-bound neighbour cannot be started")]
     Neighbour(#[source] io::Error),
+    /// What is done with the disk meanwhile was not done.
+    #[error("what is done with the disk beside the load failed")]
+    Beside(#[source] Box<SystemError>),
     /// CPU clocks cannot be read.
     #[error("the CPU time of the server (process ended?) or of this machine cannot be read")]
     Clock(#[source] io::Error),
@@ -144,7 +177,8 @@ pub fn run(
     let start = Reading::now(server)?;
     load.measure(begin)?;
     let end = Reading::now(server)?;
-    let measured = LoadResult::between(&start, &end, load.completed, load.latency.clone());
+    let latencies = (load.latency.clone(), std::mem::take(&mut load.gaps));
+    let measured = LoadResult::between(&start, &end, load.completed, latencies);
     load.drain()?;
     Ok(measured)
 }
@@ -183,12 +217,13 @@ pub fn run_side_by_side(
         std::thread::sleep(measured);
         let (end, after) = (Reading::now(server), all_done());
         signals.over.store(true, Ordering::Relaxed);
-        let mut latency = latencies();
+        let (mut latency, mut all) = (latencies(), Gaps::default());
         for thread in threads {
-            let times = thread.join().expect("a load does not panic")?;
+            let (times, gaps) = thread.join().expect("a load does not panic")?;
             latency.add(times).expect("all have the same bounds");
+            all.0.extend(gaps.0);
         }
-        Ok(LoadResult::between(&start?, &end?, after - before, latency))
+        Ok(LoadResult::between(&start?, &end?, after - before, (latency, all)))
     })
 }
 
@@ -208,20 +243,20 @@ fn drive(
     seed: u64,
     signals: &Signals,
     done: &AtomicU64,
-) -> Result<Histogram<u64>, LoadError> {
+) -> Result<(Histogram<u64>, Gaps), LoadError> {
     let extent = Extent::Time { warm_up: Duration::ZERO, measured: Duration::MAX };
     let mut load = Load::new(initiator, workload, extent, pattern, seed)?;
     load.prime()?;
     for signal in [&signals.measuring, &signals.over] {
-        load.latency.reset();
+        load.begin_anew();
         while !signal.load(Ordering::Relaxed) {
             load.turn()?;
             done.store(load.completed, Ordering::Relaxed);
         }
     }
-    let latency = load.latency.clone();
+    let measured = (load.latency.clone(), std::mem::take(&mut load.gaps));
     load.drain()?;
-    Ok(latency)
+    Ok(measured)
 }
 
 /// The clocks at one moment.
@@ -244,7 +279,12 @@ impl Reading {
 }
 
 impl LoadResult {
-    fn between(start: &Reading, end: &Reading, requests: u64, latency: Histogram<u64>) -> Self {
+    fn between(
+        start: &Reading,
+        end: &Reading,
+        requests: u64,
+        (latency, gaps): (Histogram<u64>, Gaps),
+    ) -> Self {
         let server = end.server.saturating_sub(start.server);
         let client = end.client.saturating_sub(start.client);
         let machine = end.machine.saturating_sub(start.machine);
@@ -255,6 +295,7 @@ impl LoadResult {
             client,
             others: machine.saturating_sub(server + client),
             latency,
+            gaps,
         }
     }
 }
@@ -279,6 +320,9 @@ struct Load<'a> {
     submitted: u64,
     completed: u64,
     latency: Histogram<u64>,
+    gaps: Gaps,
+    /// When a request ended last.
+    last: Instant,
     completions: Vec<Completion>,
     scratch: Vec<u8>,
 }
@@ -311,6 +355,8 @@ impl<'a> Load<'a> {
             submitted: 0,
             completed: 0,
             latency,
+            gaps: Gaps::default(),
+            last: Instant::now(),
             completions: Vec::with_capacity(depth),
             scratch: vec![0; block as usize],
         })
@@ -377,6 +423,8 @@ impl<'a> Load<'a> {
             self.initiator.wait()?;
         }
         let now = Instant::now();
+        self.gaps.add(self.last, now);
+        self.last = now;
         for i in 0..self.completions.len() {
             self.check(self.completions[i], now)?;
         }
@@ -419,10 +467,16 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
+    /// What was measured so far does not count.
+    fn begin_anew(&mut self) {
+        self.latency.reset();
+        self.gaps = Gaps::default();
+    }
+
     fn warm_up(&mut self) -> Result<Instant, LoadError> {
         if let Extent::Time { warm_up, .. } = self.extent {
             self.turn_until(Instant::now() + warm_up)?;
-            self.latency.reset();
+            self.begin_anew();
             self.completed = 0;
         }
         Ok(Instant::now())

@@ -44,6 +44,8 @@ pub struct Cell {
     pub p50: f64,
     /// The 99th percentile of the latency, in nanoseconds.
     pub p99: f64,
+    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then.
+    pub gap: f64,
     /// The server's private memory (RssAnon) afterwards, in bytes.
     pub memory: f64,
     /// The share of the time that the server was on a CPU; above 1 with several threads.

@@ -247,7 +247,7 @@ impl RunReport {
     pub fn csv(&self) -> String {
         let mut text =
             "experiment,point,workload,system,round,requests,seconds,iops,bytes_per_second,\
-                        cpu_ns_per_io,p50_ns,p99_ns,memory_bytes,server_busy,neighbour_per_second\n"
+                        cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -264,6 +264,7 @@ impl RunReport {
                         cell.cpu_per_io,
                         cell.p50,
                         cell.p99,
+                        cell.gap,
                         cell.memory,
                         cell.server_busy,
                         cell.neighbour.unwrap_or(f64::NAN),

@@ -58,6 +58,7 @@ fn vmseal(encrypted: bool) -> Vmseal {
         named_by_disks: false,
         delay_us: 0,
         snapshot: None,
+        beside: None,
     }
 }
 

@@ -68,6 +68,7 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
         cpu_per_io: sample.cpu * 1e9 / count,
         p50: f64::NAN,
         p99: f64::NAN,
+        gap: f64::NAN,
         memory: f64::NAN,
         server_busy: sample.cpu / sample.seconds,
         client_busy: sample.client_cpu / sample.seconds,

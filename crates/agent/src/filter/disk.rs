@@ -44,6 +44,22 @@ pub struct Mirror {
     pub keeps_room: bool,
 }
 
+impl Mirror {
+    /// As a filter gets it; `fd` says how it knows a descriptor.
+    pub(super) fn spec(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> MirrorSpec {
+        let crypt = self.key.iter().map(|(key, holes)| (fd(key.as_fd()), *holes));
+        let chain = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes }).collect();
+        let backend = BackendSpec::File {
+            file: fd(self.file.as_fd()),
+            offset: self.offset,
+            direct: Direct::Auto,
+            keeps_room: self.keeps_room,
+        };
+        let map = fd(self.map.as_fd());
+        MirrorSpec { to: StackSpec { chain, backend }, map, bytes_per_second: MIRROR_RATE }
+    }
+}
+
 /// A disk for a filter to serve, fill or export.
 pub struct Disk {
     /// Which.
@@ -269,21 +285,8 @@ impl Disk {
         // it, so that it holds ciphertext.
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
         // Above encryption, as the copy has a key of its own or none.
-        let mirror = self.mirror.as_ref().map(|mirror| {
-            FilterSpec::Mirror(Box::new(MirrorSpec {
-                to: StackSpec {
-                    chain: mirror.key.iter().map(crypt).collect(),
-                    backend: BackendSpec::File {
-                        file: fd(mirror.file.as_fd()),
-                        offset: mirror.offset,
-                        direct: Direct::Auto,
-                        keeps_room: mirror.keeps_room,
-                    },
-                },
-                map: fd(mirror.map.as_fd()),
-                bytes_per_second: MIRROR_RATE,
-            }))
-        });
+        let mirror = self.mirror.as_ref();
+        let mirror = mirror.map(|mirror| FilterSpec::Mirror(Box::new(mirror.spec(fd))));
         let chain = chain.chain(mirror);
         let chain = chain.chain(self.key.iter().map(crypt));
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
@@ -328,11 +331,9 @@ impl Disk {
                     None
                 }
             },
-            // A copy follows what the guest alone does.
             beside: self
                 .beside
                 .as_ref()
-                .filter(|_| self.mirror.is_none())
                 .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
             import: match &self.work {
                 Work::Import { source, format, from } => {

@@ -4,6 +4,7 @@
 mod disk;
 pub(crate) mod log_level;
 pub(crate) mod metrics;
+pub(crate) mod pace;
 mod stacks;
 
 use std::fs::File;

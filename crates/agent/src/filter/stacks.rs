@@ -1,5 +1,5 @@
-//! Gives disks of a running filter other stacks (docs/decisions/140): on one connection, as the filter lets the disks go on
-//! when that ends.
+//! Gives disks of a running filter other stacks (docs/decisions/140), or copies (docs/decisions/152): on one connection, as the
+//! filter lets the disks go on when that ends.
 
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
 use std::os::fd::{AsRawFd, RawFd};
@@ -7,10 +7,10 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use vmseal_api::filter::{ControlReply, ControlRequest, LINE_MAX, NewStack};
+use vmseal_api::filter::{ControlReply, ControlRequest, Handle, LINE_MAX, NewCopy, NewStack};
 use vmseal_api::id::DiskId;
 
-use super::{Control, FilterError, unexpected};
+use super::{Control, FilterError, Mirror, unexpected};
 use crate::filter::disk::layered;
 
 /// The longest that the requests of disks may take to end; the filter itself gives up before.
@@ -40,12 +40,33 @@ impl Control {
     /// # Errors
     /// [`FilterError`]; none of them waits.
     pub fn drain(&self, disks: Vec<DiskId>) -> Result<Waiting, FilterError> {
+        let mut waiting = self.connect()?;
+        waiting.ask(&ControlRequest::Drain { disks }, &[])?;
+        Ok(waiting)
+    }
+
+    /// Has these disks be copied from now on. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`]: none of them is copied. After any other error either may be the case.
+    pub fn mirror(&self, copies: &[(DiskId, Mirror)]) -> Result<(), FilterError> {
+        let mut numbers = Vec::new();
+        let copies = copies.iter().map(|(disk, mirror)| {
+            let mirror = mirror.spec(|fd| {
+                numbers.push(fd.as_raw_fd());
+                Handle::Fd(i32::try_from(numbers.len() - 1).unwrap_or(i32::MAX))
+            });
+            NewCopy { disk: *disk, mirror }
+        });
+        let request = ControlRequest::Mirror { copies: copies.collect() };
+        self.connect()?.ask(&request, &numbers)
+    }
+
+    fn connect(&self) -> Result<Waiting, FilterError> {
         let stream = UnixStream::connect(&self.0)?;
         stream.set_read_timeout(Some(DRAIN_TIMEOUT))?;
         stream.set_write_timeout(Some(DRAIN_TIMEOUT))?;
-        let mut waiting = Waiting(BufReader::new(stream));
-        waiting.ask(&ControlRequest::Drain { disks }, &[])?;
-        Ok(waiting)
+        Ok(Waiting(BufReader::new(stream)))
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use tokio::time::sleep;
 use vmseal_api::filter::DiskActivity;
 use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal};
@@ -37,6 +37,7 @@ pub async fn run(
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -45,7 +46,7 @@ pub async fn run(
             Some(DiskActivity::Failed { message }) => return Err(failed(message)),
             other => return Err(internal(format!("the filter of an export says {other:?}"))),
         }
-        sleep(PROGRESS_INTERVAL).await;
+        pace.pause().await;
     }
     end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;

@@ -18,6 +18,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
@@ -154,6 +155,7 @@ impl Filling<'_> {
         durable: &mut u64,
         progress: &(impl Fn(u64, u64) + Send),
     ) -> Result<(), Failure> {
+        let pace = Pace::up_to(PROGRESS_INTERVAL);
         loop {
             let status = control.status_of(process, &builder.directory).await?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -170,7 +172,7 @@ impl Filling<'_> {
                     return Err(final_(format!("the filter that fills a disk says {other:?}")));
                 }
             }
-            tokio::time::sleep(PROGRESS_INTERVAL).await;
+            pace.pause().await;
         }
     }
 

@@ -418,6 +418,19 @@ pub fn open_to_copy(
     Ok(Some((open, copy)))
 }
 
+/// Opens the copy alone of a disk that is served and has not pivoted; none if it is not mirrored or has. Blocks.
+///
+/// # Errors
+/// As [`opening::open`].
+pub fn open_beside_guest(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    kek: Option<&SecretBytes>,
+) -> Result<Option<filter::Mirror>, Problem> {
+    let mirror = of_disk(spec.vm, disk)?.filter(|mirror| !mirror.pivoted);
+    mirror.map(|mirror| open_copy(&mirror, spec, disk, kek)).transpose()
+}
+
 /// The disk and its facts as they are: those of its copy, if it has pivoted, whose names are put right. Blocks.
 ///
 /// # Errors

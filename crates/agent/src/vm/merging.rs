@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use tokio::time::sleep;
 use vmseal_api::filter::DiskActivity;
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::VmId;
@@ -13,6 +12,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
 use super::report::{Progress, Report};
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, Lower};
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
@@ -81,6 +81,7 @@ impl Merging {
         let control = Control::of(&directory);
         control.ready(&process, &directory).await.map_err(internal)?;
         drop(keys);
+        let pace = Pace::up_to(interval);
         loop {
             let status = control.status_of(&process, &directory).await.map_err(internal)?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -93,7 +94,7 @@ impl Merging {
                 Some(DiskActivity::Failed { message }) => return Err(internal(message)),
                 other => return Err(internal(format!("the filter of a merge says {other:?}"))),
             }
-            sleep(interval).await;
+            pace.pause().await;
         }
         end_idle(&control, id).await?;
         process.end_within(filter::SHUTDOWN_TIMEOUT).await;

@@ -17,6 +17,7 @@ use vmseal_secret::SecretBytes;
 use super::internal;
 use super::report::{Progress, Report};
 use super::service::FILTER_RESTART_TIMEOUT;
+use crate::filter::pace::Pace;
 use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
@@ -37,8 +38,8 @@ const REST_TIMEOUT: Duration = Duration::from_secs(10);
 /// How much a copy may lack when it is as good as complete, in bytes: a guest that writes always leaves some.
 const READY_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
-/// How often in a row a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
-const WITHOUT_COPY_MAX: u32 = 20;
+/// How long a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
+const WITHOUT_COPY_MAX: Duration = Duration::from_secs(10);
 
 /// How long the storage of a copy may fail while a guest runs, until the copy is given up: a full datastore or one that is away
 /// is to be noticed, and a moment's failure is not to cost hours of work.
@@ -179,6 +180,7 @@ impl Copier {
     }
 
     async fn until_ready(&self, show: &Progress) -> Result<(), Problem> {
+        let pace = Pace::up_to(PROGRESS_INTERVAL);
         loop {
             let status = self.status().await?;
             let Some(disk) = status.disks.first() else { return Ok(()) };
@@ -188,7 +190,7 @@ impl Copier {
             if tell(disk, show) {
                 return Ok(());
             }
-            sleep(PROGRESS_INTERVAL).await;
+            pace.pause().await;
         }
     }
 
@@ -197,19 +199,8 @@ impl Copier {
         let give_up = Instant::now() + REST_TIMEOUT;
         loop {
             let status = self.status().await?;
-            let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
-            let Some(disk) = status.disks.iter().find(lacking) else {
+            if all_are_small(&status, give_up)? {
                 return Ok(status.disks.iter().map(|disk| disk.disk).collect());
-            };
-            if let Some(error) = trouble(disk) {
-                return Err(error);
-            }
-            if Instant::now() > give_up {
-                let what = format!(
-                    "the copy of disk {} lacks more than its guest could wait for; the copy goes on",
-                    disk.disk
-                );
-                return Err(Problem::new(ErrorCode::TimedOut, what));
             }
             sleep(PIVOT_INTERVAL).await;
         }
@@ -219,6 +210,64 @@ impl Copier {
         end_idle(&self.control, self.disk).await?;
         self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         self.builder.directory.sweep().await.map_err(internal)
+    }
+}
+
+/// Whether no copy lacks more than a pivot may take.
+///
+/// # Errors
+/// The error that keeps a disk from being copied; `timed-out` after `give_up`.
+fn all_are_small(status: &FilterStatus, give_up: Instant) -> Result<bool, Problem> {
+    let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
+    let Some(disk) = status.disks.iter().find(lacking) else { return Ok(true) };
+    if let Some(error) = trouble(disk) {
+        return Err(error);
+    }
+    if Instant::now() > give_up {
+        let what = format!(
+            "the copy of disk {} lacks more than its guest could wait for; the copy goes on",
+            disk.disk
+        );
+        return Err(Problem::new(ErrorCode::TimedOut, what));
+    }
+    Ok(false)
+}
+
+/// Has disks pivot that the filter of their guest serves and copies, one after the other, when no copy lacks more than a pivot
+/// may take.
+///
+/// # Errors
+/// [`NotTurned`].
+pub async fn pivot_served(control: &Control, disks: &[DiskId]) -> Result<(), NotTurned> {
+    let give_up = Instant::now() + REST_TIMEOUT;
+    loop {
+        let status = control.status().await.map_err(NotTurned::from)?;
+        if all_are_small(&status, give_up).map_err(NotTurned::AsBefore)? {
+            break;
+        }
+        sleep(PIVOT_INTERVAL).await;
+    }
+    for disk in disks {
+        control.pivot(*disk).await.map_err(NotTurned::from)?;
+    }
+    Ok(())
+}
+
+/// Why not all disks of a guest have pivoted.
+pub enum NotTurned {
+    /// The filter serves those that have not as before.
+    AsBefore(Problem),
+    /// Only the maps of the copies say which have: the filter is to be replaced.
+    Unknown(Problem),
+}
+
+impl From<FilterError> for NotTurned {
+    fn from(error: FilterError) -> Self {
+        let problem = |what| Problem::new(ErrorCode::TimedOut, what);
+        match error {
+            FilterError::Refused { message, .. } => Self::AsBefore(problem(message)),
+            other => Self::Unknown(problem(other.to_string())),
+        }
     }
 }
 
@@ -245,8 +294,9 @@ fn trouble(disk: &DiskStatus) -> Option<Problem> {
 /// # Errors
 /// The filter has no copy of the disk: it could not be opened. Or its storage has failed for [`TROUBLE_MAX`].
 pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(), Problem> {
-    let mut without = 0;
+    let mut without: Option<Instant> = None;
     let mut well = Instant::now();
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         // A filter that does not answer is replaced.
         if let Ok(status) = control.status().await {
@@ -255,17 +305,17 @@ pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(
                 Some(known) if tell(known, show) => return Ok(()),
                 Some(known) => match trouble(known) {
                     Some(problem) if well.elapsed() > TROUBLE_MAX => return Err(problem),
-                    Some(_) => without = 0,
-                    None => (without, well) = (0, Instant::now()),
+                    Some(_) => without = None,
+                    None => (without, well) = (None, Instant::now()),
                 },
-                None => without += 1,
+                None => drop(without.get_or_insert_with(Instant::now)),
             }
         }
-        if without > WITHOUT_COPY_MAX {
+        if without.is_some_and(|since| since.elapsed() > WITHOUT_COPY_MAX) {
             let what = "the filter of the guest keeps no copy of the disk: the copy could not be opened. The agent's log says why";
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
-        sleep(PROGRESS_INTERVAL).await;
+        pace.pause().await;
     }
 }
 
@@ -281,6 +331,7 @@ pub async fn remove_source(
 ) -> Result<(), Problem> {
     let cancelled = Arc::new(Mutex::new(cancelled));
     let give_up = Instant::now() + FILTER_RESTART_TIMEOUT;
+    let pace = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let (spec, disk, show) = (spec.clone(), disk.clone(), show.clone());
         let stop = Arc::clone(&cancelled);
@@ -297,7 +348,7 @@ pub async fn remove_source(
             Err(problem)
                 if problem.code == ErrorCode::InUse && Instant::now() < give_up && !ended() =>
             {
-                sleep(PROGRESS_INTERVAL).await;
+                pace.pause().await;
             }
             removed => return removed,
         }

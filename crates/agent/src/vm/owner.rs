@@ -12,6 +12,7 @@ mod jobs;
 mod key_change;
 mod memory_snapshots;
 mod mirror;
+mod mirror_served;
 mod proofs;
 mod replicas;
 mod set_running;

@@ -341,6 +341,7 @@ mod tests {
     fn a_filter_that_does_not_serve_is_ended_and_one_that_qemu_has_just_left_is_looked_at_again() {
         let with = |state: DiskActivity| FilterStatus {
             replaces: true,
+            mirrors: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: VmId::new(),
@@ -402,6 +403,7 @@ mod tests {
         })];
         let status = |replica| FilterStatus {
             replaces: true,
+            mirrors: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,
             vm: spec.vm,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::filter::{DiskActivity, FilterStatus};
+use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, NicState, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
@@ -196,7 +196,8 @@ pub async fn wait_connected(
 /// # Errors
 /// Those of the notes.
 pub fn has_stacks_of(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Problem> {
-    for served in status.disks.iter().filter(|served| served.mirror.is_none()) {
+    let settled = |served: &&DiskStatus| served.mirror.as_ref().is_none_or(|it| it.pivoted);
+    for served in status.disks.iter().filter(settled) {
         let (Some(disk), Some(file)) = (spec.disk(served.disk), served.file) else { continue };
         let noted = layers::written(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
         if noted.is_some_and(|noted| noted != file) {

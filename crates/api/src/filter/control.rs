@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::{BackendSpec, FilterSpec, MirrorStatus, ReplicaStatus};
+use super::{BackendSpec, FilterSpec, MirrorSpec, MirrorStatus, ReplicaStatus};
 use crate::id::{DiskId, VmId};
 use crate::problem::ErrorCode;
 
@@ -39,8 +39,9 @@ pub enum ControlRequest {
     },
     /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
     /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy lacks more
-    /// than [`super::PIVOT_BYTES_MAX`], or four chunks of its map. After any error the disk is served as before; only
-    /// where the map can neither be written nor be wiped, what the guest changes waits until it can.
+    /// than [`super::PIVOT_BYTES_MAX`], or four chunks of its map, or while somebody reads the disk beside the guest. After
+    /// any error the disk is served as before; only where the map can neither be written nor be wiped, what the guest changes
+    /// waits until it can. A disk that a front end serves lets its former place and the map go when this is answered.
     Pivot {
         /// The disk.
         disk: DiskId,
@@ -60,6 +61,12 @@ pub enum ControlRequest {
         /// The stacks.
         stacks: Vec<NewStack>,
     },
+    /// Copy disks from now on, all of them or none. Answered by [`ControlReply::Done`]. Their requests in flight end before, and
+    /// further ones wait meanwhile. After an error nothing has changed. Descriptors as for [`ControlRequest::Replace`].
+    Mirror {
+        /// What they are copied to.
+        copies: Vec<NewCopy>,
+    },
     /// Serve the disks that this connection has drained; answered by [`ControlReply::Done`]. Refused when they no longer
     /// wait: they are served by the stacks that they have.
     Resume,
@@ -78,6 +85,16 @@ pub struct NewStack {
     pub chain: Option<Vec<FilterSpec>>,
     /// Where the data is stored.
     pub backend: BackendSpec,
+}
+
+/// What a disk is to be copied to while it is served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewCopy {
+    /// The disk.
+    pub disk: DiskId,
+    /// The copy. It stands below the disk's limits, delays and faults.
+    pub mirror: MirrorSpec,
 }
 
 /// What happens to a dirty bitmap.
@@ -150,6 +167,10 @@ pub struct FilterStatus {
     /// Whether it exchanges the stacks of disks while it runs ([`ControlRequest::Replace`]). One of an earlier vmseal does not.
     #[serde(default)]
     pub replaces: bool,
+    /// Whether it begins to copy disks while it runs ([`ControlRequest::Mirror`]), and lets their former places go when they
+    /// pivot. One of an earlier vmseal does not.
+    #[serde(default)]
+    pub mirrors: bool,
     /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,

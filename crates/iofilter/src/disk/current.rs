@@ -3,6 +3,7 @@
 //! ```text
 //!   readers: 0  ──reader──>  1, 2 ...      while there are readers, the disk is not exchanged
 //!        ├── exchange ──> another disk
+//!        ├── take ──> none for a moment: nobody becomes a reader ── put ──> the same or another one
 //!        └── end ──> none: its image is closed when all chains are gone
 //! ```
 
@@ -71,6 +72,15 @@ impl CurrentDisk {
     /// [`IsRead`].
     pub fn is_free(&self) -> Result<(), IsRead> {
         if self.now().readers > 0 { Err(IsRead) } else { Ok(()) }
+    }
+
+    /// Takes the disk, so that nobody becomes a reader until one is put there.
+    ///
+    /// # Errors
+    /// [`IsRead`].
+    pub fn take(&self) -> Result<Option<Arc<Disk>>, IsRead> {
+        let mut now = self.now();
+        if now.readers > 0 { Err(IsRead) } else { Ok(now.disk.take()) }
     }
 
     /// Exchanges the disk; returns the former. A reader that has come since it was free goes on with that one.

@@ -14,6 +14,7 @@ use crate::disk::allocation::Allocation;
 use crate::layers::align::Align;
 use crate::layers::align::locks::SectorLocks;
 use crate::layers::crypt::{Chunk, Crypt, CryptError};
+use crate::layers::stays_above_a_mirror;
 use crate::stack::chain::{Chain, Filter, Storage};
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::CipherTime;
@@ -132,6 +133,21 @@ impl Disk {
     pub fn as_copy_of(self, disk: &Self) -> Self {
         let (bitmaps, cipher_time) = (disk.bitmaps(), Arc::clone(&disk.cipher_time));
         Self { bitmaps, cipher_time, ..self }
+    }
+
+    /// The same disk, with a layer that copies it below those that stay above a copy.
+    #[must_use]
+    pub fn mirrored_by(&self, layer: Arc<dyn Layer>) -> Self {
+        let mut disk = self.moved_to(self.storage.clone());
+        let stay = disk.above.iter().take_while(|above| stays_above_a_mirror(&***above)).count();
+        disk.above.insert(stay, layer);
+        disk
+    }
+
+    /// Where its data is stored.
+    #[must_use]
+    pub fn storage(&self) -> &DiskStorage {
+        &self.storage
     }
 
     /// The same disk in another place: its layers, keys, counters and dirty bitmaps are those of this one.

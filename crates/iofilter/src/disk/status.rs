@@ -72,13 +72,13 @@ pub struct DiskState {
     activity: Mutex<DiskActivity>,
     last_error: Mutex<ErrorLog>,
     queues: Vec<Counters>,
-    cipher: Option<Arc<CipherTime>>,
+    cipher: Mutex<Option<Arc<CipherTime>>>,
     layers: Mutex<Vec<Arc<dyn Layer>>>,
     waits: Mutex<Option<DiskWaits>>,
     file: Mutex<Option<DiskFile>>,
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
-    mirror: Option<Arc<Mirror>>,
+    mirror: Mutex<Option<Arc<Mirror>>>,
     /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,
     front_end: Mutex<FrontEnd>,
@@ -125,13 +125,13 @@ impl DiskState {
             activity: Mutex::new(DiskActivity::Idle),
             last_error: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
-            cipher: None,
+            cipher: Mutex::default(),
             layers: Mutex::default(),
             waits: Mutex::default(),
             file: Mutex::default(),
             bitmaps: None,
             replica: None,
-            mirror: None,
+            mirror: Mutex::default(),
             beside: None,
             front_end: Mutex::default(),
         }
@@ -187,7 +187,13 @@ impl DiskState {
     /// The same, of a disk that is mirrored.
     #[must_use]
     pub fn with_mirror(self, mirror: Option<Arc<Mirror>>) -> Self {
-        Self { mirror, ..self }
+        self.set_mirror(mirror);
+        self
+    }
+
+    /// The disk is mirrored from now on, or is not.
+    pub fn set_mirror(&self, mirror: Option<Arc<Mirror>>) {
+        *lock(&self.mirror) = mirror;
     }
 
     /// The disk's dirty bitmaps; none where nobody marks them.
@@ -199,7 +205,13 @@ impl DiskState {
     /// The same, of a disk whose cipher's time is measured here.
     #[must_use]
     pub fn with_cipher(self, cipher: Option<Arc<CipherTime>>) -> Self {
-        Self { cipher, ..self }
+        self.set_cipher(cipher);
+        self
+    }
+
+    /// The time of the disk's cipher is measured here from now on, if it has one.
+    pub fn set_cipher(&self, cipher: Option<Arc<CipherTime>>) {
+        *lock(&self.cipher) = cipher;
     }
 
     /// The same, of a disk with these layers.
@@ -298,7 +310,7 @@ impl DiskState {
             disk: self.disk,
             counters: self.totals(),
             latencies,
-            cipher: self.cipher.as_ref().map(|cipher| cipher.figures()),
+            cipher: lock(&self.cipher).as_ref().map(|cipher| cipher.figures()),
             layers: lock(&self.layers).iter().map(|layer| layers::figures(&**layer)).collect(),
             replica: self.replica.as_ref().map(Replicate::status),
         }
@@ -317,7 +329,7 @@ impl DiskState {
             last_error: self.last_error(),
             bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
             replica: self.replica.as_ref().map(Replicate::status),
-            mirror: self.mirror.as_ref().map(|mirror| mirror.status()),
+            mirror: lock(&self.mirror).as_ref().map(|mirror| mirror.status()),
         }
     }
 }

@@ -25,6 +25,12 @@ pub fn figures(layer: &dyn Layer) -> LayerFigures {
     LayerFigures { kind: layer.kind().to_owned(), counters: counters.collect() }
 }
 
+/// Whether a layer is of what the guest may do, and not of where the disk is: then it stays when the disk pivots.
+#[must_use]
+pub fn stays_above_a_mirror(layer: &dyn Layer) -> bool {
+    matches!(layer.kind(), "limit" | "delay" | "fault")
+}
+
 /// Makes the layer that a configuration asks for; none for encryption and copies, which need open files or keys and
 /// belong to the disk.
 #[must_use]

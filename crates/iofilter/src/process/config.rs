@@ -119,13 +119,35 @@ pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
     })
 }
 
-/// Whether the disk's stack can be exchanged while it is served: not what is copied, filled or written down meanwhile, and
-/// not what is in memory only.
+/// Whether the disk's stack can be exchanged while it is served: not what has a replica or is filled or written down
+/// meanwhile, and not what is in memory only.
 #[must_use]
 pub fn can_change(disk: &DiskConfig) -> bool {
     let works = disk.import.is_some() || disk.export.is_some() || disk.merge.is_some();
-    let copied = replica(disk).is_some() || mirror(disk).is_some();
-    disk.front_end.is_some() && !works && !copied && disk.backend != (BackendSpec::Mem {})
+    let fixed = replica(disk).is_some() || disk.backend == (BackendSpec::Mem {});
+    disk.front_end.is_some() && !works && !fixed
+}
+
+/// Whether the disk can be mirrored, or be mirrored again, while it is served.
+#[must_use]
+pub fn can_be_mirrored(disk: &DiskConfig) -> bool {
+    let written = !disk.read_only && is_of_a_guest(disk);
+    can_change(disk) && written
+}
+
+/// How many rings a disk takes while it is served, beyond those of its queues: those of another stack, which is opened
+/// before the former is closed, or those of a copy and of its two sides.
+#[must_use]
+pub fn spare_rings(disk: &DiskConfig) -> usize {
+    match (can_change(disk), can_be_mirrored(disk)) {
+        (_, true) => 2 * queues(disk) + 2,
+        (true, false) => queues(disk),
+        (false, false) => 0,
+    }
+}
+
+fn is_of_a_guest(disk: &DiskConfig) -> bool {
+    matches!(disk.front_end, Some(FrontEndSpec::VhostUserBlk { .. }))
 }
 
 /// Checks the stack that a disk is to have while it is served.
@@ -142,9 +164,21 @@ pub fn check_new_stack(stack: &NewStack) -> Result<(), String> {
         matches!(link, FilterSpec::Cache(_) | FilterSpec::Replicate(_) | FilterSpec::Mirror(_))
     };
     if chain.iter().any(at_start) {
-        return Err("`cache`, `replicate` and `mirror` are given when the filter starts".into());
+        return Err("`cache`, `replicate` and `mirror` are not part of a new stack".into());
     }
     check_chain(chain)
+}
+
+/// Checks what a disk is to be copied to while it is served.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_new_copy(mirror: &MirrorSpec) -> Result<(), String> {
+    // Its memory would be beyond what was checked for all disks.
+    if mirror.to.chain.iter().any(|link| matches!(link, FilterSpec::Cache(_))) {
+        return Err("`cache` is given when the filter starts".into());
+    }
+    check_copy(mirror)
 }
 
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {
@@ -293,7 +327,7 @@ fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
 }
 
-/// Checks the place of a mirror, and that nobody but the guest uses the disk meanwhile.
+/// Checks the place of a mirror, and that nobody but the guest writes the disk meanwhile.
 fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     let is_mirror = |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_));
     let mut parts = disk.chain.split(is_mirror);
@@ -307,8 +341,8 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     if !above.iter().all(stays) {
         return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
     }
-    let served = matches!(disk.front_end, None | Some(FrontEndSpec::VhostUserBlk { .. }));
-    if !served || disk.beside.is_some() || disk.read_only {
+    let served = disk.front_end.is_none() || is_of_a_guest(disk);
+    if !served || disk.read_only {
         return Err("only a disk that is written by its guest alone can be mirrored".into());
     }
     if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
@@ -599,7 +633,6 @@ mod tests {
         }
         for (pointer, value) in [
             ("/disks/0/read_only", json!(true)),
-            ("/disks/0/beside", json!({ "listen": { "fd": 9 } })),
             ("/disks/0/front_end", json!({ "kind": "nbd", "listen": { "fd": 7 } })),
         ] {
             let mut config = with(&json!([good_mirror()]));

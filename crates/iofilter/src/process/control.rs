@@ -18,10 +18,11 @@ use vmseal_api::filter::{
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::ErrorCode;
 
+use crate::disk::current::IsRead;
 use crate::front_ends::peer;
 use crate::handle::Handles;
-use crate::layers::replicate::mirror::NotPivoted;
-use crate::process::stacks::{DRAIN_TIMEOUT, Drained, NotChanged};
+use crate::layers::replicate::mirror::{Former, NotPivoted, Pivot, Pivoted};
+use crate::process::stacks::{self, DRAIN_TIMEOUT, DiskStack, Drained, FormerStack, NotChanged};
 use crate::process::{RunningDisk, descriptors};
 use crate::stack::chain::Chain;
 use crate::stack::orders::NotAsked;
@@ -122,7 +123,12 @@ impl Control {
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
-                Ok(ControlRequest::Pivot { disk }) => send(stream, &self.pivot(disk))?,
+                Ok(ControlRequest::Pivot { disk }) => {
+                    // What the disk had before is closed when the answer is sent.
+                    let (answer, former) = self.pivot(disk);
+                    send(stream, &answer)?;
+                    drop(former);
+                }
                 Ok(ControlRequest::Drain { disks }) => {
                     let answer = self.drain(&mut drained, &disks);
                     send(stream, &changed(answer))?;
@@ -130,6 +136,15 @@ impl Control {
                 Ok(ControlRequest::Replace { stacks }) => {
                     let answer = replace(&mut drained, &stacks, passed);
                     send(stream, &changed(answer))?;
+                }
+                Ok(ControlRequest::Mirror { copies }) => {
+                    let passed = &mut Handles::passed(passed);
+                    let (answer, former) = match stacks::mirror(&self.disks, &copies, passed) {
+                        Ok(former) => (Ok(()), Some(former)),
+                        Err(error) => (Err(error), None),
+                    };
+                    send(stream, &changed(answer))?;
+                    drop(former);
                 }
                 Ok(ControlRequest::Resume) => {
                     // What the disks had before is closed when the answer is sent.
@@ -163,6 +178,7 @@ impl Control {
             pid: std::process::id(),
             vm: self.vm,
             replaces: true,
+            mirrors: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }
@@ -207,19 +223,19 @@ impl Control {
         Ok(())
     }
 
-    fn pivot(&self, disk: DiskId) -> ControlReply {
+    fn pivot(&self, disk: DiskId) -> (ControlReply, Option<FormerPlace>) {
         let running = match self.disk(disk) {
             Ok(running) => running,
-            Err(refusal) => return refusal,
+            Err(refusal) => return (refusal, None),
         };
         match pivot(running) {
-            Ok(()) => {
+            Ok(former) => {
                 tracing::info!(%disk, "the disk is served from its copy");
-                ControlReply::Done
+                (ControlReply::Done, former)
             }
             Err(error) => {
                 tracing::warn!(%disk, %error, "the disk is not switched to its copy");
-                refusal(ErrorCode::WrongState, format!("disk {disk}: {error}"))
+                (refusal(ErrorCode::WrongState, format!("disk {disk}: {error}")), None)
             }
         }
     }
@@ -257,22 +273,50 @@ fn changed(outcome: Result<(), NotChanged>) -> ControlReply {
     refusal(code, error.to_string())
 }
 
-/// Has the disk's own thread pivot.
-fn pivot(running: &RunningDisk) -> Result<(), NotPivoted> {
-    let pivot = Arc::clone(running.pivot.as_ref().ok_or(NotPivoted::NoMirror)?);
+/// What a disk had before it pivoted; closed when this is dropped.
+struct FormerPlace {
+    _chains: Vec<Chain>,
+    _copying: Former,
+    _stack: Option<FormerStack>,
+}
+
+/// Pivots. The disk has no request in flight, and its chains are these; returns those that it has then.
+fn turn(
+    pivot: &Pivot,
+    stack: Option<&DiskStack>,
+    chains: Vec<Chain>,
+) -> (Vec<Chain>, Result<Option<FormerPlace>, NotPivoted>) {
+    let closed = match stack.map(DiskStack::close_to_readers).transpose() {
+        Ok(closed) => closed.flatten(),
+        Err(IsRead) => return (chains, Err(NotPivoted::Read)),
+    };
+    match pivot.pivot() {
+        Ok(Some(Pivoted { chains: copy, former })) => {
+            let stack = stack.map(|stack| stack.pivoted(closed));
+            (copy, Ok(Some(FormerPlace { _chains: chains, _copying: former, _stack: stack })))
+        }
+        other => {
+            if let Some(stack) = stack {
+                stack.open_to_readers(closed);
+            }
+            (chains, other.map(|_| None))
+        }
+    }
+}
+
+/// Has the disk's own thread pivot; returns what the disk needs no more.
+fn pivot(running: &RunningDisk) -> Result<Option<FormerPlace>, NotPivoted> {
+    let pivot = running.pivot.get().ok_or(NotPivoted::NoMirror)?;
     let mirror = pivot.mirror();
     // Before the guest has to wait.
     if mirror.status().pivoted {
-        return Ok(());
+        return Ok(None);
     }
     pivot.is_near()?;
     let (tell, outcome) = mpsc::channel();
+    let stack = running.stack.clone();
     let exchange = move |chains: Vec<Chain>| {
-        let (chains, pivoted) = match pivot.pivot() {
-            Ok(Some(copy)) => (copy, Ok(())),
-            Ok(None) => (chains, Ok(())),
-            Err(error) => (chains, Err(error)),
-        };
+        let (chains, pivoted) = turn(&pivot, stack.as_deref(), chains);
         let _ = tell.send(pivoted);
         chains
     };
@@ -280,7 +324,7 @@ fn pivot(running: &RunningDisk) -> Result<(), NotPivoted> {
         NotAsked::Another => NotPivoted::Asked,
         NotAsked::Ended => NotPivoted::Ending,
     })?;
-    let ending = || if mirror.status().pivoted { Ok(()) } else { Err(NotPivoted::Ending) };
+    let ending = || if mirror.status().pivoted { Ok(None) } else { Err(NotPivoted::Ending) };
     match outcome.recv_timeout(DRAIN_TIMEOUT) {
         Ok(outcome) => outcome,
         Err(RecvTimeoutError::Timeout) if running.orders.take_back(asked) => Err(NotPivoted::Busy),

@@ -1,8 +1,9 @@
 //! Puts a mirrored disk together: its own stack, that of its copy, and what switches between them.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vmseal_api::filter::{DiskConfig, FilterSpec, MirrorSpec};
+use vmseal_api::filter::{FilterSpec, MirrorSpec};
 use vmseal_api::id::DiskId;
 
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -13,7 +14,7 @@ use crate::layers::replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::mirror::{OpenedMirror, Pivot};
 use crate::layers::replicate::open::ReplicaError;
-use crate::process::{Layers, StartError, config, encryption, sides, storage};
+use crate::process::{Layers, StartError, StoredDisk, encryption, sides, storage};
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
@@ -24,7 +25,7 @@ pub(super) struct OpenedCopy<'a> {
     size: u64,
     spec: &'a MirrorSpec,
     opened: OpenedMirror,
-    storage: DiskStorage,
+    storage: StoredDisk,
     encryption: Option<Encryption>,
 }
 
@@ -32,25 +33,35 @@ pub(super) struct OpenedCopy<'a> {
 pub(super) struct Mirrored {
     pub pivot: Arc<Pivot>,
     /// The chains to serve, if the disk has pivoted before.
-    pub copy: Option<Vec<Chain>>,
+    pub chains: Option<Vec<Chain>>,
     /// The layers of the copy alone.
     pub layers: Layers,
     /// The time of the copy's cipher, if it has one.
     pub cipher_time: Option<Arc<CipherTime>>,
+    /// The copy.
+    pub copy: Copy,
 }
 
-/// Opens what the copy of a disk needs; none if it is not mirrored.
+/// A copy, for when the disk has pivoted to it.
+pub(super) struct Copy {
+    pub disk: Arc<Disk>,
+    /// Its file.
+    pub files: Vec<OwnedFd>,
+}
+
+/// Opens what the copy of a disk of `size` bytes needs.
 pub(super) fn open<'a>(
-    config: &'a DiskConfig,
+    disk: DiskId,
+    size: u64,
+    spec: &'a MirrorSpec,
     image: &DiskStorage,
     handles: &mut Handles,
-) -> Result<Option<OpenedCopy<'a>>, StartError> {
-    let Some(spec) = config::mirror(config) else { return Ok(None) };
-    let (disk, size) = (config.disk, config.size);
-    let storage = storage(disk, size, false, &spec.to.backend, handles)?.storage;
+) -> Result<OpenedCopy<'a>, StartError> {
+    let storage = storage(disk, size, false, &spec.to.backend, handles)?;
     let encryption = encryption(disk, &spec.to.chain, handles)?;
     let refused = |error| StartError::Replica { disk, error };
-    let places: Vec<_> = [image, &storage].into_iter().filter_map(DiskStorage::file).collect();
+    let places = [image, &storage.storage].into_iter().filter_map(DiskStorage::file);
+    let places: Vec<_> = places.collect();
     if let [image, copy] = places[..]
         && image.is_same_file(copy)
     {
@@ -59,7 +70,7 @@ pub(super) fn open<'a>(
     let rate = spec.bytes_per_second;
     let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
     let opened = opened.map_err(refused)?;
-    Ok(Some(OpenedCopy { disk, size, spec, opened, storage, encryption }))
+    Ok(OpenedCopy { disk, size, spec, opened, storage, encryption })
 }
 
 impl OpenedCopy<'_> {
@@ -93,19 +104,22 @@ impl OpenedCopy<'_> {
         let layer_of = |link: &FilterSpec| layers::of(link);
         let (above, below) = sides(&self.spec.to.chain, layer_of);
         let own = [&above[..], &below].concat();
-        let copy = Disk::new(self.size, false, self.encryption, self.storage, pools)
+        let StoredDisk { storage, files, .. } = self.storage;
+        let copy = Disk::new(self.size, false, self.encryption, storage, pools)
             .with_layers([shared, above].concat(), below)
             .as_copy_of(disk);
         let chains = (0..queues).map(|_| copy.chain()).collect::<Result<Vec<_>, _>>()?;
         let (layers, cipher_time) = (own, copy.cipher_time());
         if self.opened.mirror.status().pivoted {
             let pivot = Arc::new(self.opened.pivoted());
-            return Ok(Mirrored { pivot, copy: Some(chains), layers, cipher_time });
+            let copy = Copy { disk: Arc::new(copy), files };
+            return Ok(Mirrored { pivot, chains: Some(chains), layers, cipher_time, copy });
         }
         let source = BlockingDisk::new(disk.beneath(count + 1, true)?);
         let target = copy.beneath(count, false)?;
         let target = BlockingDisk::over(target, copy.file().cloned(), copy.holes().is_some());
-        let pivot = self.opened.between(source, disk.holes(), target, chains);
-        Ok(Mirrored { pivot: Arc::new(pivot), copy: None, layers, cipher_time })
+        let pivot = Arc::new(self.opened.between(source, disk.holes(), target, chains));
+        let copy = Copy { disk: Arc::new(copy), files };
+        Ok(Mirrored { pivot, chains: None, layers, cipher_time, copy })
     }
 }

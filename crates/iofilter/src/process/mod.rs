@@ -11,12 +11,13 @@ pub mod confinement;
 pub mod control;
 mod descriptors;
 mod mirror;
+pub mod slice;
 pub mod stacks;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Scope};
 
 use nix::unistd::geteuid;
@@ -129,7 +130,7 @@ struct Prepared {
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
-    pivot: Option<Arc<Pivot>>,
+    pivot: Arc<CurrentPivot>,
     stack: Option<Arc<DiskStack>>,
     /// The limit of a front end's own buffers, for each chain.
     pool_bytes: usize,
@@ -192,10 +193,34 @@ pub struct RunningDisk {
     pub state: Arc<DiskState>,
     /// What its thread is told.
     pub orders: Arc<Orders>,
-    /// What switches it to its copy, if it is mirrored.
-    pub pivot: Option<Arc<Pivot>>,
+    /// What switches it to its copy, while it is mirrored.
+    pub pivot: Arc<CurrentPivot>,
     /// Its stack, where that can be exchanged.
     pub stack: Option<Arc<DiskStack>>,
+}
+
+/// What switches a disk to its copy, while it is mirrored.
+#[derive(Default)]
+pub struct CurrentPivot(Mutex<Option<Arc<Pivot>>>);
+
+impl CurrentPivot {
+    fn new(pivot: Option<Arc<Pivot>>) -> Self {
+        Self(Mutex::new(pivot))
+    }
+
+    fn now(&self) -> MutexGuard<'_, Option<Arc<Pivot>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// That of now.
+    #[must_use]
+    pub fn get(&self) -> Option<Arc<Pivot>> {
+        self.now().clone()
+    }
+
+    fn set(&self, pivot: Option<Arc<Pivot>>) {
+        *self.now() = pivot;
+    }
 }
 
 impl Opened {
@@ -208,8 +233,7 @@ impl Opened {
         let all = config.disks.iter().map(config::pools).sum();
         let disks = config.disks.iter().map(|disk| prepare(disk, handles, all));
         let disks = disks.collect::<Result<_, _>>()?;
-        let queues = config.disks.iter().filter(|disk| config::can_change(disk));
-        rings::make_spare(queues.map(config::queues).sum());
+        rings::make_spare(config.disks.iter().map(config::spare_rings).sum());
         Ok(Self { vm: config.vm, disks })
     }
 }
@@ -224,7 +248,7 @@ impl Running {
         let mut running = Self { stop, threads: Vec::new(), disks: Vec::new() };
         for disk in opened.disks {
             let orders = Arc::new(Orders::new(Arc::clone(&running.stop))?);
-            let (state, pivot) = (Arc::clone(&disk.served.state), disk.pivot.clone());
+            let (state, pivot) = (Arc::clone(&disk.served.state), Arc::clone(&disk.pivot));
             let (orders_of, stack) = (Arc::clone(&orders), disk.stack.clone());
             running.disks.push(RunningDisk { state, orders: orders_of, pivot, stack });
             // Not in the span of the request: later events of a disk are not part of the start.
@@ -311,7 +335,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     };
     let queues = config::queues(config);
     let replica = replica(config, handles, &storage)?;
-    let opened = mirror::open(config, &storage, handles)?;
+    let opened = config::mirror(config);
+    let opened = opened.map(|spec| mirror::open(id, size, spec, &storage, handles)).transpose()?;
     let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
         (FilterSpec::Replicate(_), Some(replica), _) => {
             Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
@@ -326,13 +351,13 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
     let mut layers = disk.layers();
     let mut cipher_time = disk.cipher_time();
-    let (chains, pivot) = match mirrored {
+    let (chains, pivot, copy) = match mirrored {
         Some(mirrored) => {
             layers.extend(mirrored.layers);
             cipher_time = cipher_time.or(mirrored.cipher_time);
-            (mirrored.copy.unwrap_or(chains), Some(mirrored.pivot))
+            (mirrored.chains.unwrap_or(chains), Some(mirrored.pivot), Some(mirrored.copy))
         }
-        None => (chains, None),
+        None => (chains, None, None),
     };
     let state_beside = beside.is_some().then(|| {
         let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
@@ -372,7 +397,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     }
     let pool_bytes = disk.pool_bytes();
     let can_change = config::can_change(config);
+    let can_be_mirrored = config::can_be_mirrored(config);
     let beside_allocation = beside.as_ref().map(|_| disk.allocation());
+    let pivoted = pivot.as_ref().is_some_and(|pivot| pivot.mirror().status().pivoted);
+    let pivot = Arc::new(CurrentPivot::new(pivot));
     let disk = Arc::new(CurrentDisk::new(disk));
     let beside = beside.zip(state_beside).zip(beside_allocation);
     let beside = beside.map(|(((listener, uid), state), allocation)| Beside {
@@ -389,7 +417,17 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     });
     let stack = can_change.then(|| {
         let beside = beside.as_ref().map(|beside| Arc::clone(&beside.served));
-        Arc::new(DiskStack::new(disk, Arc::clone(&served), beside, files, all))
+        let mirrors = can_be_mirrored.then(|| Arc::clone(&pivot));
+        let of_chains = (queues, all);
+        let stack = DiskStack::new(disk, Arc::clone(&served), beside, files, of_chains, mirrors);
+        if let Some(copy) = copy {
+            stack.set_copy(copy);
+            if pivoted {
+                // Nobody reads it yet.
+                drop(stack.pivoted(None));
+            }
+        }
+        Arc::new(stack)
     });
     Ok(Prepared {
         chains,
@@ -591,7 +629,7 @@ impl Prepared {
     fn run(mut self, orders: &Orders) -> bool {
         let lived = self.live(orders);
         orders.close();
-        if let Some(pivot) = &self.pivot {
+        if let Some(pivot) = self.pivot.get() {
             pivot.end();
         }
         if let Some(stack) = &self.stack {
@@ -609,7 +647,7 @@ impl Prepared {
 
     fn live(&mut self, orders: &Orders) -> Result<(), String> {
         let (state, stop) = (&self.served.state, orders.stop());
-        if let Some(pivot) = &self.pivot {
+        if let Some(pivot) = self.pivot.get() {
             pivot.start().map_err(|error| format!("it cannot be copied: {error}"))?;
         }
         let _until_all_is_flushed = match self.replica.take() {
@@ -660,7 +698,7 @@ impl Prepared {
                 ended
             });
             self.chains = chains.map_err(|error| error.to_string())?;
-        } else if self.pivot.is_some() {
+        } else if self.pivot.get().is_some() {
             let idled = orders.idle(None, std::mem::take(&mut self.chains));
             (self.chains, _) = idled.map_err(|error| error.to_string())?;
         }

@@ -1,4 +1,5 @@
-//! Exchanges the stacks of disks that are served (docs/decisions/140).
+//! Exchanges the stacks of disks that are served (docs/decisions/140), begins to copy them, and lets their former places go
+//! when they pivot (docs/decisions/152).
 //!
 //! ```text
 //!  serving ──Drain──> draining: no further request begins ──none in flight, flushed──> drained ─┬─Replace─┐
@@ -14,10 +15,10 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, FilterSpec, NewStack};
+use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, FilterSpec, NewCopy, NewStack};
 use vmseal_api::id::DiskId;
 
 use crate::disk::Disk;
@@ -27,7 +28,10 @@ use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
 use crate::layers;
 use crate::layers::crypt::CryptError;
-use crate::process::{RunningDisk, StartError, StoredDisk, config, encryption, sides, storage};
+use crate::process::mirror::{self, Copy, Mirrored};
+use crate::process::{
+    CurrentPivot, RunningDisk, StartError, StoredDisk, config, encryption, sides, storage,
+};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::gate::{Gate, Held};
 use crate::stack::orders::{Asked, NotAsked, Orders};
@@ -55,11 +59,17 @@ pub enum NotChanged {
     /// Nothing is drained.
     #[error("no disk waits: drain them first, and be quick")]
     NothingWaits,
-    /// A disk that is copied, or not served to a guest.
+    /// A disk that has a replica, or is not served to a guest.
     #[error(
-        "the stack of disk {0} is not exchanged while it runs: it is mirrored, replicated, in memory, or not served"
+        "the stack of disk {0} is not exchanged while it runs: it is replicated, in memory, or not served"
     )]
     Fixed(DiskId),
+    /// What cannot be copied while it is served.
+    #[error("disk {0} is not mirrored while it runs: only what a guest writes is")]
+    NotMirrored(DiskId),
+    /// It is being copied.
+    #[error("disk {0} is being mirrored: let it pivot first, or restart the filter without that")]
+    Mirrored(DiskId),
     /// A reader beside the guest.
     #[error("disk {0}: {1}: end that first")]
     Read(DiskId, IsRead),
@@ -78,7 +88,7 @@ pub enum NotChanged {
     /// Its former image.
     #[error("disk {0}: its image cannot be left as if it were closed: {1}")]
     Settle(DiskId, std::io::Error),
-    /// The new stack makes no sense.
+    /// The new stack, or the copy, makes no sense.
     #[error("disk {0}: {1}")]
     Sense(DiskId, String),
     /// The new stack cannot be opened.
@@ -95,8 +105,14 @@ pub struct DiskStack {
     served: Arc<ServedDisk>,
     beside: Option<Arc<ServedDisk>>,
     files: Mutex<BTreeMap<(u64, u64), OwnedFd>>,
+    /// How many chains serve it.
+    queues: usize,
     /// The chains of the whole process, which share its buffers.
     pools: usize,
+    /// What switches it to its copy, where it can have one.
+    pivot: Option<Arc<CurrentPivot>>,
+    /// The copy, until the disk has pivoted to it.
+    copy: Mutex<Option<Copy>>,
 }
 
 fn identity(file: &OwnedFd) -> std::io::Result<(u64, u64)> {
@@ -116,14 +132,64 @@ impl DiskStack {
         served: Arc<ServedDisk>,
         beside: Option<Arc<ServedDisk>>,
         files: Vec<OwnedFd>,
-        pools: usize,
+        (queues, pools): (usize, usize),
+        pivot: Option<Arc<CurrentPivot>>,
     ) -> Self {
-        let named = files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file)));
-        Self { current, served, beside, files: Mutex::new(named.collect()), pools }
+        let files = Mutex::new(by_identity(files));
+        Self { current, served, beside, files, queues, pools, pivot, copy: Mutex::default() }
     }
 
     fn id(&self) -> DiskId {
         self.served.state.disk()
+    }
+
+    /// The disk is copied, and is to pivot to this.
+    pub(super) fn set_copy(&self, copy: Copy) {
+        *self.copy() = Some(copy);
+    }
+
+    fn copy(&self) -> MutexGuard<'_, Option<Copy>> {
+        self.copy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk is about to pivot: nobody may read what it has now.
+    pub(super) fn close_to_readers(&self) -> Result<Option<Arc<Disk>>, IsRead> {
+        self.current.take()
+    }
+
+    /// It has not pivoted: what it has may be read again.
+    pub(super) fn open_to_readers(&self, disk: Option<Arc<Disk>>) {
+        if let Some(disk) = disk {
+            drop(self.current.exchange(disk));
+        }
+    }
+
+    /// The disk has pivoted: it has its copy from now on, and no other file.
+    pub(super) fn pivoted(&self, former: Option<Arc<Disk>>) -> FormerStack {
+        let mut stack =
+            FormerStack { _chains: Vec::new().into(), _disk: former, _files: BTreeMap::new() };
+        let Some(Copy { disk, files }) = self.copy().take() else { return stack };
+        stack._files = self.show(&disk, files);
+        drop(self.current.exchange(disk));
+        stack
+    }
+
+    /// Has the status and the readers' view be those of this disk in these files; returns the files that it has no more.
+    fn show(&self, disk: &Disk, files: Vec<OwnedFd>) -> BTreeMap<(u64, u64), OwnedFd> {
+        let state = &self.served.state;
+        state.set_file(written(&files));
+        state.set_layers(disk.layers());
+        state.set_cipher(disk.cipher_time());
+        self.served.allocation.set(disk.allocation());
+        if let Some(beside) = &self.beside {
+            beside.allocation.set(disk.allocation());
+        }
+        let mut kept = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = std::mem::take(&mut *kept);
+        for (identity, file) in by_identity(files) {
+            kept.insert(identity, before.remove(&identity).unwrap_or(file));
+        }
+        before
     }
 
     /// The disk is served no longer: nothing here keeps its image open.
@@ -144,6 +210,9 @@ impl DiskStack {
     ) -> Result<OpenedStack, NotChanged> {
         let id = self.id();
         config::check_new_stack(spec).map_err(|what| NotChanged::Sense(id, what))?;
+        if self.copy().is_some() {
+            return Err(NotChanged::Mirrored(id));
+        }
         self.current.is_free().map_err(|error| NotChanged::Read(id, error))?;
         let former = self.current.disk().ok_or(NotChanged::Ending(id))?;
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
@@ -172,14 +241,13 @@ impl DiskStack {
     }
 
     /// Puts a new stack under the disk.
-    fn put(&self, opened: OpenedStack, chains: &mut Vec<Chain>) -> Former {
+    fn put(&self, opened: OpenedStack, chains: &mut Vec<Chain>) -> FormerStack {
         let OpenedStack { disk, new, files } = opened;
-        let state = &self.served.state;
-        state.set_file(written(&files));
-        state.set_layers(disk.layers());
-        self.served.allocation.set(disk.allocation());
-        if let Some(beside) = &self.beside {
-            beside.allocation.set(disk.allocation());
+        let before = self.show(&disk, files);
+        // Of a copy that it has pivoted to, nothing is left to be said.
+        self.served.state.set_mirror(None);
+        if let Some(pivot) = &self.pivot {
+            pivot.set(None);
         }
         let former = match new {
             NewChains::Storage(storages) => {
@@ -190,14 +258,64 @@ impl DiskStack {
             }
             NewChains::Whole(new) => FormerChains::Whole(std::mem::replace(chains, new)),
         };
-        let named = files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file)));
-        let mut kept = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut before = std::mem::take(&mut *kept);
-        for (identity, file) in named {
-            kept.insert(identity, before.remove(&identity).unwrap_or(file));
-        }
-        Former { _chains: former, _disk: self.current.exchange(disk), _files: before }
+        FormerStack { _chains: former, _disk: self.current.exchange(disk), _files: before }
     }
+
+    /// Opens a copy of the disk, and makes chains that mark what changes; the disk does not have them yet.
+    fn open_copy(&self, spec: &NewCopy, handles: &mut Handles) -> Result<OpenedMirror, NotChanged> {
+        let id = self.id();
+        let pivot = self.pivot.clone().ok_or(NotChanged::NotMirrored(id))?;
+        config::check_new_copy(&spec.mirror).map_err(|what| NotChanged::Sense(id, what))?;
+        if self.copy().is_some() {
+            return Err(NotChanged::Mirrored(id));
+        }
+        let (former, chains) = (self.current.disk().ok_or(NotChanged::Ending(id))?, self.queues);
+        let opened = mirror::open(id, former.size(), &spec.mirror, former.storage(), handles)?;
+        let disk = former.mirrored_by(opened.layer());
+        let mirrored = opened.between(&disk, chains, self.pools)?;
+        if mirrored.chains.is_some() {
+            let what = "its map says that it has pivoted to the copy: serve it from there";
+            return Err(NotChanged::Sense(id, what.into()));
+        }
+        let made = (0..chains).map(|_| disk.chain()).collect::<Result<_, CryptError>>();
+        let chains = made.map_err(|error| StartError::Crypt { disk: id, error })?;
+        Ok(OpenedMirror { of: former, disk: Arc::new(disk), chains, mirrored, pivot })
+    }
+
+    /// Has a disk be copied from now on.
+    fn put_copy(&self, opened: OpenedMirror, chains: &mut Vec<Chain>) -> FormerStack {
+        let OpenedMirror { disk, chains: new, mirrored, pivot, .. } = opened;
+        let Mirrored { pivot: new_pivot, layers, cipher_time, copy, .. } = mirrored;
+        let state = &self.served.state;
+        state.set_layers([disk.layers(), layers].concat());
+        state.set_cipher(disk.cipher_time().or(cipher_time));
+        state.set_mirror(Some(new_pivot.mirror()));
+        self.set_copy(copy);
+        // All of the disk is marked: nothing waits for the threads if there are none.
+        if let Err(error) = new_pivot.start() {
+            new_pivot
+                .cannot_copy(format!("the disk is not copied, the system refuses it: {error}"));
+        }
+        pivot.set(Some(new_pivot));
+        let former = std::mem::replace(chains, new).into();
+        let disk = self.current.exchange(disk);
+        FormerStack { _chains: former, _disk: disk, _files: BTreeMap::new() }
+    }
+}
+
+/// A copy that is open, with chains that are not yet the disk's.
+struct OpenedMirror {
+    /// The disk as it is served.
+    of: Arc<Disk>,
+    /// The same, with what copies it.
+    disk: Arc<Disk>,
+    chains: Vec<Chain>,
+    mirrored: Mirrored,
+    pivot: Arc<CurrentPivot>,
+}
+
+fn by_identity(files: Vec<OwnedFd>) -> BTreeMap<(u64, u64), OwnedFd> {
+    files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file))).collect()
 }
 
 /// A stack that is open, and not yet in use.
@@ -219,27 +337,75 @@ enum FormerChains {
     Whole(Vec<Chain>),
 }
 
+impl From<Vec<Chain>> for FormerChains {
+    fn from(chains: Vec<Chain>) -> Self {
+        Self::Whole(chains)
+    }
+}
+
 /// What a disk had before; closed when this is dropped, which may take long.
-struct Former {
+pub(super) struct FormerStack {
     _chains: FormerChains,
     _disk: Option<Arc<Disk>>,
     _files: BTreeMap<(u64, u64), OwnedFd>,
 }
 
 /// What disks had before they got other stacks.
-pub struct FormerStacks(#[expect(dead_code, reason = "closed when this goes")] Vec<Former>);
+pub struct FormerStacks(#[expect(dead_code, reason = "closed when this goes")] Vec<FormerStack>);
 
 /// Disks that wait, until this is dropped.
 #[derive(Default)]
 pub struct Drained {
     disks: Vec<DrainedDisk>,
-    former: Vec<Former>,
+    former: Vec<FormerStack>,
 }
 
 struct DrainedDisk {
     running: RunningDisk,
     stack: Arc<DiskStack>,
     gate: Arc<Gate>,
+}
+
+/// Has disks of those that run be copied from now on: all of those named, or none. What takes time is opened while they are
+/// served.
+///
+/// # Errors
+/// [`NotChanged`]; none of them is copied.
+pub fn mirror(
+    running: &[RunningDisk],
+    copies: &[NewCopy],
+    handles: &mut Handles,
+) -> Result<FormerStacks, NotChanged> {
+    let named: Vec<DiskId> = copies.iter().map(|copy| copy.disk).collect();
+    let mut opened = Vec::new();
+    for copy in copies {
+        let disk = running.iter().find(|running| running.state.disk() == copy.disk);
+        let disk = disk.ok_or(NotChanged::Unknown(copy.disk))?;
+        let stack = disk.stack.as_ref().ok_or(NotChanged::Fixed(copy.disk))?;
+        opened.push(stack.open_copy(copy, handles)?);
+    }
+    let mut drained = Drained::drain(running, &named)?;
+    let mut changes: Vec<(&DrainedDisk, Held<'_>, OpenedMirror)> = Vec::new();
+    for (disk, opened) in drained.disks.iter().zip(opened) {
+        let id = disk.stack.id();
+        let mut held = disk.gate.held();
+        let chains = held.chains().ok_or(NotChanged::NotDrained(id))?.len();
+        let is_of_now = disk.stack.current.disk().is_some_and(|now| Arc::ptr_eq(&now, &opened.of));
+        if disk.stack.copy().is_some() || !is_of_now || chains != opened.chains.len() {
+            return Err(NotChanged::Another(id));
+        }
+        changes.push((disk, held, opened));
+    }
+    for (disk, mut held, opened) in changes {
+        if let Some(chains) = held.chains() {
+            drained.former.push(disk.stack.put_copy(opened, chains));
+            tracing::info!(disk = %disk.stack.id(), "the disk is copied from now on");
+        }
+    }
+    let former = std::mem::take(&mut drained.former);
+    // The disks go on.
+    drop(drained);
+    Ok(FormerStacks(former))
 }
 
 /// A disk that was asked to be drained.

@@ -399,6 +399,7 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         cpu_per_io: f64::NAN,
         p50: f64::NAN,
         p99: f64::NAN,
+        gap: f64::NAN,
         memory: f64::NAN,
         server_busy: f64::NAN,
         client_busy: f64::NAN,

@@ -1,5 +1,6 @@
 //! The systems under test: how each gets disks in files and serves them.
 
+mod beside;
 mod luks_image;
 mod nbdkit;
 mod server;
@@ -10,7 +11,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+pub use self::beside::Beside;
 pub use self::nbdkit::Nbdkit;
 pub use self::server::{Program, Server, Transport};
 pub use self::storage_daemon::StorageDaemon;
@@ -29,7 +32,8 @@ pub const SYSTEMS: [&str; 7] = [
 ];
 
 /// Those that only `vmseal lab run` has.
-pub const MORE_SYSTEMS: [&str; 1] = ["vmseal-encrypted-snapshot"];
+pub const MORE_SYSTEMS: [&str; 3] =
+    ["vmseal-encrypted-snapshot", "vmseal-plain-encrypting", "vmseal-encrypted-snapshots"];
 
 /// Why a system could not be prepared or started.
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +82,9 @@ pub enum SystemError {
     },
 }
 
+/// The offset of an encrypted disk's data: LUKS2's default, so that alignment is as in real disks.
+const DATA_OFFSET: u64 = 16 << 20;
+
 /// The directory of a disk, or of a system with all its disks.
 #[derive(Clone, Debug)]
 pub struct Place {
@@ -94,6 +101,11 @@ impl Place {
         self.directory.join("disk")
     }
 
+    /// The file of its key, of a disk of vmseal.
+    fn key(&self) -> PathBuf {
+        self.directory.join("key")
+    }
+
     fn socket(&self) -> PathBuf {
         self.directory.join("socket")
     }
@@ -105,8 +117,11 @@ impl Place {
     }
 }
 
+/// From when to when something was done with a disk.
+pub type Acted = (Instant, Instant);
+
 /// A server of disks under test.
-pub trait System {
+pub trait System: Sync {
     /// Its name in goals and results.
     fn id(&self) -> &'static str;
 
@@ -129,6 +144,19 @@ pub trait System {
     /// # Errors
     /// [`SystemError`].
     fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError>;
+
+    /// Whether each cell has a server of its own: what is done with the disk ends with it.
+    fn starts_for_each_cell(&self) -> bool {
+        false
+    }
+
+    /// Does with its disks what is done once in each cell, `after` this time; from when to when, if anything is done.
+    ///
+    /// # Errors
+    /// [`SystemError`].
+    fn act(&self, _place: &Place, _after: Duration) -> Result<Option<Acted>, SystemError> {
+        Ok(None)
+    }
 }
 
 /// The granularity of [`check_at_rest`].

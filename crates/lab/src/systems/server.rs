@@ -45,6 +45,19 @@ impl Program {
         failed.then(|| format!("{} cannot be run; {}", self.path.display(), self.advice))
     }
 
+    /// As qemu-img: makes an empty layer above an image.
+    pub(super) fn make_layer(&self, image: &Path, layer: &Path) -> Result<(), SystemError> {
+        let mut command = self.command();
+        command.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(image).arg(layer);
+        let output = command.output().map_err(|source| self.failed(source))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        let source = io::Error::other(format!("qemu-img ended with {}: {said}", output.status));
+        Err(SystemError::File { path: layer.to_owned(), source })
+    }
+
     pub(super) fn command(&self) -> Command {
         let mut command = Command::new(&self.path);
         command.stdin(Stdio::null());

@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, CRYPT_SECTOR, DelaySpec, Direct, DiskConfig, FilterConfig,
@@ -12,10 +13,9 @@ use vmseal_api::filter::{
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
 
-use super::{Place, Program, Server, System, SystemError, Transport};
+use super::beside::Beside;
+use super::{Acted, DATA_OFFSET, Place, Program, Server, System, SystemError, Transport};
 
-/// The offset of an encrypted disk's data: LUKS2's default, so that alignment is as in real disks.
-const DATA_OFFSET: u64 = 16 << 20;
 /// The size of each of several disks is a multiple of this, in bytes: whole requests of any load.
 const ALIGNMENT: u64 = 1 << 20;
 /// An AES-256-XTS key.
@@ -40,6 +40,8 @@ pub struct Vmseal {
     pub named_by_disks: bool,
     /// qemu-img, where the disk has a snapshot: what is written goes to an image above the one that it keeps.
     pub snapshot: Option<Program>,
+    /// What is done with it while it is measured.
+    pub beside: Option<Beside>,
     /// The latency that is added to the storage, below the encryption, in microseconds.
     pub delay_us: u64,
 }
@@ -59,13 +61,19 @@ impl Vmseal {
 
     fn disk(&self, place: &Place) -> DiskConfig {
         let offset = if self.encrypted { DATA_OFFSET } else { 0 };
-        let crypt = FilterSpec::Crypt { key: Handle::Path(key_path(place)), holes: Holes::Zero };
+        let crypt = FilterSpec::Crypt { key: Handle::Path(place.key()), holes: Holes::Zero };
         DiskConfig {
             disk: DiskId::new(),
             size: place.size / u64::from(CRYPT_SECTOR) * u64::from(CRYPT_SECTOR),
             serial: "laboratory".to_owned(),
             read_only: false,
-            chain: self.encrypted.then_some(crypt).into_iter().chain(self.delay()).collect(),
+            chain: self
+                .beside
+                .iter()
+                .filter_map(|beside| beside.link(place))
+                .chain(self.encrypted.then_some(crypt))
+                .chain(self.delay())
+                .collect(),
             backend: self.backend(place, offset),
             front_end: Some(self.front_end(Handle::Path(place.socket()))),
             beside: None,
@@ -90,17 +98,7 @@ impl Vmseal {
         let (disk, kept) = (place.disk(), kept_path(place));
         let failed = |source| SystemError::File { path: kept.clone(), source };
         fs::rename(&disk, &kept).map_err(failed)?;
-        let mut command = image_tool.command();
-        command.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&kept).arg(&disk);
-        let output = command.output().map_err(|source| image_tool.failed(source))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        Err(SystemError::NotServing {
-            system: self.id(),
-            what: format!("qemu-img ended with {}", output.status),
-            log: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-        })
+        image_tool.make_layer(&kept, &disk)
     }
 
     fn delay(&self) -> Option<FilterSpec> {
@@ -127,6 +125,8 @@ impl Vmseal {
 impl System for Vmseal {
     fn id(&self) -> &'static str {
         match (self.encrypted, self.named_by_disks) {
+            (false, _) if self.beside.is_some() => "vmseal-plain-encrypting",
+            (true, _) if self.beside.is_some() => "vmseal-encrypted-snapshots",
             (true, _) if self.snapshot.is_some() => "vmseal-encrypted-snapshot",
             (true, true) => "vmseal-encrypted-8-disks",
             (true, _) => "vmseal-encrypted",
@@ -151,8 +151,8 @@ impl System for Vmseal {
         for place in self.places(place) {
             let path = place.directory.clone();
             fs::create_dir_all(&path).map_err(|source| SystemError::File { path, source })?;
-            if self.encrypted {
-                let path = key_path(&place);
+            if self.encrypted || self.beside.is_some() {
+                let path = place.key();
                 make_key(&path).map_err(|source| SystemError::File { path, source })?;
             }
             place.make_disk(place.size + if self.encrypted { DATA_OFFSET } else { 0 })?;
@@ -172,16 +172,23 @@ impl System for Vmseal {
         let mut command = self.filter.command();
         command.arg("--config").arg(&path);
         let places = self.places(place);
+        if let Some(beside) = &self.beside {
+            places.iter().try_for_each(|place| beside.prepare(place))?;
+        }
         Server::start(self.id(), &self.filter, command, core, self.transport, &places)
+    }
+
+    fn starts_for_each_cell(&self) -> bool {
+        self.beside.is_some()
+    }
+
+    fn act(&self, place: &Place, after: Duration) -> Result<Option<Acted>, SystemError> {
+        self.beside.as_ref().map_or(Ok(None), |beside| beside.act(place, after))
     }
 }
 
 fn kept_path(place: &Place) -> PathBuf {
     place.directory.join("kept")
-}
-
-fn key_path(place: &Place) -> PathBuf {
-    place.directory.join("key")
 }
 
 /// A key that protects only a test's pattern and is removed with the directory, so a file may contain it.

@@ -6,8 +6,10 @@
 //! medium can promise otherwise.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -16,8 +18,12 @@ use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, open_locked};
 
-/// How much is overwritten at once, in bytes; between two pieces it can be cancelled.
-const PIECE: usize = 1 << 20;
+/// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
+/// cancelled.
+const PIECE: usize = 4 << 20;
+
+/// What direct I/O takes everywhere: places, lengths and memory are multiples of it.
+const BLOCK: usize = 4096;
 
 /// How much is overwritten between two flushes, in bytes: so that progress is what is on the medium, and a guest's own
 /// flushes do not wait for gigabytes.
@@ -68,8 +74,8 @@ fn overwrite(
     progress: impl Fn(u64),
     is_cancelled: impl Fn() -> bool,
 ) -> Result<(), Option<Problem>> {
-    let failed = |error: std::io::Error| Some(internal(format!("the former image: {error}")));
-    let zeroes = vec![0; PIECE];
+    let failed = |error: io::Error| Some(internal(format!("the former image: {error}")));
+    let zeroes = Zeroes::new(file);
     let (mut at, mut unflushed) = (0, 0);
     while let Some(data) = next_data(file, at, end).map_err(failed)? {
         at = data.start;
@@ -78,7 +84,7 @@ fn overwrite(
                 return Err(None);
             }
             let piece = usize::try_from(data.end - at).unwrap_or(PIECE).min(PIECE);
-            file.write_all_at(&zeroes[..piece], at).map_err(failed)?;
+            zeroes.write(piece, at).map_err(failed)?;
             at += piece as u64;
             unflushed += piece as u64;
             if unflushed >= FLUSH_AFTER {
@@ -93,8 +99,50 @@ fn overwrite(
     Ok(())
 }
 
+/// Zeroes, and where they are written: past the page cache where the file system can, as nobody reads them. There they would
+/// take the place of what others use, and on a host whose memory is full of it that takes longer than writing them.
+struct Zeroes<'a> {
+    file: &'a File,
+    bytes: Vec<u8>,
+    /// Where those in `bytes` begin that are aligned for direct I/O.
+    aligned: usize,
+}
+
+impl<'a> Zeroes<'a> {
+    fn new(file: &'a File) -> Self {
+        let bytes = vec![0; PIECE + BLOCK];
+        let aligned = bytes.as_ptr().align_offset(BLOCK).min(BLOCK);
+        Self { file, bytes, aligned }
+    }
+
+    fn write(&self, length: usize, at: u64) -> io::Result<()> {
+        let zeroes = &self.bytes[self.aligned..][..length];
+        let whole = length.is_multiple_of(BLOCK) && at.is_multiple_of(BLOCK as u64);
+        if whole && set_direct(self.file, true).is_ok() {
+            match self.file.write_all_at(zeroes, at) {
+                // It has blocks of another size, or takes the flag and no such writes.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                written => return written,
+            }
+        }
+        set_direct(self.file, false)?;
+        self.file.write_all_at(zeroes, at)
+    }
+}
+
+/// Has a file written past the page cache, or through it.
+fn set_direct(file: &File, direct: bool) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
+    if flags.contains(OFlag::O_DIRECT) == direct {
+        return Ok(());
+    }
+    let mut wanted = flags;
+    wanted.set(OFlag::O_DIRECT, direct);
+    Ok(fcntl(file, FcntlArg::F_SETFL(wanted)).map(drop)?)
+}
+
 /// The first range of a file that may hold data, from `at` on and before `end`.
-fn next_data(file: &File, at: u64, end: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
+fn next_data(file: &File, at: u64, end: u64) -> io::Result<Option<std::ops::Range<u64>>> {
     use nix::errno::Errno;
     use nix::unistd::{Whence, lseek};
     let seek = |at: u64, whence| {

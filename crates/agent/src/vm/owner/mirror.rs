@@ -1,15 +1,17 @@
 //! Disks that are copied to other images, which take their place, of a VM that is off as of one that runs.
 //!
 //! ```text
-//!  put ─► copies begun, noted ─┬─ the guest has the disk ──► its filter is replaced by one that keeps the copy
+//!  put ─► copies begun, noted ─┬─ the guest has the disk ──► its filter copies
 //!                              └─ nobody has it ───────────► a filter of its own copies
-//!  commit ─► the guest's filter ends ─► a filter of its own copies the rest, and the disks pivot
-//!         ─► names put right, on record ─► the guest's filter starts with the new images
+//!  commit ─┬─ the guest's filter has copied all ─► the disks pivot ──────────────────────────────► names put right,
+//!          └─ else: it ends ─► a filter of its own copies the rest, the disks pivot ─► another ◄── on record
 //! ```
-//! The guest sees a pause at the first arrow and at the commit. Disks that a guest has in another way than as a disk it
-//! writes to (cloud-init's, its firmware's) are small, and copied as a whole at the commit.
+//! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
+//! pause for the guest; at the commit also that of a VM whose disks have caches, or that has disks in another way than as
+//! disks it writes to (cloud-init's, its firmware's): these are small, and copied as a whole then.
 
 use tokio::task::spawn_blocking;
+use vmseal_api::filter::MirrorStatus;
 use vmseal_api::host::{
     DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, JobSpec, MirrorJob, Power, VmSpec,
 };
@@ -17,6 +19,7 @@ use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
+use super::stacks::Put;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::mirror::{self, Mirror, NewMirror};
@@ -79,11 +82,26 @@ impl Owner {
         let served: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
         let served: Vec<_> = served.into_iter().filter(|disk| self.is_served(*disk)).collect();
         let replaces = !served.is_empty() && !self.keeps_copies(&served).await;
-        if replaces {
+        if replaces && !self.can_mirror_served().await {
             self.may_replace_filter().await?;
         }
         let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
         self.begin_copies(task, data, &served).await?;
+        let replaces = replaces
+            && match self.mirror_served(&served).await? {
+                Put::Served => false,
+                Put::NotPossible => {
+                    if let Err(problem) = self.may_replace_filter().await {
+                        self.give_up_copies(task, job).await?;
+                        return Err(problem);
+                    }
+                    true
+                }
+                Put::Unknown(problem) => {
+                    tracing::warn!(vm = %self.spec.vm, %problem, "the filter is restarted with copies");
+                    true
+                }
+            };
         self.jobs.begin(task, spec);
         for (_, disk, _) in others {
             self.jobs.written(disk.disk);
@@ -105,7 +123,8 @@ impl Owner {
         let Ok(status) = running.control.status().await else { return false };
         let kept = |disk: &DiskId| {
             let of_disk = status.disks.iter().find(|known| known.disk == *disk);
-            of_disk.is_some_and(|known| known.mirror.is_some())
+            let mirror = of_disk.and_then(|known| known.mirror.as_ref());
+            mirror.is_some_and(|mirror| !mirror.pivoted)
         };
         disks.iter().all(kept)
     }
@@ -216,10 +235,14 @@ impl Owner {
     async fn pivot(&mut self, task: TaskId, job: &MirrorJob) -> Result<(), Problem> {
         let served = job.disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
         let served = served.into_iter().any(|disk| self.is_served(disk));
+        let pivots = match self.power() {
+            Power::Running if served => self.filter_that_pivots(job).await,
+            _ => None,
+        };
         match self.power() {
             Power::Off => {}
             Power::Running => {
-                if served {
+                if served && pivots.is_none() {
                     self.may_replace_filter().await?;
                 }
             }
@@ -233,6 +256,12 @@ impl Owner {
         }
         for disk in &job.disks {
             self.workers.cancel(disk.disk).await;
+        }
+        if let Some(control) = pivots {
+            let pivoted = self.pivot_served(&control, job).await;
+            // Those that have pivoted, even if others have not.
+            let taken = self.take_copies(job).await;
+            return pivoted.and(taken);
         }
         if served {
             self.end_filter_to_replace().await?;
@@ -356,7 +385,9 @@ impl Owner {
     pub(super) async fn let_go_of_copies(&mut self) {
         let Some(running) = self.running() else { return };
         let Ok(status) = running.control.status().await else { return };
-        let kept = status.disks.iter().filter(|disk| disk.mirror.is_some());
+        // One that has pivoted has closed its former image.
+        let keeps = |mirror: &MirrorStatus| !mirror.pivoted;
+        let kept = status.disks.iter().filter(|disk| disk.mirror.as_ref().is_some_and(keeps));
         let kept: Vec<_> =
             kept.filter_map(|disk| find_disk(&self.spec, disk.disk).ok().cloned()).collect();
         if kept.is_empty() {

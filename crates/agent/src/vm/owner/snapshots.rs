@@ -345,7 +345,7 @@ impl Owner {
         merged
     }
 
-    async fn replace_filter_or_retry(&mut self) {
+    pub(super) async fn replace_filter_or_retry(&mut self) {
         if let Err(problem) = self.replace_filter().await {
             tracing::warn!(vm = %self.spec.vm, %problem, "the disks of a guest are not served yet");
             self.serve_again();

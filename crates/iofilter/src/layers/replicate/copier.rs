@@ -31,6 +31,9 @@ const REST_MAX: Duration = Duration::from_secs(1);
 /// against the cost of a flush.
 const BATCH_BYTES: u64 = 32 << 20;
 
+/// The same of a mirror, whose copy is waited for: nothing is copied while both sides are flushed, some ten milliseconds.
+const MIRROR_BATCH_BYTES: u64 = 128 << 20;
+
 /// The same limit in chunks: zeroes are quick.
 const BATCH_CHUNKS: usize = 256;
 
@@ -132,6 +135,10 @@ impl Copier {
         }
         self.cut = false;
         let (begun, mut bytes, mut copied) = (Instant::now(), 0, Vec::new());
+        let batch_bytes = match shared.geometry.purpose() {
+            Purpose::Replica => BATCH_BYTES,
+            Purpose::Mirror => MIRROR_BATCH_BYTES,
+        };
         let outcome = loop {
             let Some(chunk) = shared.chunks.next_marked(self.next) else {
                 self.next = 0;
@@ -144,7 +151,7 @@ impl Copier {
             }
             copied.push(Copied { chunk, ticket, began });
             bytes += shared.geometry.chunk();
-            let long = bytes >= BATCH_BYTES || copied.len() == BATCH_CHUNKS;
+            let long = bytes >= batch_bytes || copied.len() == BATCH_CHUNKS;
             if long || begun.elapsed() > BATCH_TIME || self.pipe.has_failed() {
                 break Ok(Batch::More);
             }

@@ -7,13 +7,13 @@
 //! ```
 //! The map's first block is the commit record: before it is written the former place has the disk's data, after it the
 //! copy has. So a process may die at any instant, and the next one, started with the same configuration, serves the
-//! right place. Only the disk's own thread pivots, with all of its queues stopped.
+//! right place. Only the disk's own thread pivots, with all of its queues stopped. What only the former place needed is
+//! returned, for another thread to close: that takes longer than the pivot.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Direct, Handle, MirrorStatus};
+use vmseal_api::filter::{Direct, Handle, MirrorStatus, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_api::size::Size;
 
@@ -52,6 +52,9 @@ pub enum NotPivoted {
     /// The disk has no copy.
     #[error("it is not mirrored")]
     NoMirror,
+    /// A reader beside the guest.
+    #[error("somebody reads it beside the guest: end that first")]
+    Read,
     /// Another request is there first.
     #[error("it is asked to pivot already")]
     Asked,
@@ -63,21 +66,25 @@ pub enum NotPivoted {
     Ending,
 }
 
-/// What is known of a mirrored disk, for its status.
+/// What is known of a mirrored disk, for its status: none once it has pivoted, which closes the map.
 #[derive(Debug)]
-pub struct Mirror {
-    replicate: Replicate,
-    pivoted: AtomicBool,
-}
+pub struct Mirror(Mutex<Option<Replicate>>);
 
 impl Mirror {
+    fn replicate(&self) -> MutexGuard<'_, Option<Replicate>> {
+        lock(&self.0)
+    }
+
     /// For the disk's status.
     #[must_use]
     pub fn status(&self) -> MirrorStatus {
-        let pivoted = self.pivoted.load(Ordering::Acquire);
-        let status = self.replicate.status();
-        let dirty_bytes = if pivoted { 0 } else { status.dirty_bytes };
-        MirrorStatus { pivoted, dirty_bytes, last_error: status.last_error.filter(|_| !pivoted) }
+        match &*self.replicate() {
+            Some(replicate) => {
+                let ReplicaStatus { dirty_bytes, last_error, .. } = replicate.status();
+                MirrorStatus { pivoted: false, dirty_bytes, last_error }
+            }
+            None => MirrorStatus { pivoted: true, dirty_bytes: 0, last_error: None },
+        }
     }
 }
 
@@ -125,8 +132,8 @@ impl OpenedMirror {
             return Err(ReplicaError::PivotedMap);
         }
         tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
-        let mirror =
-            Arc::new(Mirror { replicate: replicate.clone(), pivoted: AtomicBool::new(pivoted) });
+        let copied = (!pivoted).then(|| replicate.clone());
+        let mirror = Arc::new(Mirror(Mutex::new(copied)));
         Ok(Self { replicate, mirror, bytes_per_second })
     }
 
@@ -142,15 +149,14 @@ impl OpenedMirror {
     ) -> Pivot {
         let Self { replicate, mirror, bytes_per_second } = self;
         let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second);
-        let place = Place::Former { copier: Some(Box::new(copier)), copying: None, chains };
-        Pivot { replicate, mirror, place: Mutex::new(place) }
+        let former = Former { replicate, copier: Some(Box::new(copier)), copying: None };
+        Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) }
     }
 
     /// Of a disk that has pivoted before.
     #[must_use]
     pub fn pivoted(self) -> Pivot {
-        let Self { replicate, mirror, .. } = self;
-        Pivot { replicate, mirror, place: Mutex::new(Place::Copy) }
+        Pivot { mirror: self.mirror, place: Mutex::new(Place::Copy) }
     }
 }
 
@@ -158,10 +164,8 @@ impl OpenedMirror {
 enum Place {
     /// Where it was before.
     Former {
-        /// Until it is started.
-        copier: Option<Box<Copier>>,
-        /// The running copy.
-        copying: Option<Replicating>,
+        /// What copies it.
+        former: Former,
         /// Of the copy, for the disk's queues.
         chains: Vec<Chain>,
     },
@@ -169,9 +173,25 @@ enum Place {
     Copy,
 }
 
+/// What a disk needs until it has pivoted. Its threads end when this is dropped, and its files are closed.
+pub struct Former {
+    replicate: Replicate,
+    /// Until it is started.
+    copier: Option<Box<Copier>>,
+    /// The running copy.
+    copying: Option<Replicating>,
+}
+
+/// A disk that has pivoted.
+pub struct Pivoted {
+    /// The chains of the copy.
+    pub chains: Vec<Chain>,
+    /// What it needs no more.
+    pub former: Former,
+}
+
 /// Switches a disk to its copy; see the module.
 pub struct Pivot {
-    replicate: Replicate,
     mirror: Arc<Mirror>,
     place: Mutex<Place>,
 }
@@ -188,20 +208,25 @@ impl Pivot {
     /// # Errors
     /// The system has no thread.
     pub fn start(&self) -> std::io::Result<()> {
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Place::Former { copier, copying, .. } = &mut *place
-            && let Some(copier) = copier.take()
+        if let Place::Former { former, .. } = &mut *lock(&self.place)
+            && let Some(copier) = former.copier.take()
         {
-            *copying = Some(Replicating::start(&self.replicate, *copier)?);
+            former.copying = Some(Replicating::start(&former.replicate, *copier)?);
         }
         Ok(())
     }
 
     /// Ends the copy; the next process resumes it.
     pub fn end(&self) {
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Place::Former { copier, copying, .. } = &mut *place {
-            (*copier, *copying) = (None, None);
+        if let Place::Former { former, .. } = &mut *lock(&self.place) {
+            (former.copier, former.copying) = (None, None);
+        }
+    }
+
+    /// Reports that the disk is not copied, and why.
+    pub fn cannot_copy(&self, why: String) {
+        if let Some(replicate) = &*self.mirror.replicate() {
+            replicate.0.tell(|troubles| &mut troubles.copy, Some(why));
         }
     }
 
@@ -210,38 +235,49 @@ impl Pivot {
     /// # Errors
     /// [`NotPivoted::TooMuch`].
     pub fn is_near(&self) -> Result<(), NotPivoted> {
-        let shared = &self.replicate.0;
+        match &*self.mirror.replicate() {
+            Some(replicate) => replicate.is_near(),
+            None => Ok(()),
+        }
+    }
+
+    /// Pivots. The disk has no request in flight, in none of its queues, and gets none meanwhile. None if the disk had
+    /// pivoted before.
+    ///
+    /// # Errors
+    /// [`NotPivoted`].
+    pub fn pivot(&self) -> Result<Option<Pivoted>, NotPivoted> {
+        let mut place = lock(&self.place);
+        let Place::Former { former: Former { replicate, .. }, .. } = &*place else {
+            return Ok(None);
+        };
+        replicate.is_near()?;
+        let until = Instant::now() + PIVOT_TIMEOUT;
+        loop {
+            replicate.copy_the_rest(until)?;
+            if replicate.record_pivot()? {
+                break;
+            }
+        }
+        *self.mirror.replicate() = None;
+        match std::mem::replace(&mut *place, Place::Copy) {
+            Place::Former { former, chains } => Ok(Some(Pivoted { chains, former })),
+            Place::Copy => Ok(None),
+        }
+    }
+}
+
+impl Replicate {
+    /// Whether the copy lacks so little that a guest can wait for it.
+    fn is_near(&self) -> Result<(), NotPivoted> {
+        let shared = &self.0;
         let most = shared.geometry.pivot_chunks() * shared.geometry.chunk();
-        match self.mirror.status().dirty_bytes {
+        match shared.dirty_bytes() {
             few if few <= most => Ok(()),
             many => Err(NotPivoted::TooMuch(many, most)),
         }
     }
 
-    /// Pivots. The disk has no request in flight, in none of its queues, and gets none meanwhile. Returns the chains of
-    /// the copy; none if the disk had pivoted before.
-    ///
-    /// # Errors
-    /// [`NotPivoted`].
-    pub fn pivot(&self) -> Result<Option<Vec<Chain>>, NotPivoted> {
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
-        let Place::Former { chains, .. } = &mut *place else { return Ok(None) };
-        self.is_near()?;
-        let until = Instant::now() + PIVOT_TIMEOUT;
-        loop {
-            self.replicate.copy_the_rest(until)?;
-            if self.replicate.record_pivot()? {
-                break;
-            }
-        }
-        let chains = std::mem::take(chains);
-        self.mirror.pivoted.store(true, Ordering::Release);
-        *place = Place::Copy;
-        Ok(Some(chains))
-    }
-}
-
-impl Replicate {
     /// Whether the map is on record as it is in memory.
     fn map_is_valid(&self) -> bool {
         lock(&self.0.map).is_valid()

@@ -37,16 +37,21 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
         let chains = config::queues(disk) + readers(disk);
         config::caches(disk).map(move |cache| cache::memory(cache, chains))
     });
-    let copies = |disk: &&DiskConfig| {
-        usize::from(config::replica(disk).is_some()) + usize::from(config::mirror(disk).is_some())
+    let of_copy = |disk: &DiskConfig| replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES;
+    let copies = |disk: &DiskConfig| {
+        let may_come = config::mirror(disk).is_none() && config::can_be_mirrored(disk);
+        // The chains of one that is there from the start are among the disk's pools.
+        let chains = if may_come { config::queues(disk) as u64 * QUEUE_BYTES } else { 0 };
+        let count = [config::replica(disk).is_some(), config::mirror(disk).is_some(), may_come];
+        count.iter().filter(|is| **is).count() as u64 * of_copy(disk) + chains
     };
-    let replicas = config.disks.iter().map(|disk| {
-        copies(&disk) as u64 * (replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES)
-    });
-    let replicas = replicas.sum::<u64>();
+    let replicas = config.disks.iter().map(copies).sum::<u64>();
+    let may_come = config.disks.iter().any(config::can_be_mirrored);
+    // The buffers of copies that begin while the process runs are not within those of the start.
+    let pools = if may_come { 2 * POOLS_BYTES } else { POOLS_BYTES };
     let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
     let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
-    BASE_BYTES + POOLS_BYTES as u64 + served + caches.sum::<u64>() + replicas
+    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas
 }
 
 /// Sets them, never above the limits in force.

@@ -228,7 +228,7 @@ fn a_pivot_that_cannot_be_done_changes_nothing() {
 fn a_pivot_copies_the_rest_first_and_is_done_once() {
     let (pivot, _) = pivot(SIZE, false);
     pivot.start().unwrap();
-    assert_eq!(pivot.pivot().unwrap().map(|chains| chains.len()), Some(1));
+    assert_eq!(pivot.pivot().unwrap().map(|pivoted| pivoted.chains.len()), Some(1));
     let status = pivot.mirror().status();
     assert!(status.pivoted && status.dirty_bytes == 0, "{status:?}");
     assert!(pivot.pivot().unwrap().is_none(), "once");

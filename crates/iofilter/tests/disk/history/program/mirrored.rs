@@ -1,22 +1,27 @@
 //! A disk that is copied to another stack and pivots there, while its guest reads and writes and the program is killed,
-//! or hit by a power cut, at any instant: the guest sees one disk. At the end the copy alone has everything.
+//! or hit by a power cut, at any instant: the guest sees one disk. At the end the copy alone has everything. The copy begins
+//! with the program, or while it serves.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
+use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus, NewCopy};
 use vmseal_initiator::driver::Driver;
+use vmseal_secret::SecretBytes;
 
 use super::backends::{BackendKind, SIZE};
 use super::forgetful::Forgetful;
 use super::guest::Guest;
 use super::pause;
+use super::replaced::{Agent, id};
 use super::unplugged::can_mount;
 use crate::history::SECTOR;
 use crate::history::checker::Finding;
@@ -68,6 +73,31 @@ impl Move {
             .collect()
     }
 
+    /// The disk before it is copied, whose copy begins while it is served.
+    fn start_alone(&self, directory: &Path) -> (Filter, UnixStream) {
+        let chain: Value = Self::crypt(self.from, directory).into_iter().collect();
+        Filter::start(directory, &self.kind.backend(directory), SIZE, &chain)
+    }
+
+    /// The copy for a filter that runs, and its descriptors.
+    fn copy(&self, directory: &Path) -> (NewCopy, Vec<OwnedFd>) {
+        let open = |name: &str| File::options().read(true).write(true).open(directory.join(name));
+        let mut fds: Vec<OwnedFd> = vec![open("copy").unwrap().into(), open("map").unwrap().into()];
+        let crypt = self.to.map(|(name, holes)| {
+            let key = SecretBytes::from_wiped(&mut std::fs::read(directory.join(name)).unwrap());
+            let key = key.unwrap().to_memfd().unwrap();
+            fds.push(key.as_fd().try_clone_to_owned().unwrap());
+            json!({ "kind": "crypt", "key": { "fd": 2 }, "holes": holes })
+        });
+        let chain: Vec<Value> = crypt.into_iter().collect();
+        let backend = json!({ "kind": "file", "file": { "fd": 0 }, "offset": OFFSET });
+        let mirror = json!({
+            "to": { "chain": chain, "backend": backend },
+            "map": { "fd": 1 }, "bytes_per_second": RATE
+        });
+        (NewCopy { disk: id(), mirror: serde_json::from_value(mirror).unwrap() }, fds)
+    }
+
     /// The chain of the copy alone.
     fn chain_after(&self, directory: &Path) -> Value {
         Self::crypt(self.to, directory).into_iter().collect()
@@ -89,21 +119,9 @@ impl Move {
     }
 }
 
-/// What a filter answers; none if it dies meanwhile.
+/// What a filter that lives answers.
 fn ask(directory: &Path, request: &ControlRequest) -> Option<ControlReply> {
-    let until = Instant::now() + TIMEOUT;
-    let mut stream = loop {
-        match UnixStream::connect(directory.join("control")) {
-            Ok(stream) => break stream,
-            Err(error) => assert!(Instant::now() < until, "no control socket: {error}"),
-        }
-        thread::sleep(Duration::from_millis(1));
-    };
-    let line = serde_json::to_vec(request).unwrap();
-    stream.write_all(&[&line[..], b"\n"].concat()).ok()?;
-    let mut answer = String::new();
-    BufReader::new(stream).read_line(&mut answer).ok()?;
-    serde_json::from_str(&answer).ok()
+    Agent::connect(directory, &AtomicBool::new(false))?.ask(request, &[])
 }
 
 fn status(directory: &Path) -> DiskStatus {
@@ -113,14 +131,17 @@ fn status(directory: &Path) -> DiskStatus {
     }
 }
 
-fn pivot(directory: &Path) -> Option<ControlReply> {
-    let disk = "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap();
-    ask(directory, &ControlRequest::Pivot { disk })
+fn pivot() -> ControlRequest {
+    ControlRequest::Pivot { disk: id() }
 }
 
 /// When filters were killed, over all runs.
 #[derive(Debug, Default)]
 struct Killed {
+    /// While the copy of a disk that is served was asked for.
+    beginning: usize,
+    /// Not then.
+    begun: usize,
     copying: usize,
     pivoting: usize,
     pivoted: usize,
@@ -137,12 +158,51 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
+    /// Has the disk be copied from now on while its guest works; the filter may be killed meanwhile.
+    fn begin(&mut self, mut filter: Filter, killed: &mut Killed) -> Filter {
+        self.guest.go_on();
+        let (directory, (copy, fds)) = (self.directory.to_owned(), self.plan.copy(self.directory));
+        let ended = Arc::new(AtomicBool::new(false));
+        let dead = Arc::clone(&ended);
+        let asked = thread::spawn(move || {
+            let mut agent = Agent::connect(&directory, &dead)?;
+            // A map that is no file, which changes nothing.
+            let null = File::open("/dev/null").unwrap().into();
+            let mut refused: Vec<OwnedFd> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+            refused[1] = null;
+            let request = ControlRequest::Mirror { copies: vec![copy] };
+            let answer = agent.ask(&request, &refused)?;
+            assert!(matches!(answer, ControlReply::Error { .. }), "{answer:?}");
+            agent.ask(&request, &fds)
+        });
+        if self.random.bool() {
+            pause(&mut self.random);
+            filter.kill();
+            ended.store(true, Ordering::Relaxed);
+            let answered = asked.join().unwrap();
+            killed.beginning += usize::from(answered.is_none());
+            while self.guest.answer(Duration::ZERO) {}
+            return self.next();
+        }
+        while !asked.is_finished() {
+            self.guest.go_on();
+        }
+        let log = || std::fs::read_to_string(self.directory.join("log")).unwrap();
+        assert_eq!(asked.join().unwrap(), Some(ControlReply::Done), "{}", log());
+        killed.begun += 1;
+        filter
+    }
+
     /// Lets the guest work while the disk may be asked to pivot, and kills the filter; whether the pivot was confirmed.
     fn live(&mut self, mut filter: Filter, pivots: bool, killed: &mut Killed) -> bool {
         let was = status(self.directory).mirror.unwrap();
         let directory = self.directory.to_owned();
         self.guest.go_on();
-        let asked = pivots.then(|| thread::spawn(move || pivot(&directory)));
+        let ended = Arc::new(AtomicBool::new(false));
+        let dead = Arc::clone(&ended);
+        // None if it is killed meanwhile, perhaps before the thread has connected.
+        let turn = move || Agent::connect(&directory, &dead)?.ask(&pivot(), &[]);
+        let asked = pivots.then(|| thread::spawn(turn));
         self.guest.go_on();
         let answered = self.random.u8(..3) == 0;
         let mut answer = None;
@@ -157,6 +217,7 @@ impl Run<'_> {
         };
         pause(&mut self.random);
         filter.kill();
+        ended.store(true, Ordering::Relaxed);
         match (was.pivoted, asked.is_some()) {
             (true, _) => killed.pivoted += 1,
             (false, true) => killed.pivoting += 1,
@@ -189,7 +250,7 @@ impl Run<'_> {
     /// Has the disk pivot at last, and reads everything from the copy alone.
     fn end(mut self, filter: Filter) -> Vec<Finding> {
         let until = Instant::now() + TIMEOUT;
-        while pivot(self.directory) != Some(ControlReply::Done) {
+        while ask(self.directory, &pivot()) != Some(ControlReply::Done) {
             assert!(Instant::now() < until, "{:?}", status(self.directory));
         }
         self.guest.go_on();
@@ -214,9 +275,14 @@ fn run(plan: &Move, forgets: bool, mut random: fastrand::Rng, killed: &mut Kille
         let cuts = random.fork();
         Forgetful::mount(directory, &["disk", "copy", "map"], SECTOR as u64, true, cuts).unwrap()
     });
-    let (mut filter, socket) = plan.start(directory);
+    let served = random.bool();
+    let (mut filter, socket) =
+        if served { plan.start_alone(directory) } else { plan.start(directory) };
     let guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
     let mut run = Run { directory, plan, files, guest, findings: Vec::new(), random };
+    if served {
+        filter = run.begin(filter, killed);
+    }
     let mut confirmed = false;
     for life in 0..LIVES {
         let pivots = life > 0 && run.random.bool();
@@ -253,8 +319,11 @@ fn check_all(forgets: bool) {
         }
     }
     println!("{killed:?}");
-    let Killed { copying, pivoting, pivoted } = killed;
-    assert!(copying > 0 && pivoting > 0 && pivoted > 0, "the test proves nothing: {killed:?}");
+    let Killed { beginning: _, begun, copying, pivoting, pivoted } = killed;
+    assert!(
+        begun > 0 && copying > 0 && pivoting > 0 && pivoted > 0,
+        "the test proves nothing: {killed:?}"
+    );
 }
 
 #[test]

@@ -33,7 +33,7 @@ const LIVES: usize = 7;
 const TIMEOUT: Duration = Duration::from_secs(30);
 const OFFSET: u64 = 16 << 10;
 
-fn id() -> DiskId {
+pub(super) fn id() -> DiskId {
     "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap()
 }
 
@@ -109,10 +109,10 @@ impl Files {
 }
 
 /// A connection of an agent; what it asks is answered with none when the filter is dead.
-struct Agent(BufReader<UnixStream>);
+pub(super) struct Agent(BufReader<UnixStream>);
 
 impl Agent {
-    fn connect(directory: &Path, killed: &AtomicBool) -> Option<Self> {
+    pub(super) fn connect(directory: &Path, killed: &AtomicBool) -> Option<Self> {
         let until = Instant::now() + TIMEOUT;
         loop {
             match UnixStream::connect(directory.join("control")) {
@@ -124,7 +124,11 @@ impl Agent {
         }
     }
 
-    fn ask(&mut self, request: &ControlRequest, fds: &[OwnedFd]) -> Option<ControlReply> {
+    pub(super) fn ask(
+        &mut self,
+        request: &ControlRequest,
+        fds: &[OwnedFd],
+    ) -> Option<ControlReply> {
         let line = [&serde_json::to_vec(request).unwrap()[..], b"\n"].concat();
         let numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&numbers)];
