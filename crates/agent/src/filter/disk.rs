@@ -34,6 +34,8 @@ pub struct Replica {
 pub struct Mirror {
     /// The copy's image; its lock is held.
     pub file: File,
+    /// The layers above it, the active one first: below that they hold what the disk's own hold.
+    pub layers: Vec<File>,
     /// Where the guest's first byte is in it, in bytes.
     pub offset: u64,
     /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
@@ -112,9 +114,9 @@ pub enum Work {
     },
     /// Copies it to its mirror, for nobody.
     Mirror,
-    /// Writes what its first layer has to what is below that.
+    /// Writes what its first layer has, or its image where it has none, to what is below that, or to the copy of that.
     Merge {
-        /// What is below, to be written.
+        /// What is to be written.
         lower: Lower,
         /// The lock of the merge.
         lock: File,
@@ -128,12 +130,18 @@ pub enum Work {
     },
 }
 
-/// What is below a layer: an image, and the layers above it, of which the first is written; the image, where there are none.
+/// What a layer is written to: an image, and the layers above it, of which the first is written; the image, where there are none.
 pub struct Lower {
     /// The image.
     pub file: File,
     /// The layers.
     pub layers: Vec<File>,
+    /// Where the first byte is in it, in bytes.
+    pub offset: u64,
+    /// Its DEK as a descriptor, where it is a copy that is encrypted.
+    pub key: Option<SecretFd>,
+    /// Whether it is written past the page cache: not where others read through the layer above it.
+    pub direct: Direct,
 }
 
 /// The format of an export.
@@ -217,7 +225,7 @@ impl Work {
         };
         let merge = merge.into_iter().flat_map(|(lower, lock)| {
             let files = [&lower.file, lock].into_iter().chain(&lower.layers);
-            files.map(AsFd::as_fd)
+            files.map(AsFd::as_fd).chain(lower.key.as_ref().map(AsFd::as_fd))
         });
         let (one, other) = match self {
             Self::Mirror | Self::Merge { .. } => (None, None),
@@ -251,15 +259,17 @@ impl Disk {
             FilterSpec::Mirror(Box::new(MirrorSpec {
                 to: StackSpec {
                     chain: mirror.key.iter().map(crypt).collect(),
-                    backend: BackendSpec::File {
-                        file: fd(mirror.file.as_fd()),
-                        offset: mirror.offset,
-                        direct: Direct::Auto,
-                        keeps_room: mirror.keeps_room,
-                    },
+                    backend: backend(
+                        &mirror.file,
+                        &mirror.layers,
+                        mirror.offset,
+                        mirror.keeps_room,
+                        Direct::Auto,
+                    ),
                 },
                 map: fd(mirror.map.as_fd()),
                 bytes_per_second: MIRROR_RATE,
+                same_below: !mirror.layers.is_empty(),
             }))
         });
         let chain = chain.chain(mirror);
@@ -325,17 +335,23 @@ impl Disk {
                 _ => None,
             },
             merge: match &self.work {
-                Work::Merge { lower, lock } => Some(MergeSpec {
-                    // Through the page cache, as the layer above it is read by others.
-                    into: backend(
-                        &lower.file,
-                        &lower.layers,
-                        self.offset,
-                        self.keeps_room,
-                        Direct::Off,
-                    ),
-                    lock: fd(lock.as_fd()),
-                }),
+                Work::Merge { lower, lock } => {
+                    let key = lower.key.as_ref().map(AsFd::as_fd).map(fd);
+                    let crypt = |key| FilterSpec::Crypt { key, holes: Holes::Zero };
+                    Some(MergeSpec {
+                        into: StackSpec {
+                            chain: key.map(crypt).into_iter().collect(),
+                            backend: backend(
+                                &lower.file,
+                                &lower.layers,
+                                lower.offset,
+                                self.keeps_room,
+                                lower.direct,
+                            ),
+                        },
+                        lock: fd(lock.as_fd()),
+                    })
+                }
                 _ => None,
             },
         }
@@ -345,6 +361,7 @@ impl Disk {
     pub(super) fn into_keys(self) -> impl Iterator<Item = SecretFd> {
         let volume = match self.work {
             Work::Export { format, .. } => format.into_key(),
+            Work::Merge { lower, .. } => lower.key,
             _ => None,
         };
         let mirror = self.mirror.and_then(|mirror| mirror.key);
@@ -358,7 +375,8 @@ impl Disk {
         let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
         let mirror = self.mirror.iter().flat_map(|it| {
             let key = it.key.as_ref().map(|(key, _)| key.as_fd());
-            [it.file.as_fd(), it.map.as_fd()].into_iter().chain(key)
+            let files = [&it.file, &it.map].into_iter().chain(&it.layers);
+            files.map(AsFd::as_fd).chain(key)
         });
         file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
     }

@@ -1,25 +1,28 @@
-//! Writing a layer down to the next image below.
+//! Writing a layer down to the next image below, or to a copy of its own.
 //!
 //! ```text
-//!  layer ─ what it has itself ─► read through the layer ─► written to the image below
+//!  layer ─ what it has itself ─► read through the layer ─► written to the target
 //!        ─ zeroes it has set  ─────────────────────────► write-zeroes there
 //!        ─ the rest           ─────────────────────────► not touched
 //! ```
 //! A read through the layer returns the same bytes at any time: the merge writes to the image below only where the layer
-//! hides it. So the merge may be stopped and repeated, and other processes may read meanwhile.
+//! hides it. So the merge may be stopped and repeated, and other processes may read meanwhile. A copy has below it what is
+//! below the layer, under another key or none; it is as sparse as the layer. The lowest image of all is copied in the same
+//! way: what it does not have is zero.
 
 use std::io;
 
 use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
 
 use crate::copy::import::run_of_zeroes_or_data;
+use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
-use crate::storage::extent::Own;
-use crate::storage::qcow2::Extents;
+use crate::storage::extent::{Own, OwnExtent};
+use crate::storage::own::LayerParts;
 
 /// How much is read at a time.
 const CHUNK: u64 = 1024 * 1024;
@@ -36,24 +39,45 @@ pub enum MergeError {
     /// Its data.
     #[error("the layer cannot be read: {0}")]
     Read(#[source] IoError),
-    /// The image below.
-    #[error("the image below cannot be written: {0}")]
+    /// The image below, or the copy.
+    #[error("the image that it is written to cannot be written: {0}")]
     Write(#[source] IoError),
     /// Asked to stop.
     #[error("the merge was stopped")]
     Stopped,
 }
 
-/// A layer, and the image below it.
+/// Where an image has something itself.
+pub enum Parts {
+    /// A layer.
+    Layer(LayerParts),
+    /// The lowest image.
+    Flat(Allocation),
+}
+
+impl Parts {
+    fn at(&self, at: u64, end: u64) -> io::Result<OwnExtent> {
+        match self {
+            Self::Layer(parts) => parts.at(at, end),
+            Self::Flat(allocation) => {
+                let found = allocation.extent(at, end)?;
+                let content = if found.data { Own::Data } else { Own::Nothing };
+                Ok(OwnExtent { content, end: found.end })
+            }
+        }
+    }
+}
+
+/// A layer, and the image that it is written to.
 pub struct Merge {
     /// Where the layer has something itself.
-    pub extents: Extents,
-    /// The image below.
+    pub parts: Parts,
+    /// The image that is written.
     pub target: Chain,
 }
 
 impl Merge {
-    /// Writes all that the layer has itself to the image below, and flushes that. `layer` reads through the layer.
+    /// Writes all that the layer has itself to the target, and flushes that. `layer` reads through the layer.
     ///
     /// # Errors
     /// [`MergeError`]; it can be done again.
@@ -71,7 +95,7 @@ impl Merge {
             if stop.asked() {
                 return Err(MergeError::Stopped);
             }
-            let extent = self.extents.own(at, total)?;
+            let extent = self.parts.at(at, total)?;
             let end = match extent.content {
                 Own::Nothing => extent.end,
                 Own::Zeroes => extent.end.min(at + ZEROES_MAX),
@@ -180,7 +204,8 @@ mod tests {
         let mut layer = Disk::new(SIZE, true, None, DiskStorage::Qcow2(upper), 2).chain().unwrap();
         let state = Arc::new(DiskState::new(DiskId::new(), 1));
         let stop = Stop::new().unwrap();
-        Merge { extents, target }.run(&mut layer, &state, &stop).unwrap();
+        let parts = Parts::Layer(LayerParts::new(extents, true));
+        Merge { parts, target }.run(&mut layer, &state, &stop).unwrap();
     }
 
     #[test]

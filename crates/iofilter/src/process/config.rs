@@ -283,7 +283,14 @@ fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     if to.backend == (BackendSpec::Mem {}) {
         return Err("a disk cannot be mirrored to memory".into());
     }
+    if mirror.same_below && !has_files_below(&to.backend) {
+        return Err("its copy has nothing below it that could be the same".into());
+    }
     check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
+}
+
+fn has_files_below(backend: &BackendSpec) -> bool {
+    matches!(backend, BackendSpec::Qcow2 { backing, .. } if !backing.is_empty())
 }
 
 /// Checks the place of a mirror, and that nobody but the guest uses the disk meanwhile.
@@ -304,6 +311,9 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     if !served || disk.beside.is_some() || disk.read_only {
         return Err("only a disk that is written by its guest alone can be mirrored".into());
     }
+    if mirror(disk).is_some_and(|it| it.same_below) && !has_files_below(&disk.backend) {
+        return Err("it has nothing below it that its copy could share".into());
+    }
     if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
         return Err(
             "a disk that is imported or exported, or is in memory, cannot be mirrored".into()
@@ -316,20 +326,27 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
 fn check_merge(disk: &DiskConfig) -> Result<(), String> {
     let Some(merge) = &disk.merge else { return Ok(()) };
     let used = disk.front_end.is_some() || disk.import.is_some() || disk.export.is_some();
-    if !disk.read_only || used || !disk.chain.is_empty() {
+    if !disk.read_only || used || !encrypts_only(&disk.chain) {
         return Err(
-            "a layer that is merged must be read-only, without filters, and neither served, filled nor exported"
+            "a layer that is merged must be read-only, without filters but encryption, and neither served, filled nor exported"
                 .into(),
         );
     }
-    let is_layer = |backing: &[_]| !backing.is_empty();
-    if !matches!(&disk.backend, BackendSpec::Qcow2 { backing, .. } if is_layer(backing)) {
-        return Err("only an image of QEMU's format with another below it can be merged".into());
+    let is_lowest = |backing: &[_]| backing.is_empty();
+    if matches!(&disk.backend, BackendSpec::Qcow2 { backing, .. } if is_lowest(backing)) {
+        return Err("an image of QEMU's format can be merged only with another below it".into());
     }
-    if merge.into == (BackendSpec::Mem {}) {
-        return Err("a layer cannot be merged into memory".into());
+    if disk.backend == (BackendSpec::Mem {}) || merge.into.backend == (BackendSpec::Mem {}) {
+        return Err("nothing in memory can be merged".into());
     }
-    check_backend(&merge.into)
+    if !encrypts_only(&merge.into.chain) {
+        return Err("a layer is merged through no filter but encryption".into());
+    }
+    check_chain(&merge.into.chain).and_then(|()| check_backend(&merge.into.backend))
+}
+
+fn encrypts_only(chain: &[FilterSpec]) -> bool {
+    chain.iter().all(|link| matches!(link, FilterSpec::Crypt { .. }))
 }
 
 fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vmseal_api::filter::{DiskConfig, FilterSpec, MirrorSpec};
+use vmseal_api::filter::{DiskConfig, FilterSpec, Holes, MirrorSpec};
 use vmseal_api::id::DiskId;
 
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -17,6 +17,8 @@ use crate::process::{Layers, StartError, config, encryption, sides, storage};
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
+use crate::storage::own::LayerParts;
+use crate::storage::qcow2::Qcow2Error;
 
 /// Everything that the copy of a disk needs, open.
 pub(super) struct OpenedCopy<'a> {
@@ -39,10 +41,10 @@ pub(super) struct Mirrored {
     pub cipher_time: Option<Arc<CipherTime>>,
 }
 
-/// Opens what the copy of a disk needs; none if it is not mirrored.
+/// Opens what the copy of a disk needs; none if it is not mirrored. `image` is the disk's own, and how that is encrypted.
 pub(super) fn open<'a>(
     config: &'a DiskConfig,
-    image: &DiskStorage,
+    (image, encryption_of_image): (&DiskStorage, Option<&Encryption>),
     handles: &mut Handles,
 ) -> Result<Option<OpenedCopy<'a>>, StartError> {
     let Some(spec) = config::mirror(config) else { return Ok(None) };
@@ -58,7 +60,15 @@ pub(super) fn open<'a>(
     }
     let rate = spec.bytes_per_second;
     let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
-    let opened = opened.map_err(refused)?;
+    let mut opened = opened.map_err(refused)?;
+    if let (true, DiskStorage::Qcow2(image)) = (spec.same_below, image) {
+        let extents = image.extents().map_err(|error| {
+            let error = Qcow2Error::System(error);
+            StartError::Image { disk, error }
+        })?;
+        let zeroes = encryption_of_image.is_none_or(|it| it.holes == Holes::Zero);
+        opened = opened.of_layer(Some(LayerParts::new(extents, zeroes)));
+    }
     Ok(Some(OpenedCopy { disk, size, spec, opened, storage, encryption }))
 }
 

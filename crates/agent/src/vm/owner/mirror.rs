@@ -7,7 +7,10 @@
 //!         ─► names put right, on record ─► the guest's filter starts with the new images
 //! ```
 //! The guest sees a pause at the first arrow and at the commit. Disks that a guest has in another way than as a disk it
-//! writes to (cloud-init's, its firmware's) are small, and copied as a whole at the commit.
+//! writes to (cloud-init's, its firmware's) are small, and copied as a whole at the commit. Of a disk with layers everything
+//! but the active one is copied first, beside the guest ([`super::trees`]).
+
+use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{
@@ -25,7 +28,7 @@ use crate::vm::workers::Workers;
 use crate::vm::{images, internal};
 
 /// A disk to copy: what is wanted, the disk, and its facts.
-type Wanted = (DiskToMirror, DiskSpec, DiskFacts);
+pub(super) type Wanted = (DiskToMirror, DiskSpec, DiskFacts);
 
 impl Owner {
     /// Checks whether disks could be copied now.
@@ -78,29 +81,38 @@ impl Owner {
             wanted.into_iter().partition(|(_, disk, _)| disk.role.is_data());
         let served: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
         let served: Vec<_> = served.into_iter().filter(|disk| self.is_served(*disk)).collect();
-        let replaces = !served.is_empty() && !self.keeps_copies(&served).await;
-        if replaces {
+        if !served.is_empty() && !self.keeps_copies(&served).await {
             self.may_replace_filter().await?;
         }
         let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
-        self.begin_copies(task, data, &served).await?;
+        // The small ones have layers as well, which nobody writes.
+        let (layered, others) = self.with_layers(others).await?;
+        let trees: Vec<DiskId> = layered.iter().map(|(_, disk, _)| disk.disk).collect();
+        self.begin_copies(task, data.into_iter().chain(layered).collect(), &served).await?;
         self.jobs.begin(task, spec);
         for (_, disk, _) in others {
             self.jobs.written(disk.disk);
         }
+        let mut kept = Vec::new();
+        for disk in served {
+            if !self.is_incomplete(disk).await? {
+                kept.push(disk);
+            }
+        }
+        let replaces = !kept.is_empty() && !self.keeps_copies(&kept).await;
         if replaces && let Err(problem) = self.replace_filter().await {
             // It is started again until it serves: the guest waits.
             tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
             self.serve_again();
         }
-        for disk in disks {
-            self.work_on_copy(disk);
+        for disk in disks.into_iter().chain(trees) {
+            self.work_on_copy(disk).await;
         }
         Ok(())
     }
 
     /// Whether the guest's filter keeps copies of all these disks.
-    async fn keeps_copies(&mut self, disks: &[DiskId]) -> bool {
+    pub(super) async fn keeps_copies(&mut self, disks: &[DiskId]) -> bool {
         let Some(running) = self.running() else { return false };
         let Ok(status) = running.control.status().await else { return false };
         let kept = |disk: &DiskId| {
@@ -141,7 +153,12 @@ impl Owner {
     }
 
     /// Has the copy of a disk go on, or follows it.
-    fn work_on_copy(&mut self, disk: DiskId) {
+    pub(super) async fn work_on_copy(&mut self, disk: DiskId) {
+        match self.is_incomplete(disk).await {
+            Ok(false) => {}
+            Ok(true) => return self.begin_tree(disk, Duration::ZERO).await,
+            Err(problem) => return self.copy_failed(disk, problem).await,
+        }
         let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
         if running && self.is_served(disk) {
             if let Some(running) = self.running() {
@@ -178,7 +195,7 @@ impl Owner {
     pub(super) async fn go_on_copying(&mut self) {
         for disk in self.jobs.unfinished_copies() {
             self.workers.cancel(disk).await;
-            self.work_on_copy(disk);
+            self.work_on_copy(disk).await;
         }
     }
 
@@ -200,6 +217,13 @@ impl Owner {
             let of_task = known.as_ref().is_some_and(|known| known.task() == task);
             // The others are copied now.
             if !of_task && (disk.role.is_data() || known.is_some()) {
+                return Err(rules::nothing_to_commit(task));
+            }
+        }
+        for disk in job.disks.iter().map(|disk| disk.disk) {
+            let is_data = find_disk(&self.spec, disk)?.role.is_data();
+            if is_data && self.is_incomplete(disk).await? {
+                // Of an agent that has restarted: the job is to be put again.
                 return Err(rules::nothing_to_commit(task));
             }
         }
@@ -252,7 +276,10 @@ impl Owner {
         let wanted = self.wanted(job)?;
         let others: Vec<_> =
             wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        self.begin_copies(task, others, &[]).await?;
+        self.begin_copies(task, others.clone(), &[]).await?;
+        for (_, disk, _) in others {
+            self.copy_layers_now(disk.disk).await?;
+        }
         let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
         self.copying(&disks)?.pivot().await
     }
