@@ -273,9 +273,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let merge = match &config.merge {
-        Some(spec) => {
-            Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?)
-        }
+        Some(spec) => Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?),
         None => None,
     };
     // Without a cipher, or if the cipher reads a hole as zeroes, too.

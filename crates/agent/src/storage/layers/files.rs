@@ -33,14 +33,24 @@ pub fn open(home: &Home, disk: DiskId, access: Access) -> Result<Vec<File>, Prob
     chain.iter().enumerate().map(open).collect()
 }
 
-pub(super) fn open_layer(home: &Home, disk: DiskId, layer: &Layer, access: Access) -> Result<File, Problem> {
+pub(super) fn open_layer(
+    home: &Home,
+    disk: DiskId,
+    layer: &Layer,
+    access: Access,
+) -> Result<File, Problem> {
     let path = home.layer(disk, layer.layer.0);
     let file = open_locked(&path, access)?.ok_or_else(|| gone(&path))?;
     same(&file, layer, &path).map(|()| file)
 }
 
 /// The same without its lock, for a merge: those who hold it only read what is not changed.
-pub(super) fn open_unlocked(home: &Home, disk: DiskId, layer: &Layer, write: bool) -> Result<File, Problem> {
+pub(super) fn open_unlocked(
+    home: &Home,
+    disk: DiskId,
+    layer: &Layer,
+    write: bool,
+) -> Result<File, Problem> {
     let path = home.layer(disk, layer.layer.0);
     let file = File::options().read(true).write(write).open(&path);
     let file = file.map_err(|error| failed(&path, "opened", &error))?;

@@ -122,7 +122,6 @@ pub fn next(
 /// What is to be noted when a part is copied.
 pub struct ToNote(CopiedLayers, Option<Layer>);
 
-
 impl Part {
     /// What the filter gets, and what is noted afterwards.
     #[must_use]

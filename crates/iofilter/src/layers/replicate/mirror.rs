@@ -150,8 +150,7 @@ impl OpenedMirror {
         chains: Vec<Chain>,
     ) -> Pivot {
         let Self { replicate, mirror, bytes_per_second, layer } = self;
-        let copier =
-            Copier::new(&replicate, source, holes, copy, bytes_per_second).of_layer(layer);
+        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second).of_layer(layer);
         let place = Place::Former { copier: Some(Box::new(copier)), copying: None, chains };
         Pivot { replicate, mirror, place: Mutex::new(place) }
     }

@@ -121,7 +121,10 @@ fn a_copy_with_layers_is_given_up_from_every_state() {
         bench.give_up(Some(bench.task)).unwrap();
         bench.give_up(Some(bench.task)).unwrap();
         let left: Vec<_> = files_of(&bench.home());
-        assert_eq!(left.iter().filter(|it| **it != "merge").collect::<Vec<_>>(), before.iter().collect::<Vec<_>>());
+        assert_eq!(
+            left.iter().filter(|it| **it != "merge").collect::<Vec<_>>(),
+            before.iter().collect::<Vec<_>>()
+        );
         bench.begin().unwrap();
         copy_tree(&bench);
     }
