@@ -136,14 +136,37 @@ fn is_whole(here: &Installation, encrypted: bool) {
     }
 }
 
-/// Each snapshot can be reverted to, of a VM that is off.
-fn all_come_back(here: &Installation) {
-    for (name, text) in KEPT {
-        here.vmseal(&["snapshot", "revert", VM, name]).unwrap();
-        let mut console = restarted(here);
-        reads(&mut console, text);
-        stop(here, console);
+/// The text that a file holds at a place, in MiB.
+fn text_at(file: &[u8], at: u32) -> String {
+    let part = &file[(at as usize) << 20..][..64];
+    let end = part.iter().position(|byte| *byte == b'\n').unwrap_or(0);
+    String::from_utf8_lossy(&part[..end]).into_owned()
+}
+
+/// What the disks of a VM that is off hold, and what each of its snapshots keeps of them: as a filter reads it.
+fn all_is_kept(here: &Installation, now: &str) {
+    let kept = KEPT.map(|(name, text)| (Some(name), text));
+    for (snapshot, text) in kept.into_iter().chain([(None, now)]) {
+        for (disk, places) in [("disk0", [TEXT_AT, KEPT_AT]), ("data", [5, 6])] {
+            let to = here.path("exported");
+            let to = to.to_str().unwrap();
+            let export = ["disk", "export", VM, disk, "--format", "raw", "--to", to, "--plaintext"];
+            let of = snapshot.map(|name| ["--snapshot", name]);
+            here.vmseal(&[&export[..], of.as_ref().map_or(&[][..], |of| of)].concat()).unwrap();
+            let file = std::fs::read(to).unwrap();
+            std::fs::remove_file(to).unwrap();
+            let found = places.map(|at| text_at(&file, at));
+            assert_eq!(found, [text, LOWEST], "{disk} of {snapshot:?}");
+        }
     }
+}
+
+/// A guest boots from what a snapshot keeps.
+fn comes_back(here: &Installation, (name, text): (&str, &str)) {
+    here.vmseal(&["snapshot", "revert", VM, name]).unwrap();
+    let mut console = restarted(here);
+    reads(&mut console, text);
+    stop(here, console);
 }
 
 /// The room that all layers take, in bytes.
@@ -176,10 +199,7 @@ fn the_tree_of_a_vm_that_is_off_follows() {
     // As sparse as it was: what a layer does not have is not copied to its copy.
     let after = room(&here);
     assert!(after <= before + before / 2, "{after} bytes in place of {before}");
-    let mut console = restarted(&here);
-    reads(&mut console, NOW);
-    stop(&here, console);
-    all_come_back(&here);
+    all_is_kept(&here, NOW);
     let before = ciphertext(&here);
     here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
     is_whole(&here, true);
@@ -188,15 +208,16 @@ fn the_tree_of_a_vm_that_is_off_follows() {
     let sectors = before.chunks(4096).zip(after.chunks(4096));
     let same = sectors.filter(|(one, other)| one == other && one.iter().any(|byte| *byte != 0));
     assert_eq!(same.count(), 0, "sectors have the same ciphertext");
-    all_come_back(&here);
+    all_is_kept(&here, NOW);
+    comes_back(&here, KEPT[1]);
     here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
     is_whole(&here, false);
-    all_come_back(&here);
+    all_is_kept(&here, KEPT[1].1);
     for (name, _) in KEPT {
         here.vmseal(&["snapshot", "delete", VM, name]).unwrap();
     }
     let mut console = restarted(&here);
-    reads(&mut console, KEPT[2].1);
+    reads(&mut console, KEPT[1].1);
     stop(&here, console);
 }
 
@@ -226,7 +247,8 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
     write(&mut console, "TEXT-OF-LATER");
     reads(&mut console, "TEXT-OF-LATER");
     stop(&here, console);
-    all_come_back(&here);
+    all_is_kept(&here, "TEXT-OF-LATER");
+    comes_back(&here, KEPT[0]);
     here.vmseal(&["snapshot", "revert", VM, "last"]).unwrap();
     let mut console = restarted(&here);
     reads(&mut console, NOW);
@@ -275,7 +297,8 @@ fn what_dies_while_a_tree_is_copied_loses_nothing() {
         reads(&mut console, NOW);
     }
     stop(&here, console);
-    all_come_back(&here);
+    all_is_kept(&here, NOW);
+    comes_back(&here, KEPT[2]);
 }
 
 /// A snapshot's memory is sealed under the key of the VM, which a deep recryption keeps: the guest goes on with disks that have
