@@ -160,12 +160,13 @@ mod tests {
     use std::process::Command;
     use std::sync::Arc;
 
-    use vmseal_api::filter::Direct;
+    use vmseal_api::filter::{Direct, Holes};
     use vmseal_api::id::DiskId;
     use vmseal_api::transfer::ImageFormat;
+    use vmseal_secret::{DEK_LEN, SecretBytes};
 
     use super::*;
-    use crate::disk::{Disk, DiskStorage};
+    use crate::disk::{Disk, DiskStorage, Encryption};
     use crate::storage::file::FileDisk;
     use crate::storage::qcow2::Qcow2Disk;
 
@@ -242,5 +243,118 @@ mod tests {
         let target = FileDisk::open(open(&at("base"), true), 0, SIZE, Direct::Off, false).unwrap();
         merge((open(&at("one"), false), vec![base]), DiskStorage::File(target));
         assert!(std::fs::read(at("base")).unwrap() == expected);
+    }
+
+    const KIB: u64 = 1024;
+
+    /// A disk of files in a directory: an image, or a layer above it.
+    struct Stored<'a> {
+        at: &'a Path,
+        image: &'a str,
+        layer: Option<&'a str>,
+        key: &'a SecretBytes,
+    }
+
+    impl Stored<'_> {
+        fn disk(&self, write: bool) -> (Disk, Parts) {
+            let key = self.key.try_clone().unwrap();
+            let encryption = Encryption { key, holes: Holes::Zero };
+            let path = |name: &str| self.at.join(name);
+            let storage = match self.layer {
+                None => {
+                    let file = open(&path(self.image), write);
+                    let opened = FileDisk::open(file, 0, SIZE, Direct::Off, !write);
+                    DiskStorage::File(opened.unwrap())
+                }
+                Some(layer) => {
+                    let below = vec![(open(&path(self.image), false), ImageFormat::Raw)];
+                    let file = open(&path(layer), write);
+                    DiskStorage::Qcow2(Qcow2Disk::open(file, below, 0, SIZE, !write).unwrap())
+                }
+            };
+            let parts = match &storage {
+                DiskStorage::Qcow2(image) => {
+                    Parts::Layer(LayerParts::new(image.extents().unwrap(), true))
+                }
+                other => Parts::Flat(Allocation::of(other, Some(&encryption))),
+            };
+            (Disk::new(SIZE, !write, Some(encryption), storage, 2), parts)
+        }
+
+        fn write(&self, at: u64, length: u64, byte: u8) {
+            let mut chain = self.disk(true).0.chain().unwrap();
+            let mut bytes = vec![byte; length as usize];
+            blocking::move_bytes(&mut chain, Operation::Write, &mut bytes, at).unwrap();
+            blocking::flush(&mut chain).unwrap();
+        }
+
+        fn content(&self) -> Vec<u8> {
+            let mut chain = self.disk(false).0.chain().unwrap();
+            let mut bytes = vec![0; SIZE as usize];
+            for (index, part) in bytes.chunks_mut(CHUNK as usize).enumerate() {
+                let at = index as u64 * CHUNK;
+                blocking::move_bytes(&mut chain, Operation::Read, part, at).unwrap();
+            }
+            bytes
+        }
+
+        fn has(&self) -> Vec<(u64, Own)> {
+            let (_disk, parts) = self.disk(false);
+            let (mut at, mut found) = (0, Vec::new());
+            while at < SIZE {
+                let extent = parts.at(at, SIZE).unwrap();
+                found.push((extent.end, extent.content));
+                at = extent.end;
+            }
+            found
+        }
+
+        fn copy_to(&self, target: &Stored<'_>) {
+            let (disk, parts) = self.disk(false);
+            let target = target.disk(true).0.chain().unwrap();
+            let state = Arc::new(DiskState::new(DiskId::new(), 1));
+            let stop = Stop::new().unwrap();
+            Merge { parts, target }.run(&mut disk.chain().unwrap(), &state, &stop).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_image_and_its_layer_are_copied_under_another_key_and_have_the_same_parts() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
+        let [key, other] = std::array::from_fn(|_| SecretBytes::random(DEK_LEN).unwrap());
+        for (image, upper) in [("image", "layer"), ("image2", "layer2")] {
+            File::create(at.join(image)).unwrap().set_len(SIZE).unwrap();
+            layer(&at.join(upper), image, "raw");
+        }
+        let stored = |image, layer, key| Stored { at, image, layer, key };
+        let image = stored("image", None, &key);
+        image.write(1024 * KIB, 512 * KIB, 1);
+        let upper = stored("image", Some("layer"), &key);
+        upper.write(1024 * KIB + 4096, 4096, 2);
+        upper.write(5000 * KIB, 100 * KIB, 3);
+        let mut chain = upper.disk(true).0.chain().unwrap();
+        let id = chain.begin().unwrap();
+        let zeroes = Operation::WriteZeroes { unmap: true };
+        chain.submit(id, zeroes, 1280 * KIB, 128 * KIB, 0);
+        blocking::drain(&mut chain).unwrap();
+        blocking::flush(&mut chain).unwrap();
+        drop(chain);
+
+        let image2 = stored("image2", None, &other);
+        let upper2 = stored("image2", Some("layer2"), &other);
+        // Twice, as after a crash.
+        for _ in 0..2 {
+            image.copy_to(&image2);
+            upper.copy_to(&upper2);
+        }
+        assert!(image2.content() == image.content(), "the image reads otherwise");
+        assert!(upper2.content() == upper.content(), "the layer reads otherwise");
+        assert_eq!(image2.has(), image.has());
+        assert_eq!(upper2.has(), upper.has());
+        assert!(upper.has().iter().any(|(_, own)| *own == Own::Zeroes));
+        let [one, two] = ["image", "image2"].map(|name| std::fs::read(at.join(name)).unwrap());
+        let written = 1 << 20..(1 << 20) + 4096;
+        assert!(one[written.clone()] != two[written], "they have the same key");
     }
 }

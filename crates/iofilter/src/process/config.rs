@@ -563,6 +563,42 @@ mod tests {
     }
 
     #[test]
+    fn what_a_layer_is_written_to_is_checked_for_sense() {
+        let crypt = |fd: i32| json!({ "kind": "crypt", "key": { "fd": fd }, "holes": "zero" });
+        let below = json!([{ "file": { "fd": 8 }, "format": "raw" }]);
+        let layer = |fd: i32, backing: &Value| json!({ "kind": "qcow2", "file": { "fd": fd }, "backing": backing, "offset": 0 });
+        let raw = |fd: i32| json!({ "kind": "file", "file": { "fd": fd }, "offset": 0 });
+        let memory = || json!({ "kind": "mem" });
+        let read = |chain: Value, backend: Value, to_chain: Value, to: Value| {
+            let mut config = good();
+            let disk = &mut config["disks"][0];
+            disk.as_object_mut().unwrap().remove("front_end");
+            disk.as_object_mut().unwrap().remove("import");
+            disk["read_only"] = json!(true);
+            (disk["chain"], disk["backend"]) = (chain, backend);
+            let into = json!({ "chain": to_chain, "backend": to });
+            disk["merge"] = json!({ "into": into, "lock": { "fd": 20 } });
+            read_value(&config).map(drop).map_err(|error| error.to_string())
+        };
+        let no = || json!([]);
+        // Down to the image below; the copies of a layer and of an image.
+        read(no(), layer(6, &below), no(), raw(9)).unwrap();
+        read(json!([crypt(5)]), layer(6, &below), json!([crypt(11)]), layer(9, &below)).unwrap();
+        read(json!([crypt(5)]), raw(6), no(), raw(9)).unwrap();
+        let cache = || json!([{ "kind": "cache", "bytes": 1 << 20 }]);
+        for (refused, reason) in [
+            (read(no(), layer(6, &json!([])), no(), raw(9)), "another below it"),
+            (read(no(), memory(), no(), raw(9)), "in memory"),
+            (read(no(), raw(6), no(), memory()), "in memory"),
+            (read(cache(), raw(6), no(), raw(9)), "without filters but encryption"),
+            (read(no(), raw(6), cache(), raw(9)), "no filter but encryption"),
+        ] {
+            let refused = refused.unwrap_err();
+            assert!(refused.contains(reason), "{refused}");
+        }
+    }
+
+    #[test]
     fn a_mirror_is_checked_for_sense() {
         let crypt = |fd: i32| json!({ "kind": "crypt", "key": { "fd": fd }, "holes": "zero" });
         let file = |fd: i32| json!({ "kind": "file", "file": { "fd": fd }, "offset": 0 });
