@@ -326,6 +326,8 @@ fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem
     home.remove(&home.mirror_map(disk))?;
     target.remove(&target.copy(disk))?;
     layers::drop_copies(target, disk)?;
+    // Nothing is copied to layers any more.
+    home.remove(&home.merge_lock(disk))?;
     if target.path() != home.path() {
         target.remove_note(&target.mirror_note(disk))?;
     }
@@ -395,14 +397,13 @@ pub fn open_for_guest(
         return Ok(GuestDisk { open, mirror: None, has_pivoted: mirror.is_some() });
     };
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
-    if tree::is_incomplete(mirror)? {
-        // What a filter would keep a copy of begins when that is copied which nobody writes.
-        return Ok(GuestDisk { open, mirror: None, has_pivoted: false });
-    }
-    // Others are copied while the guest does not have them.
-    let copy = match disk.role.is_data() {
-        true => open_copy(mirror, spec, disk, kek),
-        false => Err(internal("its copy was not finished before its guest used it")),
+    let copy = match tree::is_incomplete(mirror) {
+        // A filter keeps a copy when that is copied which nobody writes.
+        Ok(true) => return Ok(GuestDisk { open, mirror: None, has_pivoted: false }),
+        Ok(false) if disk.role.is_data() => open_copy(mirror, spec, disk, kek),
+        // Others are copied while the guest does not have them.
+        Ok(false) => Err(internal("its copy was not finished before its guest used it")),
+        Err(problem) => Err(problem),
     };
     let mirror = match copy {
         Ok(copy) => Some(copy),
