@@ -147,3 +147,36 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
     assert!(message.contains("name of the disk"), "{message}");
     assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
 }
+
+/// Variables are a disk in layers, too: these follow while the firmware has them, and each snapshot brings its own back.
+#[test]
+fn variables_follow_with_their_snapshots() {
+    let here = Installation::new().unwrap();
+    create(&here, "web", "plain", &["--firmware", "uefi"]);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = shell(&here, "web");
+    write(&mut guest, NAME, "112233");
+    here.vmseal(&["snapshot", "create", "web", "one"]).unwrap();
+    write(&mut guest, "SecondOne", "44556677");
+    here.vmseal(&["snapshot", "create", "web", "two"]).unwrap();
+    write(&mut guest, "ThirdOne", "8899");
+    for operation in [
+        &["vm", "encrypt", "web", "--policy", "encrypted"][..],
+        &["vm", "recrypt", "web", "--deep"],
+    ] {
+        here.vmseal(operation).unwrap();
+        assert!(!is_readable(&here, "web"), "{operation:?}");
+        here.vmseal(&["vm", "prove", "web", "--all"]).unwrap();
+        write(&mut guest, "FourthOne", "aabbcc");
+        read(&mut guest, "ThirdOne", "88 99");
+    }
+    drop(guest);
+    for (snapshot, second) in [("two", "44 55 66 77"), ("one", "Unable to get")] {
+        here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+        here.vmseal(&["snapshot", "revert", "web", snapshot]).unwrap();
+        here.vmseal(&["vm", "start", "web"]).unwrap();
+        let mut guest = shell(&here, "web");
+        read(&mut guest, NAME, "11 22 33");
+        read(&mut guest, "SecondOne", second);
+    }
+}

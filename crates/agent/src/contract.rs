@@ -117,6 +117,8 @@ pub fn write_image(path: &Path, contents: &[u8]) -> std::io::Result<()> {
 pub struct Session {
     fixture: Fixture,
     place: DatastoreSpec,
+    /// Another one, to which disks move.
+    second: DatastoreId,
     kek: SecretBytes,
     spec: VmSpec,
     key_box: String,
@@ -171,7 +173,7 @@ impl Session {
             ],
             snapshots: Vec::new(),
         };
-        Self { fixture, place, kek, spec, key_box }
+        Self { fixture, place, second: DatastoreId::new(), kek, spec, key_box }
     }
 
     fn vm(&self) -> VmId {
@@ -252,7 +254,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     tpm::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
     mirror::disks(agent, &mut session).await;
-    snapshots::disks(agent, &session).await;
+    snapshots::disks(agent, &mut session).await;
     proofs::disks(agent, &session).await;
     backups::disks(agent, &session).await;
     dumps::off(agent, &session).await;

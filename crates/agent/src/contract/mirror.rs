@@ -4,13 +4,13 @@ use vmseal_api::host::{
     DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror, DropSourcesJob,
     HostAgent, JobKind, JobSpec, JobState, MirrorJob,
 };
-use vmseal_api::id::{DatastoreId, DiskId, TaskId};
+use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::ErrorCode;
 
 use super::{Session, done, refused};
 
 /// The job that moves one disk, which stays as it is.
-fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
+pub fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
     let datastore = Some(to.clone());
     JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted, datastore }] })
 }
@@ -22,7 +22,7 @@ pub fn copy(disk: DiskId, encrypted: bool) -> JobSpec {
 
 impl Session {
     /// Puts a job that copies a disk, and waits until it can be committed.
-    async fn copied(&self, agent: &dyn HostAgent, task: TaskId, job: &JobSpec) {
+    pub async fn copied(&self, agent: &dyn HostAgent, task: TaskId, job: &JobSpec) {
         let put = || agent.put_job(self.vm(), task, job.clone());
         done(put().await, "a copy");
         done(put().await, "the same, while it is copied");
@@ -74,19 +74,25 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.register_vm(session.spec.clone()).await, "registering with the replica");
 }
 
-fn disk_mut(session: &mut Session, disk: DiskId) -> &mut DiskSpec {
+/// Another datastore of the host.
+pub async fn second_datastore(agent: &dyn HostAgent, session: &Session) -> DatastoreSpec {
+    let path = session.fixture.datastore.with_file_name("second-datastore");
+    // A simulated host has it nowhere.
+    let _ = std::fs::create_dir(&path);
+    let location = DatastoreLocation::Dir { path };
+    let second = DatastoreSpec { datastore: session.second, location };
+    done(agent.probe_datastore(second.clone()).await, "a second datastore");
+    second
+}
+
+pub fn disk_mut(session: &mut Session, disk: DiskId) -> &mut DiskSpec {
     session.spec.disks_mut().find(|known| known.disk == disk).expect("the disk")
 }
 
 /// The plain disk is moved to another datastore, and back.
 async fn move_disk(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
     let vm = session.vm();
-    let path = session.fixture.datastore.with_file_name("second-datastore");
-    // A simulated host has it nowhere.
-    let _ = std::fs::create_dir(&path);
-    let location = DatastoreLocation::Dir { path };
-    let second = DatastoreSpec { datastore: DatastoreId::new(), location };
-    done(agent.probe_datastore(second.clone()).await, "a second datastore");
+    let second = second_datastore(agent, session).await;
     let (first, put) = (session.place.clone(), |job| agent.put_job(vm, TaskId::new(), job));
     let code = ErrorCode::InvalidRequest;
     refused(put(moved(disk, false, &first)).await, code, "a move to where the disk is");
@@ -105,7 +111,7 @@ async fn move_disk(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
 }
 
 /// Does a job that copies a disk, and commits it; the disk then.
-async fn mirrored(
+pub async fn mirrored(
     agent: &dyn HostAgent,
     session: &Session,
     disk: DiskId,

@@ -8,7 +8,7 @@ use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ExportFormat;
 
-use super::mirror::copy;
+use super::mirror::{copy, disk_mut, mirrored, moved, second_datastore};
 use super::{Session, done, refused};
 
 /// The job that takes a snapshot of one disk.
@@ -59,8 +59,25 @@ async fn kept_exports(
     }
 }
 
+/// An encrypted disk in layers is copied with them, to where it is, to another datastore, and back.
+async fn copies(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
+    let (first, second) = (session.place.clone(), second_datastore(agent, session).await);
+    let (vm, task) = (session.vm(), TaskId::new());
+    session.copied(agent, task, &copy(disk, true)).await;
+    let during = agent.put_job(vm, TaskId::new(), take(disk, SnapshotId::new())).await;
+    refused(during, ErrorCode::InUse, "a snapshot of a disk that is copied");
+    done(agent.cancel_job(vm, task, copy(disk, true)).await, "giving the copy up");
+    mirrored(agent, session, disk, copy(disk, true)).await;
+    for to in [second, first] {
+        let seen = mirrored(agent, session, disk, moved(disk, true, &to)).await;
+        assert_eq!(seen.datastore, Some(to.datastore));
+        disk_mut(session, disk).datastore = to;
+        done(agent.register_vm(session.spec.clone()).await, "registering it where it is");
+    }
+}
+
 /// The VM is off, its disks are made and its key is there, before and after.
-pub async fn disks(agent: &dyn HostAgent, session: &Session) {
+pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let vm = session.vm();
     let [system, data] = [0, 1].map(|index| session.disk(index).disk);
     let put = |job| agent.put_job(vm, TaskId::new(), job);
@@ -81,7 +98,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     session.through(agent, take(system, one)).await;
     session.through(agent, take(system, two)).await;
     kept_exports(agent, session, (one, strange)).await;
-    refused(put(copy(system, true)).await, ErrorCode::WrongState, "a copy of a disk in layers");
+    copies(agent, session, system).await;
     let longer = session.disk(0).size * 2;
     let grown = agent.grow_disk(vm, system, longer).await;
     refused(grown, ErrorCode::WrongState, "a disk in layers grows");

@@ -34,6 +34,8 @@ pub struct Replica {
 pub struct Mirror {
     /// The copy's image; its lock is held.
     pub file: File,
+    /// The layers above it, the active one first: below that they hold what the disk's own hold.
+    pub layers: Vec<File>,
     /// Where the guest's first byte is in it, in bytes.
     pub offset: u64,
     /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
@@ -49,14 +51,26 @@ impl Mirror {
     pub(super) fn spec(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> MirrorSpec {
         let crypt = self.key.iter().map(|(key, holes)| (fd(key.as_fd()), *holes));
         let chain = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes }).collect();
-        let backend = BackendSpec::File {
-            file: fd(self.file.as_fd()),
-            offset: self.offset,
-            direct: Direct::Auto,
-            keeps_room: self.keeps_room,
+        let backend = match self.layers.split_first() {
+            None => BackendSpec::File {
+                file: fd(self.file.as_fd()),
+                offset: self.offset,
+                direct: Direct::Auto,
+                keeps_room: self.keeps_room,
+            },
+            Some((active, below)) => {
+                let active = fd(active.as_fd());
+                let below = below.iter().map(|layer| (layer, ImageFormat::Qcow2));
+                let below = below.chain([(&self.file, ImageFormat::Raw)]);
+                let below =
+                    below.map(|(file, format)| BackingSpec { file: fd(file.as_fd()), format });
+                let backing = below.collect();
+                BackendSpec::Qcow2 { file: active, backing, offset: self.offset }
+            }
         };
-        let map = fd(self.map.as_fd());
-        MirrorSpec { to: StackSpec { chain, backend }, map, bytes_per_second: MIRROR_RATE }
+        let (map, bytes_per_second) = (fd(self.map.as_fd()), MIRROR_RATE);
+        let same_below = !self.layers.is_empty();
+        MirrorSpec { to: StackSpec { chain, backend }, map, bytes_per_second, same_below }
     }
 }
 
@@ -128,9 +142,9 @@ pub enum Work {
     },
     /// Copies it to its mirror, for nobody.
     Mirror,
-    /// Writes what its first layer has to what is below that.
+    /// Writes what its first layer has, or its image where it has none, to what is below that, or to the copy of that.
     Merge {
-        /// What is below, to be written.
+        /// What is to be written.
         lower: Lower,
         /// The lock of the merge.
         lock: File,
@@ -146,12 +160,18 @@ pub enum Work {
     },
 }
 
-/// What is below a layer: an image, and the layers above it, of which the first is written; the image, where there are none.
+/// What a layer is written to: an image, and the layers above it, of which the first is written; the image, where there are none.
 pub struct Lower {
     /// The image.
     pub file: File,
     /// The layers.
     pub layers: Vec<File>,
+    /// Where the first byte is in it, in bytes.
+    pub offset: u64,
+    /// Its DEK as a descriptor, where it is a copy that is encrypted.
+    pub key: Option<SecretFd>,
+    /// Whether it is written past the page cache: not where others read through the layer above it.
+    pub direct: Direct,
 }
 
 /// Files with the sums of a disk's blocks, for an export.
@@ -250,7 +270,7 @@ impl Work {
         };
         let merge = merge.into_iter().flat_map(|(lower, lock)| {
             let files = [&lower.file, lock].into_iter().chain(&lower.layers);
-            files.map(AsFd::as_fd)
+            files.map(AsFd::as_fd).chain(lower.key.as_ref().map(AsFd::as_fd))
         });
         let sums = match self {
             Self::Export { sums, .. } => Some(sums),
@@ -354,17 +374,23 @@ impl Disk {
                 _ => None,
             },
             merge: match &self.work {
-                Work::Merge { lower, lock } => Some(MergeSpec {
-                    // Through the page cache, as the layer above it is read by others.
-                    into: backend(
-                        &lower.file,
-                        &lower.layers,
-                        self.offset,
-                        self.keeps_room,
-                        Direct::Off,
-                    ),
-                    lock: fd(lock.as_fd()),
-                }),
+                Work::Merge { lower, lock } => {
+                    let key = lower.key.as_ref().map(AsFd::as_fd).map(fd);
+                    let crypt = |key| FilterSpec::Crypt { key, holes: Holes::Zero };
+                    Some(MergeSpec {
+                        into: StackSpec {
+                            chain: key.map(crypt).into_iter().collect(),
+                            backend: backend(
+                                &lower.file,
+                                &lower.layers,
+                                lower.offset,
+                                self.keeps_room,
+                                lower.direct,
+                            ),
+                        },
+                        lock: fd(lock.as_fd()),
+                    })
+                }
                 _ => None,
             },
         }
@@ -374,6 +400,7 @@ impl Disk {
     pub(super) fn into_keys(self) -> impl Iterator<Item = SecretFd> {
         let volume = match self.work {
             Work::Export { format, .. } => format.into_key(),
+            Work::Merge { lower, .. } => lower.key,
             _ => None,
         };
         let mirror = self.mirror.and_then(|mirror| mirror.key);
@@ -387,7 +414,8 @@ impl Disk {
         let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
         let mirror = self.mirror.iter().flat_map(|it| {
             let key = it.key.as_ref().map(|(key, _)| key.as_fd());
-            [it.file.as_fd(), it.map.as_fd()].into_iter().chain(key)
+            let files = [&it.file, &it.map].into_iter().chain(&it.layers);
+            files.map(AsFd::as_fd).chain(key)
         });
         file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
     }

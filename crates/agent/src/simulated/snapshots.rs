@@ -44,9 +44,6 @@ impl Inside {
                     }
                     _ => {}
                 },
-                JobSpec::Mirror(_) if !known.is_empty() => {
-                    return Err(rules::has_snapshots(&spec, disk));
-                }
                 _ => {}
             }
         }

@@ -263,7 +263,19 @@ impl Home {
         self.path.join(format!("{disk}.layers"))
     }
 
-    /// A layer of a disk.
+    /// The note of the layers of the copy that is to take a disk's place.
+    #[must_use]
+    pub fn copy_layers_note(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.copy-layers"))
+    }
+
+    /// The note of the layers that a disk had before its copy took its place.
+    #[must_use]
+    pub fn source_layers_note(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.source-layers"))
+    }
+
+    /// A layer of a disk, of its copy, or of what the disk was before.
     #[must_use]
     pub fn layer(&self, disk: DiskId, layer: Uuid) -> PathBuf {
         self.path.join(format!("{disk}.layer-{layer}"))
@@ -567,6 +579,8 @@ impl Home {
             self.remove_file(&path)?;
         }
         self.remove_note(&self.layers_note(disk))?;
+        self.remove_note(&self.copy_layers_note(disk))?;
+        self.remove_note(&self.source_layers_note(disk))?;
         self.remove_note(&self.merge_lock(disk))?;
         remove_state_of_none(&self.image(disk))?;
         self.discard(disk)

@@ -14,6 +14,7 @@
 //!
 //! The lock of the image itself is that of the whole disk. Nothing of vmseal follows the names that layers have in their headers.
 
+mod copies;
 mod files;
 mod note;
 
@@ -22,9 +23,10 @@ use uuid::Uuid;
 use vmseal_api::host::LAYERS_MAX;
 use vmseal_api::id::SnapshotId;
 
+pub use self::copies::{CopiedLayers, NextCopy, drop_copies, drop_sources, set_aside, take_place};
 pub use self::files::{
-    begin_layer, lock_merge, note_merged, open, open_above, open_kept, open_lower, open_upper,
-    prepare_active, put_active, remove_unneeded, room, written,
+    begin_layer, lock_merge, note_merged, open, open_above, open_from, open_kept, open_lower,
+    open_upper, prepare_active, put_active, remove_unneeded, room, room_of_all, written,
 };
 pub use self::note::{PreparedNote, read};
 use crate::storage::file_identity::FileIdentity;
@@ -117,6 +119,24 @@ impl Layers {
         let below = |layer: &&Layer| layer.below.and_then(|below| self.layer(below));
         // A note is checked when it is read: there is no circle.
         std::iter::successors(first, below).collect()
+    }
+
+    /// The layers that nobody writes, each after the one that it is above of.
+    fn frozen(&self) -> Vec<&Layer> {
+        let mut left: Vec<&Layer> =
+            self.layers.iter().filter(|layer| self.active != Some(layer.layer)).collect();
+        let mut sorted = Vec::new();
+        while !left.is_empty() {
+            let waits = |layer: &&Layer| left.iter().any(|it| layer.below == Some(it.layer));
+            let (later, now): (Vec<_>, Vec<_>) = left.iter().copied().partition(waits);
+            if now.is_empty() {
+                // A note is checked when it is read: there is no circle.
+                break;
+            }
+            sorted.extend(now);
+            left = later;
+        }
+        sorted
     }
 
     /// How many layers there are.

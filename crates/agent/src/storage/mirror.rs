@@ -5,13 +5,15 @@
 //!                                  │                                                                │
 //!                                  └─ give up: note, map, copy removed            former image, map, note removed
 //! ```
-//! The copy may be on another datastore than the disk: then a note beside each of both leads to the other.
+//! The copy may be on another datastore than the disk: then a note beside each of both leads to the other. Where the disk has
+//! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has.
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
 mod note;
 mod pivot_mark;
 pub(crate) mod source;
+pub(crate) mod tree;
 
 use std::fs::File;
 use std::io;
@@ -24,7 +26,7 @@ use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
-use vmseal_secret::{DEK_LEN, SecretBytes};
+use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
 use self::note::Note;
 use self::pivot_mark::PivotMark;
@@ -162,17 +164,24 @@ impl Mirror {
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
+        if self.note.layers {
+            layers::take_place(&target, self.disk)?;
+        }
+        // Last: this says that all names are right.
         rename(&copy, &image)
     }
 
-    /// Gives the former image its name.
+    /// Gives the former image its name, and the note of its layers.
     fn set_aside(&self) -> Result<(), Problem> {
         let source = self.source()?;
         let image = source.image(self.disk);
-        match identity(&image)? == Some(self.note.source.clone()) {
-            true => rename(&image, &source.source(self.disk)),
-            false => Ok(()),
+        if identity(&image)? == Some(self.note.source.clone()) {
+            rename(&image, &source.source(self.disk))?;
         }
+        if self.note.layers {
+            layers::set_aside(&source, self.disk, self.moves())?;
+        }
+        Ok(())
     }
 
     /// Removes the notes, the one first that others lead to.
@@ -228,9 +237,7 @@ impl NewMirror<'_> {
             Some(other) => return Err(rules::other_mirror(disk, other.task())),
             None => {}
         }
-        if !layers::read(&home, disk.disk)?.is_empty() {
-            return Err(rules::has_snapshots(self.spec, disk));
-        }
+        let layers = layers::read(&home, disk.disk)?;
         let target = self.target(&home)?;
         remove_debris(&home, &target, disk.disk)?;
         let path = home.image(disk.disk);
@@ -239,8 +246,13 @@ impl NewMirror<'_> {
         check(&image)?;
         let metadata = image.metadata().map_err(internal)?;
         let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
-        let made = self.make(&target, metadata.blocks().saturating_mul(512));
-        let noted = made.and_then(|copy| self.note(&home, &target, Note::new(task, source, copy)));
+        let allocated = metadata.blocks().saturating_mul(512);
+        let made = self.make(&target, allocated + layers::room_of_all(&home, disk.disk, &layers));
+        let noted = made.and_then(|copy| {
+            let note = Note::new(task, source, copy);
+            let note = if layers.is_empty() { note } else { note.of_layers() };
+            self.note(&home, &target, note)
+        });
         noted.inspect_err(|_| {
             if let Err(problem) = remove_debris(&home, &target, disk.disk) {
                 tracing::warn!(disk = %disk.disk, %problem, "the beginning of a copy is left");
@@ -308,10 +320,14 @@ impl NewMirror<'_> {
     }
 }
 
-/// Removes a copy, its map, and the note beside a copy that is elsewhere, where no note beside the image is about them.
+/// Removes a copy with its layers, its map, and the note beside a copy that is elsewhere, where no note beside the image is
+/// about them.
 fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove(&home.mirror_map(disk))?;
     target.remove(&target.copy(disk))?;
+    layers::drop_copies(target, disk)?;
+    // Nothing is copied to layers any more.
+    home.remove(&home.merge_lock(disk))?;
     if target.path() != home.path() {
         target.remove_note(&target.mirror_note(disk))?;
     }
@@ -381,10 +397,13 @@ pub fn open_for_guest(
         return Ok(GuestDisk { open, mirror: None, has_pivoted: mirror.is_some() });
     };
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
-    // Others are copied while the guest does not have them.
-    let copy = match disk.role.is_data() {
-        true => open_copy(mirror, spec, disk, kek),
-        false => Err(internal("its copy was not finished before its guest used it")),
+    let copy = match tree::is_incomplete(mirror) {
+        // A filter keeps a copy when that is copied which nobody writes.
+        Ok(true) => return Ok(GuestDisk { open, mirror: None, has_pivoted: false }),
+        Ok(false) if disk.role.is_data() => open_copy(mirror, spec, disk, kek),
+        // Others are copied while the guest does not have them.
+        Ok(false) => Err(internal("its copy was not finished before its guest used it")),
+        Err(problem) => Err(problem),
     };
     let mirror = match copy {
         Ok(copy) => Some(copy),
@@ -402,7 +421,7 @@ pub fn open_for_guest(
 /// Opens a disk and its copy for a filter that does nothing but copy; none if it is not mirrored or has pivoted. Blocks.
 ///
 /// # Errors
-/// As [`opening::open`].
+/// As [`opening::open`]; `timed-out` while its layers are not copied.
 pub fn open_to_copy(
     spec: &VmSpec,
     disk: &DiskSpec,
@@ -478,23 +497,31 @@ fn open_copy(
     if FileIdentity::of(&file).ok().as_ref() != Some(&note.copy) {
         return Err(gone(&path));
     }
+    let layers = tree::open(mirror)?;
     let map = mirror.source()?.mirror_map(disk.disk);
     let map = open_locked(&map, Access::Write)?.ok_or_else(|| gone(&map))?;
+    let key = copy_key(note, spec, disk, kek, &file)?.map(|key| (key, Holes::Zero));
+    let offset = data_offset(&note.copy_facts);
+    Ok(filter::Mirror { file, layers, offset, key, map, keeps_room: is_preallocated(disk) })
+}
+
+/// The DEK of a copy, whose image is open; none of one that is plain.
+fn copy_key(
+    note: &Note,
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    kek: Option<&SecretBytes>,
+    file: &File,
+) -> Result<Option<SecretFd>, Problem> {
     let facts = &note.copy_facts;
     let copy = DiskSpec { encrypted: note.encrypts(), facts: Some(facts.clone()), ..disk.clone() };
-    let key = match from_api(&copy, facts) {
-        None => None,
-        Some(pinned) => {
-            let (Some(kek), Some(reference)) = (kek, &spec.key) else {
-                return Err(rules::locked(spec));
-            };
-            let opened = vmseal_luks::open(&file, &pinned, kek, &keys::context(spec.vm, reference))
-                .map_err(|error| header_problem(&disk.name, &error))?;
-            Some((opened.dek.to_memfd().map_err(internal)?, Holes::Zero))
-        }
+    let Some(pinned) = from_api(&copy, facts) else { return Ok(None) };
+    let (Some(kek), Some(reference)) = (kek, &spec.key) else {
+        return Err(rules::locked(spec));
     };
-    let offset = data_offset(facts);
-    Ok(filter::Mirror { file, offset, key, map, keeps_room: is_preallocated(disk) })
+    let opened = vmseal_luks::open(file, &pinned, kek, &keys::context(spec.vm, reference))
+        .map_err(|error| header_problem(&disk.name, &error))?;
+    opened.dek.to_memfd().map(Some).map_err(internal)
 }
 
 /// Puts the names right of a disk that has pivoted; the disk as it is then, and its image. None if it has not. Blocks.

@@ -16,7 +16,7 @@ use crate::rules;
 use crate::storage::builder::internal;
 use crate::storage::facts::from_api;
 use crate::storage::home::Home;
-use crate::storage::layers;
+use crate::storage::layers::{self, LayerId};
 use crate::storage::locked::Access;
 
 /// Where the guest's first byte is in the image, in bytes.
@@ -191,6 +191,23 @@ pub fn open(
     Ok(Open { file, layers, offset, key: Some((dek, holes)), notice })
 }
 
+/// Opens what a disk holds without its layers above this one, or without any, for reading and without a lock: nobody writes
+/// there. Blocks.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_layer(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    layer: Option<LayerId>,
+) -> Result<Open, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let files = layers::open_from(&home, disk.disk, layer)?;
+    with_key(spec, disk, facts, kek, files)
+}
+
 /// Opens what a snapshot keeps of a disk, for reading and without a lock: nobody writes there. Blocks.
 ///
 /// # Errors
@@ -202,7 +219,16 @@ pub fn open_kept(
     kek: Option<&SecretBytes>,
     snapshot: SnapshotId,
 ) -> Result<Open, Problem> {
-    let (file, layers) = open_files_kept(spec, disk, snapshot)?;
+    with_key(spec, disk, facts, kek, open_files_kept(spec, disk, snapshot)?)
+}
+
+fn with_key(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+    (file, layers): (File, Vec<File>),
+) -> Result<Open, Problem> {
     let Some(pinned) = from_api(disk, facts) else {
         return Ok(Open { file, layers, offset: 0, key: None, notice: None });
     };

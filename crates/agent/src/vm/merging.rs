@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::filter::DiskActivity;
+use vmseal_api::filter::{Direct, DiskActivity};
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -25,6 +25,51 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The same while a guest waits.
 const FAST_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Has a filter that serves nobody write what `open` opens, if that is anything; returns what that gave beside. `progress` gets
+/// that, the bytes done and the total.
+///
+/// # Errors
+/// The problem of the files or the filter; it can be done again.
+pub async fn with_filter<T: Send + 'static>(
+    vm: VmId,
+    builder: &DiskBuilder,
+    guest_waits: bool,
+    open: impl FnOnce() -> Result<Option<(filter::Disk, T)>, Problem> + Send + 'static,
+    progress: impl Fn(&T, u64, u64),
+) -> Result<Option<T>, Problem> {
+    let slot = builder.users.take().ok_or_else(builder::too_many)?;
+    let directory = &builder.directory;
+    // A filter of an earlier attempt is ended, which releases the lock.
+    directory.renew().await.map_err(internal)?;
+    let interval = if guest_waits { FAST_INTERVAL } else { PROGRESS_INTERVAL };
+    let Some((opened, beside)) = spawn_blocking(open).await.map_err(internal)?? else {
+        directory.sweep().await.map_err(internal)?;
+        return Ok(None);
+    };
+    let id = opened.disk;
+    let (process, keys) =
+        filter::start(&builder.filter, vm, directory, vec![opened], slot.filter())
+            .map_err(internal)?;
+    let control = Control::of(directory);
+    control.ready(&process, directory).await.map_err(internal)?;
+    drop(keys);
+    let pace = Pace::up_to(interval);
+    loop {
+        let status = control.status_of(&process, directory).await.map_err(internal)?;
+        match status.disks.into_iter().next().map(|disk| disk.state) {
+            Some(DiskActivity::Merging { done, total }) => progress(&beside, done, total),
+            Some(DiskActivity::Idle) => break,
+            Some(DiskActivity::Failed { message }) => return Err(internal(message)),
+            other => return Err(internal(format!("the filter of a merge says {other:?}"))),
+        }
+        pace.pause().await;
+    }
+    end_idle(&control, id).await?;
+    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+    directory.sweep().await.map_err(internal)?;
+    Ok(Some(beside))
+}
 
 /// A layer to merge.
 pub struct Merging {
@@ -70,39 +115,14 @@ impl Merging {
     }
 
     async fn merge(self, show: Option<&Progress>) -> Result<(), Problem> {
-        let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
-        let (directory, vm, id) = (self.builder.directory.clone(), self.vm, self.disk.disk);
-        // A filter of an earlier attempt is ended, which releases the lock.
-        directory.renew().await.map_err(internal)?;
-        let (filter, interval) = (self.builder.filter.clone(), self.interval());
-        let opened = spawn_blocking(move || self.open()).await.map_err(internal)??;
-        let (process, keys) = filter::start(&filter, vm, &directory, vec![opened], slot.filter())
-            .map_err(internal)?;
-        let control = Control::of(&directory);
-        control.ready(&process, &directory).await.map_err(internal)?;
-        drop(keys);
-        let pace = Pace::up_to(interval);
-        loop {
-            let status = control.status_of(&process, &directory).await.map_err(internal)?;
-            match status.disks.into_iter().next().map(|disk| disk.state) {
-                Some(DiskActivity::Merging { done, total }) => {
-                    if let Some(show) = show {
-                        show.progress(Report::Progress(done, total));
-                    }
-                }
-                Some(DiskActivity::Idle) => break,
-                Some(DiskActivity::Failed { message }) => return Err(internal(message)),
-                other => return Err(internal(format!("the filter of a merge says {other:?}"))),
+        let (vm, builder, waits) = (self.vm, self.builder.clone(), self.guest_waits);
+        let open = move || self.open().map(|disk| Some((disk, ())));
+        let progress = |(): &(), done, total| {
+            if let Some(show) = show {
+                show.progress(Report::Progress(done, total));
             }
-            pace.pause().await;
-        }
-        end_idle(&control, id).await?;
-        process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-        directory.sweep().await.map_err(internal)
-    }
-
-    fn interval(&self) -> Duration {
-        if self.guest_waits { FAST_INTERVAL } else { PROGRESS_INTERVAL }
+        };
+        with_filter(vm, &builder, waits, open, progress).await.map(drop)
     }
 
     /// The layer with all below it, and what is below it to be written. Only ciphertext moves, so no key is needed.
@@ -121,7 +141,16 @@ impl Merging {
             offset: 0,
             key: None,
             keeps_room: builder::is_preallocated(&disk),
-            work: filter::Work::Merge { lower: Lower { file: lower.0, layers: lower.1 }, lock },
+            work: filter::Work::Merge {
+                lower: Lower {
+                    file: lower.0,
+                    layers: lower.1,
+                    offset: 0,
+                    key: None,
+                    direct: Direct::Off,
+                },
+                lock,
+            },
             beside: None,
             replica: None,
             mirror: None,

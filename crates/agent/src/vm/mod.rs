@@ -37,6 +37,7 @@ pub(crate) mod state_store;
 mod stream;
 mod suspend;
 mod tpm;
+mod tree_copying;
 pub mod usage;
 pub(crate) mod vms;
 mod workers;

@@ -19,6 +19,7 @@ mod set_running;
 mod snapshots;
 mod stacks;
 mod suspended;
+mod trees;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

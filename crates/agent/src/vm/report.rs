@@ -18,6 +18,8 @@ pub enum Report {
     Made(Result<DiskFacts, Problem>),
     /// It has been exported, or could not be.
     Written(Result<(), Problem>),
+    /// What nobody writes of it is copied, or could not be.
+    TreeCopied(Result<(), Problem>),
     /// Its copy may lack so many bytes.
     Lacking(u64),
     /// Its copy is as good as complete, or cannot be made.
@@ -45,6 +47,7 @@ impl Report {
             Self::Progress(..) | Self::Lacking(_) | Self::ExposedErrors(_) => true,
             Self::Made(_)
             | Self::Written(_)
+            | Self::TreeCopied(_)
             | Self::Copied(_)
             | Self::SourceRemoved(_)
             | Self::Merged(..)

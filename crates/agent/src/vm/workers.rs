@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -19,6 +20,7 @@ use super::merging::Merging;
 use super::mirroring::{self, Copying};
 use super::proving::prove;
 use super::report::{Progress, Report};
+use super::tree_copying::TreeCopying;
 use crate::filter::Control;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::backup::{Creating, Restoring, Verifying};
@@ -89,6 +91,16 @@ impl Workers {
             let copied = copying.copy(&show, cancelled).await;
             Report::Copied(copied.inspect_err(
                 |problem| tracing::warn!(%disk, %problem, "a disk could not be copied"),
+            ))
+        });
+    }
+
+    /// Begins to copy what nobody writes of a disk, after a pause.
+    pub fn begin_tree(&mut self, disk: DiskId, copying: TreeCopying, pause: Duration) {
+        self.spawn(disk, |cancelled, show| async move {
+            let copied = copying.run(pause, &show, cancelled).await;
+            Report::TreeCopied(copied.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "the layers of a disk could not be copied"),
             ))
         });
     }

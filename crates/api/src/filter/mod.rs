@@ -129,8 +129,8 @@ pub struct DiskConfig {
     /// A file to write the whole disk to once. The disk is read-only then, and is neither served nor filled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export: Option<ExportSpec>,
-    /// What the image, a layer, is written down to once. The disk is read-only then, has no filters, and is neither served,
-    /// filled nor exported.
+    /// What the image, a layer, is written to once. The disk is read-only then, has no filter but encryption, and is neither
+    /// served, filled nor exported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSpec>,
 }
@@ -184,6 +184,10 @@ pub struct MirrorSpec {
     pub map: Handle,
     /// The highest rate of copying; at least [`REPLICATE_RATE_MIN`].
     pub bytes_per_second: u64,
+    /// Whether the disk and its copy are both images of QEMU's format, and what is below the one holds what is below the
+    /// other. Then nothing is copied but what the disk's own image has.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub same_below: bool,
 }
 
 /// The most that a copy may lack when the disk is to pivot, in bytes: the guest waits while it is copied, which is to
@@ -537,13 +541,15 @@ pub const SUM_BLOCK: usize = 64 * 1024;
 /// The length of a sum, in bytes.
 pub const SUM_LEN: usize = 32;
 
-/// Writes what an image of QEMU's format has itself, without the files below it, down to the next one below. Afterwards that
-/// reads as the image did. Doing it again changes nothing.
+/// Writes what an image has itself, without the files below it, to another one: the next one below; or an empty one above
+/// files that hold what those below the image hold, so that it is the image's copy. Afterwards that reads as the image did.
+/// Doing it again changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MergeSpec {
-    /// The next image below, and what is below that. Others may read the bytes that the image above does not have.
-    pub into: BackendSpec,
+    /// The image that is written, and what is below that; no filter but encryption. Others may read the bytes of the next
+    /// image below that the image above does not have.
+    pub into: StackSpec,
     /// A file whose lock is held for as long as this process may write.
     pub lock: Handle,
 }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 24] = [
+pub const FEATURES: [&str; 25] = [
     "job-create",
     "job-export",
     NICS,
@@ -49,6 +49,7 @@ pub const FEATURES: [&str; 24] = [
     SNAPSHOT_EXPORT,
     MEMORY_SNAPSHOTS,
     BACKUP,
+    MIRROR_LAYERS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -118,6 +119,9 @@ pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";
+
+/// The feature of agents that copy disks with their snapshots.
+pub const MIRROR_LAYERS: &str = "job-mirror-layers";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -1,7 +1,7 @@
 //! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
 //! copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::{MIRROR, MOVE};
+use vmseal_api::host::version::{MIRROR, MIRROR_LAYERS, MOVE};
 use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
@@ -18,7 +18,7 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
 use crate::store::vms::{self, Vm};
-use crate::store::{Part, alarms, datastores, providers};
+use crate::store::{Part, alarms, datastores, providers, snapshots};
 use crate::tasks::{Engine, mirror_vm};
 
 /// Encrypts the disks of a VM, and gives it a policy that encrypts.
@@ -223,7 +223,7 @@ async fn begin(
     wanted: Wanted,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    super::snapshots::require_none(services, &wanted.vm, "their disks cannot be copied").await?;
+    let snapshots = require_snapshots_follow(services, &wanted).await?;
     if wanted.moves_first_disk() {
         let what = "they are beside its first disk, and would stay there";
         super::dumps::require_none(services, &wanted.vm, what).await?;
@@ -235,7 +235,10 @@ async fn begin(
     require_power(services, &wanted.vm).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     require_work(services, &wanted).await?;
-    let warnings = examine(services, &wanted, dry_run).await?;
+    let mut warnings = examine(services, &wanted, dry_run).await?;
+    if snapshots > 0 {
+        warnings.push(format!("what its {snapshots} snapshots keep is copied as well"));
+    }
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.
     let vm = vms::get(&mut write, wanted.vm.id).await?;
@@ -256,6 +259,27 @@ async fn begin(
     let shown = services.engine.shown(&task);
     services.engine.begin(task);
     Ok(Outcome::Done(shown))
+}
+
+/// Refuses what would leave a snapshot behind that cannot be reverted to, or is not encrypted as the VM is. Returns how many
+/// snapshots the VM has.
+async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
+    let vm = &wanted.vm;
+    let known = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    if known.is_empty() {
+        return Ok(0);
+    }
+    features::require(services, vm, MIRROR_LAYERS, "copy disks that have snapshots")?;
+    // Under the key of the VM, which a deep recryption keeps, and with the disks as they are for the guest.
+    let stays = matches!(wanted.operation, Operation::DeepRecryptVm { .. });
+    if let Some(memory) = known.iter().find(|known| known.memory && !stays) {
+        let detail = format!(
+            "snapshot '{1}' of VM '{0}' keeps the memory of its guest, which belongs to the disks as they are now: delete it first (vmseal snapshot delete {0} {1})",
+            vm.name, memory.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    Ok(known.len())
 }
 
 /// A VM that is on its way from one state to another is not copied.

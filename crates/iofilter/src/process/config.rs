@@ -178,6 +178,9 @@ pub fn check_new_copy(mirror: &MirrorSpec) -> Result<(), String> {
     if mirror.to.chain.iter().any(|link| matches!(link, FilterSpec::Cache(_))) {
         return Err("`cache` is given when the filter starts".into());
     }
+    if mirror.same_below {
+        return Err("a copy with the same below it is given when the filter starts".into());
+    }
     check_copy(mirror)
 }
 
@@ -324,7 +327,14 @@ fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     if to.backend == (BackendSpec::Mem {}) {
         return Err("a disk cannot be mirrored to memory".into());
     }
+    if mirror.same_below && !has_files_below(&to.backend) {
+        return Err("its copy has nothing below it that could be the same".into());
+    }
     check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
+}
+
+fn has_files_below(backend: &BackendSpec) -> bool {
+    matches!(backend, BackendSpec::Qcow2 { backing, .. } if !backing.is_empty())
 }
 
 /// Checks the place of a mirror, and that nobody but the guest writes the disk meanwhile.
@@ -345,6 +355,9 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     if !served || disk.read_only {
         return Err("only a disk that is written by its guest alone can be mirrored".into());
     }
+    if mirror(disk).is_some_and(|it| it.same_below) && !has_files_below(&disk.backend) {
+        return Err("it has nothing below it that its copy could share".into());
+    }
     if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
         return Err(
             "a disk that is imported or exported, or is in memory, cannot be mirrored".into()
@@ -357,20 +370,27 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
 fn check_merge(disk: &DiskConfig) -> Result<(), String> {
     let Some(merge) = &disk.merge else { return Ok(()) };
     let used = disk.front_end.is_some() || disk.import.is_some() || disk.export.is_some();
-    if !disk.read_only || used || !disk.chain.is_empty() {
+    if !disk.read_only || used || !encrypts_only(&disk.chain) {
         return Err(
-            "a layer that is merged must be read-only, without filters, and neither served, filled nor exported"
+            "a layer that is merged must be read-only, without filters but encryption, and neither served, filled nor exported"
                 .into(),
         );
     }
-    let is_layer = |backing: &[_]| !backing.is_empty();
-    if !matches!(&disk.backend, BackendSpec::Qcow2 { backing, .. } if is_layer(backing)) {
-        return Err("only an image of QEMU's format with another below it can be merged".into());
+    let is_lowest = |backing: &[_]| backing.is_empty();
+    if matches!(&disk.backend, BackendSpec::Qcow2 { backing, .. } if is_lowest(backing)) {
+        return Err("an image of QEMU's format can be merged only with another below it".into());
     }
-    if merge.into == (BackendSpec::Mem {}) {
-        return Err("a layer cannot be merged into memory".into());
+    if disk.backend == (BackendSpec::Mem {}) || merge.into.backend == (BackendSpec::Mem {}) {
+        return Err("nothing in memory can be merged".into());
     }
-    check_backend(&merge.into)
+    if !encrypts_only(&merge.into.chain) {
+        return Err("a layer is merged through no filter but encryption".into());
+    }
+    check_chain(&merge.into.chain).and_then(|()| check_backend(&merge.into.backend))
+}
+
+fn encrypts_only(chain: &[FilterSpec]) -> bool {
+    chain.iter().all(|link| matches!(link, FilterSpec::Crypt { .. }))
 }
 
 fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
@@ -583,6 +603,42 @@ mod tests {
             config["disks"][0]["chain"] = chain.clone();
             let refusal = read_value(&config).expect_err(&chain.to_string()).to_string();
             assert!(refusal.contains(reason), "{chain}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn what_a_layer_is_written_to_is_checked_for_sense() {
+        let crypt = |fd: i32| json!({ "kind": "crypt", "key": { "fd": fd }, "holes": "zero" });
+        let below = json!([{ "file": { "fd": 8 }, "format": "raw" }]);
+        let layer = |fd: i32, backing: &Value| json!({ "kind": "qcow2", "file": { "fd": fd }, "backing": backing, "offset": 0 });
+        let raw = |fd: i32| json!({ "kind": "file", "file": { "fd": fd }, "offset": 0 });
+        let memory = || json!({ "kind": "mem" });
+        let read = |chain: Value, backend: Value, to_chain: Value, to: Value| {
+            let mut config = good();
+            let disk = &mut config["disks"][0];
+            disk.as_object_mut().unwrap().remove("front_end");
+            disk.as_object_mut().unwrap().remove("import");
+            disk["read_only"] = json!(true);
+            (disk["chain"], disk["backend"]) = (chain, backend);
+            let into = json!({ "chain": to_chain, "backend": to });
+            disk["merge"] = json!({ "into": into, "lock": { "fd": 20 } });
+            read_value(&config).map(drop).map_err(|error| error.to_string())
+        };
+        let no = || json!([]);
+        // Down to the image below; the copies of a layer and of an image.
+        read(no(), layer(6, &below), no(), raw(9)).unwrap();
+        read(json!([crypt(5)]), layer(6, &below), json!([crypt(11)]), layer(9, &below)).unwrap();
+        read(json!([crypt(5)]), raw(6), no(), raw(9)).unwrap();
+        let cache = || json!([{ "kind": "cache", "bytes": 1 << 20 }]);
+        for (refused, reason) in [
+            (read(no(), layer(6, &json!([])), no(), raw(9)), "another below it"),
+            (read(no(), memory(), no(), raw(9)), "in memory"),
+            (read(no(), raw(6), no(), memory()), "in memory"),
+            (read(cache(), raw(6), no(), raw(9)), "without filters but encryption"),
+            (read(no(), raw(6), cache(), raw(9)), "no filter but encryption"),
+        ] {
+            let refused = refused.unwrap_err();
+            assert!(refused.contains(reason), "{refused}");
         }
     }
 

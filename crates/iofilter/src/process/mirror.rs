@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vmseal_api::filter::{FilterSpec, MirrorSpec};
+use vmseal_api::filter::{FilterSpec, Holes, MirrorSpec};
 use vmseal_api::id::DiskId;
 
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -18,6 +18,8 @@ use crate::process::{Layers, StartError, StoredDisk, encryption, sides, storage}
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
+use crate::storage::own::LayerParts;
+use crate::storage::qcow2::Qcow2Error;
 
 /// Everything that the copy of a disk needs, open.
 pub(super) struct OpenedCopy<'a> {
@@ -49,12 +51,12 @@ pub(super) struct Copy {
     pub files: Vec<OwnedFd>,
 }
 
-/// Opens what the copy of a disk of `size` bytes needs.
+/// Opens what the copy of a disk of `size` bytes needs. `image` is the disk's own, and how that is encrypted.
 pub(super) fn open<'a>(
     disk: DiskId,
     size: u64,
     spec: &'a MirrorSpec,
-    image: &DiskStorage,
+    (image, encryption_of_image): (&DiskStorage, Option<&Encryption>),
     handles: &mut Handles,
 ) -> Result<OpenedCopy<'a>, StartError> {
     let storage = storage(disk, size, false, &spec.to.backend, handles)?;
@@ -69,7 +71,15 @@ pub(super) fn open<'a>(
     }
     let rate = spec.bytes_per_second;
     let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
-    let opened = opened.map_err(refused)?;
+    let mut opened = opened.map_err(refused)?;
+    if let (true, DiskStorage::Qcow2(image)) = (spec.same_below, image) {
+        let extents = image.extents().map_err(|error| {
+            let error = Qcow2Error::System(error);
+            StartError::Image { disk, error }
+        })?;
+        let zeroes = encryption_of_image.is_none_or(|it| it.holes == Holes::Zero);
+        opened = opened.of_layer(Some(LayerParts::new(extents, zeroes)));
+    }
     Ok(OpenedCopy { disk, size, spec, opened, storage, encryption })
 }
 

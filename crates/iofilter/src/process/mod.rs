@@ -32,9 +32,10 @@ use crate::copy::export;
 use crate::copy::export::{ExportError, Sparse, Target};
 use crate::copy::import;
 use crate::copy::import::ImportError;
-use crate::copy::merge::Merge;
+use crate::copy::merge::{Merge, Parts};
 use crate::copy::source::Source;
 use crate::copy::sums::Sums;
+use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -56,6 +57,7 @@ use crate::stack::layer::Layer;
 use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
+use crate::storage::own::LayerParts;
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
 use crate::storage::rings;
 
@@ -297,7 +299,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let merge = match &config.merge {
-        Some(spec) => Some(layer_to_merge(config, spec, &storage, handles)?),
+        Some(spec) => Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?),
         None => None,
     };
     // Without a cipher, or if the cipher reads a hole as zeroes, too.
@@ -336,7 +338,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let queues = config::queues(config);
     let replica = replica(config, handles, &storage)?;
     let opened = config::mirror(config);
-    let opened = opened.map(|spec| mirror::open(id, size, spec, &storage, handles)).transpose()?;
+    let image = (&storage, encryption.as_ref());
+    let opened = opened.map(|spec| mirror::open(id, size, spec, image, handles)).transpose()?;
     let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
         (FilterSpec::Replicate(_), Some(replica), _) => {
             Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
@@ -585,26 +588,32 @@ fn sums(
     Ok(written.map(|written| Sums::new(written, except)))
 }
 
-/// Opens the image that a layer is written down to.
+/// Opens the image that a layer is written to.
 fn layer_to_merge(
     config: &DiskConfig,
     spec: &MergeSpec,
-    layer: &DiskStorage,
+    (layer, encryption_of_layer): (&DiskStorage, Option<&Encryption>),
     handles: &mut Handles,
 ) -> Result<LayerToMerge, StartError> {
     let id = config.disk;
     let failed = |error| StartError::Image { disk: id, error };
-    let DiskStorage::Qcow2(image) = layer else {
-        return Err(failed(Qcow2Error::NotALayer));
+    let zeroes = encryption_of_layer.is_none_or(|it| it.holes == Holes::Zero);
+    let parts = match layer {
+        DiskStorage::Qcow2(image) => {
+            let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
+            Parts::Layer(LayerParts::new(extents, zeroes))
+        }
+        DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, encryption_of_layer)),
+        DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
     };
-    let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
-    let target = storage(id, config.size, false, &spec.into, handles)?.storage;
-    let target = Disk::new(config.size, false, None, target, 2).chain();
+    let target = storage(id, config.size, false, &spec.into.backend, handles)?.storage;
+    let encryption = encryption(id, &spec.into.chain, handles)?;
+    let target = Disk::new(config.size, false, encryption, target, 2).chain();
     let target = target.map_err(|error| StartError::Crypt { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
     let lock = handles.file(&spec.lock, false);
     let lock = lock.map_err(|error| StartError::Handle { what: what(), error })?;
-    Ok(LayerToMerge { merge: Merge { extents, target }, _lock: lock })
+    Ok(LayerToMerge { merge: Merge { parts, target }, _lock: lock })
 }
 
 impl Beside {

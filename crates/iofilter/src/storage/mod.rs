@@ -3,6 +3,7 @@
 pub mod extent;
 pub mod file;
 pub mod mem;
+pub mod own;
 pub mod qcow2;
 pub mod rings;
 pub mod sync;

@@ -56,7 +56,12 @@ impl Beside {
         };
         let to = StackSpec { chain: vec![crypt], backend };
         let map = Handle::Path(map_path(place));
-        Some(FilterSpec::Mirror(Box::new(MirrorSpec { to, map, bytes_per_second: MIRROR_RATE })))
+        Some(FilterSpec::Mirror(Box::new(MirrorSpec {
+            to,
+            map,
+            bytes_per_second: MIRROR_RATE,
+            same_below: false,
+        })))
     }
 
     /// Makes anew what a server that starts needs for it.

@@ -33,14 +33,24 @@ pub fn open(home: &Home, disk: DiskId, access: Access) -> Result<Vec<File>, Prob
     chain.iter().enumerate().map(open).collect()
 }
 
-fn open_layer(home: &Home, disk: DiskId, layer: &Layer, access: Access) -> Result<File, Problem> {
+pub(super) fn open_layer(
+    home: &Home,
+    disk: DiskId,
+    layer: &Layer,
+    access: Access,
+) -> Result<File, Problem> {
     let path = home.layer(disk, layer.layer.0);
     let file = open_locked(&path, access)?.ok_or_else(|| gone(&path))?;
     same(&file, layer, &path).map(|()| file)
 }
 
 /// The same without its lock, for a merge: those who hold it only read what is not changed.
-fn open_unlocked(home: &Home, disk: DiskId, layer: &Layer, write: bool) -> Result<File, Problem> {
+pub(super) fn open_unlocked(
+    home: &Home,
+    disk: DiskId,
+    layer: &Layer,
+    write: bool,
+) -> Result<File, Problem> {
     let path = home.layer(disk, layer.layer.0);
     let file = File::options().read(true).write(write).open(&path);
     let file = file.map_err(|error| failed(&path, "opened", &error))?;
@@ -71,19 +81,30 @@ fn gone(path: &Path) -> Problem {
 pub fn begin_layer(home: &Home, disk: DiskId, below: Option<LayerId>) -> Result<Layer, Problem> {
     let image = home.image(disk);
     let metadata = image.metadata().map_err(|error| failed(&image, "read", &error))?;
+    let (layer, _) = make_layer(home, disk, below, metadata.len())?;
+    Ok(layer)
+}
+
+/// The same above an image of this length, which may not have its name yet. The file's lock is held.
+pub(super) fn make_layer(
+    home: &Home,
+    disk: DiskId,
+    below: Option<LayerId>,
+    length: u64,
+) -> Result<(Layer, File), Problem> {
     let layer = LayerId::new();
     let path = home.layer(disk, layer.0);
-    let lower = below.map_or(image, |below| home.layer(disk, below.0));
+    let lower = below.map_or_else(|| home.image(disk), |below| home.layer(disk, below.0));
     let name = lower.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = name.unwrap_or_default();
     let format = if below.is_some() { "qcow2" } else { "raw" };
     let file = make_locked(&path)?;
-    vmseal_qcow2::create_overlay(&file, metadata.len(), Below { name: &name, format })
+    vmseal_qcow2::create_overlay(&file, length, Below { name: &name, format })
         .and_then(|()| file.sync_all())
         .and_then(|()| atomic_file::flush_directory_of(&path))
         .map_err(|error| failed(&path, "made", &error))?;
-    let file = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
-    Ok(Layer { layer, below, file })
+    let identity = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
+    Ok((Layer { layer, below, file: identity }, file))
 }
 
 /// Makes a layer active that was begun: a snapshot keeps what was before, if one is named. Blocks.
@@ -165,10 +186,20 @@ pub fn remove_unneeded(
     Ok(layers)
 }
 
-/// Removes the files of layers that are not on the note.
-fn remove_debris(home: &Home, disk: DiskId, layers: &Layers) {
+/// Removes the files of layers that are on no note: not on that of the disk, of its copy, or of what it was before.
+pub(super) fn remove_debris(home: &Home, disk: DiskId, layers: &Layers) {
+    let others = [home.copy_layers_note(disk), home.source_layers_note(disk)];
+    let others = others.iter().map(|path| note::read_at(path)).collect::<Result<Vec<_>, _>>();
+    let others = match others {
+        Ok(others) => others,
+        Err(problem) => {
+            tracing::warn!(%disk, %problem, "no layer is removed, as one may still be needed");
+            return;
+        }
+    };
     for (layer, path) in home.layer_files(disk) {
-        if layers.layer(LayerId(layer)).is_some() {
+        let names = |layers: &Layers| layers.layer(LayerId(layer)).is_some();
+        if names(layers) || others.iter().flatten().any(names) {
             continue;
         }
         // One that a filter still reads goes with the next attempt.
@@ -188,6 +219,12 @@ fn remove_debris(home: &Home, disk: DiskId, layers: &Layers) {
 pub fn room(home: &Home, disk: DiskId, layer: LayerId) -> u64 {
     let metadata = home.layer(disk, layer.0).metadata();
     metadata.map_or(0, |metadata| metadata.blocks().saturating_mul(512))
+}
+
+/// How much room all layers of a disk take, in bytes. Blocks.
+#[must_use]
+pub fn room_of_all(home: &Home, disk: DiskId, layers: &Layers) -> u64 {
+    layers.layers.iter().map(|layer| room(home, disk, layer.layer)).sum()
 }
 
 /// The lock that a merge of the disk's layers holds: a process of an earlier agent may still write. Blocks.
@@ -213,6 +250,18 @@ pub fn open_upper(
     upper: LayerId,
 ) -> Result<(File, Vec<File>), Problem> {
     open_chain(home, disk, layers, Some(upper), false)
+}
+
+/// The same from a layer that nobody writes downwards, or of the image alone. Blocks.
+///
+/// # Errors
+/// As [`open_upper`]; those of the note.
+pub fn open_from(
+    home: &Home,
+    disk: DiskId,
+    from: Option<LayerId>,
+) -> Result<(File, Vec<File>), Problem> {
+    open_chain(home, disk, &note::read(home, disk)?, from, false)
 }
 
 /// Opens what a snapshot keeps, for reading and without a lock, as [`open_upper`] does; none without the snapshot. Blocks.

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::atomic_file::{self, PRIVATE, Prepared};
@@ -34,12 +34,19 @@ struct Note {
 /// # Errors
 /// `damaged` when the note cannot be understood: which files are the disk is then unknown.
 pub fn read(home: &Home, disk: DiskId) -> Result<Layers, Problem> {
-    let path = home.layers_note(disk);
+    read_at(&home.layers_note(disk)).map(Option::unwrap_or_default)
+}
+
+/// The layers that the note at this place names; none where there is no note.
+///
+/// # Errors
+/// As [`read`].
+pub(super) fn read_at(path: &Path) -> Result<Option<Layers>, Problem> {
     let mut text = Vec::new();
-    match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
+    match File::open(path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
         Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Layers::default()),
-        Err(error) => return Err(failed(&path, "read", &error)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(path, "read", &error)),
     }
     let damaged = |why: String| {
         let what = format!(
@@ -55,7 +62,7 @@ pub fn read(home: &Home, disk: DiskId) -> Result<Layers, Problem> {
     let Note { layers, active, snapshots, .. } = note;
     let layers = Layers { layers, active, snapshots };
     if layers.is_sound() {
-        Ok(layers)
+        Ok(Some(layers))
     } else {
         Err(damaged("it names layers that are not in it".to_owned()))
     }
@@ -71,6 +78,14 @@ pub(super) fn write(home: &Home, disk: DiskId, layers: &Layers) -> Result<(), Pr
         return home.remove_note(&path);
     }
     prepare(home, disk, layers)?.put()
+}
+
+/// Writes layers, which may be none, to the note at this place, durably.
+///
+/// # Errors
+/// Those of the file system.
+pub(super) fn write_at(path: PathBuf, layers: &Layers) -> Result<(), Problem> {
+    prepare_at(path, layers)?.put()
 }
 
 /// A note that is written and flushed, and not in its place yet.
@@ -93,7 +108,10 @@ impl PreparedNote {
 
 /// Does the part of [`write`] that takes long, for layers that are not none.
 pub(super) fn prepare(home: &Home, disk: DiskId, layers: &Layers) -> Result<PreparedNote, Problem> {
-    let path = home.layers_note(disk);
+    prepare_at(home.layers_note(disk), layers)
+}
+
+fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
     let Layers { layers, active, snapshots } = layers.clone();
     let note = Note { version: VERSION, layers, active, snapshots };
     let prepared = serde_json::to_vec(&note)

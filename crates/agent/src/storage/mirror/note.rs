@@ -19,6 +19,9 @@ const VERSION: u32 = 1;
 /// The version of notes of a copy on another one. There is one beside the disk's image, and one beside the copy.
 const VERSION_OF_MOVE: u32 = 2;
 
+/// The version of notes of a disk with layers, which are copied as well, on the same datastore or another one.
+const VERSION_OF_LAYERS: u32 = 3;
+
 /// The longest note: several times as long as vmseal's.
 const NOTE_MAX: u64 = 4096;
 
@@ -43,6 +46,9 @@ pub struct Note {
     /// In the note beside the copy: the datastore of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<DatastoreSpec>,
+    /// Whether the disk has layers, and the copy gets them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub layers: bool,
 }
 
 impl Note {
@@ -52,21 +58,29 @@ impl Note {
         (source, source_facts): (FileIdentity, DiskFacts),
         (copy, copy_facts): (FileIdentity, DiskFacts),
     ) -> Self {
-        let (to, from) = (None, None);
-        Self { version: VERSION, task, source, source_facts, copy, copy_facts, to, from }
+        let (to, from, layers) = (None, None, false);
+        Self { version: VERSION, task, source, source_facts, copy, copy_facts, to, from, layers }
+    }
+
+    /// The note of a disk with layers.
+    pub fn of_layers(self) -> Self {
+        Self { version: VERSION_OF_LAYERS, layers: true, ..self }
     }
 
     /// The two notes of a copy on another datastore: that beside the image, and that beside the copy.
     pub fn of_move(self, from: DatastoreSpec, to: DatastoreSpec) -> (Self, Self) {
-        let note = Self { version: VERSION_OF_MOVE, ..self };
+        let version = if self.layers { VERSION_OF_LAYERS } else { VERSION_OF_MOVE };
+        let note = Self { version, ..self };
         (Self { to: Some(to), ..note.clone() }, Self { from: Some(from), ..note })
     }
 
     /// Whether it says where both files are.
     fn is_whole(&self) -> bool {
+        let places = usize::from(self.to.is_some()) + usize::from(self.from.is_some());
         match self.version {
-            VERSION => self.to.is_none() && self.from.is_none(),
-            VERSION_OF_MOVE => self.to.is_some() != self.from.is_some(),
+            VERSION => places == 0 && !self.layers,
+            VERSION_OF_MOVE => places == 1 && !self.layers,
+            VERSION_OF_LAYERS => places <= 1 && self.layers,
             _ => false,
         }
     }
@@ -153,6 +167,14 @@ mod tests {
         let text = serde_json::to_string(&whole.0).unwrap();
         assert!(text.starts_with(r#"{"version":2,"#) && text.ends_with(end), "{text}");
         assert!(whole.0.is_whole() && whole.1.is_whole() && note.is_whole());
+        let layered = note.clone().of_layers();
+        let of_layers = serde_json::to_string(&layered).unwrap();
+        assert!(of_layers.starts_with(r#"{"version":3,"#), "{of_layers}");
+        assert!(of_layers.ends_with(r#","layers":true}"#), "{of_layers}");
+        let moved = layered.clone().of_move(place(1, "/a"), place(2, "/b"));
+        assert!([&layered, &moved.0, &moved.1].iter().all(|it| it.version == 3 && it.is_whole()));
+        assert!(!Note { version: 1, ..layered.clone() }.is_whole());
+        assert!(!Note { layers: false, ..layered }.is_whole());
         let neither = [Note { from: whole.1.from, ..whole.0 }, Note { version: 2, ..note.clone() }];
         assert!(neither.iter().chain([&Note { version: 3, ..note }]).all(|it| !it.is_whole()));
     }

@@ -16,6 +16,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::Mirror;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
 
 /// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
@@ -49,15 +50,27 @@ pub fn remove(
     mirror.settle()?;
     let home = mirror.source()?;
     let path = home.source(disk.disk);
+    let facts = &mirror.note.source_facts;
     if let Some(file) = open_locked(&path, Access::Write)? {
         let length = file.metadata().map_err(internal)?.len();
-        let end = match &mirror.note.source_facts {
+        let end = match facts {
             DiskFacts::Raw => length,
             DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
         };
-        overwrite(&file, end, |done| progress(done, end), is_cancelled)
+        overwrite(&file, end, |done| progress(done, end), &is_cancelled)
             .map_err(|problem| problem.unwrap_or_else(ended))?;
         home.remove_locked(&path)?;
+    }
+    if mirror.note.layers {
+        // After the image, whose header has the key of encrypted ones.
+        layers::drop_sources(&home, disk.disk, |file| {
+            let end = match facts {
+                DiskFacts::Raw => file.metadata().map_err(internal)?.len(),
+                DiskFacts::Luks2 { .. } => 0,
+            };
+            overwrite(file, end, |done| progress(done, end), &is_cancelled)
+                .map_err(|problem| problem.unwrap_or_else(ended))
+        })?;
     }
     home.remove(&home.mirror_map(disk.disk))?;
     mirror.remove_notes()
@@ -72,7 +85,7 @@ fn overwrite(
     file: &File,
     end: u64,
     progress: impl Fn(u64),
-    is_cancelled: impl Fn() -> bool,
+    is_cancelled: &impl Fn() -> bool,
 ) -> Result<(), Option<Problem>> {
     let failed = |error: io::Error| Some(internal(format!("the former image: {error}")));
     let zeroes = Zeroes::new(file);

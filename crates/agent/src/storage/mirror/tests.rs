@@ -1,3 +1,5 @@
+mod trees;
+
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 

@@ -303,6 +303,7 @@ impl Owner {
                 let size = self.spec.disk(disk).map_or(0, |disk| disk.size);
                 self.jobs.progress(disk, size.saturating_sub(dirty), size, Instant::now());
             }
+            Report::TreeCopied(copied) => self.tree_copied(disk, copied).await,
             Report::Copied(Ok(())) => self.jobs.written(disk),
             Report::SourceRemoved(Ok(())) => self.jobs.made(disk),
             Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,

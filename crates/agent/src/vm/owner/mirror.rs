@@ -8,7 +8,10 @@
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
 //! pause for the guest; at the commit also that of a VM whose disks have caches, or that has disks in another way than as
-//! disks it writes to (cloud-init's, its firmware's): these are small, and copied as a whole then.
+//! disks it writes to (cloud-init's, its firmware's): these are small, and copied as a whole then. Of a disk with layers everything but
+//! the active one is copied first, beside the guest ([`super::trees`]); its filter is replaced.
+
+use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::MirrorStatus;
@@ -28,7 +31,7 @@ use crate::vm::workers::Workers;
 use crate::vm::{images, internal};
 
 /// A disk to copy: what is wanted, the disk, and its facts.
-type Wanted = (DiskToMirror, DiskSpec, DiskFacts);
+pub(super) type Wanted = (DiskToMirror, DiskSpec, DiskFacts);
 
 impl Owner {
     /// Checks whether disks could be copied now.
@@ -86,9 +89,19 @@ impl Owner {
             self.may_replace_filter().await?;
         }
         let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
-        self.begin_copies(task, data, &served).await?;
+        // The small ones have layers as well, which nobody writes.
+        let (layered, others) = self.with_layers(others).await?;
+        let trees: Vec<DiskId> = layered.iter().map(|(_, disk, _)| disk.disk).collect();
+        self.begin_copies(task, data.into_iter().chain(layered).collect(), &served).await?;
+        let mut kept = Vec::new();
+        for disk in served {
+            if !self.is_incomplete(disk).await? {
+                kept.push(disk);
+            }
+        }
+        let replaces = !kept.is_empty() && !self.keeps_copies(&kept).await;
         let replaces = replaces
-            && match self.mirror_served(&served).await? {
+            && match self.mirror_served(&kept).await? {
                 Put::Served => false,
                 Put::NotPossible => {
                     if let Err(problem) = self.may_replace_filter().await {
@@ -111,14 +124,14 @@ impl Owner {
             tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
             self.serve_again();
         }
-        for disk in disks {
-            self.work_on_copy(disk);
+        for disk in disks.into_iter().chain(trees) {
+            self.work_on_copy(disk).await;
         }
         Ok(())
     }
 
     /// Whether the guest's filter keeps copies of all these disks.
-    async fn keeps_copies(&mut self, disks: &[DiskId]) -> bool {
+    pub(super) async fn keeps_copies(&mut self, disks: &[DiskId]) -> bool {
         let Some(running) = self.running() else { return false };
         let Ok(status) = running.control.status().await else { return false };
         let kept = |disk: &DiskId| {
@@ -160,7 +173,12 @@ impl Owner {
     }
 
     /// Has the copy of a disk go on, or follows it.
-    fn work_on_copy(&mut self, disk: DiskId) {
+    pub(super) async fn work_on_copy(&mut self, disk: DiskId) {
+        match self.is_incomplete(disk).await {
+            Ok(false) => {}
+            Ok(true) => return self.begin_tree(disk, Duration::ZERO).await,
+            Err(problem) => return self.copy_failed(disk, problem).await,
+        }
         let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
         if running && self.is_served(disk) {
             if let Some(running) = self.running() {
@@ -197,7 +215,7 @@ impl Owner {
     pub(super) async fn go_on_copying(&mut self) {
         for disk in self.jobs.unfinished_copies() {
             self.workers.cancel(disk).await;
-            self.work_on_copy(disk);
+            self.work_on_copy(disk).await;
         }
     }
 
@@ -219,6 +237,13 @@ impl Owner {
             let of_task = known.as_ref().is_some_and(|known| known.task() == task);
             // The others are copied now.
             if !of_task && (disk.role.is_data() || known.is_some()) {
+                return Err(rules::nothing_to_commit(task));
+            }
+        }
+        for disk in job.disks.iter().map(|disk| disk.disk) {
+            let is_data = find_disk(&self.spec, disk)?.role.is_data();
+            if is_data && self.is_incomplete(disk).await? {
+                // Of an agent that has restarted: the job is to be put again.
                 return Err(rules::nothing_to_commit(task));
             }
         }
@@ -281,7 +306,10 @@ impl Owner {
         let wanted = self.wanted(job)?;
         let others: Vec<_> =
             wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        self.begin_copies(task, others, &[]).await?;
+        self.begin_copies(task, others.clone(), &[]).await?;
+        for (_, disk, _) in others {
+            self.copy_layers_now(disk.disk).await?;
+        }
         let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
         self.copying(&disks)?.pivot().await
     }

@@ -81,7 +81,8 @@ impl Owner {
             // A cache is of the former image, and the next filter has one of the copy.
             copied && self.spec.disk(*disk).is_some_and(|disk| disk.cache.is_none())
         };
-        job.disks.iter().all(|disk| turns(&disk.disk)).then_some(control)
+        let turn = job.disks.iter().all(|disk| turns(&disk.disk));
+        (turn && !self.have_layers(job).await).then_some(control)
     }
 
     /// Has all disks of a job pivot while they are served. Names and records are put right by the caller.

@@ -62,6 +62,7 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         self.may_work(Action::TakeSnapshot, &spec)?;
+        self.are_not_copied(&job.disks).await?;
         let (vm, disks) = (self.spec.vm, self.disks_of(&job.disks)?);
         let (snapshot, of) = (job.snapshot, disks.clone());
         let taken = spawn_blocking(move || is_taken(vm, &of, snapshot));
@@ -194,6 +195,7 @@ impl Owner {
             return Ok(());
         }
         self.may_work(Action::Revert, &spec)?;
+        self.are_not_copied(&job.disks).await?;
         let memory = if job.memory { Some(self.memory_of(job.snapshot).await?) } else { None };
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let name = self.spec.name.clone();
@@ -228,6 +230,7 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         self.may_work(Action::DropSnapshot, &spec)?;
+        self.are_not_copied(&job.disks).await?;
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let forget = move || {
             disks.iter().try_for_each(|disk| {

@@ -1,13 +1,14 @@
 //! VMs that are encrypted, decrypted, and given new data keys, off and running: at every point the VM is whole, the
-//! inventory says what its host has, and at the end no copy, no former image and no key is left.
+//! inventory says what its host has, and at the end no copy, no former image and no key is left. Those that run have snapshots.
 
 use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole, HostAgent};
 use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
 use vmseal_secret::sealed_box::Recipient;
 
-use super::*;
-use crate::services::{Caller, Outcome, create_vm, mirror};
+use super::{snapshots, *};
+use crate::services::{Caller, Outcome, create_vm, mirror, recrypt};
+use crate::store::snapshots::Snapshot;
 use crate::store::{datastores, keys, policies};
 
 /// What is done, and whether the VM runs meanwhile.
@@ -70,6 +71,8 @@ impl Mirror {
         let vm = fixture.made("web", policy).await;
         if self.runs {
             done(fixture, Operation::StartVm { vm, boot_once: None }).await;
+            snapshots::taken(fixture, vm, "first").await;
+            snapshots::taken(fixture, vm, "second").await;
         }
         vm
     }
@@ -144,6 +147,8 @@ impl Mirror {
             assert_eq!(disk.encrypted, encrypted, "{what}: {disk:?}");
         }
         assert_eq!(fixture.agent.mirrored(), (vec![], vec![]), "{what}: images are left");
+        let kept: Vec<_> = snapshots::rows(fixture, vm).await.iter().map(|row| row.id).collect();
+        assert_eq!(snapshots::on_host(fixture, vm).await, kept, "{what}: its snapshots");
         let known = keys::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
         assert_eq!(known, row.key.clone().into_iter().collect::<Vec<_>>(), "{what}: other keys");
         assert_eq!(fixture.agent.keys_held().contains(&vm), encrypted, "{what}: a key is held");
@@ -590,6 +595,34 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
     let me = Caller::administrator("me");
     let refused = mirror::decrypt(&services, &me, "web", request, false).await.unwrap_err();
     assert!(refused.detail.contains("is not encrypted"), "{refused}");
+}
+
+/// What snapshots keep follows, but memory, which belongs to disks that are encrypted as they are now, and are where they are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn snapshots_follow_and_those_with_memory_stay_where_they_are_of_use() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.made("web", "encrypted").await;
+    second(&fixture).await;
+    snapshots::taken(&fixture, vm, "first").await;
+    let me = Caller::administrator("me");
+    let decrypt = || mirror::decrypt(&services, &me, "web", DecryptVm::default(), true);
+    let Ok(Outcome::Planned(plan)) = decrypt().await else { panic!("it is not planned") };
+    assert!(plan.warnings.iter().any(|it| it.contains("its 1 snapshots")), "{plan:?}");
+    let first = snapshots::rows(&fixture, vm).await.remove(0);
+    let (id, name) = (vmseal_api::id::SnapshotId::new(), "asleep".to_owned());
+    let with_memory = Snapshot { id, name, memory: true, current: false, ..first };
+    let mut write = fixture.store.write().await.unwrap();
+    crate::store::snapshots::insert(&mut write, &with_memory).await.unwrap();
+    write.commit().await.unwrap();
+    let refused = decrypt().await.unwrap_err();
+    assert!(refused.detail.contains("vmseal snapshot delete web asleep"), "{refused}");
+    let to = MoveVm { datastore: "second".to_owned(), disks: vec![] };
+    let refused = mirror::move_disks(&services, &me, "web", to, true).await.unwrap_err();
+    assert!(refused.detail.contains("keeps the memory"), "{refused}");
+    let deep = vmseal_api::request::RecryptVm { deep: true, ..Default::default() };
+    let deep = recrypt::recrypt(&services, &me, "web", deep, true).await;
+    assert!(matches!(deep, Ok(Outcome::Planned(_))), "{deep:?}");
 }
 
 /// An encrypted VM that another provider has the key of is not encrypted with a second one.

@@ -21,7 +21,7 @@ pub(super) enum Snapshot {
     Delete,
 }
 
-async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot> {
+pub(super) async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot> {
     snapshots::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
 }
 
@@ -49,7 +49,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
 }
 
 /// Takes a snapshot, with no faults.
-async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
+pub(super) async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
     let snapshot = reserve(fixture, vm, name).await;
     let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
     let task = fixture.begin(operation, "web").await;
@@ -58,7 +58,7 @@ async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
 }
 
 /// The snapshots that the host has of all disks of a VM.
-async fn on_host(fixture: &Fixture, vm: VmId) -> Vec<SnapshotId> {
+pub(super) async fn on_host(fixture: &Fixture, vm: VmId) -> Vec<SnapshotId> {
     let mut all = fixture.disks(vm).await.into_iter().map(|it| fixture.agent.snapshots(it.id));
     let first = all.next().unwrap();
     assert!(all.all(|other| other == first), "the disks have different snapshots");

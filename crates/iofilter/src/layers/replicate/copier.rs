@@ -16,7 +16,9 @@ use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
 use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
 use crate::stack::request::IoError;
+use crate::storage::extent::Own;
 use crate::storage::file::FileDisk;
+use crate::storage::own::LayerParts;
 
 /// How long a copy rests beside a busy guest, in times of what a piece took: the copy has a fifth of storage's time.
 const REST: u32 = 4;
@@ -83,6 +85,8 @@ pub struct Copier {
     pipe: Pipe,
     /// The file of the disk, where its holes can be found without reading them.
     holes: Option<FileDisk>,
+    /// What the disk's own image has, where the copy shows the same as the disk wherever that has nothing.
+    layer: Option<LayerParts>,
     /// The next chunk of the pass.
     next: usize,
     bytes_per_second: u64,
@@ -115,6 +119,7 @@ impl Copier {
             replicate: replicate.clone(),
             pipe: Pipe::new(source, replica, pieces),
             holes,
+            layer: None,
             next: 0,
             bytes_per_second,
             not_before: Instant::now(),
@@ -122,6 +127,13 @@ impl Copier {
             begun: None,
             cut: false,
         }
+    }
+
+    /// Copies only what the disk's own image has: below it the copy has the same. An image never gives up what it has, so
+    /// nothing that was copied shows from below again.
+    #[must_use]
+    pub fn of_layer(self, layer: Option<LayerParts>) -> Self {
+        Self { layer, ..self }
     }
 
     /// Copies some of the marked chunks and makes them durable.
@@ -193,8 +205,13 @@ impl Copier {
             if self.replicate.0.is_closed() {
                 return Err(CopyError::Stopped);
             }
-            let hole = self.hole(at, end);
-            if hole > at {
+            let (content, part) = self.part(at, end);
+            if content == Own::Nothing {
+                at = part;
+                continue;
+            }
+            if content == Own::Zeroes {
+                let hole = part;
                 // Where holes cannot be punched, zeroes are written like data.
                 if !self.pipe.punches() {
                     self.wait_for_the_rate(hole - at)?;
@@ -204,13 +221,26 @@ impl Copier {
                 continue;
             }
             let most = if self.yield_to_the_guest()? { BUSY_PIECE } else { PIECE };
-            let length = usize::try_from(end - at).unwrap_or(most).min(most);
+            let length = usize::try_from(part - at).unwrap_or(most).min(most);
             self.wait_for_the_rate(length as u64)?;
             self.begun = Some(Instant::now());
             self.pipe.piece(chunk, at, length);
             at += length as u64;
         }
         Ok(())
+    }
+
+    /// What is to be done with the disk from `at` on, and up to where: nothing, zeroes, or data to be copied.
+    fn part(&self, at: u64, end: u64) -> (Own, u64) {
+        if let Some(layer) = &self.layer {
+            // What cannot be told is copied, and a damaged table is found by that.
+            let found = layer.at(at, end).ok().filter(|found| found.end > at);
+            return found.map_or((Own::Data, end), |found| (found.content, found.end.min(end)));
+        }
+        match self.hole(at, end) {
+            hole if hole > at => (Own::Zeroes, hole),
+            _ => (Own::Data, end),
+        }
     }
 
     /// Where the hole at `at` ends; `at` itself if there is none, or it is not known.

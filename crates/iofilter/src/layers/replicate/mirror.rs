@@ -27,6 +27,7 @@ use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{Replicate, lock};
 use crate::stack::chain::Chain;
 use crate::storage::file::FileDisk;
+use crate::storage::own::LayerParts;
 
 const MAP: &str = "the map of its copy";
 
@@ -95,6 +96,8 @@ pub struct OpenedMirror {
     /// Its status.
     pub mirror: Arc<Mirror>,
     bytes_per_second: u64,
+    /// Of the disk, where the copy has the same below it.
+    layer: Option<LayerParts>,
 }
 
 impl OpenedMirror {
@@ -134,7 +137,13 @@ impl OpenedMirror {
         tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let copied = (!pivoted).then(|| replicate.clone());
         let mirror = Arc::new(Mirror(Mutex::new(copied)));
-        Ok(Self { replicate, mirror, bytes_per_second })
+        Ok(Self { replicate, mirror, bytes_per_second, layer: None })
+    }
+
+    /// Copies only what the disk's own image has: below it the copy has the same.
+    #[must_use]
+    pub fn of_layer(self, layer: Option<LayerParts>) -> Self {
+        Self { layer, ..self }
     }
 
     /// Copies from `source`, what is below the filter, with the file whose holes are zeroes, to `copy`. `chains` are those
@@ -147,8 +156,8 @@ impl OpenedMirror {
         copy: BlockingDisk,
         chains: Vec<Chain>,
     ) -> Pivot {
-        let Self { replicate, mirror, bytes_per_second } = self;
-        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second);
+        let Self { replicate, mirror, bytes_per_second, layer } = self;
+        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second).of_layer(layer);
         let former = Former { replicate, copier: Some(Box::new(copier)), copying: None };
         Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) }
     }

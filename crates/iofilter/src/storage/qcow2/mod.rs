@@ -92,7 +92,7 @@ pub enum Qcow2Error {
     #[error(transparent)]
     Mode(#[from] OpenError),
     /// A raw image in the place of a layer.
-    #[error("only an image of QEMU's format can be merged into the one below it")]
+    #[error("what is in memory cannot be merged")]
     NotALayer,
     /// No thread.
     #[error("the system refuses what the image needs: {0}")]

@@ -1,0 +1,166 @@
+//! The layers of a mirrored disk, which the copy gets as well.
+//!
+//! ```text
+//!  begun ─► the image copied ─► each layer that nobody writes copied, those below first ─► an empty active layer: whole
+//!           └──────────── by filters that serve nobody, beside the guest ───────────┘           │
+//!                                     the guest's filter, or one of its own, copies the active layer, and pivots
+//! ```
+//! Each file of the copy has what its original has, decrypted and encrypted anew, and nothing else: so it is as sparse, and a
+//! snapshot keeps in the copy what it keeps in the disk.
+
+use std::fs::File;
+
+use vmseal_api::filter::Direct;
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::{Mirror, copy_key};
+use crate::filter::{self, Lower};
+use crate::rules;
+use crate::storage::builder::{internal, is_preallocated};
+use crate::storage::home::Home;
+use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
+use crate::storage::locked::{Access, open_locked};
+use crate::storage::mark::failed;
+use crate::storage::opening::{self, Open, data_offset};
+
+/// The layers of a disk and of its copy; none where the disk has none, or has pivoted.
+fn layers_of(mirror: &Mirror) -> Result<Option<CopiedLayers>, Problem> {
+    if !mirror.note.layers || mirror.pivoted {
+        return Ok(None);
+    }
+    CopiedLayers::read(&mirror.source()?, &mirror.target()?, mirror.disk)
+}
+
+/// Whether what nobody writes of a disk is still being copied. Blocks.
+///
+/// # Errors
+/// Those of the notes.
+pub fn is_incomplete(mirror: &Mirror) -> Result<bool, Problem> {
+    let layers = layers_of(mirror)?;
+    Ok(layers.is_some_and(|layers| layers.next() != NextCopy::Nothing))
+}
+
+/// Opens the layers of a copy, the active one first and locked; none where the disk has no layers. Blocks.
+///
+/// # Errors
+/// `timed-out` while they are not copied; those of the files.
+pub(super) fn open(mirror: &Mirror) -> Result<Vec<File>, Problem> {
+    let Some(layers) = layers_of(mirror)? else { return Ok(Vec::new()) };
+    layers.open()?.ok_or_else(|| {
+        let what = format!("the snapshots of disk {} are not copied yet", mirror.disk);
+        Problem::new(ErrorCode::TimedOut, what)
+    })
+}
+
+/// A file of the copy that is to be written.
+pub struct Part {
+    disk: filter::Disk,
+    layers: CopiedLayers,
+    copy: Option<Layer>,
+}
+
+/// What to copy next of the layers of a mirrored disk that nobody writes; none if that is nothing. Blocks.
+///
+/// # Errors
+/// Those of the disk and its copy.
+pub fn next(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Option<Part>, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let Some(mirror) = Mirror::find(&home, disk.disk)? else {
+        let what = format!("disk '{}' is not copied any more", disk.name);
+        return Err(Problem::new(ErrorCode::Cancelled, what));
+    };
+    let Some(layers) = layers_of(&mirror)? else { return Ok(None) };
+    let layer = match layers.next() {
+        NextCopy::Image => None,
+        NextCopy::Layer(layer) => Some(layer),
+        NextCopy::Active | NextCopy::Nothing => return Ok(None),
+    };
+    let lock = layers::lock_merge(&home, disk.disk)?;
+    let path = mirror.target()?.copy(disk.disk);
+    // Layers of the copy are written while others have it open: only its own copying changes it.
+    let access = if layer.is_none() { Access::Write } else { Access::Read };
+    let image = open_locked(&path, access)?.ok_or_else(|| {
+        let what = format!("{}, the copy of disk '{}', is not there", path.display(), disk.name);
+        Problem::new(ErrorCode::Damaged, what)
+    })?;
+    let key = copy_key(&mirror.note, spec, disk, kek, &image)?;
+    let length = image.metadata().map_err(|error| failed(&path, "read", &error))?.len();
+    let new = layers.begin(layer, length)?;
+    let Open { file, layers: above, offset, key: own_key, .. } =
+        opening::open_layer(spec, disk, facts, kek, layer)?;
+    let (copy, files) = (new.layer(), new.files);
+    let lower = Lower {
+        file: image,
+        layers: files,
+        offset: data_offset(&mirror.note.copy_facts),
+        key,
+        direct: Direct::Auto,
+    };
+    let disk = filter::Disk {
+        disk: disk.disk,
+        size: disk.size,
+        file,
+        layers: above,
+        offset,
+        key: own_key,
+        keeps_room: is_preallocated(disk),
+        work: filter::Work::Merge { lower, lock },
+        beside: None,
+        replica: None,
+        mirror: None,
+    };
+    Ok(Some(Part { disk, layers, copy }))
+}
+
+/// What is to be noted when a part is copied.
+pub struct ToNote(CopiedLayers, Option<Layer>);
+
+impl Part {
+    /// What the filter gets, and what is noted afterwards.
+    #[must_use]
+    pub fn split(self) -> (filter::Disk, ToNote) {
+        (self.disk, ToNote(self.layers, self.copy))
+    }
+}
+
+impl ToNote {
+    /// How many files were copied before this one, and how many are to be copied in all.
+    #[must_use]
+    pub fn place(&self) -> (usize, usize) {
+        self.0.progress()
+    }
+
+    /// Notes that the part is copied and flushed. Blocks.
+    ///
+    /// # Errors
+    /// Those of the note.
+    pub fn note(self) -> Result<(), Problem> {
+        self.0.note(self.1)
+    }
+}
+
+/// Makes the active layer of a copy all of whose other layers are there: from now on a filter keeps the copy. Blocks.
+///
+/// # Errors
+/// `already-exists` when the disk has pivoted; those of the files.
+pub fn finish(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let Some(mirror) = Mirror::find(&home, disk.disk)? else {
+        return Err(internal("a disk that is not copied was to be finished"));
+    };
+    if mirror.pivoted {
+        return Err(rules::is_mirrored(spec));
+    }
+    let Some(layers) = layers_of(&mirror)? else { return Ok(()) };
+    let path = mirror.target()?.copy(disk.disk);
+    let metadata = path.metadata().map_err(|error| failed(&path, "read", &error))?;
+    layers.finish(metadata.len())?;
+    home.remove_note(&home.merge_lock(disk.disk))
+}

@@ -1,0 +1,163 @@
+//! The layers of mirrored disks, which are copied before anything else ([`crate::storage::mirror::tree`]).
+//!
+//! ```text
+//!  begun ─► what nobody writes is copied ─► an active layer for the copy ─┬─ the guest has the disk ─► its filter is replaced by
+//!                                                                         │                            one that keeps the copy
+//!                                                                         └─ nobody has it ─► a filter of its own copies
+//! ```
+//! The guest goes on until the last arrow. Whether it begins or ends to run meanwhile is of no matter.
+
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{DiskSpec, MirrorJob};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Owner;
+use super::mirror::Wanted;
+use crate::rules::find_disk;
+use crate::storage::home::Home;
+use crate::storage::layers;
+use crate::storage::locked::Access;
+use crate::storage::mirror::{self, tree};
+use crate::vm::internal;
+use crate::vm::tree_copying::TreeCopying;
+use crate::vm::workers::Workers;
+
+/// The pause before another attempt to replace the guest's filter, which cannot be replaced now.
+const TRY_AGAIN: Duration = Duration::from_secs(1);
+
+impl Owner {
+    /// Whether what nobody writes of a mirrored disk is still being copied.
+    pub(super) async fn is_incomplete(&self, disk: DiskId) -> Result<bool, Problem> {
+        let (vm, disk) = (self.spec.vm, find_disk(&self.spec, disk)?.clone());
+        let look = move || match mirror::of_disk(vm, &disk)? {
+            Some(mirror) => tree::is_incomplete(&mirror),
+            None => Ok(false),
+        };
+        spawn_blocking(look).await.map_err(internal)?
+    }
+
+    /// Refuses to change the layers of disks that are copied, also by a job that the agent has forgotten. One that has pivoted
+    /// has those of its copy first.
+    pub(super) async fn are_not_copied(&self, disks: &[DiskId]) -> Result<(), Problem> {
+        let of = |disk: &DiskId| {
+            let disk = find_disk(&self.spec, *disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((disk, facts))
+        };
+        let disks = disks.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
+        let spec = self.spec.clone();
+        let look = move || {
+            disks.iter().try_for_each(|(disk, facts)| {
+                mirror::as_it_is(&spec, disk, facts, Access::Write).map(drop)
+            })
+        };
+        spawn_blocking(look).await.map_err(internal)?
+    }
+
+    /// Whether any disk of a job has layers, or it cannot be told.
+    pub(super) async fn have_layers(&self, job: &MirrorJob) -> bool {
+        let disks = job.disks.iter().map(|wanted| find_disk(&self.spec, wanted.disk).cloned());
+        let Ok(disks) = disks.collect::<Result<Vec<_>, _>>() else { return true };
+        let vm = self.spec.vm;
+        let look = move || {
+            let mut layered = disks.iter().map(|disk| {
+                let home = Home::of(&disk.datastore, vm)?;
+                Ok::<_, Problem>(!layers::read(&home, disk.disk)?.is_empty())
+            });
+            layered.any(|layered| layered.unwrap_or(true))
+        };
+        spawn_blocking(look).await.unwrap_or(true)
+    }
+
+    /// Those of the disks that have layers, and the others.
+    pub(super) async fn with_layers(
+        &self,
+        disks: Vec<Wanted>,
+    ) -> Result<(Vec<Wanted>, Vec<Wanted>), Problem> {
+        let vm = self.spec.vm;
+        let look = move || {
+            let mut parts = (Vec::new(), Vec::new());
+            for wanted in disks {
+                let home = Home::of(&wanted.1.datastore, vm)?;
+                match layers::read(&home, wanted.1.disk)?.is_empty() {
+                    false => parts.0.push(wanted),
+                    true => parts.1.push(wanted),
+                }
+            }
+            Ok(parts)
+        };
+        spawn_blocking(look).await.map_err(internal)?
+    }
+
+    fn tree_of(&self, disk: DiskId, guest_waits: bool) -> Result<TreeCopying, Problem> {
+        let disk: DiskSpec = find_disk(&self.spec, disk)?.clone();
+        let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+        let builder = Workers::builder(&self.shared, disk.disk);
+        let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
+        Ok(TreeCopying { spec, disk, facts, kek, builder, guest_waits })
+    }
+
+    /// Begins to copy what nobody writes of a disk, after a pause.
+    pub(super) async fn begin_tree(&mut self, disk: DiskId, pause: Duration) {
+        match self.tree_of(disk, false) {
+            Ok(copying) => self.workers.begin_tree(disk, copying, pause),
+            Err(problem) => self.copy_failed(disk, problem).await,
+        }
+    }
+
+    /// Copies all layers of a disk while its guest waits: those of a small one of which nothing is copied beside the guest, or
+    /// what the death of an agent has left.
+    pub(super) async fn copy_layers_now(&self, disk: DiskId) -> Result<(), Problem> {
+        if !self.is_incomplete(disk).await? {
+            return Ok(());
+        }
+        self.tree_of(disk, true)?.copy_all(None).await?;
+        self.finish_tree(disk).await
+    }
+
+    async fn finish_tree(&self, disk: DiskId) -> Result<(), Problem> {
+        let (spec, disk) = (self.spec.clone(), find_disk(&self.spec, disk)?.clone());
+        spawn_blocking(move || tree::finish(&spec, &disk)).await.map_err(internal)?
+    }
+
+    /// What nobody writes of a disk is copied, or cannot be.
+    pub(super) async fn tree_copied(&mut self, disk: DiskId, copied: Result<(), Problem>) {
+        let next = match copied {
+            Ok(()) => self.go_on_above(disk).await,
+            Err(problem) => Err(problem),
+        };
+        match next {
+            Ok(()) => {}
+            Err(problem) if problem.code == ErrorCode::Cancelled => {}
+            Err(problem) if problem.code == ErrorCode::TimedOut => {
+                tracing::info!(%disk, %problem, "the copy of a disk goes on in a moment");
+                self.begin_tree(disk, TRY_AGAIN).await;
+            }
+            Err(problem) => self.copy_failed(disk, problem).await,
+        }
+    }
+
+    /// Has the active layer of a disk copied.
+    async fn go_on_above(&mut self, disk: DiskId) -> Result<(), Problem> {
+        if !find_disk(&self.spec, disk)?.role.is_data() {
+            // The rest of it is copied when the job is committed.
+            self.jobs.written(disk);
+            return Ok(());
+        }
+        let replaces = self.is_served(disk) && !self.keeps_copies(&[disk]).await;
+        if replaces {
+            self.may_replace_filter().await?;
+        }
+        self.finish_tree(disk).await?;
+        if replaces && let Err(problem) = self.replace_filter().await {
+            // It is started again until it serves: the guest waits.
+            tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep a copy does not serve yet");
+            self.serve_again();
+        }
+        self.work_on_copy(disk).await;
+        Ok(())
+    }
+}
