@@ -12,11 +12,9 @@ use vmseal_api::filter::{
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::SecretFd;
-
-/// How fast a copy may grow, in bytes a second: it yields to the guest by itself, so nothing else limits it.
-const MIRROR_RATE: u64 = 1 << 40;
 
 /// An open replica, for a filter.
 #[derive(Debug)]
@@ -42,6 +40,8 @@ pub struct Mirror {
     pub map: File,
     /// Whether the copy stays allocated when the guest discards.
     pub keeps_room: bool,
+    /// How fast it is copied. Without a rate it yields to the guest by itself.
+    pub pace: CopyPace,
 }
 
 /// A disk for a filter to serve, fill or export.
@@ -259,7 +259,7 @@ impl Disk {
                     },
                 },
                 map: fd(mirror.map.as_fd()),
-                bytes_per_second: MIRROR_RATE,
+                pace: mirror.pace,
             }))
         });
         let chain = chain.chain(mirror);

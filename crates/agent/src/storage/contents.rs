@@ -48,7 +48,8 @@ const CLAIMS_MAX: usize = 4;
 const TEXT_MAX: usize = 1536 * 1024;
 
 /// The extensions of files beside a disk that are not images, and of those that come and go with a mirror.
-const OURS: [&str; 7] = ["importing", "map", "pair", "mirror", "mirror-map", "copy", "source"];
+const OURS: [&str; 8] =
+    ["importing", "map", "pair", "mirror", "mirror-map", "mirror-pace", "copy", "source"];
 
 /// The magic numbers of the two copies of a LUKS header, and their places.
 const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];

@@ -11,6 +11,7 @@ mod jobs;
 mod key_change;
 mod memory_snapshots;
 mod mirror;
+mod pace;
 mod proofs;
 mod replicas;
 mod set_running;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{BackendSpec, FilterSpec, MirrorStatus, ReplicaStatus};
 use crate::id::{DiskId, VmId};
+use crate::pace::CopyPace;
 use crate::problem::ErrorCode;
 
 /// A request of the agent to a filter.
@@ -44,6 +45,14 @@ pub enum ControlRequest {
     Pivot {
         /// The disk.
         disk: DiskId,
+    },
+    /// Copy a mirrored disk so fast from now on, or not at all; answered by [`ControlReply::Done`]. It is in force when that
+    /// is sent, also for what is being copied. Where the disk has pivoted nothing is changed.
+    Pace {
+        /// The disk.
+        disk: DiskId,
+        /// How fast.
+        pace: CopyPace,
     },
     /// Finish the requests in flight of these disks, flush, and let further requests wait in their rings. Answered by
     /// [`ControlReply::Done`] when none of the disks has a request in flight, which is one instant for all of them. They

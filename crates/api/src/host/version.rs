@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 23] = [
+pub const FEATURES: [&str; 24] = [
     "job-create",
     "job-export",
     NICS,
@@ -48,6 +48,7 @@ pub const FEATURES: [&str; 23] = [
     RUNNING_KEY,
     SNAPSHOT_EXPORT,
     MEMORY_SNAPSHOTS,
+    PACE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -114,6 +115,9 @@ pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
 
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
+
+/// The feature of agents that copy disks at a pace that is given, and may change.
+pub const PACE: &str = "job-mirror-pace";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

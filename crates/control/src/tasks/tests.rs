@@ -24,6 +24,7 @@ mod held;
 mod limits;
 mod mirror;
 mod outage;
+mod pacing;
 mod proofs;
 mod recrypt;
 mod revoked;

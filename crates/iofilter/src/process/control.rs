@@ -16,6 +16,7 @@ use vmseal_api::filter::{
     NewStack, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
 use crate::front_ends::peer;
@@ -122,6 +123,7 @@ impl Control {
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
+                Ok(ControlRequest::Pace { disk, pace }) => send(stream, &self.pace(disk, pace))?,
                 Ok(ControlRequest::Pivot { disk }) => send(stream, &self.pivot(disk))?,
                 Ok(ControlRequest::Drain { disks }) => {
                     let answer = self.drain(&mut drained, &disks);
@@ -205,6 +207,24 @@ impl Control {
         }
         *drained = Some(Drained::drain(&self.disks, disks)?);
         Ok(())
+    }
+
+    fn pace(&self, disk: DiskId, pace: CopyPace) -> ControlReply {
+        let running = match self.disk(disk) {
+            Ok(running) => running,
+            Err(refusal) => return refusal,
+        };
+        if let Err(wrong) = pace.check() {
+            return refusal(ErrorCode::InvalidRequest, format!("a copy that gets {wrong}"));
+        }
+        match &running.pivot {
+            Some(pivot) => pivot.set_pace(pace),
+            None => {
+                let why = NotPivoted::NoMirror;
+                return refusal(ErrorCode::WrongState, format!("disk {disk}: {why}"));
+            }
+        }
+        ControlReply::Done
     }
 
     fn pivot(&self, disk: DiskId) -> ControlReply {

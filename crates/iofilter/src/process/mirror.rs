@@ -56,8 +56,7 @@ pub(super) fn open<'a>(
     {
         return Err(refused(ReplicaError::Same));
     }
-    let rate = spec.bytes_per_second;
-    let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
+    let opened = OpenedMirror::open(disk, size, &spec.map, spec.pace, &places, handles);
     let opened = opened.map_err(refused)?;
     Ok(Some(OpenedCopy { disk, size, spec, opened, storage, encryption }))
 }

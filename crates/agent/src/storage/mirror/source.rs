@@ -54,6 +54,7 @@ pub fn remove(
         home.remove_locked(&path)?;
     }
     home.remove(&home.mirror_map(disk.disk))?;
+    home.remove_note(&home.mirror_pace(disk.disk))?;
     mirror.remove_notes()
 }
 

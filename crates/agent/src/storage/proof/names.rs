@@ -46,9 +46,8 @@ pub fn name_of(name: &str) -> Named {
         "copy" => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer => image(ImageKind::Layer),
-        "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "layers" | "merge" => {
-            Named::Other(FileKind::Note)
-        }
+        "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
+        | "merge" => Named::Other(FileKind::Note),
         _ => Named::Other(FileKind::Unknown),
     }
 }
@@ -86,6 +85,7 @@ mod tests {
             (format!("{disk}.layer-x"), Named::Other(FileKind::Unknown)),
             (format!("{disk}.layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),
+            (format!("{disk}.mirror-pace"), Named::Other(FileKind::Note)),
             ("notes.raw".to_owned(), Named::Other(FileKind::Unknown)),
             ("README".to_owned(), Named::Other(FileKind::Unknown)),
         ] {

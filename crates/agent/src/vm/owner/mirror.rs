@@ -14,6 +14,7 @@ use vmseal_api::host::{
     DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, JobSpec, MirrorJob, Power, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
@@ -83,7 +84,7 @@ impl Owner {
             self.may_replace_filter().await?;
         }
         let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
-        self.begin_copies(task, data, &served).await?;
+        self.begin_copies(task, data, &served, job.pace).await?;
         self.jobs.begin(task, spec);
         for (_, disk, _) in others {
             self.jobs.written(disk.disk);
@@ -94,6 +95,7 @@ impl Owner {
             self.serve_again();
         }
         for disk in disks {
+            self.bring_to_pace(disk, job.pace).await;
             self.work_on_copy(disk);
         }
         Ok(())
@@ -116,13 +118,14 @@ impl Owner {
         task: TaskId,
         wanted: Vec<Wanted>,
         served: &[DiskId],
+        pace: CopyPace,
     ) -> Result<(), Problem> {
         let (spec, kek, served) = (self.spec.clone(), self.clone_kek()?, served.to_vec());
         let directory = self.shared.run_dir.vm(self.spec.vm);
         let begin = move || {
             for (index, (to, disk, facts)) in wanted.iter().enumerate() {
                 let (spec, kek) = (&spec, kek.as_ref());
-                let new = NewMirror { spec, disk, facts, kek, wanted: to, task };
+                let new = NewMirror { spec, disk, facts, kek, wanted: to, task, pace };
                 let begun = new.begin(|image| match served.contains(&disk.disk) {
                     true => images::check(&directory, &[(disk, image)]),
                     false => Ok(()),
@@ -141,14 +144,15 @@ impl Owner {
     }
 
     /// Has the copy of a disk go on, or follows it.
-    fn work_on_copy(&mut self, disk: DiskId) {
+    pub(super) fn work_on_copy(&mut self, disk: DiskId) {
+        let pace = self.jobs.mirror_of(disk).map(|(_, job)| job.pace).unwrap_or_default();
         let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
         if running && self.is_served(disk) {
             if let Some(running) = self.running() {
                 let control = running.control.clone();
-                self.workers.begin_following(disk, control);
+                self.workers.begin_following(disk, control, pace);
             }
-        } else if self.power() != Power::Starting {
+        } else if self.power() != Power::Starting && !pace.paused {
             match self.copying(&[disk]) {
                 Ok(copying) => self.workers.begin_copy(disk, copying),
                 Err(problem) => {
@@ -203,6 +207,9 @@ impl Owner {
                 return Err(rules::nothing_to_commit(task));
             }
         }
+        if self.copies_are_paused(task, &known).await {
+            return Err(rules::copies_are_paused(&self.spec, task));
+        }
         if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
             self.pivot(task, job).await?;
         } else {
@@ -252,7 +259,7 @@ impl Owner {
         let wanted = self.wanted(job)?;
         let others: Vec<_> =
             wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        self.begin_copies(task, others, &[]).await?;
+        self.begin_copies(task, others, &[], CopyPace::default()).await?;
         let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
         self.copying(&disks)?.pivot().await
     }

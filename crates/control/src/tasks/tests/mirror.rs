@@ -267,6 +267,7 @@ async fn the_disks_that_are_named_move_and_others_stay() {
     let request = |datastore: &str, disk: &str| MoveVm {
         datastore: datastore.to_owned(),
         disks: vec![disk.to_owned()],
+        rate: None,
     };
     for (asked, code, field) in [
         (request("nowhere", &name), ErrorCode::NotFound, Some("datastore")),

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{Direct, Handle, MirrorStatus};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::size::Size;
 
 use crate::handle::{Handles, lock_if_path};
@@ -40,6 +41,9 @@ pub enum NotPivoted {
     /// The guest would wait too long.
     #[error("its copy lacks {} yet, more than {}; try again later", Size(*.0), Size(*.1))]
     TooMuch(u64, u64),
+    /// Nothing is copied for now.
+    #[error("its copy is paused; have it go on first")]
+    Paused,
     /// The copy met an error.
     #[error("{0}")]
     Copy(String),
@@ -77,7 +81,13 @@ impl Mirror {
         let pivoted = self.pivoted.load(Ordering::Acquire);
         let status = self.replicate.status();
         let dirty_bytes = if pivoted { 0 } else { status.dirty_bytes };
-        MirrorStatus { pivoted, dirty_bytes, last_error: status.last_error.filter(|_| !pivoted) }
+        MirrorStatus {
+            pivoted,
+            dirty_bytes,
+            pace: Some(self.replicate.pace()),
+            copied_bytes: self.replicate.copied_bytes(),
+            last_error: status.last_error.filter(|_| !pivoted),
+        }
     }
 }
 
@@ -87,7 +97,6 @@ pub struct OpenedMirror {
     pub replicate: Replicate,
     /// Its status.
     pub mirror: Arc<Mirror>,
-    bytes_per_second: u64,
 }
 
 impl OpenedMirror {
@@ -99,7 +108,7 @@ impl OpenedMirror {
         disk: DiskId,
         size: u64,
         map: &Handle,
-        bytes_per_second: u64,
+        pace: CopyPace,
         places: &[&FileDisk],
         handles: &mut Handles,
     ) -> Result<Self, ReplicaError> {
@@ -124,10 +133,11 @@ impl OpenedMirror {
         if pivoted && !replicate.map_is_valid() {
             return Err(ReplicaError::PivotedMap);
         }
-        tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
+        replicate.set_pace(pace);
+        tracing::info!(%disk, pivoted, ?pace, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let mirror =
             Arc::new(Mirror { replicate: replicate.clone(), pivoted: AtomicBool::new(pivoted) });
-        Ok(Self { replicate, mirror, bytes_per_second })
+        Ok(Self { replicate, mirror })
     }
 
     /// Copies from `source`, what is below the filter, with the file whose holes are zeroes, to `copy`. `chains` are those
@@ -140,8 +150,8 @@ impl OpenedMirror {
         copy: BlockingDisk,
         chains: Vec<Chain>,
     ) -> Pivot {
-        let Self { replicate, mirror, bytes_per_second } = self;
-        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second);
+        let Self { replicate, mirror } = self;
+        let copier = Copier::new(&replicate, source, holes, copy);
         let place = Place::Former { copier: Some(Box::new(copier)), copying: None, chains };
         Pivot { replicate, mirror, place: Mutex::new(place) }
     }
@@ -149,7 +159,7 @@ impl OpenedMirror {
     /// Of a disk that has pivoted before.
     #[must_use]
     pub fn pivoted(self) -> Pivot {
-        let Self { replicate, mirror, .. } = self;
+        let Self { replicate, mirror } = self;
         Pivot { replicate, mirror, place: Mutex::new(Place::Copy) }
     }
 }
@@ -205,12 +215,21 @@ impl Pivot {
         }
     }
 
-    /// Whether the disk can be asked to pivot: it has, or its copy lacks little.
+    /// Copies at most so fast from now on, or not at all, unless the disk has pivoted.
+    pub fn set_pace(&self, pace: CopyPace) {
+        tracing::info!(?pace, "the copy of the disk goes at another pace");
+        self.replicate.set_pace(pace);
+    }
+
+    /// Whether the disk can be asked to pivot: it has, or its copy lacks little and is not paused.
     ///
     /// # Errors
-    /// [`NotPivoted::TooMuch`].
+    /// [`NotPivoted::TooMuch`]; [`NotPivoted::Paused`].
     pub fn is_near(&self) -> Result<(), NotPivoted> {
         let shared = &self.replicate.0;
+        if self.replicate.pace().paused && !self.mirror.pivoted.load(Ordering::Acquire) {
+            return Err(NotPivoted::Paused);
+        }
         let most = shared.geometry.pivot_chunks() * shared.geometry.chunk();
         match self.mirror.status().dirty_bytes {
             few if few <= most => Ok(()),

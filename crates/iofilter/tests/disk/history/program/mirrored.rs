@@ -60,7 +60,7 @@ impl Move {
         });
         let mirror = json!({
             "kind": "mirror", "to": { "chain": to, "backend": backend },
-            "map": { "path": directory.join("map") }, "bytes_per_second": RATE
+            "map": { "path": directory.join("map") }, "pace": { "bytes_per_second": RATE }
         });
         [Some(limit), Some(mirror), Self::crypt(self.from, directory)]
             .into_iter()
