@@ -41,9 +41,8 @@ impl Speed {
         };
         let milliseconds = since(first).as_millis();
         let copied = u128::from(done.saturating_sub(before));
-        if milliseconds > 0 {
-            let speed = u64::try_from(copied * 1000 / milliseconds).ok();
-            self.bytes_per_second = speed.filter(|speed| *speed > 0);
+        if let Some(speed) = (copied * 1000).checked_div(milliseconds) {
+            self.bytes_per_second = u64::try_from(speed).ok().filter(|speed| *speed > 0);
         }
         if self.measured.back().is_none_or(|(last, _)| since(*last) >= MEASURED_EVERY) {
             self.measured.push_back((now, done));
@@ -338,7 +337,7 @@ impl Jobs {
 mod tests {
     use std::time::Duration;
 
-    use vmseal_api::host::{CreateJob, DiskToCreate};
+    use vmseal_api::host::{CreateJob, DiskToCreate, DiskToMirror};
 
     use super::*;
 
@@ -373,6 +372,57 @@ mod tests {
         jobs.made(two);
         assert_eq!(status(&jobs).state, JobState::Done);
         assert_eq!(jobs.activities().count(), 0);
+    }
+
+    #[test]
+    fn the_speed_is_that_of_late_and_there_is_none_while_nothing_gets_on() {
+        let (task, disk, begin) = (TaskId::new(), DiskId::new(), Instant::now());
+        let mut jobs = Jobs::default();
+        jobs.begin(task, create(&[disk]));
+        let mut at = |second: u64, done| {
+            jobs.progress(disk, done, 1 << 30, begin + Duration::from_secs(second));
+            jobs.status(task).unwrap().progress.bytes_per_second
+        };
+        for second in 0..60 {
+            at(second, second * 1000);
+        }
+        assert_eq!(at(60, 60_000), Some(1000));
+        for second in 61..200 {
+            at(second, 60_000 + (second - 60) * 10);
+        }
+        assert_eq!(at(200, 61_400), Some(10), "the average since the beginning would be 307");
+        for second in 201..240 {
+            // As much as is copied the guest changes again.
+            at(second, 61_400);
+        }
+        assert_eq!(at(240, 61_300), None);
+    }
+
+    #[test]
+    fn a_copy_that_goes_on_after_a_pause_is_followed_again() {
+        let (task, [data, other]) = (TaskId::new(), [DiskId::new(), DiskId::new()]);
+        let to_mirror = |disk| DiskToMirror { disk, encrypted: true, datastore: None };
+        let at = |pace| {
+            JobSpec::Mirror(MirrorJob { disks: vec![to_mirror(data), to_mirror(other)], pace })
+        };
+        let (free, paused) =
+            (CopyPace::default(), CopyPace { paused: true, ..CopyPace::default() });
+        let mut jobs = Jobs::default();
+        jobs.begin(task, at(free));
+        jobs.written(other);
+        jobs.written(data);
+        assert_eq!(jobs.same(task, &at(paused)).unwrap(), Some(&JobState::ReadyToCommit));
+        let rate = CopyPace { bytes_per_second: Some(1 << 20), paused: false };
+        assert!(jobs.set_pace(task, rate, &[data]).is_empty(), "it is complete");
+        assert_eq!(jobs.set_pace(task, paused, &[data]), [data]);
+        let status = jobs.status(task).unwrap();
+        assert_eq!((status.state, status.paused), (JobState::Running, true));
+        assert_eq!(jobs.set_pace(task, free, &[data]), [data]);
+        jobs.written(data);
+        let status = jobs.status(task).unwrap();
+        assert_eq!((status.state, status.paused), (JobState::ReadyToCommit, false));
+        jobs.committed(task);
+        assert!(jobs.pace(task).is_none() && jobs.set_pace(task, paused, &[data]).is_empty());
     }
 
     #[test]

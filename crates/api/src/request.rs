@@ -518,8 +518,8 @@ pub struct EncryptVm {
     /// The provider of its key, by name or id; none means the policy's. A VM that has a key keeps it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
-    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At least
-    /// [`REPLICATE_RATE_MIN`](crate::filter::REPLICATE_RATE_MIN), 1 MiB.
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
 }
@@ -533,8 +533,8 @@ pub struct DecryptVm {
     /// such one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At least
-    /// [`REPLICATE_RATE_MIN`](crate::filter::REPLICATE_RATE_MIN), 1 MiB.
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
 }
@@ -549,8 +549,8 @@ pub struct MoveVm {
     /// The disks, by name or id; none means all but that of a TPM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
-    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At least
-    /// [`REPLICATE_RATE_MIN`](crate::filter::REPLICATE_RATE_MIN), 1 MiB.
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
 }
@@ -566,8 +566,8 @@ pub struct RecryptVm {
     /// Encrypts all data again, with new data keys under the KEK that the VM has. The VM may run.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deep: bool,
-    /// The highest rate at which each disk is copied, in bytes a second; only with `deep`. 0, as none, is no limit. At least
-    /// [`REPLICATE_RATE_MIN`](crate::filter::REPLICATE_RATE_MIN), 1 MiB.
+    /// The highest rate at which each disk is copied, in bytes a second; only with `deep`. 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
 }
@@ -577,8 +577,8 @@ pub struct RecryptVm {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SetTask {
-    /// The highest rate at which each disk is copied from now on, in bytes a second; 0 is no limit. At least
-    /// [`REPLICATE_RATE_MIN`](crate::filter::REPLICATE_RATE_MIN), 1 MiB.
+    /// The highest rate at which each disk is copied from now on, in bytes a second; 0 is no limit. At
+    /// least 1 MiB otherwise.
     pub rate: u64,
 }
 

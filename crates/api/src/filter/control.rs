@@ -39,8 +39,8 @@ pub enum ControlRequest {
         disk: DiskId,
     },
     /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
-    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy lacks more
-    /// than [`super::PIVOT_BYTES_MAX`], or four chunks of its map. After any error the disk is served as before; only
+    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy is paused, or
+    /// lacks more than [`super::PIVOT_BYTES_MAX`], or four chunks of its map. After any error the disk is served as before; only
     /// where the map can neither be written nor be wiped, what the guest changes waits until it can.
     Pivot {
         /// The disk.

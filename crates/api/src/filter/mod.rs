@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
-use crate::pace::CopyPace;
+use crate::pace::{self, CopyPace};
 use crate::size::Size;
 use crate::transfer::ImageFormat;
 
@@ -210,9 +210,8 @@ pub struct MirrorStatus {
     pub last_error: Option<String>,
 }
 
-/// The lowest rate of a replica, in bytes a second: less than one chunk a second would only fall further
-/// behind.
-pub const REPLICATE_RATE_MIN: u64 = 1 << 20;
+/// The lowest rate of a replica, in bytes a second.
+pub const REPLICATE_RATE_MIN: u64 = pace::RATE_MIN;
 
 /// A replica, and how it is copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,5 +1,6 @@
 //! A disk that is copied to another stack and pivots there, while its guest reads and writes and the program is killed,
-//! or hit by a power cut, at any instant: the guest sees one disk. At the end the copy alone has everything.
+//! or hit by a power cut, at any instant, and the copy is paused, slowed and goes on: the guest sees one disk. At the end the
+//! copy alone has everything.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
+use vmseal_api::pace::CopyPace;
 use vmseal_initiator::driver::Driver;
 
 use super::backends::{BackendKind, SIZE};
@@ -113,9 +115,15 @@ fn status(directory: &Path) -> DiskStatus {
     }
 }
 
+const DISK: &str = "01890a5d-ac96-774b-bcce-b302099a8058";
+
 fn pivot(directory: &Path) -> Option<ControlReply> {
-    let disk = "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap();
-    ask(directory, &ControlRequest::Pivot { disk })
+    ask(directory, &ControlRequest::Pivot { disk: DISK.parse().unwrap() })
+}
+
+fn set_pace(directory: &Path, pace: CopyPace) {
+    let answer = ask(directory, &ControlRequest::Pace { disk: DISK.parse().unwrap(), pace });
+    assert_eq!(answer, Some(ControlReply::Done));
 }
 
 /// When filters were killed, over all runs.
@@ -124,6 +132,7 @@ struct Killed {
     copying: usize,
     pivoting: usize,
     pivoted: usize,
+    paused: usize,
 }
 
 /// One run: the lives of a disk's filters, each ended by a kill, and by a power cut where the files forget.
@@ -142,6 +151,15 @@ impl Run<'_> {
         let was = status(self.directory).mirror.unwrap();
         let directory = self.directory.to_owned();
         self.guest.go_on();
+        let mut pace = CopyPace::default();
+        for _ in 0..self.random.usize(..3) {
+            // A pivot is refused while it is paused.
+            let paused = self.random.u8(..3) == 0;
+            let bytes_per_second = self.random.bool().then_some(RATE / 8);
+            pace = CopyPace { bytes_per_second, paused };
+            set_pace(self.directory, pace);
+            self.guest.go_on();
+        }
         let asked = pivots.then(|| thread::spawn(move || pivot(&directory)));
         self.guest.go_on();
         let answered = self.random.u8(..3) == 0;
@@ -157,6 +175,7 @@ impl Run<'_> {
         };
         pause(&mut self.random);
         filter.kill();
+        killed.paused += usize::from(pace.paused && !was.pivoted);
         match (was.pivoted, asked.is_some()) {
             (true, _) => killed.pivoted += 1,
             (false, true) => killed.pivoting += 1,
@@ -253,8 +272,9 @@ fn check_all(forgets: bool) {
         }
     }
     println!("{killed:?}");
-    let Killed { copying, pivoting, pivoted } = killed;
-    assert!(copying > 0 && pivoting > 0 && pivoted > 0, "the test proves nothing: {killed:?}");
+    let Killed { copying, pivoting, pivoted, paused } = killed;
+    let all = [copying, pivoting, pivoted, paused];
+    assert!(all.iter().all(|count| *count > 0), "the test proves nothing: {killed:?}");
 }
 
 #[test]
