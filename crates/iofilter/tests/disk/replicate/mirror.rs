@@ -331,6 +331,7 @@ fn a_copy_that_is_paused_half_way_goes_on_where_it_was() {
     pivot.set_pace(PAUSED);
     wait_until("what is copied still lacks", || status().dirty_bytes < SIZE);
     let (copied, dirty) = (status().copied_bytes, status().dirty_bytes);
+    assert!(dirty > 0, "it is copied to its end");
     std::thread::sleep(LONG);
     assert_eq!((status().copied_bytes, status().dirty_bytes), (copied, dirty));
     pivot.set_pace(CopyPace::default());
