@@ -3,10 +3,14 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
+use vmseal_api::pace::CopyPace;
 use vmseal_tests::counting_guest::{
     MARKER, SECRET, count, read_marker, read_marker_of_disk, started, started_with_one_disk,
     stop_counting,
@@ -14,7 +18,7 @@ use vmseal_tests::counting_guest::{
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
-use vmseal_tests::shell_guest::booted;
+use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
 
@@ -284,4 +288,114 @@ fn an_encryption_that_is_cancelled_leaves_nothing() {
     stop_counting(&mut console);
     read_marker(&mut console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// What the guest's filter says of the disk that is copied; none while there is no filter, or no copy.
+fn copied_disk(here: &Installation) -> Option<DiskStatus> {
+    let id = here.vm(VM).unwrap()["id"].as_str().unwrap().to_owned();
+    let mut stream = UnixStream::connect(here.path("run/vms").join(id).join("filter.sock")).ok()?;
+    let line = serde_json::to_vec(&ControlRequest::Status).unwrap();
+    stream.write_all(&[&line[..], b"\n"].concat()).ok()?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer).ok()?;
+    let ControlReply::Status(status) = serde_json::from_str(&answer).ok()? else { return None };
+    status.disks.into_iter().find(|disk| disk.mirror.is_some())
+}
+
+fn copied_bytes(here: &Installation) -> Option<u64> {
+    Some(copied_disk(here)?.mirror?.copied_bytes)
+}
+
+/// The filter copies at this pace, sooner or later.
+fn copies_at(here: &Installation, pace: CopyPace) {
+    let so = || (copied_disk(here)?.mirror?.pace == Some(pace)).then_some(());
+    eventually(&format!("the filter copies at {pace:?}"), so).unwrap();
+}
+
+/// Nothing is copied while the guest writes.
+fn stands_still(here: &Installation, pace: CopyPace) {
+    copies_at(here, pace);
+    let seen = |here| eventually("the filter serves", || copied_disk(here)).unwrap();
+    let before = seen(here);
+    let written = || {
+        let written = copied_disk(here)?.counters.written_bytes;
+        (written > before.counters.written_bytes + (16 << 10)).then_some(())
+    };
+    eventually("the guest goes on", written).unwrap();
+    let (before, after) = (before.mirror.unwrap(), seen(here).mirror.unwrap());
+    assert_eq!((after.copied_bytes, after.pace), (before.copied_bytes, Some(pace)));
+    assert!(after.dirty_bytes >= before.dirty_bytes, "{before:?} {after:?}");
+}
+
+/// A copy has a rate, which the filter keeps; it is paused while the guest writes, also where filter, agent and server die, and
+/// goes on where it was.
+#[test]
+fn a_copy_is_slowed_and_paused_whatever_dies_and_goes_on() {
+    const RATE: u64 = 2 << 20;
+    let (mut here, mut console) = started(VM, "plain");
+    // Beside what the system of the guest is, so that there is much to copy.
+    let noise = "dd if=/dev/urandom of=/dev/vda bs=1M seek=36 count=22 conv=notrunc,fsync";
+    run(&mut console, &format!("{noise} 2>/dev/null; echo NOISE-$((6 * 7))"), "NOISE-42").unwrap();
+    count(&mut console);
+    let encrypt = ["vm", "encrypt", VM, "--policy", "encrypted", "--rate", "2M", "--no-wait"];
+    let task = here.json(&encrypt).unwrap();
+    assert_eq!(task["rate"], RATE);
+    let id = task["id"].as_str().unwrap();
+    let shown = |here: &Installation| here.json(&["task", "show", id]).unwrap();
+    eventually("it copies", || copied_bytes(&here).filter(|copied| *copied > 0)).unwrap();
+    let (begun, first) = (Instant::now(), copied_bytes(&here).unwrap());
+    let last = eventually("it copies more", || {
+        copied_bytes(&here).filter(|copied| *copied >= first + RATE)
+    });
+    // Taken ahead of the rate is one piece; the time is the longest that can have been between the two looks.
+    let most = begun.elapsed().as_secs_f64() * RATE as f64 + f64::from(512 << 10);
+    let copied = last.unwrap() - first;
+    assert!(copied as f64 <= most, "{copied} bytes, and at most {most} at its rate");
+    let told = eventually("the task says how fast it is, and how long it lasts", || {
+        let task = shown(&here);
+        (task["bytes_per_second"].is_u64() && task["seconds_left"].is_u64()).then_some(task)
+    });
+    assert_eq!(told.unwrap()["state"], "running");
+
+    here.vmseal(&["task", "pause", id]).unwrap();
+    let paused = CopyPace { bytes_per_second: Some(RATE), paused: true };
+    stands_still(&here, paused);
+    let waits = |here: &Installation| {
+        eventually("the task is paused", || {
+            let task = shown(here);
+            (task["state"] == "waiting" && task["paused"] == true).then_some(())
+        })
+        .unwrap();
+    };
+    waits(&here);
+    assert!(here.vmseal(&["task", "list"]).unwrap().contains("paused (vmseal task resume"));
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    stands_still(&here, paused);
+    here.kill_agent();
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    here.start_agent().unwrap();
+    stands_still(&here, paused);
+    here.kill_server();
+    here.start_server().unwrap();
+    waits(&here);
+    stands_still(&here, paused);
+    drop(console);
+    let mut console = here.console(VM).unwrap();
+    is_plain_yet(&here);
+
+    here.vmseal(&["task", "set", id, "--rate", "1G"]).unwrap();
+    here.vmseal(&["task", "resume", id]).unwrap();
+    here.vmseal(&["task", "wait", id]).unwrap();
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    is_encrypted(&here, true);
+    let late = here.refused(&["task", "pause", id]).unwrap();
+    assert!(late.contains("has ended"), "{late}");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// The VM uses no copy.
+fn is_plain_yet(here: &Installation) {
+    let vm = here.vm(VM).unwrap();
+    assert!(vm["disks"].as_array().unwrap().iter().all(|disk| disk["encrypted"] == false), "{vm}");
 }

@@ -191,3 +191,39 @@ fn a_move_that_is_cancelled_leaves_nothing() {
     read_marker(&mut console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
+
+/// Of a VM that is off, a copy is paused, too: no process works on it then.
+#[test]
+fn the_copy_of_a_vm_that_is_off_is_paused_and_goes_on() {
+    let (mut here, console) = started(VM, "encrypted");
+    add_second(&here);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    drop(console);
+    // Until the disks are there, at this rate, it can be paused.
+    let begin = ["vm", "move", VM, "--datastore", "second", "--rate", "1M", "--no-wait"];
+    let task = here.json(&begin).unwrap();
+    let id = task["id"].as_str().unwrap();
+    here.vmseal(&["task", "pause", id]).unwrap();
+    let waits = |here: &Installation| {
+        eventually("it is paused", || {
+            let task = here.json(&["task", "show", id]).unwrap();
+            (task["state"] == "waiting" && task["paused"] == true).then_some(())
+        })
+        .unwrap();
+        let none = || here.guest_processes("vmseal-filter").is_empty().then_some(());
+        eventually("nothing works on it", none).unwrap();
+    };
+    waits(&here);
+    here.kill_agent();
+    here.start_agent().unwrap();
+    here.kill_server();
+    here.start_server().unwrap();
+    waits(&here);
+    here.vmseal(&["task", "set", id, "--rate", "0"]).unwrap();
+    here.vmseal(&["task", "resume", id]).unwrap();
+    here.vmseal(&["task", "wait", id]).unwrap();
+    is_on(&here, "second", true);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}

@@ -13,6 +13,7 @@ mod jobs;
 mod keys;
 mod mirror;
 mod nics;
+mod pace;
 mod proofs;
 mod replicas;
 mod running;

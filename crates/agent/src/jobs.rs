@@ -3,16 +3,53 @@
 //!
 //! [`vmseal_api::host::JobState`] has the diagram.
 
-use std::collections::BTreeMap;
-use std::time::Instant;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use vmseal_api::backup::BackupManifest;
 use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::proof::SignedReport;
 
 use crate::rules::exclusion::Activity;
+
+/// How far back the speed of a job looks: long against the flushes of storage, short against a change of its pace.
+const SPEED_OVER: Duration = Duration::from_secs(30);
+
+/// The least time between two measurements of how far a job is.
+const MEASURED_EVERY: Duration = Duration::from_secs(1);
+
+/// How fast a job has been of late.
+#[derive(Default)]
+struct Speed {
+    /// How much was done at these times, oldest first.
+    measured: VecDeque<(Instant, u64)>,
+    bytes_per_second: Option<u64>,
+}
+
+impl Speed {
+    /// So much is done now.
+    fn measure(&mut self, done: u64, now: Instant) {
+        let since = |then: Instant| now.saturating_duration_since(then);
+        while self.measured.len() > 1 && since(self.measured[1].0) >= SPEED_OVER {
+            self.measured.pop_front();
+        }
+        let Some((first, before)) = self.measured.front().copied() else {
+            // An earlier agent may have begun the work.
+            return self.measured.push_back((now, done));
+        };
+        let milliseconds = since(first).as_millis();
+        let copied = u128::from(done.saturating_sub(before));
+        if let Some(speed) = (copied * 1000).checked_div(milliseconds) {
+            self.bytes_per_second = u64::try_from(speed).ok().filter(|speed| *speed > 0);
+        }
+        if self.measured.back().is_none_or(|(last, _)| since(*last) >= MEASURED_EVERY) {
+            self.measured.push_back((now, done));
+        }
+    }
+}
 
 /// A disk of a job.
 struct Part {
@@ -26,9 +63,7 @@ struct Job {
     spec: JobSpec,
     state: JobState,
     parts: Vec<Part>,
-    /// When progress was first reported, and how much it was: an earlier agent may have begun the work.
-    first: Option<(Instant, u64)>,
-    bytes_per_second: Option<u64>,
+    speed: Speed,
     quiesced: Option<bool>,
     proof: Option<Box<SignedReport>>,
     backup: Option<Box<BackupManifest>>,
@@ -46,6 +81,13 @@ impl Job {
         self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
     }
 
+    fn pace(&self) -> CopyPace {
+        match &self.spec {
+            JobSpec::Mirror(mirror) => mirror.pace,
+            _ => CopyPace::default(),
+        }
+    }
+
     fn has_ended(&self) -> bool {
         matches!(self.state, JobState::Done | JobState::Failed { .. } | JobState::Cancelled)
     }
@@ -60,13 +102,14 @@ impl Job {
 
     fn status(&self, task: TaskId) -> JobStatus {
         let total = self.parts.iter().map(|part| part.total).sum();
-        let bytes_per_second = self.bytes_per_second;
+        let bytes_per_second = self.speed.bytes_per_second.filter(|_| self.is_at_work());
         JobStatus {
             task,
             kind: self.spec.kind(),
             disks: self.spec.disks(),
             state: self.state.clone(),
             progress: JobProgress { done: self.done(), total, bytes_per_second },
+            paused: self.holds_disks() && self.pace().paused,
             quiesced: self.quiesced,
             proof: None,
             backup: None,
@@ -87,7 +130,7 @@ impl Jobs {
     pub fn same(&self, task: TaskId, spec: &JobSpec) -> Result<Option<&JobState>, Problem> {
         match self.0.get(&task) {
             None => Ok(None),
-            Some(job) if job.spec == *spec => Ok(Some(&job.state)),
+            Some(job) if job.spec.is_same_work(spec) => Ok(Some(&job.state)),
             Some(job) if job.has_ended() && job.spec.kind() != spec.kind() => Ok(None),
             Some(_) => {
                 let what = format!("task {task} has another job on this VM");
@@ -104,9 +147,9 @@ impl Jobs {
         });
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
-        let (state, first, bytes_per_second) = (JobState::Waiting, None, None);
-        let (quiesced, proof, backup) = (None, None, None);
-        let job = Job { spec, state, parts, first, bytes_per_second, quiesced, proof, backup };
+        let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
+        let (proof, backup) = (None, None);
+        let job = Job { spec, state, parts, speed, quiesced, proof, backup };
         self.0.insert(task, job);
     }
 
@@ -125,12 +168,34 @@ impl Jobs {
         }
         job.state = JobState::Running;
         let all = job.done();
-        let (begun, before) = *job.first.get_or_insert((now, all));
-        let milliseconds = now.saturating_duration_since(begun).as_millis();
-        let copied = u128::from(all.saturating_sub(before));
-        if milliseconds > 0 && copied > 0 {
-            job.bytes_per_second = u64::try_from(copied * 1000 / milliseconds).ok();
+        job.speed.measure(all, now);
+    }
+
+    /// The pace of a task's job that copies disks, while it does.
+    pub fn pace(&self, task: TaskId) -> Option<CopyPace> {
+        let job = self.0.get(&task).filter(|job| job.holds_disks())?;
+        matches!(job.spec, JobSpec::Mirror(_)).then(|| job.pace())
+    }
+
+    /// Records the pace of a task's job that copies disks. One that was ready to be committed is followed again when it goes on
+    /// after a pause, in which its guest may have changed much: returns the disks that are.
+    pub fn set_pace(&mut self, task: TaskId, pace: CopyPace, followed: &[DiskId]) -> Vec<DiskId> {
+        let Some(job) = self.0.get_mut(&task).filter(|job| job.holds_disks()) else {
+            return Vec::new();
+        };
+        let JobSpec::Mirror(mirror) = &mut job.spec else { return Vec::new() };
+        let before = std::mem::replace(&mut mirror.pace, pace);
+        // What it was before tells nothing of what it will be.
+        job.speed = Speed::default();
+        if pace.paused || before.paused {
+            for part in job.parts.iter_mut().filter(|part| followed.contains(&part.disk)) {
+                part.finished = false;
+            }
+            if job.parts.iter().any(|part| !part.finished) {
+                job.state = JobState::Running;
+            }
         }
+        job.unfinished()
     }
 
     /// Records that the work on a disk is done; `last` is the job's state once its last disk is done.
@@ -304,7 +369,7 @@ impl Jobs {
 mod tests {
     use std::time::Duration;
 
-    use vmseal_api::host::{CreateJob, DiskToCreate};
+    use vmseal_api::host::{CreateJob, DiskToCreate, DiskToMirror};
 
     use super::*;
 
@@ -339,6 +404,57 @@ mod tests {
         jobs.made(two);
         assert_eq!(status(&jobs).state, JobState::Done);
         assert_eq!(jobs.activities().count(), 0);
+    }
+
+    #[test]
+    fn the_speed_is_that_of_late_and_there_is_none_while_nothing_gets_on() {
+        let (task, disk, begin) = (TaskId::new(), DiskId::new(), Instant::now());
+        let mut jobs = Jobs::default();
+        jobs.begin(task, create(&[disk]));
+        let mut at = |second: u64, done| {
+            jobs.progress(disk, done, 1 << 30, begin + Duration::from_secs(second));
+            jobs.status(task).unwrap().progress.bytes_per_second
+        };
+        for second in 0..60 {
+            at(second, second * 1000);
+        }
+        assert_eq!(at(60, 60_000), Some(1000));
+        for second in 61..200 {
+            at(second, 60_000 + (second - 60) * 10);
+        }
+        assert_eq!(at(200, 61_400), Some(10), "the average since the beginning would be 307");
+        for second in 201..240 {
+            // As much as is copied the guest changes again.
+            at(second, 61_400);
+        }
+        assert_eq!(at(240, 61_300), None);
+    }
+
+    #[test]
+    fn a_copy_that_goes_on_after_a_pause_is_followed_again() {
+        let (task, [data, other]) = (TaskId::new(), [DiskId::new(), DiskId::new()]);
+        let to_mirror = |disk| DiskToMirror { disk, encrypted: true, datastore: None };
+        let at = |pace| {
+            JobSpec::Mirror(MirrorJob { disks: vec![to_mirror(data), to_mirror(other)], pace })
+        };
+        let (free, paused) =
+            (CopyPace::default(), CopyPace { paused: true, ..CopyPace::default() });
+        let mut jobs = Jobs::default();
+        jobs.begin(task, at(free));
+        jobs.written(other);
+        jobs.written(data);
+        assert_eq!(jobs.same(task, &at(paused)).unwrap(), Some(&JobState::ReadyToCommit));
+        let rate = CopyPace { bytes_per_second: Some(1 << 20), paused: false };
+        assert!(jobs.set_pace(task, rate, &[data]).is_empty(), "it is complete");
+        assert_eq!(jobs.set_pace(task, paused, &[data]), [data]);
+        let status = jobs.status(task).unwrap();
+        assert_eq!((status.state, status.paused), (JobState::Running, true));
+        assert_eq!(jobs.set_pace(task, free, &[data]), [data]);
+        jobs.written(data);
+        let status = jobs.status(task).unwrap();
+        assert_eq!((status.state, status.paused), (JobState::ReadyToCommit, false));
+        jobs.committed(task);
+        assert!(jobs.pace(task).is_none() && jobs.set_pace(task, paused, &[data]).is_empty());
     }
 
     #[test]

@@ -20,6 +20,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
@@ -238,6 +239,7 @@ pub fn check_job(
         }
         JobSpec::Mirror(mirror) => {
             each_once(mirror.disks.iter().map(|disk| disk.disk))?;
+            check_pace(mirror.pace)?;
             mirror.disks.iter().enumerate().try_for_each(|(index, wanted)| {
                 let disk = find_disk(spec, wanted.disk)?;
                 needs_to_be_made(spec, disk, made(disk))?;
@@ -365,6 +367,14 @@ fn each_once(disks: impl Iterator<Item = DiskId>) -> Result<(), Problem> {
         Some(index) => Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice")),
         None => Ok(()),
     }
+}
+
+/// How fast disks are copied.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_pace(pace: CopyPace) -> Result<(), Problem> {
+    pace.check().map_err(|wrong| Problem::invalid("pace.bytes_per_second", wrong))
 }
 
 /// What a disk that is copied to another image needs.
@@ -603,6 +613,15 @@ pub fn other_mirror(disk: &DiskSpec, task: TaskId) -> Problem {
         disk.name
     );
     Problem::new(ErrorCode::WrongState, what)
+}
+
+/// A task whose copies are paused is to use them.
+#[must_use]
+pub fn copies_are_paused(spec: &VmSpec, task: TaskId) -> Problem {
+    let what = format!(
+        "has copies of its disks that are paused: have task {task} go on first (vmseal task resume {task})"
+    );
+    wrong_state(spec, &what)
 }
 
 /// What a cancelled mirror job would take back is in use: the copies are the disks' images.

@@ -37,6 +37,7 @@ pub mod limits;
 pub mod log_level;
 pub mod model;
 pub mod nic;
+pub mod pace;
 pub mod passphrase;
 pub mod problem;
 pub mod provider_backup;

@@ -521,6 +521,18 @@ pub struct Task {
     /// The same in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<Progress>,
+    /// How fast it gets on, in bytes a second: on average of the last half minute, less what the guest has changed again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// How long the rest of this step takes at that speed, in seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds_left: Option<u64>,
+    /// The highest rate at which it copies each disk, in bytes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
+    /// Whether it copies nothing until a user has it go on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub paused: bool,
     /// When it was asked for.
     #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
     pub created: Timestamp,
@@ -581,6 +593,9 @@ impl Task {
         let step = &self.step;
         match (&self.waiting, self.state) {
             (Some(waiting), TaskState::Waiting) => format!("{step}: {waiting}"),
+            (_, state) if self.paused && state.is_open() => {
+                format!("{step}: paused (vmseal task resume {})", self.id)
+            }
             (_, TaskState::Queued) => format!("{step}: queued"),
             (_, TaskState::RollingBack) => format!("rolling back: {step}"),
             _ => step.clone(),
@@ -612,7 +627,7 @@ pub enum TaskState {
     Queued,
     /// It goes on, also after a restart of the server.
     Running,
-    /// It waits for what `waiting` says.
+    /// It waits for what `waiting` says, or is paused.
     Waiting,
     /// A step failed or it was cancelled; what had been done is being undone.
     RollingBack,

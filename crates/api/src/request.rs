@@ -545,6 +545,10 @@ pub struct EncryptVm {
     /// The provider of its key, by name or id; none means the policy's. A VM that has a key keeps it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Decrypts a VM, off or running.
@@ -556,6 +560,10 @@ pub struct DecryptVm {
     /// such one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Moves disks of a VM, off or running, to another datastore of its host.
@@ -568,6 +576,10 @@ pub struct MoveVm {
     /// The disks, by name or id; none means all but that of a TPM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.
@@ -581,6 +593,20 @@ pub struct RecryptVm {
     /// Encrypts all data again, with new data keys under the KEK that the VM has. The VM may run.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deep: bool,
+    /// The highest rate at which each disk is copied, in bytes a second; only with `deep`. 0, as none, is no limit. At
+    /// least 1 MiB otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
+}
+
+/// Changes a task that copies disks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetTask {
+    /// The highest rate at which each disk is copied from now on, in bytes a second; 0 is no limit. At
+    /// least 1 MiB otherwise.
+    pub rate: u64,
 }
 
 /// Starts a VM.

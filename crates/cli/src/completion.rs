@@ -35,7 +35,7 @@ const NOUNS: [(&str, &str); 11] = [
 ];
 
 /// The verbs about tasks that have not ended.
-const UNFINISHED: [&str; 2] = ["cancel", "wait"];
+const UNFINISHED: [&str; 5] = ["cancel", "pause", "resume", "set", "wait"];
 
 /// The states of tasks that have ended.
 const ENDED: [&str; 4] = ["done", "failed", "cancelled", "unknown"];

@@ -5,19 +5,29 @@ use vmseal_api::host::{
     HostAgent, JobKind, JobSpec, JobState, MirrorJob,
 };
 use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
-use super::{Session, done, refused};
+use super::{Session, done, pace, refused};
 
 /// The job that moves one disk, which stays as it is.
 pub fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
     let datastore = Some(to.clone());
-    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted, datastore }] })
+    at_pace(vec![DiskToMirror { disk, encrypted, datastore }], CopyPace::default())
 }
 
 /// The job that copies one disk.
 pub fn copy(disk: DiskId, encrypted: bool) -> JobSpec {
-    JobSpec::Mirror(MirrorJob { disks: vec![DiskToMirror { disk, encrypted, datastore: None }] })
+    copy_at(disk, encrypted, CopyPace::default())
+}
+
+/// The same, at this pace.
+pub fn copy_at(disk: DiskId, encrypted: bool, pace: CopyPace) -> JobSpec {
+    at_pace(vec![DiskToMirror { disk, encrypted, datastore: None }], pace)
+}
+
+fn at_pace(disks: Vec<DiskToMirror>, pace: CopyPace) -> JobSpec {
+    JobSpec::Mirror(MirrorJob { disks, pace })
 }
 
 impl Session {
@@ -42,7 +52,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.register_vm(session.spec.clone()).await, "registering without the replica");
     let code = ErrorCode::InvalidRequest;
     refused(put(TaskId::new(), copy(data, false)).await, code, "decrypting a plain disk");
-    let none = JobSpec::Mirror(MirrorJob { disks: vec![] });
+    let none = at_pace(vec![], CopyPace::default());
     refused(put(TaskId::new(), none).await, code, "a copy of no disk");
     let strange = put(TaskId::new(), copy(DiskId::new(), true)).await;
     refused(strange, ErrorCode::NotFound, "a disk that the VM does not have");
@@ -59,6 +69,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(cancel().await, "cancelling it again");
     refused(commit().await, ErrorCode::NotFound, "committing a cancelled copy");
 
+    pace::disk(agent, session, data).await;
     for encrypted in [true, false] {
         let facts = mirrored(agent, session, data, copy(data, encrypted)).await.facts;
         assert_eq!(matches!(facts, DiskFacts::Luks2 { .. }), encrypted, "{facts:?}");

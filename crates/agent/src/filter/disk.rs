@@ -12,11 +12,9 @@ use vmseal_api::filter::{
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::SecretFd;
-
-/// How fast a copy may grow, in bytes a second: it yields to the guest by itself, so nothing else limits it.
-const MIRROR_RATE: u64 = 1 << 40;
 
 /// An open replica, for a filter.
 #[derive(Debug)]
@@ -44,6 +42,8 @@ pub struct Mirror {
     pub map: File,
     /// Whether the copy stays allocated when the guest discards.
     pub keeps_room: bool,
+    /// How fast it is copied. Without a rate it yields to the guest by itself.
+    pub pace: CopyPace,
 }
 
 impl Mirror {
@@ -68,9 +68,9 @@ impl Mirror {
                 BackendSpec::Qcow2 { file: active, backing, offset: self.offset }
             }
         };
-        let (map, bytes_per_second) = (fd(self.map.as_fd()), MIRROR_RATE);
+        let (map, pace) = (fd(self.map.as_fd()), self.pace);
         let same_below = !self.layers.is_empty();
-        MirrorSpec { to: StackSpec { chain, backend }, map, bytes_per_second, same_below }
+        MirrorSpec { to: StackSpec { chain, backend }, map, pace, same_below }
     }
 }
 

@@ -24,6 +24,7 @@ use vmseal_api::filter::{
     FilterStatus, Handle, LINE_MAX, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
 use vmseal_secret::SecretFd;
@@ -260,6 +261,17 @@ impl Control {
     /// [`FilterError::Refused`] while the guest's driver does not use the disk: QEMU would not look.
     pub async fn announce_size(&self, disk: DiskId) -> Result<(), FilterError> {
         match ask(&self.0, &ControlRequest::AnnounceSize { disk }, STATUS_TIMEOUT).await? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Has a mirrored disk copied at this pace from now on.
+    ///
+    /// # Errors
+    /// [`FilterError`]; a filter of an earlier vmseal does not know the request.
+    pub async fn set_pace(&self, disk: DiskId, pace: CopyPace) -> Result<(), FilterError> {
+        match ask(&self.0, &ControlRequest::Pace { disk, pace }, STATUS_TIMEOUT).await? {
             ControlReply::Done => Ok(()),
             other => Err(unexpected(other)),
         }

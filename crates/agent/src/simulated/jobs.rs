@@ -78,7 +78,12 @@ impl Inside {
     pub fn put_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
         match self.known(vm)?.jobs.same(task, &job)? {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
-            Some(_) => return Ok(None),
+            Some(_) => {
+                return match &job {
+                    JobSpec::Mirror(mirror) => self.set_pace(vm, task, mirror.pace),
+                    _ => Ok(None),
+                };
+            }
         }
         if let JobSpec::RestoreBackup(job) = &job {
             self.known(vm)?.jobs.give_up_restores(task, &job.disks);
@@ -102,6 +107,10 @@ impl Inside {
                 _ => find_disk(&known.spec, disk)?.size,
             };
             known.jobs.progress(disk, 0, total, Instant::now());
+        }
+        if known.jobs.pace(task).is_some_and(|pace| pace.paused) {
+            self.agent.publish(vm);
+            return Ok(None);
         }
         self.numbered(vm, Work::Job(task), self.work)
     }

@@ -4,16 +4,19 @@ use std::collections::BTreeMap;
 
 use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::calls::facts;
-use super::{Inside, SimulatedHost, gone};
+use super::calls::{Later, facts};
+use super::{Inside, SimulatedHost, Work, gone};
 use crate::rules::{self, find_disk};
 
 /// The copies of disks, and their former images.
 #[derive(Default)]
 pub struct Copies {
     unfinished: BTreeMap<DiskId, TaskId>,
+    /// How fast a task's disks are copied.
+    paces: BTreeMap<TaskId, CopyPace>,
     sources: BTreeMap<DiskId, TaskId>,
 }
 
@@ -22,8 +25,17 @@ impl SimulatedHost {
     #[must_use]
     pub fn mirrored(&self) -> (Vec<DiskId>, Vec<DiskId>) {
         let inside = self.inside();
-        let Copies { unfinished, sources } = &inside.persisted.copies;
+        let Copies { unfinished, sources, .. } = &inside.persisted.copies;
         (unfinished.keys().copied().collect(), sources.keys().copied().collect())
+    }
+
+    /// How fast disks are copied.
+    #[must_use]
+    pub fn paces(&self) -> Vec<CopyPace> {
+        let inside = self.inside();
+        let Copies { unfinished, paces, .. } = &inside.persisted.copies;
+        let of_disk = |task| paces.get(task).copied().unwrap_or_default();
+        unfinished.values().map(of_disk).collect()
     }
 }
 
@@ -36,7 +48,7 @@ impl Inside {
         job: &MirrorJob,
     ) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
-        let Copies { unfinished, sources } = &self.persisted.copies;
+        let Copies { unfinished, sources, .. } = &self.persisted.copies;
         for disk in &job.disks {
             let other = unfinished.get(&disk.disk).filter(|other| **other != task);
             if let Some(other) = other.or_else(|| sources.get(&disk.disk)) {
@@ -52,6 +64,29 @@ impl Inside {
     pub fn begin_mirror(&mut self, task: TaskId, job: &MirrorJob) {
         let begun = job.disks.iter().map(|disk| (disk.disk, task));
         self.persisted.copies.unfinished.extend(begun);
+        self.persisted.copies.paces.insert(task, job.pace);
+    }
+
+    /// Has a job that is there go on at another pace.
+    pub fn set_pace(&mut self, vm: VmId, task: TaskId, pace: CopyPace) -> Result<Later, Problem> {
+        let known = self.known(vm)?;
+        if known.jobs.pace(task).is_none_or(|now| now == pace) {
+            return Ok(None);
+        }
+        rules::check_pace(pace)?;
+        let disks = known.jobs.spec(task).map(|job| job.disks()).unwrap_or_default();
+        let unfinished = known.jobs.set_pace(task, pace, &disks);
+        known.work.remove(&Work::Job(task));
+        self.persisted.copies.paces.insert(task, pace);
+        if pace.paused || unfinished.is_empty() {
+            self.agent.publish(vm);
+            return Ok(None);
+        }
+        self.numbered(vm, Work::Job(task), self.work)
+    }
+
+    fn is_paused(&self, task: TaskId) -> bool {
+        self.persisted.copies.paces.get(&task).is_some_and(|pace| pace.paused)
     }
 
     /// Puts the copies in the place of their disks.
@@ -61,6 +96,9 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
+        if self.is_paused(task) {
+            return Err(rules::copies_are_paused(&self.known(vm)?.spec, task));
+        }
         for (committed, wanted) in job.disks.iter().enumerate() {
             if self.halfway && committed > 0 {
                 return Err(gone());
@@ -70,7 +108,7 @@ impl Inside {
             if self.fail_disks.contains(&disk.disk) {
                 return Err(Problem::new(ErrorCode::Internal, "an injected failure"));
             }
-            let Copies { unfinished, sources } = &mut self.persisted.copies;
+            let Copies { unfinished, sources, .. } = &mut self.persisted.copies;
             match (unfinished.get(&disk.disk), sources.get(&disk.disk)) {
                 (Some(of), _) if *of == task => {
                     unfinished.remove(&disk.disk);
@@ -132,11 +170,12 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
-        let Copies { unfinished, sources } = &mut self.persisted.copies;
+        let Copies { unfinished, sources, paces } = &mut self.persisted.copies;
         if job.disks.iter().any(|disk| sources.get(&disk.disk) == Some(&task)) {
             return Err(rules::is_mirrored(&self.known(vm)?.spec));
         }
         unfinished.retain(|_, of| *of != task);
+        paces.remove(&task);
         Ok(())
     }
 

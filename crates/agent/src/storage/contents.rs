@@ -48,12 +48,13 @@ const CLAIMS_MAX: usize = 4;
 const TEXT_MAX: usize = 1536 * 1024;
 
 /// The extensions of files beside a disk that are not images, and of those that come and go with a mirror.
-const OURS: [&str; 9] = [
+const OURS: [&str; 10] = [
     "importing",
     "map",
     "pair",
     "mirror",
     "mirror-map",
+    "mirror-pace",
     "copy",
     "source",
     "copy-layers",

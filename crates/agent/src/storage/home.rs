@@ -12,6 +12,7 @@
 //! <datastore>/<vm id>/<disk id>.mirror        the note of a copy that is to be the disk ([`crate::storage::mirror`])
 //! <datastore>/<vm id>/<disk id>.copy          that copy
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
+//! <datastore>/<vm id>/<disk id>.mirror-pace   how fast it is copied, where something holds it back
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
@@ -227,6 +228,12 @@ impl Home {
     #[must_use]
     pub fn mirror_map(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.mirror-map"))
+    }
+
+    /// How fast that copy is made, where something holds it back.
+    #[must_use]
+    pub fn mirror_pace(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.mirror-pace"))
     }
 
     /// The image that a disk had before its copy took its place.
@@ -570,6 +577,7 @@ impl Home {
     /// `in-use`, or those of the file system.
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_note(&self.mirror_note(disk))?;
+        self.remove_note(&self.mirror_pace(disk))?;
         let files = [self.image(disk), self.copy(disk), self.source(disk), self.mirror_map(disk)];
         for path in files.into_iter().chain(self.all_restored(disk)) {
             self.remove_file(&path)?;

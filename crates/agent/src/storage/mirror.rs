@@ -11,6 +11,7 @@
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
 mod note;
+pub(crate) mod pace;
 mod pivot_mark;
 pub(crate) mod source;
 pub(crate) mod tree;
@@ -24,6 +25,7 @@ use vmseal_api::atomic_file;
 use vmseal_api::filter::Holes;
 use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
 use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
@@ -115,6 +117,14 @@ impl Mirror {
     #[must_use]
     pub fn task(&self) -> TaskId {
         self.note.task
+    }
+
+    /// How fast it is copied.
+    ///
+    /// # Errors
+    /// `wrong-state` when the datastore of the image is not there.
+    pub fn pace(&self) -> Result<CopyPace, Problem> {
+        Ok(pace::read(&self.source()?, self.disk))
     }
 
     /// The facts of the copy.
@@ -221,10 +231,12 @@ pub struct NewMirror<'a> {
     pub wanted: &'a DiskToMirror,
     /// The task.
     pub task: TaskId,
+    /// How fast it is copied.
+    pub pace: CopyPace,
 }
 
 impl NewMirror<'_> {
-    /// Makes an empty copy, and notes it; one that this task has begun stays as it is. `check` sees the disk's image before
+    /// Makes an empty copy, and notes it; one that this task has begun gets its pace, and stays as it is otherwise. `check` sees the disk's image before
     /// anything is made. Blocks.
     ///
     /// # Errors
@@ -233,7 +245,10 @@ impl NewMirror<'_> {
         let Self { disk, task, .. } = *self;
         let home = Home::of(&disk.datastore, self.spec.vm)?;
         match Mirror::find(&home, disk.disk)? {
-            Some(known) if known.task() == task => return Ok(()),
+            Some(known) if known.task() == task => {
+                pace::record(&known.source()?, disk.disk, self.pace);
+                return Ok(());
+            }
             Some(other) => return Err(rules::other_mirror(disk, other.task())),
             None => {}
         }
@@ -248,6 +263,8 @@ impl NewMirror<'_> {
         let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
         let allocated = metadata.blocks().saturating_mul(512);
         let made = self.make(&target, allocated + layers::room_of_all(&home, disk.disk, &layers));
+        // Before the note: from that on the filter of the guest may open the copy.
+        pace::record(&home, disk.disk, self.pace);
         let noted = made.and_then(|copy| {
             let note = Note::new(task, source, copy);
             let note = if layers.is_empty() { note } else { note.of_layers() };
@@ -324,6 +341,7 @@ impl NewMirror<'_> {
 /// about them.
 fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove(&home.mirror_map(disk))?;
+    home.remove_note(&home.mirror_pace(disk))?;
     target.remove(&target.copy(disk))?;
     layers::drop_copies(target, disk)?;
     // Nothing is copied to layers any more.
@@ -354,6 +372,17 @@ pub fn give_up(
     let target = wanted.datastore.as_ref().filter(|to| **to != disk.datastore);
     let target = target.map_or_else(|| Ok(home.clone()), |to| home.on(to))?;
     remove_debris(&home, &target, disk.disk)
+}
+
+/// Puts on record how fast a disk is copied, while it is. Blocks.
+///
+/// # Errors
+/// As [`Mirror::find`]; `wrong-state` when the datastore is not there.
+pub fn record_pace(vm: VmId, disk: &DiskSpec, pace: CopyPace) -> Result<(), Problem> {
+    if let Some(mirror) = of_disk(vm, disk)?.filter(|mirror| !mirror.pivoted) {
+        pace::record(&mirror.source()?, disk.disk, pace);
+    }
+    Ok(())
 }
 
 /// Removes what is on another datastore of a disk that is being deleted: its copy, or its former image. Blocks.
@@ -502,7 +531,8 @@ fn open_copy(
     let map = open_locked(&map, Access::Write)?.ok_or_else(|| gone(&map))?;
     let key = copy_key(note, spec, disk, kek, &file)?.map(|key| (key, Holes::Zero));
     let offset = data_offset(&note.copy_facts);
-    Ok(filter::Mirror { file, layers, offset, key, map, keeps_room: is_preallocated(disk) })
+    let (keeps_room, pace) = (is_preallocated(disk), mirror.pace()?);
+    Ok(filter::Mirror { file, layers, offset, key, map, keeps_room, pace })
 }
 
 /// The DEK of a copy, whose image is open; none of one that is plain.

@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus, PIVOT_BYTES_MAX};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -75,7 +76,7 @@ impl Copying {
     ) -> Result<(), Problem> {
         let directory = self.builder.directory.clone();
         let work = async {
-            let Some(copier) = self.start().await? else { return Ok(()) };
+            let Some(copier) = self.start(|_| {}).await? else { return Ok(()) };
             copier.until_ready(show).await?;
             copier.end().await
         };
@@ -98,7 +99,9 @@ impl Copying {
     pub async fn pivot(self) -> Result<(), Problem> {
         let directory = self.builder.directory.clone();
         let pivoted = async {
-            let Some(copier) = self.start().await? else { return Ok(()) };
+            // A guest may wait.
+            let at_once = |mirror: &mut filter::Mirror| mirror.pace = CopyPace::default();
+            let Some(copier) = self.start(at_once).await? else { return Ok(()) };
             let disks = copier.until_small().await?;
             for disk in disks {
                 copier.control.pivot(disk).await.map_err(|error| match error {
@@ -117,8 +120,9 @@ impl Copying {
         pivoted
     }
 
-    /// Starts a filter for the disks that have not pivoted; none if that is none.
-    async fn start(self) -> Result<Option<Copier>, Problem> {
+    /// Starts a filter for the disks that have not pivoted, with their copies as they are on record and changed by `change`;
+    /// none if that is none.
+    async fn start(self, change: fn(&mut filter::Mirror)) -> Result<Option<Copier>, Problem> {
         let Self { spec, disks, kek, builder } = self;
         let slot = builder.users.take().ok_or_else(builder::too_many)?;
         let directory = &builder.directory;
@@ -126,7 +130,8 @@ impl Copying {
         directory.renew().await.map_err(internal)?;
         let vm = spec.vm;
         let opened = spawn_blocking(move || open(&spec, disks, kek.as_ref()));
-        let opened = opened.await.map_err(internal)??;
+        let mut opened = opened.await.map_err(internal)??;
+        opened.iter_mut().filter_map(|disk| disk.mirror.as_mut()).for_each(change);
         let Some(disk) = opened.first().map(|disk| disk.disk) else {
             directory.sweep().await.map_err(internal)?;
             return Ok(None);
@@ -289,19 +294,35 @@ fn trouble(disk: &DiskStatus) -> Option<Problem> {
     Some(internal(format!("the disk cannot be copied: {error}")))
 }
 
-/// Follows the copy of a disk that the filter of its guest keeps, until it is as good as complete.
+/// Follows the copy of a disk that the filter of its guest keeps, until it is as good as complete. A filter that was being
+/// started when the pace was set may have another one, and is told.
 ///
 /// # Errors
 /// The filter has no copy of the disk: it could not be opened. Or its storage has failed for [`TROUBLE_MAX`].
-pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(), Problem> {
+pub async fn follow(
+    control: Control,
+    disk: DiskId,
+    pace: CopyPace,
+    show: &Progress,
+) -> Result<(), Problem> {
     let mut without: Option<Instant> = None;
     let mut well = Instant::now();
-    let pace = Pace::up_to(PROGRESS_INTERVAL);
+    let looks = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         // A filter that does not answer is replaced.
         if let Ok(status) = control.status().await {
             let known = status.disks.iter().find(|known| known.disk == disk);
+            let mirror = known.and_then(|known| known.mirror.as_ref());
+            if mirror.and_then(|mirror| mirror.pace).is_some_and(|now| now != pace) {
+                // If it fails it is done at the next look.
+                let _ = control.set_pace(disk, pace).await;
+            }
             match known.filter(|known| known.mirror.is_some()) {
+                // It may be far from complete when it goes on. Nor is an error about what is not tried.
+                Some(known) if pace.paused => {
+                    tell(known, show);
+                    (without, well) = (None, Instant::now());
+                }
                 Some(known) if tell(known, show) => return Ok(()),
                 Some(known) => match trouble(known) {
                     Some(problem) if well.elapsed() > TROUBLE_MAX => return Err(problem),
@@ -315,7 +336,7 @@ pub async fn follow(control: Control, disk: DiskId, show: &Progress) -> Result<(
             let what = "the filter of the guest keeps no copy of the disk: the copy could not be opened. The agent's log says why";
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
-        pace.pause().await;
+        looks.pause().await;
     }
 }
 

@@ -13,6 +13,7 @@ mod key_change;
 mod memory_snapshots;
 mod mirror;
 mod mirror_served;
+mod pace;
 mod proofs;
 mod replicas;
 mod set_running;

@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use vmseal_api::backup::BackupManifest;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
@@ -106,10 +107,10 @@ impl Workers {
     }
 
     /// Begins to follow the copy of a disk that the filter of its guest keeps.
-    pub fn begin_following(&mut self, disk: DiskId, control: Control) {
+    pub fn begin_following(&mut self, disk: DiskId, control: Control, pace: CopyPace) {
         self.spawn(disk, |cancelled, show| async move {
             let followed = tokio::select! {
-                followed = mirroring::follow(control, disk, &show) => followed,
+                followed = mirroring::follow(control, disk, pace, &show) => followed,
                 _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "it is not followed")),
             };
             Report::Copied(followed)

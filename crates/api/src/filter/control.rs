@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{BackendSpec, FilterSpec, MirrorSpec, MirrorStatus, ReplicaStatus};
 use crate::id::{DiskId, VmId};
+use crate::pace::CopyPace;
 use crate::problem::ErrorCode;
 
 /// A request of the agent to a filter.
@@ -38,13 +39,22 @@ pub enum ControlRequest {
         disk: DiskId,
     },
     /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
-    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy lacks more
-    /// than [`super::PIVOT_BYTES_MAX`], or four chunks of its map, or while somebody reads the disk beside the guest. After
-    /// any error the disk is served as before; only where the map can neither be written nor be wiped, what the guest changes
-    /// waits until it can. A disk that a front end serves lets its former place and the map go when this is answered.
+    /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy is paused, or
+    /// lacks more than [`super::PIVOT_BYTES_MAX`], or four chunks of its map, or while somebody reads the disk beside the
+    /// guest. After any error the disk is served as before; only where the map can neither be written nor be wiped, what the
+    /// guest changes waits until it can. A disk that a front end serves lets its former place and the map go when this is
+    /// answered.
     Pivot {
         /// The disk.
         disk: DiskId,
+    },
+    /// Copy a mirrored disk so fast from now on, or not at all; answered by [`ControlReply::Done`]. It is in force when that
+    /// is sent, also for what is being copied. Where the disk has pivoted nothing is changed.
+    Pace {
+        /// The disk.
+        disk: DiskId,
+        /// How fast.
+        pace: CopyPace,
     },
     /// Finish the requests in flight of these disks, flush, and let further requests wait in their rings. Answered by
     /// [`ControlReply::Done`] when none of the disks has a request in flight, which is one instant for all of them. They

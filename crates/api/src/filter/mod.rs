@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
+use crate::pace::{self, CopyPace};
 use crate::size::Size;
 use crate::transfer::ImageFormat;
 
@@ -182,8 +183,9 @@ pub struct MirrorSpec {
     /// The map of what the copy lacks, and whether the disk has pivoted: a regular file beside the disk's own image; open
     /// for reading and writing, its lock held. Empty for a new copy.
     pub map: Handle,
-    /// The highest rate of copying; at least [`REPLICATE_RATE_MIN`].
-    pub bytes_per_second: u64,
+    /// How fast it is copied; changed while it is by [`ControlRequest::Pace`].
+    #[serde(default)]
+    pub pace: CopyPace,
     /// Whether the disk and its copy are both images of QEMU's format, and what is below the one holds what is below the
     /// other. Then nothing is copied but what the disk's own image has.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -201,14 +203,19 @@ pub struct MirrorStatus {
     pub pivoted: bool,
     /// How much the copy may lack, in bytes, in whole chunks.
     pub dirty_bytes: u64,
+    /// How fast it is copied. A filter of an earlier vmseal does not say, and knows no [`ControlRequest::Pace`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pace: Option<CopyPace>,
+    /// Bytes copied since the process started; holes, which cost nothing, do not count.
+    #[serde(default)]
+    pub copied_bytes: u64,
     /// What keeps the disk from being copied, or its map from being kept, at present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
 }
 
-/// The lowest rate of a replica, in bytes a second: less than one chunk a second would only fall further
-/// behind.
-pub const REPLICATE_RATE_MIN: u64 = 1 << 20;
+/// The lowest rate of a replica, in bytes a second.
+pub const REPLICATE_RATE_MIN: u64 = pace::RATE_MIN;
 
 /// A replica, and how it is copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

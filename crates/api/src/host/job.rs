@@ -9,7 +9,8 @@
 //! ```
 //! Putting the same job again continues it, or begins it again if it failed or was cancelled. A job that an
 //! agent has lost with a restart is put again, too, and continues with what it had written. A task has one job at
-//! a time; one of another kind may follow a job that has ended.
+//! a time; one of another kind may follow a job that has ended. A copy of disks is put again, too, to have it go on at
+//! another pace.
 
 use std::path::PathBuf;
 
@@ -24,6 +25,7 @@ use crate::backup::BackupManifest;
 use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
 use crate::id::{BackupId, DiskId, DumpId, SnapshotId, TaskId, VmId};
+use crate::pace::CopyPace;
 use crate::problem::Problem;
 use crate::transfer::ExportFormat;
 
@@ -121,11 +123,18 @@ pub struct ExportJob {
 /// before, and the copies follow. Committing the job makes the copies the disks' images, at one instant for each disk; the
 /// former images stay beside them until they are dropped ([`DropSourcesJob`]). Until it is committed it can be
 /// cancelled. It outlives the agent and the guest: the copy goes on where it was.
+///
+/// The same job with another pace is the same job: its copies go on at that pace when the call that puts it returns, and keep it
+/// until another is put, also over the deaths of all processes. While they are paused it is not committed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MirrorJob {
     /// The disks, each once.
     pub disks: Vec<DiskToMirror>,
+    /// How fast they are copied. It counts only where the job is put. Agents without the feature [`PACE`](super::version::PACE)
+    /// do not know it.
+    #[serde(default, skip_serializing_if = "CopyPace::is_free")]
+    pub pace: CopyPace,
 }
 
 /// A disk to copy.
@@ -350,6 +359,15 @@ impl JobSpec {
         }
     }
 
+    /// Whether both are the same work, at whatever pace.
+    #[must_use]
+    pub fn is_same_work(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Mirror(one), Self::Mirror(other)) => one.disks == other.disks,
+            (one, other) => one == other,
+        }
+    }
+
     /// Its disks.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskId> {
@@ -432,6 +450,9 @@ pub struct JobStatus {
     pub state: JobState,
     /// Its progress.
     pub progress: JobProgress,
+    /// Whether its copies are paused.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub paused: bool,
     /// Whether the guest's file systems were frozen while its disks were kept; none for other jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,
@@ -475,7 +496,7 @@ pub struct JobProgress {
     pub done: u64,
     /// All bytes; 0 where there is nothing to copy, or that is not known yet.
     pub total: u64,
-    /// Bytes a second while this agent has worked on it; none before it has copied anything.
+    /// Bytes a second in the last half minute, in which this agent has worked on it; none while it does not get ahead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
 }

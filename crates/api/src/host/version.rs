@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 25] = [
+pub const FEATURES: [&str; 26] = [
     "job-create",
     "job-export",
     NICS,
@@ -50,6 +50,7 @@ pub const FEATURES: [&str; 25] = [
     MEMORY_SNAPSHOTS,
     BACKUP,
     MIRROR_LAYERS,
+    PACE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -122,6 +123,9 @@ pub const BACKUP: &str = "job-backup";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";
+
+/// The feature of agents that copy disks at a pace that is given, and may change.
+pub const PACE: &str = "job-mirror-pace";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

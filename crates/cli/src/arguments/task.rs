@@ -7,6 +7,7 @@ use vmseal_api::model;
 
 use super::wait::duration;
 use super::{DryRun, List, Show};
+use crate::size::parse_size;
 
 /// Tasks have no names.
 fn of_task(arg: Arg) -> Arg {
@@ -58,6 +59,36 @@ pub enum Task {
         /// The task's id
         #[arg(value_name = "TASK")]
         name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Have a task that copies disks copy nothing until it is resumed
+    ///
+    /// The tasks are those of `vmseal vm encrypt`, `decrypt`, `recrypt --deep` and `move`, until their guests are given the
+    /// copies. The guest goes on, and what it changes meanwhile is copied afterwards. It stays so over restarts of whatever.
+    Pause {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Have a paused task go on where it was
+    Resume {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Change the rate of a task that copies disks, while it does
+    Set {
+        /// The task's id
+        #[arg(value_name = "TASK")]
+        name: String,
+        /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        rate: u64,
         #[command(flatten)]
         dry_run: DryRun,
     },

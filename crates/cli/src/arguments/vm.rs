@@ -191,6 +191,8 @@ pub enum Vm {
         #[arg(long, value_name = "NAME")]
         provider: Option<String>,
         #[command(flatten)]
+        rate: CopyRate,
+        #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
@@ -212,6 +214,8 @@ pub enum Vm {
         #[arg(short, long)]
         yes: bool,
         #[command(flatten)]
+        rate: CopyRate,
+        #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
@@ -231,6 +235,8 @@ pub enum Vm {
         /// A disk to move, by name or id; may be given several times [default: all]
         #[arg(long = "disk", value_name = "NAME")]
         disks: Vec<String>,
+        #[command(flatten)]
+        rate: CopyRate,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -252,6 +258,9 @@ pub enum Vm {
         /// Encrypt all data again with new keys of the disks, and keep the VM's key
         #[arg(long)]
         deep: bool,
+        /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "deep")]
+        rate: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
@@ -560,4 +569,12 @@ fn parse_label(text: &str) -> Result<(String, String), String> {
 fn parse_format(text: &str) -> Result<ImageFormat, String> {
     let found = ImageFormat::ALL.into_iter().find(|format| format.name() == text);
     found.ok_or_else(|| "it is neither raw nor qcow2".to_owned())
+}
+
+/// How fast disks are copied.
+#[derive(Args)]
+pub struct CopyRate {
+    /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub rate: Option<u64>,
 }

@@ -11,6 +11,7 @@ use vmseal_api::model::{Task, TaskState};
 use vmseal_api::transfer;
 
 use crate::print;
+use crate::rows::column::Cell;
 use crate::rows::word;
 
 /// How often a bar without a percentage turns.
@@ -104,7 +105,11 @@ fn advance(bar: &ProgressBar, task: &Task) {
     let message = match task.progress {
         Some(transfer::Progress { done, total }) => {
             let (done, total) = (ByteSize(done).display().iec(), ByteSize(total).display().iec());
-            format!("{step}: {done} of {total}")
+            let speed = |speed| format!(", {}/s", ByteSize(speed).display().iec());
+            let left = |left| format!(", {} left", Cell::Seconds(left).for_people());
+            let speed = task.bytes_per_second.map(speed).unwrap_or_default();
+            let left = task.seconds_left.map(left).unwrap_or_default();
+            format!("{step}: {done} of {total}{speed}{left}")
         }
         None => step,
     };
@@ -126,6 +131,10 @@ mod tests {
             step: "copy".into(),
             percent,
             progress: None,
+            bytes_per_second: None,
+            seconds_left: None,
+            rate: None,
+            paused: false,
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
             request_id: None,
@@ -155,6 +164,10 @@ mod tests {
         progress.show(std::slice::from_ref(&task));
         assert_eq!((bar.position(), bar.length()), (40, Some(100)));
         assert_eq!(bar.message(), "copy: 2.0 GiB of 5.0 GiB");
+        (task.bytes_per_second, task.seconds_left) = (Some(48 << 20), Some(64));
+        progress.show(std::slice::from_ref(&task));
+        assert_eq!(bar.message(), "copy: 2.0 GiB of 5.0 GiB, 48.0 MiB/s, 1m 4s left");
+        (task.bytes_per_second, task.seconds_left) = (None, None);
 
         (task.state, task.progress) = (TaskState::RollingBack, None);
         task.step = "copy \u{1b}[2J".to_owned();

@@ -6,6 +6,7 @@ use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Task, TaskState};
 use vmseal_api::problem::Problem;
+use vmseal_api::request::SetTask;
 
 use super::follow::Changes;
 use super::list;
@@ -47,24 +48,43 @@ pub async fn run(
             follow(server, output, tasks, None, Progress::verbose()).await
         }
         arguments::Task::Cancel { name, dry_run } => {
-            let path = format!("tasks/{name}/cancel");
-            if dry_run.dry_run {
-                let plan = server.try_post(&path, &serde_json::Value::Null).await?;
-                return plan::show(output, &plan);
-            }
-            let task: Task = server.post(&path, &serde_json::Value::Null).await?;
-            print::one(output, &task, &print::task_details(&task))
+            ask(server, output, &name, "cancel", &dry_run).await
         }
         arguments::Task::Resolve { name, dry_run } => {
-            let path = format!("tasks/{name}/resolve");
+            ask(server, output, &name, "resolve", &dry_run).await
+        }
+        arguments::Task::Pause { name, dry_run } => {
+            ask(server, output, &name, "pause", &dry_run).await
+        }
+        arguments::Task::Resume { name, dry_run } => {
+            ask(server, output, &name, "resume", &dry_run).await
+        }
+        arguments::Task::Set { name, rate, dry_run } => {
+            let (path, request) = (format!("tasks/{name}"), SetTask { rate });
             if dry_run.dry_run {
-                let plan = server.try_post(&path, &serde_json::Value::Null).await?;
-                return plan::show(output, &plan);
+                return plan::show(output, &server.try_patch(&path, &request).await?);
             }
-            let task: Task = server.post(&path, &serde_json::Value::Null).await?;
+            let task: Task = server.patch(&path, &request).await?;
             print::one(output, &task, &print::task_details(&task))
         }
     }
+}
+
+/// Asks something of a task that has no parameters.
+async fn ask(
+    server: &ServerClient,
+    output: Output,
+    name: &str,
+    verb: &str,
+    dry_run: &DryRun,
+) -> anyhow::Result<()> {
+    let path = format!("tasks/{name}/{verb}");
+    if dry_run.dry_run {
+        let plan = server.try_post(&path, &serde_json::Value::Null).await?;
+        return plan::show(output, &plan);
+    }
+    let task: Task = server.post(&path, &serde_json::Value::Null).await?;
+    print::one(output, &task, &print::task_details(&task))
 }
 
 /// Follows tasks, given by their ids, to their ends. What they do was printed before.
@@ -359,6 +379,10 @@ mod tests {
             step: "power on".into(),
             percent: None,
             progress: None,
+            bytes_per_second: None,
+            seconds_left: None,
+            rate: None,
+            paused: false,
             created: jiff::Timestamp::UNIX_EPOCH,
             ended: None,
             waiting: None,

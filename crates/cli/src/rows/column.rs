@@ -21,6 +21,8 @@ pub enum Cell {
     YesNo(bool),
     /// How far a copy is behind, in milliseconds; none if it was never complete.
     Lag(Option<u64>),
+    /// How long something takes, in seconds.
+    Seconds(u64),
     /// Unknown, or there is none.
     Nothing,
 }
@@ -41,6 +43,10 @@ impl Cell {
                 let seconds = i64::try_from(lag.div_ceil(1000)).unwrap_or(i64::MAX);
                 format!("{:#}", SignedDuration::from_secs(seconds))
             }
+            Self::Seconds(seconds) => {
+                let seconds = i64::try_from(*seconds).unwrap_or(i64::MAX);
+                format!("{:#}", SignedDuration::from_secs(seconds))
+            }
             Self::Nothing => "-".to_owned(),
             other => printable(&other.for_programs()),
         }
@@ -50,7 +56,9 @@ impl Cell {
     pub fn for_programs(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
-            Self::Bytes(number) | Self::Number(number) => number.to_string(),
+            Self::Bytes(number) | Self::Number(number) | Self::Seconds(number) => {
+                number.to_string()
+            }
             Self::Time(at) => at.to_string(),
             Self::YesNo(yes) => if *yes { "yes" } else { "no" }.to_owned(),
             Self::Lag(Some(lag)) => format!("{}.{:03}", lag / 1000, lag % 1000),

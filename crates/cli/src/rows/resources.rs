@@ -383,6 +383,9 @@ impl Row for Task {
         usual("created", |it| Cell::Time(it.created)),
         more("ended", |it| it.ended.map_or(Cell::Nothing, Cell::Time)),
         more("percent", |it| it.percent.map_or(Cell::Nothing, |it| Cell::Number(it.into()))),
+        more("speed", |it| it.bytes_per_second.map_or(Cell::Nothing, Cell::Bytes)),
+        more("left", |it| it.seconds_left.map_or(Cell::Nothing, Cell::Seconds)),
+        more("rate", |it| it.rate.map_or(Cell::Nothing, Cell::Bytes)),
         more("request-id", |it| it.request_id.clone().into()),
         more("problem", |it| it.problem.as_ref().map(ToString::to_string).into()),
     ];

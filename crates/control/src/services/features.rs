@@ -23,3 +23,19 @@ pub(super) fn require(
     let detail = format!("the agent of host '{host}' cannot {cannot}: upgrade vmseal there");
     Err(Problem::new(ErrorCode::Unsupported, detail))
 }
+
+/// The same for what a task does when its host answers: a host that is away may know it.
+///
+/// # Errors
+/// `unsupported`.
+pub(super) fn require_unless_away(
+    services: &Services,
+    vm: &Vm,
+    feature: &str,
+    cannot: &str,
+) -> Result<(), Problem> {
+    match require(services, vm, feature, cannot) {
+        Err(problem) if problem.code != ErrorCode::Unsupported => Ok(()),
+        other => other,
+    }
+}

@@ -1,7 +1,7 @@
 //! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
 //! copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::{MIRROR, MIRROR_LAYERS, MOVE};
+use vmseal_api::host::version::{MIRROR, MIRROR_LAYERS, MOVE, PACE};
 use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
@@ -17,6 +17,7 @@ use super::{Outcome, Services, features, room};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
+use crate::store::tasks as store_tasks;
 use crate::store::vms::{self, Vm};
 use crate::store::{Part, alarms, datastores, providers, snapshots};
 use crate::tasks::{Engine, mirror_vm};
@@ -35,13 +36,9 @@ pub async fn encrypt(
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
     let operation = Operation::EncryptVm { vm: vm.id, policy: policy.id, provider };
-    begin(
-        services,
-        caller,
-        Wanted { vm, known, operation, policy: Some(policy), place: None },
-        dry_run,
-    )
-    .await
+    let rate = request.rate;
+    let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
+    begin(services, caller, wanted, dry_run).await
 }
 
 /// Decrypts the disks of a VM, gives it a policy that does not encrypt, and destroys its key.
@@ -57,13 +54,9 @@ pub async fn decrypt(
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
     let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id };
-    begin(
-        services,
-        caller,
-        Wanted { vm, known, operation, policy: Some(policy), place: None },
-        dry_run,
-    )
-    .await
+    let rate = request.rate;
+    let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
+    begin(services, caller, wanted, dry_run).await
 }
 
 /// Gives the disks of a VM new data keys, under the key-encryption key that it has. The caller has been checked.
@@ -71,13 +64,14 @@ pub(super) async fn recrypt_deep(
     services: &Services,
     caller: &Caller,
     name: &str,
+    rate: Option<u64>,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
     let operation = Operation::DeepRecryptVm { vm: vm.id };
-    begin(services, caller, Wanted { vm, known, operation, policy: None, place: None }, dry_run)
-        .await
+    let wanted = Wanted { vm, known, operation, policy: None, place: None, rate };
+    begin(services, caller, wanted, dry_run).await
 }
 
 /// Moves disks of a VM, all or some, to another datastore of its host.
@@ -113,7 +107,9 @@ pub async fn move_disks(
     from.dedup();
     let (place, to) = (Some(to.name), DatastoreSpec { datastore: to.id, location: to.location });
     let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
-    begin(services, caller, Wanted { vm, known, operation, policy: None, place }, dry_run).await
+    let rate = request.rate;
+    let wanted = Wanted { vm, known, operation, policy: None, place, rate };
+    begin(services, caller, wanted, dry_run).await
 }
 
 /// The disks that were named, or all but that of a TPM.
@@ -153,6 +149,8 @@ struct Wanted {
     policy: Option<Policy>,
     /// The name of the datastore that disks go to, where that is another one.
     place: Option<String>,
+    /// The highest rate that was asked for, in bytes a second; 0 is none.
+    rate: Option<u64>,
 }
 
 impl Wanted {
@@ -176,6 +174,10 @@ impl Wanted {
         };
         let disks = match &self.place {
             Some(place) => format!("{disks}, to go to datastore '{place}'"),
+            None => disks,
+        };
+        let disks = match self.rate.filter(|rate| *rate > 0) {
+            Some(rate) => format!("{disks}, each copied at {} a second at most", Size(rate)),
             None => disks,
         };
         match self.policy.as_ref().filter(|policy| policy.id != self.vm.policy) {
@@ -234,6 +236,10 @@ async fn begin(
     }
     require_power(services, &wanted.vm).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
+    let pace = super::tasks::pace_of(wanted.rate)?;
+    if !pace.is_free() {
+        features::require(services, &wanted.vm, PACE, super::tasks::CANNOT_PACE)?;
+    }
     require_work(services, &wanted).await?;
     let mut warnings = examine(services, &wanted, dry_run).await?;
     if snapshots > 0 {
@@ -248,7 +254,9 @@ async fn begin(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let operation = wanted.operation.clone();
-    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    let recorded = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    let task = store_tasks::Task { pace, ..recorded };
+    store_tasks::set_pace(&mut write, &task).await?;
     if dry_run {
         let mut plan = plan(&task, &vm);
         plan.steps.insert(0, wanted.understood());

@@ -1,12 +1,20 @@
 //! Tasks.
 
+use vmseal_api::host::version::PACE;
 use vmseal_api::model::{Page, Task, TaskState};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
+use vmseal_api::request::SetTask;
+use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, page_of};
-use crate::store::tasks;
+use super::{Outcome, PageRequest, Services, features, page_of};
+use crate::store::{tasks, vms};
+use crate::tasks::pacing::PaceChange;
 use crate::tasks::steps;
+
+/// What an agent of an earlier version cannot do.
+pub(super) const CANNOT_PACE: &str = "limit the rate of a copy, or pause it";
 
 /// Lists the tasks, oldest first.
 pub async fn list(
@@ -66,5 +74,76 @@ pub async fn resolve(
         return Ok(Outcome::planned("task.resolve", &task.target, step));
     }
     let task = services.engine.resolve(id, caller.name()).await?;
+    Ok(Outcome::Done(services.engine.shown(&task)))
+}
+
+/// The pace of a copy with this rate; 0 and none are no limit.
+pub(super) fn pace_of(rate: Option<u64>) -> Result<CopyPace, Problem> {
+    let bytes_per_second = rate.filter(|rate| *rate > 0);
+    let pace = CopyPace { bytes_per_second, paused: false };
+    pace.check().map_err(|wrong| Problem::invalid("rate", wrong))?;
+    Ok(pace)
+}
+
+/// Has a task that copies disks copy nothing until it is resumed.
+pub async fn pause(
+    services: &Services,
+    caller: &Caller,
+    id: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    change_pace(services, caller, id, PaceChange::Pause, dry_run).await
+}
+
+/// Has a paused task go on.
+pub async fn resume(
+    services: &Services,
+    caller: &Caller,
+    id: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    change_pace(services, caller, id, PaceChange::Resume, dry_run).await
+}
+
+/// Changes the rate of a task that copies disks.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    id: &str,
+    request: SetTask,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    let rate = pace_of(Some(request.rate))?.bytes_per_second;
+    change_pace(services, caller, id, PaceChange::Rate(rate), dry_run).await
+}
+
+async fn change_pace(
+    services: &Services,
+    caller: &Caller,
+    id: &str,
+    change: PaceChange,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::ManageTasks)?;
+    let task = services.engine.check_change_pace(id, change).await?;
+    if let Some(vm) = task.operation.vm()
+        && let Some(vm) = vms::get(&mut *services.store.read().await?, vm).await?
+    {
+        features::require_unless_away(services, &vm, PACE, CANNOT_PACE)?;
+    }
+    if dry_run {
+        let (kind, what) = match change {
+            PaceChange::Pause => ("task.pause", "copy nothing for now".to_owned()),
+            PaceChange::Resume => ("task.resume", "go on copying".to_owned()),
+            PaceChange::Rate(None) => ("task.set", "copy without a limit".to_owned()),
+            PaceChange::Rate(Some(rate)) => {
+                ("task.set", format!("copy each disk at {} a second at most", Size(rate)))
+            }
+        };
+        let step =
+            format!("have {} {what}, at step '{}'", task.operation.kind(), steps::title(&task));
+        return Ok(Outcome::planned(kind, &task.target, step));
+    }
+    let task = services.engine.change_pace(id, change, caller.name()).await?;
     Ok(Outcome::Done(services.engine.shown(&task)))
 }

@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::model::{TaskState, Waiting};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 
@@ -42,6 +43,8 @@ pub struct Task {
     pub not_before: Option<Timestamp>,
     /// Whether it was cancelled.
     pub cancelled: bool,
+    /// How fast it copies disks, where it does.
+    pub pace: CopyPace,
     /// When it was requested.
     pub created: Timestamp,
     /// When it ended.
@@ -79,6 +82,8 @@ struct Row {
     parent: Option<String>,
     not_before: Option<String>,
     cancelled: bool,
+    rate: Option<i64>,
+    paused: bool,
     created: String,
     ended: Option<String>,
     request_id: Option<String>,
@@ -89,7 +94,7 @@ struct Row {
 macro_rules! columns {
     () => {
         "id, kind, target, vm_id, actor, operation, state, step, failed_step, outputs, waiting, parent,
-         not_before, cancelled, created, ended, request_id, problem"
+         not_before, cancelled, rate, paused, created, ended, request_id, problem"
     };
 }
 
@@ -121,6 +126,10 @@ impl From<Row> for Task {
             parent: row.parent.and_then(|id| parse(&id, "a task's id").ok()),
             not_before: row.not_before.and_then(|at| parse(&at, "a time").ok()),
             cancelled: row.cancelled,
+            pace: CopyPace {
+                bytes_per_second: row.rate.and_then(|rate| u64::try_from(rate).ok()),
+                paused: row.paused,
+            },
             created: read(&mut unreadable, parse(&row.created, "a time"), Timestamp::UNIX_EPOCH),
             ended: ended.map(|ended| read(&mut unreadable, ended, Timestamp::UNIX_EPOCH)),
             request_id: row.request_id.and_then(|id| parse(&id, "a request's id").ok()),
@@ -225,7 +234,7 @@ async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
 
 /// Records a task's state; an ended task releases its claim.
 pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
-    // Neither `cancelled` nor the operation: users set those.
+    // Neither `cancelled` nor the pace nor the operation: users set those.
     sqlx::query(
         "UPDATE tasks SET state = $1, step = $2, failed_step = $3, outputs = $4, waiting = $5, ended = $6, problem = $7
          WHERE id = $8",
@@ -253,6 +262,18 @@ pub async fn update(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreE
 pub async fn set_operation(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
     sqlx::query("UPDATE tasks SET operation = $1 WHERE id = $2")
         .bind(to_json(&task.operation))
+        .bind(task.id.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records how fast a task copies disks.
+pub async fn set_pace(to: &mut SqliteConnection, task: &Task) -> Result<(), StoreError> {
+    let rate = task.pace.bytes_per_second.map(|rate| i64::try_from(rate).unwrap_or(i64::MAX));
+    sqlx::query("UPDATE tasks SET rate = $1, paused = $2 WHERE id = $3")
+        .bind(rate)
+        .bind(task.pace.paused)
         .bind(task.id.to_string())
         .execute(to)
         .await?;

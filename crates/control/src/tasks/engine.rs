@@ -1,5 +1,5 @@
 //! Begins tasks, resumes those of an earlier run of the server, cancels and resolves them. [`super::runner`] runs
-//! each one.
+//! each one, [`super::pacing`] has them go slower.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +10,7 @@ use tokio::task::AbortHandle;
 use tracing::Instrument;
 use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::model::{self, TaskState};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
@@ -28,6 +29,7 @@ use crate::store::{Store, StoreError, Write};
 /// The handle of a running task.
 struct Running {
     requests: watch::Sender<Requests>,
+    paces: watch::Sender<CopyPace>,
     live: Arc<LiveProgress>,
     work: AbortHandle,
 }
@@ -45,6 +47,8 @@ pub struct TaskSchedule {
 pub struct Engine {
     pub(super) environment: Environment,
     running: Mutex<HashMap<TaskId, Running>>,
+    /// Held from the record of a pace until its task is told: of two that change it, both hear the last.
+    pub(super) pacing: tokio::sync::Mutex<()>,
 }
 
 impl Engine {
@@ -59,6 +63,7 @@ impl Engine {
         Self {
             environment: Environment::new(Context { store, providers, hosts }, retry),
             running: Mutex::default(),
+            pacing: tokio::sync::Mutex::default(),
         }
     }
 
@@ -115,6 +120,7 @@ impl Engine {
             parent: plan.parent,
             not_before: plan.not_before,
             cancelled: false,
+            pace: CopyPace::default(),
             created: Timestamp::now(),
             ended: None,
             request_id: request_id::current(),
@@ -141,6 +147,7 @@ impl Engine {
         };
         let requests = Requests { cancelled: task.cancelled, forced: false };
         let (requests, asked) = watch::channel(requests);
+        let (paces, pace) = watch::channel(task.pace);
         let live = Arc::new(LiveProgress::default());
         let id = task.id;
         let engine = Arc::clone(self);
@@ -155,7 +162,8 @@ impl Engine {
                 tracing::info!(kind, target, step = task.step, "the task goes on");
                 let kept = task.clone();
                 let environment = &engine.environment;
-                let runner = Runner { environment, task, vm_id, requests: asked, live, resumed };
+                let (requests, paces) = (asked, pace);
+                let runner = Runner { environment, task, vm_id, requests, paces, live, resumed };
                 match runner.carry_out().await {
                     Ok(()) => {}
                     #[cfg(test)]
@@ -166,7 +174,7 @@ impl Engine {
             };
             tokio::spawn(request_id::during(request, work.instrument(span)))
         };
-        running.insert(id, Running { requests, live, work: work.abort_handle() });
+        running.insert(id, Running { requests, paces, live, work: work.abort_handle() });
     }
 
     /// Leaves a task unchanged that this version cannot run, and raises an alarm.
@@ -206,6 +214,13 @@ impl Engine {
     fn ask(&self, task: TaskId, what: impl FnOnce(&mut Requests)) {
         if let Some(running) = self.running().get(&task) {
             running.requests.send_modify(what);
+        }
+    }
+
+    /// Tells a task that runs how fast it is to copy disks.
+    pub(super) fn tell_pace(&self, task: &Task) {
+        if let Some(running) = self.running().get(&task.id) {
+            running.paces.send_replace(task.pace);
         }
     }
 
@@ -326,8 +341,10 @@ impl Engine {
     /// A task in the form of the API.
     #[must_use]
     pub fn shown(&self, task: &Task) -> model::Task {
-        let progress = self.running().get(&task.id).and_then(|it| it.live.read());
-        let progress = progress.filter(|_| task.ended.is_none());
+        let seen = self.running().get(&task.id).and_then(|it| it.live.read());
+        let seen = seen.filter(|_| task.ended.is_none());
+        let progress = seen.map(|seen| seen.progress);
+        let moving = seen.filter(|_| task.state == TaskState::Running && !task.pace.paused);
         model::Task {
             id: task.id,
             kind: task.operation.kind().to_owned(),
@@ -336,6 +353,10 @@ impl Engine {
             step: steps::title(task).to_owned(),
             percent: progress.and_then(Progress::percent),
             progress,
+            bytes_per_second: moving.and_then(|seen| seen.bytes_per_second),
+            seconds_left: moving.and_then(|seen| seen.seconds_left()),
+            rate: task.pace.bytes_per_second,
+            paused: task.pace.paused && task.state.is_open() && !task.cancelled,
             created: task.created,
             ended: task.ended,
             request_id: task.request_id.as_ref().map(ToString::to_string),

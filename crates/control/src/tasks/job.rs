@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use vmseal_api::host::{DropSnapshotJob, HostState, JobKind, JobSpec, JobState};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
@@ -58,6 +59,15 @@ pub(super) async fn drop_snapshot(
     }
 }
 
+/// What has become of a job that was followed.
+pub(super) enum Followed {
+    /// Nothing is left but to commit it, or nothing at all; with whether the guest's file systems were frozen, where that is
+    /// known.
+    Ready(Option<bool>),
+    /// The task is to go on at another pace.
+    AnotherPace,
+}
+
 /// Follows the task's job of this kind until nothing is left but to commit it, or nothing at all. Returns whether the
 /// guest's file systems were frozen, where that is known.
 pub(super) async fn follow(
@@ -65,14 +75,33 @@ pub(super) async fn follow(
     vm: &Vm,
     kind: JobKind,
 ) -> Result<Option<bool>, StepError> {
+    loop {
+        match follow_at(run, vm, kind, run.pace()).await? {
+            Followed::Ready(quiesced) => return Ok(quiesced),
+            // Only copies of disks have one.
+            Followed::AnotherPace => {}
+        }
+    }
+}
+
+/// The same of a job that was put at this pace, while the task is to have it.
+pub(super) async fn follow_at(
+    run: &Run<'_>,
+    vm: &Vm,
+    kind: JobKind,
+    pace: CopyPace,
+) -> Result<Followed, StepError> {
     let mut state: Option<Arc<HostState>> = None;
     loop {
-        let next = run.host_state(vm.host, state.as_deref()).await?;
+        let next = tokio::select! {
+            next = run.host_state(vm.host, state.as_deref()) => next?,
+            () = run.another_pace(pace) => return Ok(Followed::AnotherPace),
+        };
         let job = run.job_in(&next).filter(|job| job.kind == kind);
         match job.map(|job| &job.state) {
             Some(JobState::ReadyToCommit | JobState::Done) => {
                 run.show(Progress::default());
-                return Ok(job.and_then(|job| job.quiesced));
+                return Ok(Followed::Ready(job.and_then(|job| job.quiesced)));
             }
             Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
             Some(JobState::Cancelled) => {

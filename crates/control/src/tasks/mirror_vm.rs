@@ -18,6 +18,7 @@
 //! with that first (`clear`), before it looks which disks are to be copied. The key goes last of all, when no disk of
 //! the VM is encrypted with it ([`keys`]); a TPM's disk always is.
 
+mod copying;
 mod keys;
 
 use async_trait::async_trait;
@@ -27,8 +28,10 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::model::Lifecycle;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use self::copying::{copy, may_go_on};
 use super::job::follow;
 use super::run::{Run, StepError, register, state_of};
 use super::start_vm::locked;
@@ -209,13 +212,18 @@ pub(crate) fn target(operation: &Operation) -> Option<&DatastoreSpec> {
 
 /// The job that copies disks, of those that a VM has.
 pub(crate) fn mirror(operation: &Operation, disks: &[DiskId], known: &[Disk]) -> JobSpec {
+    mirror_at(operation, disks, known, CopyPace::default())
+}
+
+/// The same, at this pace.
+fn mirror_at(operation: &Operation, disks: &[DiskId], known: &[Disk], pace: CopyPace) -> JobSpec {
     let copied = known.iter().filter(|disk| disks.contains(&disk.id));
     let disks = copied.map(|disk| DiskToMirror {
         disk: disk.id,
         encrypted: encrypts(operation, disk),
         datastore: target(operation).cloned(),
     });
-    JobSpec::Mirror(MirrorJob { disks: disks.collect() })
+    JobSpec::Mirror(MirrorJob { disks: disks.collect(), pace })
 }
 
 /// The disks that a task copies: settled when it begins, as the inventory differs after the switch.
@@ -299,17 +307,6 @@ async fn clear(run: &Run<'_>) -> Result<(), StepError> {
     remove_sources(run, &vm).await
 }
 
-async fn copy(run: &Run<'_>) -> Result<(), StepError> {
-    let disks = copied(run)?;
-    if disks.is_empty() {
-        return Ok(());
-    }
-    let vm = run.vm().await?;
-    let job = mirror(&run.task.operation, &disks, &run.disks().await?);
-    put(run, &vm, job).await?;
-    follow(run, &vm, JobKind::Mirror).await.map(drop)
-}
-
 /// What has become of copies that were to be removed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cancelled {
@@ -360,6 +357,8 @@ async fn uncopy(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
 
 /// Has the host use the copies, and records that.
 async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+    // It was paused when the copies had just become ready.
+    may_go_on(run)?;
     let (vm, disks) = (run.vm().await?, copied(run)?);
     if !disks.is_empty()
         && let Err(error) = commit(run, &vm, run.task, &disks).await
@@ -516,7 +515,7 @@ async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
     }
     match switch(run).await {
         Err(StepError::Again(problem)) => return Err(StepError::Again(problem)),
-        Err(StepError::Final(problem)) => {
+        Err(StepError::Final(problem) | StepError::Paused(problem)) => {
             tracing::warn!(task = %run.task.id, %problem, "not all disks use their copies");
             record_found(run, &disks).await?;
         }

@@ -30,6 +30,7 @@ mod grow_disk;
 mod job;
 mod limits;
 pub(crate) mod mirror_vm;
+pub mod pacing;
 mod prove_vm;
 mod reboot_vm;
 mod recrypt_vm;

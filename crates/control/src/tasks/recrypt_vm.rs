@@ -376,5 +376,6 @@ fn half_done(vm: &Vm, error: StepError) -> StepError {
     match error {
         StepError::Again(problem) => StepError::Again(say(problem)),
         StepError::Final(problem) => StepError::Final(say(problem)),
+        StepError::Paused(problem) => StepError::Paused(problem),
     }
 }

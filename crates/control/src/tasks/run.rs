@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, JobStatus, VmState};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::ChangeKind;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 
@@ -20,19 +21,47 @@ use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
 
-/// The progress of a step, if known.
-#[derive(Default)]
-pub(super) struct LiveProgress(Mutex<Option<Progress>>);
+/// How far a step is, and how fast it gets on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) progress: Progress,
+    /// Where that is known.
+    pub(super) bytes_per_second: Option<u64>,
+}
 
-impl LiveProgress {
-    /// Sets it; returns whether the percentage has changed.
-    pub(super) fn show(&self, progress: Option<Progress>) -> bool {
-        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *shown, progress);
-        before.map(Progress::percent) != progress.map(Progress::percent)
+impl Seen {
+    /// How long the rest takes at this speed, in seconds.
+    pub(super) fn seconds_left(&self) -> Option<u64> {
+        let left = self.progress.total.saturating_sub(self.progress.done);
+        self.bytes_per_second.filter(|speed| *speed > 0).map(|speed| left.div_ceil(speed))
     }
 
-    pub(super) fn read(&self) -> Option<Progress> {
+    /// Whether people would see a difference: in the percentage, or of a tenth in the speed.
+    fn differs(&self, other: &Self) -> bool {
+        let speeds = match (self.bytes_per_second, other.bytes_per_second) {
+            (Some(one), Some(other)) => one.abs_diff(other) > one.max(other) / 10,
+            (one, other) => one != other,
+        };
+        speeds || self.progress.percent() != other.progress.percent()
+    }
+}
+
+/// The progress of a step, if known.
+#[derive(Default)]
+pub(super) struct LiveProgress(Mutex<Option<Seen>>);
+
+impl LiveProgress {
+    /// Sets it; returns whether people would see a difference to what was shown before.
+    pub(super) fn show(&self, seen: Option<Seen>) -> bool {
+        let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *shown, seen);
+        match (before, seen) {
+            (Some(before), Some(now)) => now.differs(&before),
+            (before, now) => before != now,
+        }
+    }
+
+    pub(super) fn read(&self) -> Option<Seen> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -56,6 +85,8 @@ pub(crate) enum StepError {
     Again(Problem),
     /// It is certain: a retry would change nothing.
     Final(Problem),
+    /// A user has paused the task: the step is done again when it goes on.
+    Paused(Problem),
 }
 
 impl StepError {
@@ -71,13 +102,13 @@ impl StepError {
 
     pub(super) fn problem(self) -> Problem {
         match self {
-            Self::Again(problem) | Self::Final(problem) => problem,
+            Self::Again(problem) | Self::Final(problem) | Self::Paused(problem) => problem,
         }
     }
 
     pub(super) fn as_problem(&self) -> &Problem {
         match self {
-            Self::Again(problem) | Self::Final(problem) => problem,
+            Self::Again(problem) | Self::Final(problem) | Self::Paused(problem) => problem,
         }
     }
 }
@@ -107,6 +138,7 @@ pub(crate) struct Run<'a> {
     pub(super) task: &'a Task,
     pub(super) vm_id: VmId,
     pub(super) requests: watch::Receiver<Requests>,
+    pub(super) paces: watch::Receiver<CopyPace>,
     pub(super) live: &'a LiveProgress,
     /// Whether a host may have received a request of this step.
     pub(super) sent: AtomicBool,
@@ -142,7 +174,11 @@ impl Run<'_> {
 
     /// Publishes the step's progress, in bytes; not if the total is 0.
     pub(super) fn show(&self, progress: Progress) {
-        if self.live.show(Some(progress).filter(|progress| progress.total > 0)) {
+        self.show_with_speed(Seen { progress, bytes_per_second: None });
+    }
+
+    fn show_with_speed(&self, seen: Seen) {
+        if self.live.show(Some(seen).filter(|seen| seen.progress.total > 0)) {
             self.context.store.note_change(Kinds::NONE.with(ChangeKind::Task));
         }
     }
@@ -155,7 +191,9 @@ impl Run<'_> {
     /// Publishes the progress of the task's job in a host's state.
     pub(super) fn show_job(&self, state: &HostState) {
         if let Some(job) = self.job_in(state) {
-            self.show(Progress { done: job.progress.done, total: job.progress.total });
+            let progress = Progress { done: job.progress.done, total: job.progress.total };
+            let bytes_per_second = job.progress.bytes_per_second;
+            self.show_with_speed(Seen { progress, bytes_per_second });
         }
     }
 
@@ -171,6 +209,20 @@ impl Run<'_> {
             self.sent.store(true, Ordering::Relaxed);
         }
         answer
+    }
+
+    /// How fast the task is to copy disks now.
+    pub(super) fn pace(&self) -> CopyPace {
+        *self.paces.borrow()
+    }
+
+    /// Waits until the task is to copy disks at another pace than this.
+    pub(super) async fn another_pace(&self, pace: CopyPace) {
+        let mut paces = self.paces.clone();
+        if paces.wait_for(|now| *now != pace).await.is_err() {
+            // Nobody can set it any more.
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Ends a step if the task was cancelled.

@@ -18,7 +18,8 @@
 //! State and step are in the inventory before the step begins, with the outputs of the steps before it. A starting
 //! server resumes every task where it was: the interrupted step is done (or undone) again from its beginning, as
 //! every step is repeatable. If a host does not answer, the step is repeated with growing pauses; if it never
-//! answers, the step is undone, as it may have been done. A step's [`super::step::WaitPolicy`] says what it waits for
+//! answers, the step is undone, as it may have been done. While a user has paused the task, the step that copies disks waits, and is
+//! done again afterwards. A step's [`super::step::WaitPolicy`] says what it waits for
 //! without a limit; after the commit step a task waits for everything.
 
 use std::panic::AssertUnwindSafe;
@@ -30,6 +31,7 @@ use futures_util::FutureExt;
 use jiff::Timestamp;
 use tokio::sync::{OwnedSemaphorePermit, watch};
 use vmseal_api::model::{TaskState, Waiting, WaitingOn};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::environment::{Environment, Retry};
@@ -64,6 +66,7 @@ pub(super) struct Runner<'a> {
     pub(super) task: Task,
     pub(super) vm_id: vmseal_api::id::VmId,
     pub(super) requests: watch::Receiver<Requests>,
+    pub(super) paces: watch::Receiver<CopyPace>,
     pub(super) live: Arc<LiveProgress>,
     /// Whether the step may have been begun in an earlier run of the server.
     pub(super) resumed: bool,
@@ -223,7 +226,9 @@ impl Runner<'_> {
             let share = self.take_share(step, &requests).await;
             let task = self.task.clone();
             let (requests, sent_now) = (requests.clone(), AtomicBool::new(false));
-            let run = Run { context, task: &task, vm_id, requests, live: &live, sent: sent_now };
+            let paces = self.paces.clone();
+            let run =
+                Run { context, task: &task, vm_id, requests, paces, live: &live, sent: sent_now };
             let outcome = self.try_once(&run, step, cause).await?;
             sent |= run.sent.load(Ordering::Relaxed);
             drop(share);
@@ -231,11 +236,17 @@ impl Runner<'_> {
                 Ok(output) => return Ok(Ok(output)),
                 Err(error) => error,
             };
-            let done = self.live.read().map_or(0, |progress| progress.done);
+            let done = self.live.read().map_or(0, |seen| seen.progress.done);
             if done > furthest {
                 (tries, furthest) = (0, done);
             }
             match waits::classify(&error, wait_policy) {
+                FailureKind::Paused => {
+                    self.note_paused().await;
+                    until_resumed(&run).await;
+                    self.note_running().await;
+                    tries = 0;
+                }
                 FailureKind::Inventory => {
                     tracing::error!(task = %task.id, error = %error.as_problem(), "the inventory fails: waiting");
                     pause(retry.store_pause, &run.requests).await;
@@ -285,6 +296,16 @@ impl Runner<'_> {
         if self.task.waiting.as_ref() != Some(&waiting) || self.task.state != TaskState::Waiting {
             tracing::info!(task = %self.task.id, on = ?waiting.on, name = waiting.name, "waiting");
             self.task.waiting = Some(waiting);
+            self.task.state = TaskState::Waiting;
+            self.environment.save(&self.task, None).await;
+        }
+    }
+
+    /// Publishes that the task is paused.
+    async fn note_paused(&mut self) {
+        if self.task.waiting.is_some() || self.task.state != TaskState::Waiting {
+            tracing::info!(task = %self.task.id, "paused");
+            self.task.waiting = None;
             self.task.state = TaskState::Waiting;
             self.environment.save(&self.task, None).await;
         }
@@ -416,6 +437,18 @@ async fn pause(pause: Duration, requests: &watch::Receiver<Requests>) {
     tokio::select! {
         () = tokio::time::sleep(pause) => {}
         Ok(()) = requests.changed() => {}
+    }
+}
+
+/// Waits until a user has a paused task go on, or cancels it.
+async fn until_resumed(run: &Run<'_>) {
+    let (mut requests, mut paces) = (run.requests.clone(), run.paces.clone());
+    let resumed = async { paces.wait_for(|pace| !pace.paused).await.is_ok() };
+    let cancelled = async { requests.wait_for(|requests| requests.cancelled).await.is_ok() };
+    tokio::select! {
+        true = resumed => {}
+        true = cancelled => {}
+        else => {}
     }
 }
 

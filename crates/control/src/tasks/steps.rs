@@ -86,6 +86,12 @@ pub(crate) fn title(task: &Task) -> &str {
     known.map_or(name, |step| step.title())
 }
 
+/// Whether a task has come to its commit step, or is past it.
+pub(super) fn is_committing(task: &Task) -> bool {
+    let mut until = of(&task.operation).iter().rev().skip_while(|step| step.name() != task.step);
+    until.any(|step| step.commits())
+}
+
 /// Whether a task is past its commit step.
 pub(super) fn is_committed(task: &Task) -> bool {
     let before = of(&task.operation).iter().take_while(|step| step.name() != task.step);

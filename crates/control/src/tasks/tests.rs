@@ -25,6 +25,7 @@ mod held;
 mod limits;
 mod mirror;
 mod outage;
+mod pacing;
 mod proofs;
 mod recrypt;
 mod revoked;

@@ -15,6 +15,8 @@ pub(super) enum FailureKind {
     Inventory,
     /// A provider gives no keys: wait for it.
     Provider,
+    /// A user has paused the task: wait for them.
+    Paused,
     /// A host or provider did not answer: retry a few times, or wait for the host.
     Silence,
     /// A retry would change nothing.
@@ -23,6 +25,9 @@ pub(super) enum FailureKind {
 
 /// How to continue after a step failed with this error.
 pub(super) fn classify(error: &StepError, wait_policy: WaitPolicy) -> FailureKind {
+    if let StepError::Paused(_) = error {
+        return FailureKind::Paused;
+    }
     let problem = error.as_problem();
     if problem.inventory {
         return FailureKind::Inventory;
@@ -33,7 +38,7 @@ pub(super) fn classify(error: &StepError, wait_policy: WaitPolicy) -> FailureKin
     }
     match error {
         StepError::Again(_) => FailureKind::Silence,
-        StepError::Final(_) => FailureKind::Final,
+        StepError::Final(_) | StepError::Paused(_) => FailureKind::Final,
     }
 }
 

@@ -313,12 +313,8 @@ fn check_place_of_replica(chain: &[FilterSpec]) -> Result<(), String> {
 
 /// Checks what a disk is copied to.
 fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
-    let MirrorSpec { to, bytes_per_second, .. } = mirror;
-    if *bytes_per_second < REPLICATE_RATE_MIN {
-        return Err(format!(
-            "a copy that gets {bytes_per_second} bytes a second: give at least {REPLICATE_RATE_MIN}"
-        ));
-    }
+    let MirrorSpec { to, pace, .. } = mirror;
+    pace.check().map_err(|wrong| format!("a copy that gets {wrong}"))?;
     let other_copy =
         |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_) | FilterSpec::Replicate(_));
     if to.chain.iter().any(other_copy) {
@@ -649,7 +645,7 @@ mod tests {
         let mirror = |chain: Value, backend: Value, rate: u64| {
             json!({
                 "kind": "mirror", "to": { "chain": chain, "backend": backend },
-                "map": { "fd": 12 }, "bytes_per_second": rate
+                "map": { "fd": 12 }, "pace": { "bytes_per_second": rate }
             })
         };
         let good_mirror = || mirror(json!([crypt(10)]), file(11), REPLICATE_RATE_MIN);
@@ -668,6 +664,9 @@ mod tests {
             json!([good_mirror()]),
             json!([limit, good_mirror(), crypt(5), cache, replica]),
             json!([mirror(json!([]), file(11), REPLICATE_RATE_MIN), crypt(5)]),
+            json!([{
+                "kind": "mirror", "to": { "chain": [], "backend": file(11) }, "map": { "fd": 12 }
+            }]),
         ] {
             let config = read_value(&with(&chain));
             let config = config.unwrap_or_else(|error| panic!("{chain}: {error}"));

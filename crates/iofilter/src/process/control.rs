@@ -16,6 +16,7 @@ use vmseal_api::filter::{
     NewStack, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
 use crate::disk::current::IsRead;
@@ -123,6 +124,7 @@ impl Control {
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
+                Ok(ControlRequest::Pace { disk, pace }) => send(stream, &self.pace(disk, pace))?,
                 Ok(ControlRequest::Pivot { disk }) => {
                     // What the disk had before is closed when the answer is sent.
                     let (answer, former) = self.pivot(disk);
@@ -221,6 +223,24 @@ impl Control {
         }
         *drained = Some(Drained::drain(&self.disks, disks)?);
         Ok(())
+    }
+
+    fn pace(&self, disk: DiskId, pace: CopyPace) -> ControlReply {
+        let running = match self.disk(disk) {
+            Ok(running) => running,
+            Err(refusal) => return refusal,
+        };
+        if let Err(wrong) = pace.check() {
+            return refusal(ErrorCode::InvalidRequest, format!("a copy that gets {wrong}"));
+        }
+        match running.pivot.get() {
+            Some(pivot) => pivot.set_pace(pace),
+            None => {
+                let why = NotPivoted::NoMirror;
+                return refusal(ErrorCode::WrongState, format!("disk {disk}: {why}"));
+            }
+        }
+        ControlReply::Done
     }
 
     fn pivot(&self, disk: DiskId) -> (ControlReply, Option<FormerPlace>) {

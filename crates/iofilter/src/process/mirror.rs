@@ -69,8 +69,7 @@ pub(super) fn open<'a>(
     {
         return Err(refused(ReplicaError::Same));
     }
-    let rate = spec.bytes_per_second;
-    let opened = OpenedMirror::open(disk, size, &spec.map, rate, &places, handles);
+    let opened = OpenedMirror::open(disk, size, &spec.map, spec.pace, &places, handles);
     let mut opened = opened.map_err(refused)?;
     if let (true, DiskStorage::Qcow2(image)) = (spec.same_below, image) {
         let extents = image.extents().map_err(|error| {

@@ -39,7 +39,7 @@ impl Replicated {
         // The copy of a disk of zeroes.
         let replica = MemDisk::new(size as usize);
         let mut copier =
-            Copier::new(&replicate, place(&replica, size), None, place(&replica, size), u64::MAX);
+            Copier::new(&replicate, place(&replica, size), None, place(&replica, size));
         while replicate.status().dirty_bytes > 0 {
             copier.batch().unwrap();
         }
@@ -64,7 +64,7 @@ impl Replicated {
     fn copier(&self, disk: &Disk) -> Copier {
         let source = BlockingDisk::new(disk.below(KIND).unwrap());
         let replica = place(&self.replica, self.size);
-        Copier::new(&self.replicate, source, disk.file().cloned(), replica, u64::MAX)
+        Copier::new(&self.replicate, source, disk.file().cloned(), replica)
     }
 
     /// The content of the replica.

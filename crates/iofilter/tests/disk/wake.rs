@@ -142,7 +142,7 @@ fn the_first_change_of_a_chunk_is_woken_by_the_mark() {
     let mut chain = Chain::new(SIZE, false, filters, source.queue()).unwrap();
     let place = || BlockingDisk::new(Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap());
     let copier = vmseal_iofilter::layers::replicate::copier::Copier::new;
-    let mut copier = copier(&replicate, place(), None, place(), u64::MAX);
+    let mut copier = copier(&replicate, place(), None, place());
     while replicate.status().dirty_bytes > 0 {
         copier.batch().unwrap();
     }

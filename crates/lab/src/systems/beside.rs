@@ -12,12 +12,10 @@ use vmseal_api::filter::{
     BackendSpec, BackingSpec, ControlReply, ControlRequest, Direct, FilterSpec, Handle, Holes,
     MirrorSpec, NewStack, StackSpec,
 };
+use vmseal_api::pace::CopyPace;
 use vmseal_api::transfer::ImageFormat;
 
 use super::{Acted, DATA_OFFSET, Place, Program, SystemError};
-
-/// How fast a copy may grow, in bytes a second: as the agent has it, so nothing but its own yielding limits it.
-const MIRROR_RATE: u64 = 1 << 40;
 
 /// The longest that a server may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -59,7 +57,7 @@ impl Beside {
         Some(FilterSpec::Mirror(Box::new(MirrorSpec {
             to,
             map,
-            bytes_per_second: MIRROR_RATE,
+            pace: CopyPace::default(),
             same_below: false,
         })))
     }

@@ -166,7 +166,12 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
         (Privilege::VmGuest, new().routes(routes!(guest::ask))),
         (
             Privilege::ManageTasks,
-            new().routes(routes!(tasks::cancel)).routes(routes!(tasks::resolve)),
+            new()
+                .routes(routes!(tasks::cancel))
+                .routes(routes!(tasks::resolve))
+                .routes(routes!(tasks::set))
+                .routes(routes!(tasks::pause))
+                .routes(routes!(tasks::resume)),
         ),
         (
             Privilege::ManageDatastores,

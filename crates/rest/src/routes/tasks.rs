@@ -7,12 +7,13 @@ use axum::extract::State;
 use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{Page, Plan, Task, TaskState};
+use vmseal_api::request::SetTask;
 use vmseal_control::services::{self, PageRequest, Services};
 
 use crate::answer::{Accepted, Answer, TaskOrPlan};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{EmptyBody, OptionalJson, PathSegment, QueryOf};
+use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf};
 use crate::request::dry_run::DryRunQuery;
 
 /// The requested tasks.
@@ -79,4 +80,49 @@ pub(super) async fn resolve(
     OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
 ) -> Result<Answer<Json<Task>>, ProblemResponse> {
     Ok(Answer(services::tasks::resolve(&control, &caller, &id, query.dry_run).await?.map(Json)))
+}
+
+/// Changes the rate of a task that copies disks (`vm.encrypt`, `vm.decrypt`, `vm.recrypt-deep`, `vm.move`), until its guest is
+/// given the copies.
+#[utoipa::path(patch, path = "/api/v1/tasks/{task}", tag = "tasks",
+    params(("task" = String, Path, description = "Its id"), DryRunQuery), request_body = SetTask,
+    responses((status = 200, body = TaskOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(id): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetTask>,
+) -> Result<Answer<Json<Task>>, ProblemResponse> {
+    let set = services::tasks::set(&control, &caller, &id, request, query.dry_run).await?;
+    Ok(Answer(set.map(Json)))
+}
+
+/// Has a task that copies disks copy nothing until it is resumed. What the guest changes meanwhile is copied then. The same
+/// again changes nothing.
+#[utoipa::path(post, path = "/api/v1/tasks/{task}/pause", tag = "tasks",
+    params(("task" = String, Path, description = "Its id"), DryRunQuery),
+    responses((status = 200, body = TaskOrPlan), ProblemResponse))]
+pub(super) async fn pause(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(id): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<Task>>, ProblemResponse> {
+    Ok(Answer(services::tasks::pause(&control, &caller, &id, query.dry_run).await?.map(Json)))
+}
+
+/// Has a paused task go on. The same again changes nothing.
+#[utoipa::path(post, path = "/api/v1/tasks/{task}/resume", tag = "tasks",
+    params(("task" = String, Path, description = "Its id"), DryRunQuery),
+    responses((status = 200, body = TaskOrPlan), ProblemResponse))]
+pub(super) async fn resume(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(id): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<Task>>, ProblemResponse> {
+    Ok(Answer(services::tasks::resume(&control, &caller, &id, query.dry_run).await?.map(Json)))
 }

@@ -125,6 +125,10 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
         (Method::POST, "providers/keys/verify", no_backup, 422),
         (Method::POST, none, Value::Null, 404),
         (Method::POST, "tasks/x/cancel", Value::Null, 404),
+        (Method::POST, "tasks/x/pause", Value::Null, 404),
+        (Method::POST, "tasks/x/resume", Value::Null, 404),
+        (Method::PATCH, "tasks/x", json!({ "rate": 0 }), 404),
+        (Method::PATCH, "tasks/x", json!({ "rate": 1 }), 400),
     ] {
         let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
         assert_eq!(answer.status.as_u16(), status, "{path}: {}", answer.body);

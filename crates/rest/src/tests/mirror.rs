@@ -156,3 +156,36 @@ async fn a_policy_that_encrypts_is_given_by_encrypting() {
     let detail = set.assert_problem(409, "wrong-state").body["detail"].to_string();
     assert!(detail.contains("vmseal vm encrypt web --policy encrypted"), "{detail}");
 }
+
+#[tokio::test]
+async fn a_copy_has_a_rate_is_paused_and_goes_on() {
+    let api = Api::new().await;
+    plain(&api).await;
+    api.fixture.agent.set_work(std::time::Duration::from_secs(600));
+    let begun = api.post("vms/web/encrypt", json!({ "rate": 5 << 20 })).await;
+    assert_eq!((begun.status.as_u16(), &begun.body["rate"]), (202, &json!(5 << 20)));
+    let path = format!("tasks/{}", begun.body["id"].as_str().unwrap());
+    let patched = async |body: &str| api.raw(Method::PATCH, &path, body.to_owned()).await;
+    assert_eq!(patched(r#"{"rate": 8388608}"#).await.body["rate"], json!(8 << 20));
+    patched(r#"{"rate": 5}"#).await.assert_field("rate");
+    patched("{}").await.assert_problem(400, "invalid-request");
+    let paused = api.post(&format!("{path}/pause"), Value::Null).await;
+    assert_eq!((paused.status.as_u16(), &paused.body["paused"]), (200, &json!(true)));
+    api.fixture.agent.set_work(std::time::Duration::ZERO);
+    // Its first step, which would have lasted, is done again.
+    api.fixture.agent.restart();
+    let waits = async || {
+        let task = api.get(&path).await.body;
+        (task["state"] == "waiting" && task["paused"] == true).then_some(())
+    };
+    api.fixture.eventually("it waits", waits).await;
+    let planned = api.post(&format!("{path}/resume?dry_run=true"), Value::Null).await;
+    assert_eq!(planned.body["kind"], "task.resume", "{}", planned.body);
+    assert_eq!(patched(r#"{"rate": 0}"#).await.body.get("rate"), None);
+    let resumed = api.post(&format!("{path}/resume"), Value::Null).await;
+    assert_eq!(resumed.body.get("paused"), None, "{}", resumed.body);
+    let done = async || (api.get(&path).await.body["state"] == "done").then_some(());
+    api.fixture.eventually("it is done", done).await;
+    let late = api.post(&format!("{path}/pause"), Value::Null).await;
+    late.assert_problem(409, "wrong-state");
+}

@@ -73,6 +73,7 @@ pub fn remove(
         })?;
     }
     home.remove(&home.mirror_map(disk.disk))?;
+    home.remove_note(&home.mirror_pace(disk.disk))?;
     mirror.remove_notes()
 }
 

@@ -20,6 +20,8 @@ struct Bench {
     task: TaskId,
     /// The datastore of the copy, where that is another one.
     to: Option<DatastoreSpec>,
+    /// How fast it is copied.
+    pace: CopyPace,
 }
 
 /// A VM with a plain disk of 1 MiB that holds the marker.
@@ -33,7 +35,8 @@ fn bench() -> Bench {
     spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
     let disk = DiskSpec { datastore: place, ..crate::rules::tests::disk("data") };
     spec.devices = vec![Device::Disk(DiskSpec { allocation: Allocation::Thin, ..disk })];
-    let bench = Bench { _directory: directory, spec, kek, task: TaskId::new(), to: None };
+    let (task, to, pace) = (TaskId::new(), None, CopyPace::default());
+    let bench = Bench { _directory: directory, spec, kek, task, to, pace };
     let file = bench.home().begin(&bench.spec, bench.disk(), bench.disk().size).unwrap();
     file.write_all_at(MARKER, 64 << 10).unwrap();
     bench.home().finish(bench.disk().disk, &file).unwrap();
@@ -64,7 +67,8 @@ impl Bench {
     fn begin_of(&self, task: TaskId) -> Result<(), Problem> {
         let wanted = self.wanted();
         let (spec, disk, facts) = (&self.spec, self.disk(), &DiskFacts::Raw);
-        let new = NewMirror { spec, disk, facts, kek: Some(&self.kek), wanted: &wanted, task };
+        let (kek, pace) = (Some(&self.kek), self.pace);
+        let new = NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace };
         new.begin(|_| Ok(()))
     }
 
@@ -394,4 +398,32 @@ fn a_disk_that_is_deleted_leaves_nothing_elsewhere() {
         bench.home().delete(bench.disk().disk).unwrap();
         assert!(!target.path().exists() && !bench.home().path().exists(), "{pivoted}");
     }
+}
+
+#[test]
+fn the_pace_of_a_copy_is_on_record_until_it_is_gone() {
+    let mut bench = bench();
+    let paused = CopyPace { bytes_per_second: Some(4 << 20), paused: true };
+    let seen = |bench: &Bench| bench.open().unwrap().mirror.expect("its copy").pace;
+    bench.pace = paused;
+    bench.begin().unwrap();
+    assert_eq!(bench.files(), ["copy", "json", "mirror", "mirror-map", "mirror-pace", "raw"]);
+    assert_eq!(seen(&bench), paused);
+    let rate = CopyPace { paused: false, ..paused };
+    record_pace(bench.spec.vm, bench.disk(), rate).unwrap();
+    assert_eq!(seen(&bench), rate);
+    // The same task begins it again.
+    bench.begin().unwrap();
+    assert_eq!(seen(&bench), paused);
+    // What cannot be read holds nothing back, and is no reason to keep the disk from its guest.
+    for text in ["", "x", r#"{"bytes_per_second":5}"#, r#"{"paused":true,"more":1}"#] {
+        std::fs::write(bench.home().mirror_pace(bench.disk().disk), text).unwrap();
+        assert_eq!(seen(&bench), CopyPace::default(), "{text}");
+    }
+    bench.give_up(Some(bench.task)).unwrap();
+    assert_eq!(bench.files(), ["json", "raw"]);
+    bench.begin().unwrap();
+    bench.pivot();
+    bench.remove_source().unwrap();
+    assert_eq!(bench.files(), ["json", "raw"]);
 }

@@ -47,8 +47,8 @@ pub fn name_of(name: &str) -> Named {
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer => image(ImageKind::Layer),
-        "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "layers" | "copy-layers"
-        | "source-layers" | "merge" => Named::Other(FileKind::Note),
+        "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
+        | "copy-layers" | "source-layers" | "merge" => Named::Other(FileKind::Note),
         _ => Named::Other(FileKind::Unknown),
     }
 }
@@ -87,6 +87,7 @@ mod tests {
             (format!("{disk}.layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.source-layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),
+            (format!("{disk}.mirror-pace"), Named::Other(FileKind::Note)),
             ("notes.raw".to_owned(), Named::Other(FileKind::Unknown)),
             ("README".to_owned(), Named::Other(FileKind::Unknown)),
         ] {

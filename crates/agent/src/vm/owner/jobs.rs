@@ -68,7 +68,12 @@ impl Owner {
     ) -> Result<(), Problem> {
         match self.jobs.same(task, &spec)? {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
-            Some(_) => return Ok(()),
+            Some(_) => {
+                return match &spec {
+                    JobSpec::Mirror(job) => self.set_pace(task, job.pace).await,
+                    _ => Ok(()),
+                };
+            }
         }
         match &spec {
             JobSpec::Mirror(job) => return self.put_mirror(task, &job.clone(), spec).await,

@@ -19,6 +19,7 @@ use vmseal_api::host::{
     DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, JobSpec, MirrorJob, Power, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
@@ -92,7 +93,8 @@ impl Owner {
         // The small ones have layers as well, which nobody writes.
         let (layered, others) = self.with_layers(others).await?;
         let trees: Vec<DiskId> = layered.iter().map(|(_, disk, _)| disk.disk).collect();
-        self.begin_copies(task, data.into_iter().chain(layered).collect(), &served).await?;
+        let copied = data.into_iter().chain(layered).collect();
+        self.begin_copies(task, copied, &served, job.pace).await?;
         let mut kept = Vec::new();
         for disk in served {
             if !self.is_incomplete(disk).await? {
@@ -125,6 +127,7 @@ impl Owner {
             self.serve_again();
         }
         for disk in disks.into_iter().chain(trees) {
+            self.bring_to_pace(disk, job.pace).await;
             self.work_on_copy(disk).await;
         }
         Ok(())
@@ -148,13 +151,14 @@ impl Owner {
         task: TaskId,
         wanted: Vec<Wanted>,
         served: &[DiskId],
+        pace: CopyPace,
     ) -> Result<(), Problem> {
         let (spec, kek, served) = (self.spec.clone(), self.clone_kek()?, served.to_vec());
         let directory = self.shared.run_dir.vm(self.spec.vm);
         let begin = move || {
             for (index, (to, disk, facts)) in wanted.iter().enumerate() {
                 let (spec, kek) = (&spec, kek.as_ref());
-                let new = NewMirror { spec, disk, facts, kek, wanted: to, task };
+                let new = NewMirror { spec, disk, facts, kek, wanted: to, task, pace };
                 let begun = new.begin(|image| match served.contains(&disk.disk) {
                     true => images::check(&directory, &[(disk, image)]),
                     false => Ok(()),
@@ -179,13 +183,14 @@ impl Owner {
             Ok(true) => return self.begin_tree(disk, Duration::ZERO).await,
             Err(problem) => return self.copy_failed(disk, problem).await,
         }
+        let pace = self.jobs.mirror_of(disk).map(|(_, job)| job.pace).unwrap_or_default();
         let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
         if running && self.is_served(disk) {
             if let Some(running) = self.running() {
                 let control = running.control.clone();
-                self.workers.begin_following(disk, control);
+                self.workers.begin_following(disk, control, pace);
             }
-        } else if self.power() != Power::Starting {
+        } else if self.power() != Power::Starting && !pace.paused {
             match self.copying(&[disk]) {
                 Ok(copying) => self.workers.begin_copy(disk, copying),
                 Err(problem) => {
@@ -247,6 +252,9 @@ impl Owner {
                 return Err(rules::nothing_to_commit(task));
             }
         }
+        if self.copies_are_paused(task, &known).await {
+            return Err(rules::copies_are_paused(&self.spec, task));
+        }
         if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
             self.pivot(task, job).await?;
         } else {
@@ -306,7 +314,7 @@ impl Owner {
         let wanted = self.wanted(job)?;
         let others: Vec<_> =
             wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        self.begin_copies(task, others.clone(), &[]).await?;
+        self.begin_copies(task, others.clone(), &[], CopyPace::default()).await?;
         for (_, disk, _) in others {
             self.copy_layers_now(disk.disk).await?;
         }

@@ -272,6 +272,7 @@ async fn the_disks_that_are_named_move_and_others_stay() {
     let request = |datastore: &str, disk: &str| MoveVm {
         datastore: datastore.to_owned(),
         disks: vec![disk.to_owned()],
+        rate: None,
     };
     for (asked, code, field) in [
         (request("nowhere", &name), ErrorCode::NotFound, Some("datastore")),
@@ -617,7 +618,7 @@ async fn snapshots_follow_and_those_with_memory_stay_where_they_are_of_use() {
     write.commit().await.unwrap();
     let refused = decrypt().await.unwrap_err();
     assert!(refused.detail.contains("vmseal snapshot delete web asleep"), "{refused}");
-    let to = MoveVm { datastore: "second".to_owned(), disks: vec![] };
+    let to = MoveVm { datastore: "second".to_owned(), disks: vec![], rate: None };
     let refused = mirror::move_disks(&services, &me, "web", to, true).await.unwrap_err();
     assert!(refused.detail.contains("keeps the memory"), "{refused}");
     let deep = vmseal_api::request::RecryptVm { deep: true, ..Default::default() };

@@ -10,11 +10,12 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::layers::replicate::Replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
+use crate::layers::replicate::pace::Bucket;
 use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
+use crate::layers::replicate::{Replicate, Waited};
 use crate::stack::request::IoError;
 use crate::storage::extent::Own;
 use crate::storage::file::FileDisk;
@@ -79,6 +80,14 @@ pub enum Batch {
     Pass,
 }
 
+/// Why a chunk was not copied to its end.
+enum Held {
+    /// The process ends.
+    Stopped,
+    /// The copy is paused.
+    Paused,
+}
+
 /// See the module.
 pub struct Copier {
     replicate: Replicate,
@@ -89,9 +98,7 @@ pub struct Copier {
     layer: Option<LayerParts>,
     /// The next chunk of the pass.
     next: usize,
-    bytes_per_second: u64,
-    /// When the next piece may be copied.
-    not_before: Instant,
+    bucket: Bucket,
     /// The guest's requests when the last piece began.
     requests: u64,
     /// When the piece began that was the last, while nothing else was done since.
@@ -101,14 +108,13 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Copies from `source`, the part of the chain below the filter, to `replica`, at most this many bytes a second.
+    /// Copies from `source`, the part of the chain below the filter, to `replica`.
     #[must_use]
     pub fn new(
         replicate: &Replicate,
         source: BlockingDisk,
         holes: Option<FileDisk>,
         replica: BlockingDisk,
-        bytes_per_second: u64,
     ) -> Self {
         // A replica is copied for good, so it must not be felt.
         let pieces = match replicate.0.geometry.purpose() {
@@ -121,8 +127,7 @@ impl Copier {
             holes,
             layer: None,
             next: 0,
-            bytes_per_second,
-            not_before: Instant::now(),
+            bucket: Bucket::new(Instant::now()),
             requests: 0,
             begun: None,
             cut: false,
@@ -158,8 +163,14 @@ impl Copier {
             };
             self.next = chunk + 1;
             let (began, ticket) = (shared.clock.now(), shared.chunks.ticket(chunk));
-            if let Err(stopped) = self.copy(chunk) {
-                break Err(stopped);
+            match self.copy(chunk) {
+                Ok(()) => {}
+                Err(Held::Stopped) => break Err(CopyError::Stopped),
+                // What was copied before is made durable now.
+                Err(Held::Paused) => {
+                    self.next = chunk;
+                    break Ok(Batch::More);
+                }
             }
             copied.push(Copied { chunk, ticket, began });
             bytes += shared.geometry.chunk();
@@ -199,12 +210,10 @@ impl Copier {
     }
 
     /// Begins to copy a chunk.
-    fn copy(&mut self, chunk: usize) -> Result<(), CopyError> {
+    fn copy(&mut self, chunk: usize) -> Result<(), Held> {
         let (mut at, end) = self.replicate.0.geometry.range(chunk);
         while at < end {
-            if self.replicate.0.is_closed() {
-                return Err(CopyError::Stopped);
-            }
+            self.may_go_on()?;
             let (content, part) = self.part(at, end);
             if content == Own::Nothing {
                 at = part;
@@ -254,7 +263,7 @@ impl Copier {
     /// A mirror is copied as fast as storage works while the guest is idle, or is slowed itself. Where it has made requests
     /// since the last piece, the next one is small, and waits for the end of that one and for [`REST`] times as long. True
     /// if so.
-    fn yield_to_the_guest(&mut self) -> Result<bool, CopyError> {
+    fn yield_to_the_guest(&mut self) -> Result<bool, Held> {
         let requests = self.replicate.0.requests.load(Ordering::Relaxed);
         let busy = std::mem::replace(&mut self.requests, requests) != requests;
         let yields = busy && self.replicate.0.mark_pause.pause().is_zero();
@@ -263,21 +272,35 @@ impl Copier {
             let took = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed());
             let rest = (took * REST).min(REST_MAX);
             if !self.replicate.0.sleep(rest) {
-                return Err(CopyError::Stopped);
+                return Err(Held::Stopped);
             }
         }
         Ok(yields)
     }
 
-    /// Sleeps until this many bytes may be read.
-    fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), CopyError> {
-        let now = Instant::now();
-        let wait = self.not_before.saturating_duration_since(now);
-        if !wait.is_zero() && !self.replicate.0.sleep(wait) {
-            return Err(CopyError::Stopped);
+    /// Whether neither the process ends nor the copy is paused.
+    fn may_go_on(&self) -> Result<(), Held> {
+        match self.replicate.0.look() {
+            Waited::Closed => Err(Held::Stopped),
+            Waited::Paused => Err(Held::Paused),
+            Waited::Over | Waited::Changed => Ok(()),
         }
-        let takes = Duration::from_secs_f64(bytes as f64 / self.bytes_per_second.max(1) as f64);
-        self.not_before = self.not_before.max(now) + takes;
+    }
+
+    /// Sleeps until this many bytes may be read. A rate that changes meanwhile counts at once.
+    fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), Held> {
+        loop {
+            let rate = self.replicate.0.rate();
+            let wait = self.bucket.wait(rate, Instant::now());
+            match self.replicate.0.sleep_at(rate, wait) {
+                Waited::Closed => return Err(Held::Stopped),
+                Waited::Paused => return Err(Held::Paused),
+                Waited::Changed => {}
+                Waited::Over => break,
+            }
+        }
+        self.bucket.take(bytes);
+        self.replicate.0.counters.paced.add(bytes);
         Ok(())
     }
 }

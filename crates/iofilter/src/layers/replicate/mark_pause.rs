@@ -41,6 +41,12 @@ impl MarkPause {
         self.pause.store(next, Ordering::Relaxed);
     }
 
+    /// Ends the pauses: nothing is copied for now. The next passes tell anew whether they are needed.
+    pub(super) fn end(&self) {
+        self.pause.store(0, Ordering::Relaxed);
+        self.before.store(u64::MAX, Ordering::Relaxed);
+    }
+
     /// How long the marker waits after a mark.
     pub(super) fn pause(&self) -> Duration {
         Duration::from_micros(self.pause.load(Ordering::Relaxed))
@@ -67,6 +73,12 @@ mod tests {
             after(150);
         }
         assert_eq!(after(150), LONGEST);
+        pause.end();
+        assert_eq!(pause.pause(), Duration::ZERO, "nothing is copied");
+        assert_eq!((after(150), after(150)), (0, FIRST), "the next passes tell anew");
+        for _ in 0..20 {
+            after(150);
+        }
         assert_eq!(after(40), LONGEST, "it can pivot");
         assert_eq!(after(16), LONGEST / 2);
         for _ in 0..10 {

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{Direct, Handle, MirrorStatus, ReplicaStatus};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::size::Size;
 
 use crate::handle::{Handles, lock_if_path};
@@ -41,6 +42,9 @@ pub enum NotPivoted {
     /// The guest would wait too long.
     #[error("its copy lacks {} yet, more than {}; try again later", Size(*.0), Size(*.1))]
     TooMuch(u64, u64),
+    /// Nothing is copied for now.
+    #[error("its copy is paused; have it go on first")]
+    Paused,
     /// The copy met an error.
     #[error("{0}")]
     Copy(String),
@@ -82,9 +86,16 @@ impl Mirror {
         match &*self.replicate() {
             Some(replicate) => {
                 let ReplicaStatus { dirty_bytes, last_error, .. } = replicate.status();
-                MirrorStatus { pivoted: false, dirty_bytes, last_error }
+                let (pace, copied_bytes) = (Some(replicate.pace()), replicate.copied_bytes());
+                MirrorStatus { pivoted: false, dirty_bytes, pace, copied_bytes, last_error }
             }
-            None => MirrorStatus { pivoted: true, dirty_bytes: 0, last_error: None },
+            None => MirrorStatus {
+                pivoted: true,
+                dirty_bytes: 0,
+                pace: Some(CopyPace::default()),
+                copied_bytes: 0,
+                last_error: None,
+            },
         }
     }
 }
@@ -95,7 +106,6 @@ pub struct OpenedMirror {
     pub replicate: Replicate,
     /// Its status.
     pub mirror: Arc<Mirror>,
-    bytes_per_second: u64,
     /// Of the disk, where the copy has the same below it.
     layer: Option<LayerParts>,
 }
@@ -109,7 +119,7 @@ impl OpenedMirror {
         disk: DiskId,
         size: u64,
         map: &Handle,
-        bytes_per_second: u64,
+        pace: CopyPace,
         places: &[&FileDisk],
         handles: &mut Handles,
     ) -> Result<Self, ReplicaError> {
@@ -134,10 +144,11 @@ impl OpenedMirror {
         if pivoted && !replicate.map_is_valid() {
             return Err(ReplicaError::PivotedMap);
         }
-        tracing::info!(%disk, pivoted, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
+        replicate.set_pace(pace);
+        tracing::info!(%disk, pivoted, ?pace, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let copied = (!pivoted).then(|| replicate.clone());
         let mirror = Arc::new(Mirror(Mutex::new(copied)));
-        Ok(Self { replicate, mirror, bytes_per_second, layer: None })
+        Ok(Self { replicate, mirror, layer: None })
     }
 
     /// Copies only what the disk's own image has: below it the copy has the same.
@@ -156,8 +167,8 @@ impl OpenedMirror {
         copy: BlockingDisk,
         chains: Vec<Chain>,
     ) -> Pivot {
-        let Self { replicate, mirror, bytes_per_second, layer } = self;
-        let copier = Copier::new(&replicate, source, holes, copy, bytes_per_second).of_layer(layer);
+        let Self { replicate, mirror, layer } = self;
+        let copier = Copier::new(&replicate, source, holes, copy).of_layer(layer);
         let former = Former { replicate, copier: Some(Box::new(copier)), copying: None };
         Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) }
     }
@@ -239,10 +250,18 @@ impl Pivot {
         }
     }
 
-    /// Whether the disk can be asked to pivot: it has, or its copy lacks little.
+    /// Copies at most so fast from now on, or not at all, unless the disk has pivoted.
+    pub fn set_pace(&self, pace: CopyPace) {
+        tracing::info!(?pace, "the copy of the disk goes at another pace");
+        if let Some(replicate) = &*self.mirror.replicate() {
+            replicate.set_pace(pace);
+        }
+    }
+
+    /// Whether the disk can be asked to pivot: it has, or its copy lacks little and is not paused.
     ///
     /// # Errors
-    /// [`NotPivoted::TooMuch`].
+    /// [`NotPivoted::TooMuch`]; [`NotPivoted::Paused`].
     pub fn is_near(&self) -> Result<(), NotPivoted> {
         match &*self.mirror.replicate() {
             Some(replicate) => replicate.is_near(),
@@ -280,6 +299,9 @@ impl Replicate {
     /// Whether the copy lacks so little that a guest can wait for it.
     fn is_near(&self) -> Result<(), NotPivoted> {
         let shared = &self.0;
+        if self.pace().paused {
+            return Err(NotPivoted::Paused);
+        }
         let most = shared.geometry.pivot_chunks() * shared.geometry.chunk();
         match shared.dirty_bytes() {
             few if few <= most => Ok(()),

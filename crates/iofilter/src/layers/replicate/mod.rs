@@ -25,6 +25,7 @@ pub mod map;
 mod mark_pause;
 pub mod mirror;
 pub mod open;
+pub mod pace;
 pub mod pipe;
 pub mod threads;
 
@@ -36,6 +37,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
@@ -78,8 +80,35 @@ struct MarkRequests {
     spans: Vec<Span>,
     /// The disk is no longer in use, or the process ends.
     closed: bool,
-    /// The guest waits for the copy: it makes no pauses.
+    /// The guest waits for the copy: it makes no pauses, and has no rate.
     no_pauses: bool,
+    /// How fast the copy may go otherwise.
+    pace: CopyPace,
+}
+
+impl MarkRequests {
+    /// Whether nothing is copied for now.
+    fn is_paused(&self) -> bool {
+        self.pace.paused && !self.no_pauses
+    }
+
+    /// The rate of the copy, where it has one.
+    fn rate(&self) -> Option<u64> {
+        self.pace.bytes_per_second.filter(|_| !self.no_pauses)
+    }
+}
+
+/// Why a copier goes on, or does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Waited {
+    /// It may go on.
+    Over,
+    /// Its rate has changed.
+    Changed,
+    /// It is paused.
+    Paused,
+    /// The disk is no longer in use, or the process ends.
+    Closed,
 }
 
 /// What the queues, the marker and the copier of a disk share.
@@ -108,6 +137,8 @@ struct ReplicaCounters {
     recorded: Counter,
     /// Bytes written to the replica, zeroes included.
     copied: Counter,
+    /// Bytes that counted against the rate of the copy.
+    paced: Counter,
     /// Attempts to copy that failed.
     failed: Counter,
 }
@@ -179,6 +210,28 @@ impl Replicate {
         }
     }
 
+    /// Copies at most so fast from now on, or not at all.
+    pub fn set_pace(&self, pace: CopyPace) {
+        lock(&self.0.inbox).pace = pace;
+        if pace.paused {
+            // Nothing is caught up with, so there is nothing to slow the guest for.
+            self.0.mark_pause.end();
+        }
+        self.0.notify();
+    }
+
+    /// How fast it is copied.
+    #[must_use]
+    pub fn pace(&self) -> CopyPace {
+        lock(&self.0.inbox).pace
+    }
+
+    /// Bytes copied since the process started, without holes.
+    #[must_use]
+    pub fn copied_bytes(&self) -> u64 {
+        self.0.counters.paced.get()
+    }
+
     /// Marks the chunks that queues wait for, if the map can be written; false if something still waits. The marker's
     /// thread calls it, and tests without that thread.
     pub fn mark_waiting(&self) -> bool {
@@ -216,6 +269,7 @@ impl Layer for Replicate {
             ("held_requests", counters.held.get()),
             ("recorded_marks", counters.recorded.get()),
             ("copied_bytes", counters.copied.get()),
+            ("paced_bytes", counters.paced.get()),
             ("failed_copies", counters.failed.get()),
             ("dirty_bytes", shared.dirty_bytes()),
         ];
@@ -313,8 +367,35 @@ impl ReplicaState {
         self.news.notify_all();
     }
 
-    fn is_closed(&self) -> bool {
-        lock(&self.inbox).closed
+    /// The rate of the copy now.
+    fn rate(&self) -> Option<u64> {
+        lock(&self.inbox).rate()
+    }
+
+    /// Whether the copier may go on.
+    fn look(&self) -> Waited {
+        let rate = self.rate();
+        self.sleep_at(rate, Duration::ZERO)
+    }
+
+    /// Has the copier sleep, while its rate is this one and it is not paused.
+    fn sleep_at(&self, rate: Option<u64>, time: Duration) -> Waited {
+        let until = Instant::now().checked_add(time);
+        let mut inbox = lock(&self.inbox);
+        loop {
+            let left = until.map_or(time, |it| it.saturating_duration_since(Instant::now()));
+            if inbox.closed {
+                return Waited::Closed;
+            } else if inbox.is_paused() {
+                return Waited::Paused;
+            } else if inbox.rate() != rate {
+                return Waited::Changed;
+            } else if left.is_zero() {
+                return Waited::Over;
+            }
+            let woken = self.news.wait_timeout(inbox, left);
+            inbox = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Sleeps, but not after the end was signalled, nor while the guest waits for the copy; true if it may go on.

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use nix::sys::stat::{FileStat, fstat};
 use vmseal_api::filter::{Direct, ReplicateSpec};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 
 use crate::handle::{HandleError, Handles, lock_if_path};
 use crate::layers::replicate::Replicate;
@@ -79,7 +80,6 @@ pub struct OpenedReplica {
     /// The layer.
     pub replicate: Replicate,
     replica: BlockingDisk,
-    bytes_per_second: u64,
 }
 
 impl OpenedReplica {
@@ -125,14 +125,16 @@ impl OpenedReplica {
             .map_err(|error| ReplicaError::Look { what: REPLICA, error })?;
         let replica = BlockingDisk::over(chain, Some(replica), true);
         tell(disk, &replicate, found);
-        Ok(Self { replicate, replica, bytes_per_second: spec.bytes_per_second })
+        let bytes_per_second = Some(spec.bytes_per_second);
+        replicate.set_pace(CopyPace { bytes_per_second, paused: false });
+        Ok(Self { replicate, replica })
     }
 
     /// Makes the copier, which reads what is below the filter.
     #[must_use]
     pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> Copier {
-        let Self { replicate, replica, bytes_per_second } = self;
-        Copier::new(&replicate, BlockingDisk::new(source), holes, replica, bytes_per_second)
+        let Self { replicate, replica } = self;
+        Copier::new(&replicate, BlockingDisk::new(source), holes, replica)
     }
 }
 

@@ -117,10 +117,10 @@ fn mark(shared: &ReplicaState) {
     }
 }
 
-/// Sleeps until something is marked; false at the end.
+/// Sleeps until something is marked, and the copy is not paused; false at the end.
 fn is_dirty(shared: &ReplicaState) -> bool {
     let mut inbox = lock(&shared.inbox);
-    while shared.chunks.marked() == 0 && !inbox.closed {
+    while (shared.chunks.marked() == 0 || inbox.is_paused()) && !inbox.closed {
         inbox = shared.news.wait(inbox).unwrap_or_else(PoisonError::into_inner);
     }
     !inbox.closed

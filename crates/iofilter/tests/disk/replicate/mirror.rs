@@ -1,12 +1,15 @@
-//! What a mirror does beside copying: it yields to its guest, and a pivot that cannot be done changes nothing.
+//! What a mirror does beside copying: it yields to its guest, keeps to its pace, and a pivot that cannot be done changes
+//! nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{
     DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, OperationKind, PIVOT_BYTES_MAX,
 };
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::layers::replicate::Replicate;
 use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
@@ -97,7 +100,7 @@ fn pieces_at_a_time(busy: bool) -> usize {
     let filters = vec![counting, Delay::new(slow).filter().unwrap()];
     let from = BlockingDisk::new(chain(SIZE, &source, filters));
     let to = BlockingDisk::new(chain(SIZE, &copy, vec![]));
-    let mut copier = Copier::new(&replicate, from, None, to, u64::MAX);
+    let mut copier = Copier::new(&replicate, from, None, to);
     while replicate.status().dirty_bytes > 0 {
         copier.batch().unwrap();
     }
@@ -113,7 +116,7 @@ fn a_mirror_has_several_pieces_in_flight_beside_an_idle_guest_and_one_beside_a_b
 
 fn open(map: &std::path::Path, disk: DiskId, size: u64) -> Result<OpenedMirror, ReplicaError> {
     let map = Handle::Path(map.into());
-    OpenedMirror::open(disk, size, &map, u64::MAX, &[], &mut Default::default())
+    OpenedMirror::open(disk, size, &map, CopyPace::default(), &[], &mut Default::default())
 }
 
 #[test]
@@ -232,5 +235,108 @@ fn a_pivot_copies_the_rest_first_and_is_done_once() {
     let status = pivot.mirror().status();
     assert!(status.pivoted && status.dirty_bytes == 0, "{status:?}");
     assert!(pivot.pivot().unwrap().is_none(), "once");
+    pivot.end();
+}
+
+/// Copies nothing.
+const PAUSED: CopyPace = CopyPace { bytes_per_second: None, paused: true };
+
+/// Longer than a copy of [`SIZE`] in memory takes.
+const LONG: Duration = Duration::from_millis(300);
+
+fn wait_until(what: &str, is: impl Fn() -> bool) {
+    let give_up = Instant::now() + Duration::from_secs(30);
+    while !is() {
+        assert!(Instant::now() < give_up, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Changes a sector of the disk.
+fn change(guest: &mut Chain, offset: u64) {
+    let request = guest.begin().unwrap();
+    guest.submit(request, Operation::Discard, offset, 4096, 0);
+    let give_up = Instant::now() + Duration::from_secs(30);
+    loop {
+        guest.poll();
+        if guest.next_done().is_some() {
+            return;
+        }
+        assert!(Instant::now() < give_up, "the guest waits for a copy that is paused");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_paused_copy_gets_nothing_and_what_the_guest_changes_is_copied_when_it_goes_on() {
+    let (pivot, mut own) = pivot(SIZE, false);
+    let status = || pivot.mirror().status();
+    pivot.set_pace(PAUSED);
+    pivot.start().unwrap();
+    std::thread::sleep(LONG);
+    assert_eq!((status().dirty_bytes, status().pace), (SIZE, Some(PAUSED)));
+    assert!(matches!(pivot.pivot(), Err(NotPivoted::Paused)), "the guest would wait for it");
+    pivot.set_pace(CopyPace::default());
+    wait_until("it does not go on", || status().dirty_bytes == 0);
+
+    pivot.set_pace(PAUSED);
+    change(&mut own[0], 3 << 20);
+    std::thread::sleep(LONG);
+    assert!(status().dirty_bytes > 0, "it is copied while it is paused");
+    pivot.set_pace(CopyPace::default());
+    wait_until("it does not go on", || status().dirty_bytes == 0);
+    assert!(pivot.pivot().unwrap().is_some());
+    pivot.end();
+}
+
+#[test]
+fn a_copy_keeps_to_its_rate_until_that_changes_and_the_guest_that_waits_for_it_has_none() {
+    const RATE: u64 = 1 << 20;
+    let rate = CopyPace { bytes_per_second: Some(RATE), paused: false };
+    for pivots in [false, true] {
+        let (pivot, _own) = pivot(SIZE, false);
+        let status = || pivot.mirror().status();
+        pivot.set_pace(rate);
+        let begun = Instant::now();
+        pivot.start().unwrap();
+        for _ in 0..3 {
+            std::thread::sleep(LONG);
+            let copied = status().copied_bytes;
+            // What is taken ahead of the rate is one piece.
+            let most = (begun.elapsed().as_secs_f64() * RATE as f64) as u64 + (512 << 10);
+            assert!(copied > 0 && copied <= most, "{copied} of {most}");
+            assert!(status().dirty_bytes > 0);
+        }
+        // Seconds at that rate are left.
+        match pivots {
+            true => assert!(pivot.pivot().unwrap().is_some()),
+            false => {
+                pivot.set_pace(CopyPace::default());
+                wait_until("it keeps the former rate", || status().dirty_bytes == 0);
+            }
+        }
+        assert!(begun.elapsed().as_secs_f64() < SIZE as f64 / RATE as f64, "it took all its time");
+        pivot.end();
+    }
+}
+
+/// A copy that is paused while it is under way makes durable what it has, and goes on with the rest.
+#[test]
+fn a_copy_that_is_paused_half_way_goes_on_where_it_was() {
+    let (pivot, _own) = pivot(SIZE, false);
+    let status = || pivot.mirror().status();
+    pivot.set_pace(CopyPace { bytes_per_second: Some(16 << 20), paused: false });
+    pivot.start().unwrap();
+    wait_until("nothing is copied", || status().copied_bytes >= 2 << 20);
+    pivot.set_pace(PAUSED);
+    wait_until("what is copied still lacks", || status().dirty_bytes < SIZE);
+    let (copied, dirty) = (status().copied_bytes, status().dirty_bytes);
+    assert!(dirty > 0, "it is copied to its end");
+    std::thread::sleep(LONG);
+    assert_eq!((status().copied_bytes, status().dirty_bytes), (copied, dirty));
+    pivot.set_pace(CopyPace::default());
+    wait_until("it does not go on", || status().dirty_bytes == 0);
+    // The chunk that was interrupted is copied again, and no other.
+    assert!(status().copied_bytes <= SIZE + (1 << 20), "{}", status().copied_bytes);
     pivot.end();
 }

@@ -78,7 +78,7 @@ impl Rig {
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
         let (source, replica) = (BlockingDisk::new(source), BlockingDisk::new(replica));
-        let copier = Copier::new(&replicate, source, None, replica, u64::MAX);
+        let copier = Copier::new(&replicate, source, None, replica);
         Guest { replicate, copier, asking, random: self.random.fork() }
     }
 

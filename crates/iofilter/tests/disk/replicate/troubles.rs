@@ -333,7 +333,7 @@ impl Memory {
         let place = |disk: &MemDisk| {
             BlockingDisk::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap())
         };
-        let copier = Copier::new(&replicate, place(&source), None, place(&replica), u64::MAX);
+        let copier = Copier::new(&replicate, place(&source), None, place(&replica));
         let mut memory = Self { map, geometry, replicate, chain, copier, works_below };
         copy_all(&memory.replicate, &mut memory.copier);
         memory

@@ -1,6 +1,6 @@
 //! A disk that is copied to another stack and pivots there, while its guest reads and writes and the program is killed,
-//! or hit by a power cut, at any instant: the guest sees one disk. At the end the copy alone has everything. The copy begins
-//! with the program, or while it serves.
+//! or hit by a power cut, at any instant, and the copy is paused, slowed and goes on: the guest sees one disk. At the end the
+//! copy alone has everything. The copy begins with the program, or while it serves.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus, NewCopy};
+use vmseal_api::pace::CopyPace;
 use vmseal_initiator::driver::Driver;
 use vmseal_secret::SecretBytes;
 
@@ -65,7 +66,7 @@ impl Move {
         });
         let mirror = json!({
             "kind": "mirror", "to": { "chain": to, "backend": backend },
-            "map": { "path": directory.join("map") }, "bytes_per_second": RATE
+            "map": { "path": directory.join("map") }, "pace": { "bytes_per_second": RATE }
         });
         [Some(limit), Some(mirror), Self::crypt(self.from, directory)]
             .into_iter()
@@ -135,6 +136,13 @@ fn pivot() -> ControlRequest {
     ControlRequest::Pivot { disk: id() }
 }
 
+fn set_pace(directory: &Path, pace: CopyPace) {
+    let dead = AtomicBool::new(false);
+    let request = ControlRequest::Pace { disk: id(), pace };
+    let answer = Agent::connect(directory, &dead).and_then(|mut agent| agent.ask(&request, &[]));
+    assert_eq!(answer, Some(ControlReply::Done));
+}
+
 /// When filters were killed, over all runs.
 #[derive(Debug, Default)]
 struct Killed {
@@ -145,6 +153,7 @@ struct Killed {
     copying: usize,
     pivoting: usize,
     pivoted: usize,
+    paused: usize,
 }
 
 /// One run: the lives of a disk's filters, each ended by a kill, and by a power cut where the files forget.
@@ -198,6 +207,15 @@ impl Run<'_> {
         let was = status(self.directory).mirror.unwrap();
         let directory = self.directory.to_owned();
         self.guest.go_on();
+        let mut pace = CopyPace::default();
+        for _ in 0..self.random.usize(..3) {
+            // A pivot is refused while it is paused.
+            let paused = self.random.u8(..3) == 0;
+            let bytes_per_second = self.random.bool().then_some(RATE / 8);
+            pace = CopyPace { bytes_per_second, paused };
+            set_pace(self.directory, pace);
+            self.guest.go_on();
+        }
         let ended = Arc::new(AtomicBool::new(false));
         let dead = Arc::clone(&ended);
         // None if it is killed meanwhile, perhaps before the thread has connected.
@@ -218,6 +236,7 @@ impl Run<'_> {
         pause(&mut self.random);
         filter.kill();
         ended.store(true, Ordering::Relaxed);
+        killed.paused += usize::from(pace.paused && !was.pivoted);
         match (was.pivoted, asked.is_some()) {
             (true, _) => killed.pivoted += 1,
             (false, true) => killed.pivoting += 1,
@@ -319,11 +338,9 @@ fn check_all(forgets: bool) {
         }
     }
     println!("{killed:?}");
-    let Killed { beginning: _, begun, copying, pivoting, pivoted } = killed;
-    assert!(
-        begun > 0 && copying > 0 && pivoting > 0 && pivoted > 0,
-        "the test proves nothing: {killed:?}"
-    );
+    let Killed { beginning: _, begun, copying, pivoting, pivoted, paused } = killed;
+    let all = [begun, copying, pivoting, pivoted, paused];
+    assert!(all.iter().all(|count| *count > 0), "the test proves nothing: {killed:?}");
 }
 
 #[test]

@@ -1,0 +1,112 @@
+//! Has tasks that copy disks go slower, pause and go on. What is asked is in the inventory before the task hears of it, so
+//! it holds over restarts of the server.
+
+use vmseal_api::model::TaskState;
+use vmseal_api::pace::CopyPace;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::engine::Engine;
+use super::steps;
+use crate::store::Write;
+use crate::store::events::NewEvent;
+use crate::store::tasks::{self, Task};
+
+/// What a user changes of a task's pace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PaceChange {
+    /// It copies nothing for now.
+    Pause,
+    /// It goes on.
+    Resume,
+    /// It copies at most so many bytes a second; none is no limit.
+    Rate(Option<u64>),
+}
+
+impl PaceChange {
+    fn of(self, pace: CopyPace) -> CopyPace {
+        match self {
+            Self::Pause => CopyPace { paused: true, ..pace },
+            Self::Resume => CopyPace { paused: false, ..pace },
+            Self::Rate(bytes_per_second) => CopyPace { bytes_per_second, ..pace },
+        }
+    }
+
+    /// What is done with the task, for messages.
+    fn verb(self) -> &'static str {
+        match self {
+            Self::Pause => "paused",
+            Self::Resume => "resumed",
+            Self::Rate(_) => "given a rate",
+        }
+    }
+}
+
+impl Engine {
+    /// Changes how fast a task copies disks. The same again changes nothing.
+    ///
+    /// # Errors
+    /// `not-found`; `wrong-state` when it copies none, has ended, or its guest is being given the copies.
+    pub async fn change_pace(
+        &self,
+        id: &str,
+        change: PaceChange,
+        actor: &str,
+    ) -> Result<Task, Problem> {
+        let _in_order = self.pacing.lock().await;
+        let mut write = self.environment.context.store.write().await?;
+        let before = Self::note_pace(&mut write, id, change).await?;
+        let task = Task { pace: change.of(before.pace), ..before.clone() };
+        if task.pace == before.pace {
+            return Ok(task);
+        }
+        tasks::set_pace(&mut write, &task).await?;
+        let (kind, more) = match change {
+            PaceChange::Pause => ("task.paused", String::new()),
+            PaceChange::Resume => ("task.resumed", String::new()),
+            PaceChange::Rate(None) => ("task.rate-set", ": no limit".to_owned()),
+            PaceChange::Rate(Some(rate)) => ("task.rate-set", format!(": {rate} bytes a second")),
+        };
+        let detail = format!("{} as task {}{more}", task.operation.kind(), task.id);
+        let target = task.target.as_str();
+        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        write.commit().await?;
+        self.tell_pace(&task);
+        Ok(task)
+    }
+
+    /// Whether [`Engine::change_pace`] would succeed; changes nothing.
+    ///
+    /// # Errors
+    /// Those of [`Engine::change_pace`].
+    pub async fn check_change_pace(&self, id: &str, change: PaceChange) -> Result<Task, Problem> {
+        // The transaction is not committed.
+        Self::note_pace(&mut self.environment.context.store.write().await?, id, change).await
+    }
+
+    async fn note_pace(
+        write: &mut Write<'_>,
+        id: &str,
+        change: PaceChange,
+    ) -> Result<Task, Problem> {
+        let task = tasks::get(write, id).await?.ok_or_else(|| Problem::not_found("task", id))?;
+        let refused = |why| Err(Problem::new(ErrorCode::WrongState, why));
+        let verb = change.verb();
+        if !task.operation.mirrors_disks() {
+            return refused(format!(
+                "{} cannot be {verb}: only tasks that copy disks can (vm encrypt, decrypt, recrypt --deep, move)",
+                task.operation.kind()
+            ));
+        }
+        if !task.state.is_open() || task.state == TaskState::RollingBack || task.cancelled {
+            return refused("the task has ended, or is being undone".to_owned());
+        }
+        // One that was paused at the last instant goes on from there.
+        if steps::is_committing(&task) && change != PaceChange::Resume {
+            return refused(format!(
+                "the task has copied the disks ({}), and cannot be {verb} any more: wait for it",
+                steps::title(&task)
+            ));
+        }
+        Ok(task)
+    }
+}
