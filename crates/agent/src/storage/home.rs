@@ -20,6 +20,8 @@
 //! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
 //! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
+//! <datastore>/<vm id>/<disk id>.copy-layers   the note of the layers of its copy
+//! <datastore>/<vm id>/<disk id>.source-layers the note of the layers of what the disk was before
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
 //! ```
 //! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
