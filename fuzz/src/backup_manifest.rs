@@ -1,7 +1,7 @@
 //! The manifest of a backup. What is read is what a backup can have, is written so that it reads the same, and names no file
 //! elsewhere; its authenticated bytes are those of what was read; what is not says why.
 
-use vmseal_api::backup::{BackupManifest, LENGTH_MAX, parse};
+use vmseal_api::host::backup::{BackupManifest, LENGTH_MAX, parse};
 use vmseal_api::request::DISKS_MAX;
 
 /// See the module.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use vmseal_api::backup::BackupManifest;
+use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;

@@ -11,7 +11,6 @@
 mod accelerator;
 pub mod adopt;
 pub mod atomic_file;
-pub mod backup;
 pub mod bitmap;
 pub mod boot;
 #[cfg(feature = "client")]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use jiff::Timestamp;
-use vmseal_api::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackupManifest, BackupPlace};
 use vmseal_api::host::{
     BackupJob, HostAgent, JobSpec, JobState, RestoreBackupJob, VerifyBackupJob,
 };

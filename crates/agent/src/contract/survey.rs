@@ -1,6 +1,7 @@
 //! What a host says of a datastore to an inventory that knows nothing of it, and of what VMs use.
 
-use vmseal_api::host::descriptor::{FoundDescriptor, VmDescriptor};
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::survey::FoundDescriptor;
 
 use super::*;
 

@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::task::spawn_blocking;
-use vmseal_api::backup::{BackupManifest, BackupPlace};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{DatastoreCondition, DatastoreContents};
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::guest::{GuestAnswer, GuestCommand};
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::descriptor::DatastoreSurvey;
+use vmseal_api::host::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,

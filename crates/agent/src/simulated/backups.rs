@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::{BackupJob, BackupKey, DiskFacts, JobSpec, KeyReference, RestoreBackupJob};
 use vmseal_api::id::{BackupId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};

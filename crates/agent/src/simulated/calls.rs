@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use vmseal_api::backup::{BackupManifest, BackupPlace};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{
     Claim, DatastoreCondition, DatastoreContents, FoundImage, ImageContent, NamedImage,
@@ -11,7 +10,8 @@ use vmseal_api::datastore::{
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::guest::{GuestAnswer, GuestCommand};
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::descriptor::DatastoreSurvey;
+use vmseal_api::host::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,

@@ -3,9 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use vmseal_api::host::descriptor::{
-    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
-};
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{DatastoreLocation, DiskFacts};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::Problem;

@@ -6,9 +6,8 @@ use std::path::Path;
 
 use vmseal_api::datastore::ImageContent;
 use vmseal_api::filter::DISKS_MAX;
-use vmseal_api::host::descriptor::{
-    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
-};
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskState};
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::Problem;

@@ -2,7 +2,7 @@
 
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
-use vmseal_api::backup::BackupManifest;
+use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{DiskFacts, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;

@@ -19,13 +19,13 @@ use super::exchange::{CONNECT_TIMEOUT, Peer};
 use super::role::{SeenCertificate, host_server_name};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
-use crate::backup::{BackupManifest, BackupPlace};
 use crate::boot::BootDevice;
 use crate::datastore::{DatastoreCondition, DatastoreContents, DatastoreLocation};
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::guest::{GuestAnswer, GuestCommand};
 use crate::hardware::Hardware;
-use crate::host::descriptor::DatastoreSurvey;
+use crate::host::backup::{BackupManifest, BackupPlace};
+use crate::host::survey::DatastoreSurvey;
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,

@@ -5,13 +5,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::description::HostDescription;
-use super::descriptor::DatastoreSurvey;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
 use super::key::{KeyReference, OtherKey, SealedKey};
 use super::state::{HostState, StateChange};
+use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
-use crate::backup::{BackupManifest, BackupPlace};
 use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
@@ -21,6 +20,7 @@ use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use crate::guest::{GuestAnswer, GuestCommand};
 use crate::hardware::Hardware;
+use crate::host::backup::{BackupManifest, BackupPlace};
 use crate::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::nic::NicSpec;

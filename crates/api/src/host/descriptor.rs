@@ -10,10 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::{Allocation, DiskFacts, DiskLimits, DiskRole};
 use super::key::KeyReference;
-use super::state::DiskState;
 use crate::filter::{CRYPT_SECTOR, DISKS_MAX};
 use crate::hardware::Hardware;
-use crate::id::{DatastoreId, DiskId, ProviderId, SnapshotId, VmId, check_name};
+use crate::id::{DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, SNAPSHOTS_MAX, VCPUS_MAX};
 use crate::nic::{NicSpec, NicToCheck, check_nics};
 
@@ -288,65 +287,6 @@ impl VmDescriptor {
     pub fn authenticated(&self) -> serde_json::Result<Vec<u8>> {
         serde_json::to_vec(&Self { mac: None, ..self.clone() })
     }
-}
-
-/// What a host finds at the place of a datastore, whatever mark it has.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DatastoreSurvey {
-    /// The datastore that its mark names; none without a mark.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mark: Option<DatastoreId>,
-    /// The homes of VMs, in the order of their ids.
-    pub vms: Vec<FoundVm>,
-    /// Why the list is incomplete; none when it is complete.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub incomplete: Option<String>,
-}
-
-/// The home of a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FoundVm {
-    /// The VM that its directory is called by.
-    pub vm: VmId,
-    /// Its descriptor, as it was found.
-    pub descriptor: FoundDescriptor,
-}
-
-/// A disk of a VM whose descriptor is missing.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HeaderDisk {
-    /// The disk, as its file is called.
-    pub disk: DiskId,
-    /// Its size, by the length of its file.
-    pub size: u64,
-    /// The facts that the host would pin of it: LUKS2 where it has a header.
-    pub facts: DiskFacts,
-}
-
-/// A descriptor as a host finds it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "is", rename_all = "snake_case")]
-pub enum FoundDescriptor {
-    /// It can be read.
-    Read {
-        /// What it says. Not authenticated.
-        descriptor: Box<VmDescriptor>,
-        /// The facts that the host would pin of those disks of which it says none.
-        made: Vec<DiskState>,
-    },
-    /// It is missing; this is what the images beside its place say. Nothing of it is authenticated.
-    Missing {
-        /// The images, in the order of their ids, which is that in which disks are made.
-        images: Vec<HeaderDisk>,
-        /// The provider and the id of the key that all headers name; none where none is encrypted.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        key: Option<(ProviderId, String)>,
-    },
-    /// It cannot be used.
-    Unusable {
-        /// Why.
-        detail: String,
-    },
 }
 
 #[cfg(test)]

@@ -64,6 +64,7 @@
 
 #[cfg(feature = "client")]
 mod agent;
+pub mod backup;
 mod description;
 pub mod descriptor;
 mod disk;
@@ -71,6 +72,7 @@ mod job;
 mod key;
 pub mod proof;
 mod state;
+pub mod survey;
 pub mod version;
 mod vm;
 

@@ -11,9 +11,8 @@ use futures_util::StreamExt;
 use futures_util::stream;
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Adoption};
 use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
-use vmseal_api::host::descriptor::{
-    self, DescribedDisk, DescribedSnapshot, FoundDescriptor, FoundVm, HeaderDisk, VmDescriptor,
-};
+use vmseal_api::host::descriptor::{self, DescribedDisk, DescribedSnapshot, VmDescriptor};
+use vmseal_api::host::survey::{FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{
     DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, SnapshotSpec, VmSpec,
 };

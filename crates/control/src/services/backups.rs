@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
-use vmseal_api::backup::{BackedUpDisk, BackupManifest};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
 use vmseal_api::host::{DatastoreSpec, Device, DiskRole, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DiskId, SnapshotId, VmId};

@@ -13,7 +13,7 @@
 use async_trait::async_trait;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use vmseal_api::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackupManifest, BackupPlace};
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
     RestoreBackupJob, SnapshotJob, VerifyBackupJob,

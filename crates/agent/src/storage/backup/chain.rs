@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 
-use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::filter::SUM_LEN;
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::id::{BackupId, DiskId};
 use vmseal_api::limits::BACKUP_CHAIN_MAX;
 use vmseal_api::problem::{ErrorCode, Problem};

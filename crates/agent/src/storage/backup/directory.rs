@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use vmseal_api::atomic_file;
-use vmseal_api::backup::{BackupManifest, BackupPlace, LENGTH_MAX, parse};
+use vmseal_api::host::backup::{BackupManifest, BackupPlace, LENGTH_MAX, parse};
 use vmseal_api::id::BackupId;
 use vmseal_api::problem::{ErrorCode, Problem};
 

@@ -1,6 +1,6 @@
 //! Makes manifests, and checks who made one.
 
-use vmseal_api::backup::{self, BackedUpDisk, BackupManifest};
+use vmseal_api::host::backup::{self, BackedUpDisk, BackupManifest};
 use vmseal_api::host::{BackupJob, KeyReference, VmSpec};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};

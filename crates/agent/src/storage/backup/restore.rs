@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::atomic_file;
-use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::backup::{BackedUpDisk, BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::{KeyReference, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};

@@ -1,7 +1,7 @@
 //! Backups of a VM, as its owner begins, finishes and stops them.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::backup::BackupPlace;
+use vmseal_api::host::backup::BackupPlace;
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, KeyReference, Power, RestoreBackupJob,
     VerifyBackupJob,

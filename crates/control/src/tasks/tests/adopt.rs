@@ -2,8 +2,8 @@
 //! nothing.
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
-use vmseal_api::host::descriptor::FoundDescriptor;
 use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::survey::FoundDescriptor;
 use vmseal_api::host::version::{DESCRIPTORS, USAGE};
 use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
 use vmseal_api::id::{DatastoreId, PolicyId, TaskId};
