@@ -20,3 +20,5 @@ CREATE TABLE backups (
     check_value TEXT,
     UNIQUE (vm_id, name)
 );
+CREATE INDEX backups_by_host ON backups (host_id);
+CREATE INDEX backups_by_vm_name ON backups (vm_name);

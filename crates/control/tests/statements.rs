@@ -255,7 +255,7 @@ const WHOLE: [&str; 12] = [
     "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default",
     "UPDATE providers SET is_default = FALSE WHERE is_default",
     "SELECT id, kind, target, vm_id, actor, operation, state, step, failed_step, outputs, waiting, parent, \
-     not_before, cancelled, created, ended, request_id, problem FROM tasks WHERE ended IS NULL",
+     not_before, cancelled, rate, paused, created, ended, request_id, problem FROM tasks WHERE ended IS NULL",
     "DELETE FROM tasks WHERE ended IS NOT NULL AND id <=",
     // Once, after a restore.
     "UPDATE hosts SET description = NULL",

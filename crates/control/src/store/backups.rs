@@ -149,9 +149,11 @@ pub async fn page(
     after: &str,
     limit: u32,
 ) -> Result<Vec<Backup>, StoreError> {
-    let query = select!("WHERE id > $1 ORDER BY id LIMIT $2");
-    let rows: Vec<Row> =
-        sqlx::query_as(query).bind(after).bind(i64::from(limit)).fetch_all(from).await?;
+    let rows: Vec<Row> = sqlx::query_as(select!("WHERE id > $1 ORDER BY id LIMIT $2"))
+        .bind(after)
+        .bind(i64::from(limit))
+        .fetch_all(from)
+        .await?;
     rows.into_iter().map(Row::read).collect()
 }
 
@@ -170,8 +172,9 @@ pub async fn get(
 /// The VM of this id, or the last of this name, that has backups although it is deleted.
 pub async fn deleted_vm(from: &mut SqliteConnection, vm: &str) -> Result<Option<VmId>, StoreError> {
     let found: Option<String> = sqlx::query_scalar(
-        "SELECT vm_id FROM backups WHERE vm_id = $1 OR vm_name = $1 ORDER BY id DESC LIMIT 1",
+        "SELECT vm_id FROM backups WHERE vm_id = $1 OR vm_name = $2 ORDER BY id DESC LIMIT 1",
     )
+    .bind(vm)
     .bind(vm)
     .fetch_optional(from)
     .await?;

@@ -94,7 +94,7 @@ impl Move {
         let backend = json!({ "kind": "file", "file": { "fd": 0 }, "offset": OFFSET });
         let mirror = json!({
             "to": { "chain": chain, "backend": backend },
-            "map": { "fd": 1 }, "bytes_per_second": RATE
+            "map": { "fd": 1 }, "pace": { "bytes_per_second": RATE }
         });
         (NewCopy { disk: id(), mirror: serde_json::from_value(mirror).unwrap() }, fds)
     }
