@@ -5,8 +5,8 @@
 //!  verify   files of the chain ─► a filter ─► sums, header ─► compared, opened
 //!  restore  files of the chain ─► a filter ─► <disk id>.restoring, compared, opened │ commit: <disk id>.raw
 //! ```
-//! A filter reads the files of a chain, as it reads those of a disk with layers: whoever writes to the directory can have made
-//! them. The agent reads manifests and headers.
+//! Somebody else may have written to the directory. So a confined filter reads images and overlays, and the agent reads only
+//! manifests, sums and headers.
 
 mod chain;
 mod create;
