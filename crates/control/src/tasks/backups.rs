@@ -500,7 +500,7 @@ async fn write_images(run: &Run<'_>) -> Result<Vec<(DiskId, DiskFacts)>, StepErr
     Ok(restored.map(|disk| (disk.disk, disk.facts)).collect())
 }
 
-/// Has the host use the new images; those that an agent that has restarted has removed are written again.
+/// Has the host use the new images. A host that has no job of this task gets it again and writes the images again.
 async fn use_images(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, backup) = (run.vm().await?, backup(run).await?);
     register(run).await?;

@@ -1,5 +1,5 @@
-//! Has tasks that copy disks go slower, pause and go on. What is asked is in the inventory before the task hears of it, so
-//! it holds over restarts of the server.
+//! Changes the pace of tasks that copy disks: slower, paused, resumed. The inventory records the pace before the task is
+//! told, so it holds over restarts of the server.
 
 use vmseal_api::model::TaskState;
 use vmseal_api::pace::CopyPace;

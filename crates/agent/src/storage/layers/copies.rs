@@ -29,7 +29,7 @@ pub enum NextCopy {
     Image,
     /// This layer of the disk, which nobody writes.
     Layer(LayerId),
-    /// Nothing: the empty active layer is to be made.
+    /// All files are copied. The active layer of the copy, which is empty, is made next.
     Active,
     /// Nothing at all.
     Nothing,

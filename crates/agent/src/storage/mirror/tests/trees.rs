@@ -78,7 +78,7 @@ fn the_layers_of_a_disk_are_copied_before_its_filter_keeps_a_copy() {
     let bench = bench();
     layered(&bench);
     bench.begin().unwrap();
-    // The image, and two layers that nobody writes; whoever copies may end after each.
+    // The image, and two layers that nobody writes. The process that copies may die after each.
     for _ in 0..3 {
         assert!(is_incomplete(&bench));
         let opened = bench.open().unwrap();
