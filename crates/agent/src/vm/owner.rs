@@ -141,6 +141,15 @@ impl Owner {
             Initial::Alive(running) => (State::Running(running), None),
         };
         let died = stopped.clone().filter(|stopped| stopped.reason.is_death());
+        let mut restarts = Restarts::default();
+        if let State::Running(running) = &state
+            && running.service.waits()
+        {
+            // An earlier agent may have died together with the filter, or not have noticed its death. On record from
+            // the first report on: a guest that waits is never reported without the reason.
+            let why = "the filter process died while no agent was there".to_owned();
+            restarts.died(why, Instant::now().into_std());
+        }
         let nics_before = match &state {
             State::Running(running) => {
                 // What was on record and never came to be.
@@ -168,7 +177,7 @@ impl Owner {
             header_notices: Vec::new(),
             troubles: Vec::new(),
             exchanged: Vec::new(),
-            restarts: Restarts::default(),
+            restarts,
             serves_sizes: false,
             nics_before,
             describing: None,
@@ -184,7 +193,7 @@ impl Owner {
     }
 
     pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
-        self.found_unserved();
+        self.serve_again();
         self.sweep_memory().await;
         let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -424,15 +433,6 @@ impl Owner {
         } else {
             let why = format!("{why}; {}", self.restarts.too_many());
             self.end_unserved(&why).await;
-        }
-    }
-
-    /// An earlier agent may have died together with the filter, or not have noticed its death.
-    fn found_unserved(&mut self) {
-        if self.running().is_some_and(|running| running.service.waits()) {
-            let why = "the filter process died while no agent was there".to_owned();
-            self.restarts.died(why, Instant::now().into_std());
-            self.serve_again();
         }
     }
 
