@@ -13,6 +13,7 @@
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
+//! | [`kills`] | processes that die in the middle of a task |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
@@ -24,6 +25,7 @@ pub mod first_boot;
 pub mod guest;
 pub mod header;
 pub mod installation;
+pub mod kills;
 pub mod network;
 pub mod process;
 pub mod rest;

@@ -5,15 +5,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread::sleep;
-use std::time::Duration;
 
 use serde_json::Value;
 use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_counting};
-use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::process::kill_hard;
+use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
@@ -184,29 +181,11 @@ fn what_dies_while_a_backup_is_made_loses_nothing() {
     for (round, milliseconds) in [20, 100, 200, 350, 500, 700].into_iter().enumerate() {
         count(&mut console);
         let name = format!("round-{round}");
-        let task = here.json(&["backup", "create", VM, &name, "--to", to, "--no-wait"]).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round % 3 {
-            0 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            1 => here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard),
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let create = ["backup", "create", VM, &name, "--to", to];
+        let ended = during(&mut here, VM, &create, Victim::of_round(round), milliseconds);
         let there = listed(&here).iter().any(|it| it["name"] == name.as_str());
         assert_eq!(there, ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-        eventually("the guest is served", || {
-            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-        })
-        .unwrap();
-        // The agent or the server may have ended the connection.
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         assert_eq!(here.json(&["snapshot", "list", VM]).unwrap(), Value::Array(Vec::new()));
     }

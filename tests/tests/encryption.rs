@@ -17,6 +17,7 @@ use vmseal_tests::counting_guest::{
 };
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{booted, run};
 
@@ -130,16 +131,11 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
     for milliseconds in [30, 100, 170, 240, 310, 400] {
         count(&mut console);
         let change = if encrypted { decrypt } else { encrypt };
-        let task = here.json(&[change, &["--no-wait"]].concat()).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        here.kill_agent();
-        here.start_agent().unwrap();
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let ended = during(&mut here, VM, change, Victim::Agent, milliseconds);
         if ended.status.success() {
             encrypted = !encrypted;
         }
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         read_marker_of_disk(&mut console);
         is_encrypted(&here, encrypted);
@@ -163,28 +159,11 @@ fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
     assert_ne!(key(&here), before);
     for (round, milliseconds) in [0, 20, 50, 80, 120, 200].into_iter().enumerate() {
         before = key(&here);
-        let task = here.json(&["vm", "recrypt", VM, "--no-wait"]).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round % 3 {
-            0 => here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard),
-            1 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let victim = Victim::of_round(round);
+        let ended = during(&mut here, VM, &["vm", "recrypt", VM], victim, milliseconds);
         assert_eq!(ended.status.success(), key(&here) != before, "{ended:?}");
     }
-    eventually("the guest is served", || {
-        here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-    })
-    .unwrap();
-    drop(console);
-    let mut console = here.console(VM).unwrap();
+    let mut console = console_again(&here, VM, console);
     stop_counting(&mut console);
     read_marker(&mut console);
     is_encrypted(&here, true);
@@ -225,36 +204,15 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
     for (round, milliseconds) in [50, 150, 300, 500, 800, 1200].into_iter().enumerate() {
         count(&mut console);
         let change = if encrypted {
-            vec!["vm", "decrypt", VM, "--policy", "plain", "--yes", "--no-wait"]
+            &["vm", "decrypt", VM, "--policy", "plain", "--yes"][..]
         } else {
-            vec!["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]
+            &["vm", "encrypt", VM, "--policy", "encrypted"]
         };
-        let task = here.json(&change).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round % 3 {
-            0 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            1 => {
-                here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
-            }
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let ended = during(&mut here, VM, change, Victim::of_round(round), milliseconds);
         if ended.status.success() {
             encrypted = !encrypted;
         }
-        eventually("the guest is served", || {
-            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-        })
-        .unwrap();
-        // The agent or the server may have ended the connection.
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         read_marker(&mut console);
         is_encrypted(&here, encrypted);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::process::kill_hard;
+use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::shell_guest::booted;
 
 const VM: &str = "web";
@@ -126,32 +126,12 @@ fn what_dies_while_disks_move_loses_nothing() {
     for (round, milliseconds) in times.into_iter().enumerate() {
         count(&mut console);
         let other = if place == "local" { "second" } else { "local" };
-        let task = here.json(&["vm", "move", VM, "--datastore", other, "--no-wait"]).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round % 3 {
-            0 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            1 => {
-                here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
-            }
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let change = ["vm", "move", VM, "--datastore", other];
+        let ended = during(&mut here, VM, &change, Victim::of_round(round), milliseconds);
         if ended.status.success() {
             place = other;
         }
-        eventually("the guest is served", || {
-            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-        })
-        .unwrap();
-        // The agent or the server may have ended the connection.
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         read_marker(&mut console);
         is_on(&here, place, false);

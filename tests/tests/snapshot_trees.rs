@@ -6,14 +6,11 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::Duration;
 
 use vmseal_tests::counting_guest::{count, stop_counting};
-use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::process::kill_hard;
+use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -267,31 +264,12 @@ fn what_dies_while_a_tree_is_copied_loses_nothing() {
     for (round, milliseconds) in [100, 250, 400, 600, 900, 1300].into_iter().enumerate() {
         count(&mut console);
         let operation = match encrypted {
-            false => &["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"][..],
-            true => &["vm", "decrypt", VM, "--policy", "plain", "--yes", "--no-wait"],
+            false => &["vm", "encrypt", VM, "--policy", "encrypted"][..],
+            true => &["vm", "decrypt", VM, "--policy", "plain", "--yes"],
         };
-        let task = here.json(operation).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round % 3 {
-            0 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            1 => here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard),
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let ended = during(&mut here, VM, operation, Victim::of_round(round), milliseconds);
         encrypted ^= ended.status.success();
-        eventually("the guest is served", || {
-            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-        })
-        .unwrap();
-        // The agent or the server may have ended the connection.
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         is_whole(&here, encrypted);
         reads(&mut console, NOW);

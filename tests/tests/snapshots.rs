@@ -4,13 +4,12 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::PathBuf;
-use std::thread::sleep;
-use std::time::Duration;
 
 use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{self, booted, run};
 
@@ -256,33 +255,13 @@ fn what_dies_while_snapshots_change_loses_nothing() {
         count(&mut console);
         let take = names(&here).is_empty();
         let change = match take {
-            true => ["snapshot", "create", VM, "one", "--no-wait"],
-            false => ["snapshot", "delete", VM, "one", "--no-wait"],
+            true => ["snapshot", "create", VM, "one"],
+            false => ["snapshot", "delete", VM, "one"],
         };
-        let task = here.json(&change).unwrap();
-        sleep(Duration::from_millis(milliseconds));
-        match round / 2 % 3 {
-            0 => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            1 => {
-                here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
-            }
-            _ => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-        let ended = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let victim = Victim::of_round(round / 2);
+        let ended = during(&mut here, VM, &change, victim, milliseconds);
         assert_eq!(names(&here).is_empty(), take != ended.status.success(), "{ended:?}");
-        eventually("the guest is served", || {
-            here.alarms(VM).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-        })
-        .unwrap();
-        // The agent or the server may have ended the connection.
-        drop(console);
-        console = here.console(VM).unwrap();
+        console = console_again(&here, VM, console);
         stop_counting(&mut console);
         reads(&mut console, "TEXT-OF-NOW");
     }

@@ -1,0 +1,73 @@
+//! Processes that die in the middle of a task.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::process::Output;
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::eventually;
+use crate::guest::Console;
+use crate::installation::Installation;
+use crate::process::kill_hard;
+
+/// What is killed. Agent and server are started again; another filter is started by the agent.
+#[derive(Clone, Copy, Debug)]
+pub enum Victim {
+    /// The agent of the host.
+    Agent,
+    /// The filter of the VM's disks.
+    Filter,
+    /// The server.
+    Server,
+}
+
+impl Victim {
+    /// Each in turn.
+    #[must_use]
+    pub fn of_round(round: usize) -> Self {
+        [Self::Agent, Self::Filter, Self::Server][round % 3]
+    }
+
+    fn kill(self, here: &mut Installation, vm: &str) {
+        match self {
+            Self::Agent => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            Self::Filter => {
+                here.processes_of(vm, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+            }
+            Self::Server => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+    }
+}
+
+/// Begins a task by a command, kills something so many milliseconds later, and waits until the task has ended: what `vmseal task
+/// wait` says.
+pub fn during(
+    here: &mut Installation,
+    vm: &str,
+    command: &[&str],
+    victim: Victim,
+    milliseconds: u64,
+) -> Output {
+    let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
+    sleep(Duration::from_millis(milliseconds));
+    victim.kill(here, vm);
+    here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap()
+}
+
+/// The console of a guest that is served again; the agent or the server may have ended the former connection.
+#[must_use]
+pub fn console_again(here: &Installation, vm: &str, former: Console) -> Console {
+    eventually("the guest is served", || {
+        here.alarms(vm).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+    })
+    .unwrap();
+    drop(former);
+    here.console(vm).unwrap()
+}
