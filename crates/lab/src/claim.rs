@@ -125,7 +125,7 @@ fn goal(check: &Check, workload: &str) -> Goal {
 
 /// Why a load is not what the claim is about.
 fn outside(range: &Comparable, outcome: &Outcome, workload: &str) -> Option<String> {
-    let values = range.measure.of(outcome, &range.system, workload);
+    let values = range.measure.of(&outcome.cells, &outcome.idle, &range.system, workload);
     let median = Interval::of(values.into_iter().map(|(_, value)| value))?.median;
     let (least, most) = (range.at_least.unwrap_or(f64::MIN), range.at_most.unwrap_or(f64::MAX));
     if (least..=most).contains(&median) {

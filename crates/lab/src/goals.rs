@@ -44,16 +44,42 @@ pub enum Metric {
 }
 
 impl Metric {
+    /// Its name, for people.
+    #[must_use]
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Iops => "requests per second",
+            Self::Throughput => "throughput",
+            Self::CpuPerIo => "CPU time of a request",
+            Self::P50 => "median latency",
+            Self::P99 => "latency, 99th percentile",
+            Self::Gap => "longest gap between requests",
+            Self::Memory => "memory of the server",
+            Self::IdleCpu => "CPU time without work",
+            Self::IdleWakeups => "wake-ups without work",
+            Self::Neighbour => "work of a neighbour",
+            Self::Seconds => "time",
+            Self::Spread => "99th percentile by median",
+        }
+    }
+
     /// The values of a system under a load, with their rounds.
     #[must_use]
-    pub fn of(self, outcome: &Outcome, system: &str, workload: &str) -> Vec<(u32, f64)> {
+    pub fn of(
+        self,
+        cells: &[Cell],
+        idle: &[Idle],
+        system: &str,
+        workload: &str,
+    ) -> Vec<(u32, f64)> {
+        let (all_cells, all_idle) = (cells, idle);
         let cells = |value: fn(&Cell) -> f64| {
             let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
-            outcome.cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
+            all_cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
         };
         let idle = |value: fn(&Idle) -> f64| {
             let wanted = |idle: &&Idle| idle.system == system && workload == IDLE;
-            outcome.idle.iter().filter(wanted).map(|idle| (idle.round, value(idle))).collect()
+            all_idle.iter().filter(wanted).map(|idle| (idle.round, value(idle))).collect()
         };
         match self {
             Self::Iops => cells(|cell| cell.iops),
@@ -76,7 +102,7 @@ impl Metric {
     }
 
     /// How it is shown: the size of its unit, the number of decimals, and the unit's name.
-    fn unit(self) -> (f64, usize, &'static str) {
+    pub(crate) fn unit(self) -> (f64, usize, &'static str) {
         match self {
             Self::Iops => (1e3, 1, "kIOPS"),
             Self::Throughput => (1e6, 0, "MB/s"),
@@ -297,11 +323,11 @@ pub struct ByCpuTime {
 /// Judges a goal by the rounds in which both systems were measured.
 #[must_use]
 pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
-    let pairs = pairs(goal, |system| goal.metric.of(outcome, system, &goal.workload));
+    let of = |system: &str| goal.metric.of(&outcome.cells, &outcome.idle, system, &goal.workload);
+    let pairs = pairs(goal, of);
     let ratio = ratio_of(&pairs);
     let difference = Interval::of(pairs.iter().map(|(above, below)| above - below));
-    let alone = goal.metric.of(outcome, &goal.numerator, &goal.workload);
-    let alone = Interval::of(alone.into_iter().map(|(_, value)| value));
+    let alone = Interval::of(of(&goal.numerator).into_iter().map(|(_, value)| value));
     let judged = match goal.compare {
         Compare::Ratio => ratio,
         Compare::Difference => difference,
@@ -313,6 +339,18 @@ pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
         if undecided && goal.metric.is_a_rate() { by_cpu_time(goal, outcome) } else { None };
     let alone = alone.filter(|_| goal.compare == Compare::Alone);
     Assessment { goal: goal.clone(), verdict, ratio, difference, alone, by_cpu_time }
+}
+
+impl Assessment {
+    /// What is compared with the goal's value.
+    #[must_use]
+    pub fn found(&self) -> Option<Interval> {
+        match self.goal.compare {
+            Compare::Ratio => self.ratio,
+            Compare::Difference => self.difference,
+            Compare::Alone => self.alone,
+        }
+    }
 }
 
 fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {

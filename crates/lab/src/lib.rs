@@ -13,6 +13,7 @@
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
 //! | [`report`], [`tables`], [`machine`] | the results as JSON and as tables, and the machine |
+//! | [`page`], [`plot`] | the results for a browser |
 
 pub mod arguments;
 pub mod catalogue;
@@ -28,7 +29,9 @@ pub mod machine;
 pub mod neighbour;
 pub mod operation;
 pub mod outcome;
+pub mod page;
 pub mod pattern;
+pub mod plot;
 pub mod report;
 pub mod run;
 pub mod sections;

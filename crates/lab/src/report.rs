@@ -1,6 +1,7 @@
 //! The results of experiments as JSON, with all that is needed to judge them later; as tables in
 //! [`crate::tables`].
 
+use std::io::Write as _;
 use std::path::Path;
 use std::{fs, io};
 
@@ -303,7 +304,7 @@ fn summary(outcome: &Outcome, system: &str, workload: &str) -> Option<Summary> {
 }
 
 impl Report {
-    /// Writes the JSON atomically: the file is the old one or the new one.
+    /// Writes the JSON, and beside it the page for a browser; each is the old one or the new one.
     ///
     /// # Errors
     /// Those of the file system.
@@ -313,7 +314,10 @@ impl Report {
         fs::create_dir_all(directory)?;
         let file = tempfile::NamedTempFile::new_in(directory)?;
         serde_json::to_writer_pretty(&file, self)?;
-        file.persist(path).map(drop).map_err(|error| error.error)
+        file.persist(path).map_err(|error| error.error)?;
+        let mut page = tempfile::NamedTempFile::new_in(directory)?;
+        page.write_all(self.page().as_bytes())?;
+        page.persist(path.with_extension("html")).map(drop).map_err(|error| error.error)
     }
 
     /// The number of goals with a verdict.
@@ -425,6 +429,6 @@ pub(crate) mod tests {
         }
         let value: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(value["goals"][0]["verdict"], "met");
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "debris");
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 2, "debris");
     }
 }

@@ -14,7 +14,7 @@ use crate::catalogue;
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{Definition, DefinitionError, Extent, Matter};
 use crate::experiment::{self, Outcome, Progress};
-use crate::goals::{self, Assessment, Verdict};
+use crate::goals::{self, Assessment, Metric, Verdict};
 use crate::machine::{self, Machine};
 use crate::operation::{self, Choice, Found};
 use crate::report::Measured;
@@ -41,9 +41,10 @@ pub struct RunArguments {
     /// How often everything is measured, in place of what the experiments say; below 5 nothing is resolved
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub rounds: Option<u32>,
-    /// Write the report to this file, too: all values as .json, or the measurements of each round as .csv
+    /// Write the report to this file, too, by its name: all values as .json, the measurements of each round as .csv, or
+    /// tables and plots for a browser as .html; may be repeated
     #[arg(long, value_name = "FILE", value_parser = report_file)]
-    pub report: Option<PathBuf>,
+    pub report: Vec<PathBuf>,
     /// Where disks in memory are made
     #[arg(long, default_value = "/dev/shm")]
     pub directory: PathBuf,
@@ -61,8 +62,8 @@ pub struct RunArguments {
 fn report_file(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);
     match path.extension().and_then(|it| it.to_str()) {
-        Some("json" | "csv") => Ok(path),
-        _ => Err("the name of a report ends in .json or .csv".to_owned()),
+        Some("json" | "csv" | "html") => Ok(path),
+        _ => Err("the name of a report ends in .json, .csv or .html".to_owned()),
     }
 }
 
@@ -109,6 +110,8 @@ pub struct ExperimentReport {
     pub id: String,
     /// Its title.
     pub title: String,
+    /// What it is about.
+    pub measures: Vec<Metric>,
     /// Why it cannot be measured here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
@@ -144,12 +147,13 @@ pub fn run(
         all.cells.extend(outcome.cells);
         all.idle.extend(outcome.idle);
         let (id, title) = (definition.id.clone(), definition.title.clone());
-        experiments.push(ExperimentReport { id, title, refused, measured, claim });
+        let measures = definition.measures.clone();
+        experiments.push(ExperimentReport { id, title, measures, refused, measured, claim });
     }
     let judged = goals.iter().map(|goal| goals::assess(goal, &all));
     let goals = judged.filter(|it| it.verdict != Verdict::NotMeasured).collect();
     let report = RunReport { version: VERSION, started, commit, machine, experiments, goals };
-    if let Some(path) = &arguments.report {
+    for path in &arguments.report {
         let failed = |source| BenchError::Write { path: path.clone(), source };
         report.write(path).map_err(failed)?;
     }
@@ -235,9 +239,10 @@ impl RunReport {
         let directory = directory.unwrap_or(Path::new("."));
         fs::create_dir_all(directory)?;
         let mut file = tempfile::NamedTempFile::new_in(directory)?;
-        match path.extension().is_some_and(|it| it == "csv") {
-            true => file.write_all(self.csv().as_bytes())?,
-            false => serde_json::to_writer_pretty(&mut file, self)?,
+        match path.extension().and_then(|it| it.to_str()) {
+            Some("csv") => file.write_all(self.csv().as_bytes())?,
+            Some("html") => file.write_all(self.page().as_bytes())?,
+            _ => serde_json::to_writer_pretty(&mut file, self)?,
         }
         file.persist(path).map(drop).map_err(|error| error.error)
     }

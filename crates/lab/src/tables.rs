@@ -141,7 +141,7 @@ fn operations(measured: &Measured) -> Table {
     table
 }
 
-fn heading(machine: &Machine, commit: &str) -> String {
+pub(crate) fn heading(machine: &Machine, commit: &str) -> String {
     let program = |name: &str, version: &Option<String>| {
         version.as_ref().map_or_else(String::new, |version| format!(", {name} {version}"))
     };
@@ -187,7 +187,7 @@ fn verdicts(goals: &[Assessment]) -> Table {
 }
 
 /// The other work on the machine during the measurement.
-fn disturbance(sections: &[Measured]) -> Option<String> {
+pub(crate) fn disturbance(sections: &[Measured]) -> Option<String> {
     let cells = sections.iter().flat_map(|measured| &measured.cells);
     let others = Interval::of(cells.map(|cell| cell.others_busy))?.median;
     (others > DISTURBED).then(|| {
@@ -196,7 +196,7 @@ fn disturbance(sections: &[Measured]) -> Option<String> {
     })
 }
 
-fn described(settings: &Settings) -> String {
+pub(crate) fn described(settings: &Settings) -> String {
     let transport = match settings.transport {
         crate::systems::Transport::VhostUser => "vhost-user-blk",
         crate::systems::Transport::Nbd => "NBD",
@@ -233,11 +233,6 @@ fn systems(measured: &Measured) -> Table {
     let mut before = "";
     for summary in &measured.summaries {
         let micro = |nanoseconds: u64| format!("{:.0}", nanoseconds as f64 / 1e3);
-        let bottleneck = match summary.bottleneck {
-            Bottleneck::Server => "server",
-            Bottleneck::Client => "client",
-            Bottleneck::Waiting => "waiting",
-        };
         // A load is named in its first row only, so that the next one is visible.
         let again = before == summary.workload;
         before = &summary.workload;
@@ -250,11 +245,19 @@ fn systems(measured: &Measured) -> Table {
             micro(summary.latency.p50),
             micro(summary.latency.p99),
             micro(summary.latency.p999),
-            bottleneck.to_owned(),
+            named(summary.bottleneck).to_owned(),
         ]);
     }
     numbers_to_the_right(&mut table, 2..8);
     table
+}
+
+pub(crate) fn named(bottleneck: Bottleneck) -> &'static str {
+    match bottleneck {
+        Bottleneck::Server => "server",
+        Bottleneck::Client => "client",
+        Bottleneck::Waiting => "waiting",
+    }
 }
 
 fn idle(measured: &Measured) -> Table {

@@ -27,7 +27,7 @@ fn disk(arguments: &BenchArguments) -> anyhow::Result<()> {
 fn experiments(arguments: &RunArguments) -> anyhow::Result<()> {
     let report = run::run(arguments, &mut vmseal_lab::narrate)?;
     print::line(&report.show())?;
-    if let Some(path) = &arguments.report {
+    for path in &arguments.report {
         print::line(&format!("results in {}", path.display()))?;
     }
     Ok(())
