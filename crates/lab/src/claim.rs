@@ -57,8 +57,8 @@ pub struct Assessed {
 pub struct Place {
     /// By the keys of the matrix.
     pub axes: BTreeMap<&'static str, u64>,
-    /// What was measured there.
-    pub workloads: Vec<&'static str>,
+    /// What was measured there, with the operation that it is.
+    pub workloads: Vec<(&'static str, Option<Operation>)>,
 }
 
 /// Judges a claim on a machine with so many `cores`.
@@ -75,18 +75,14 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
         return assessed;
     }
     for place in places {
-        for workload in &place.workloads {
+        for (workload, operation) in &place.workloads {
             let range = claim.comparable.as_ref();
             if let Some(why) = range.and_then(|range| outside(range, outcome, workload)) {
                 assessed.left_out.push(why);
                 continue;
             }
             let about = |check: &&Check| {
-                let named = |it: &Operation| {
-                    let rest =
-                        workload.strip_prefix("ops-").and_then(|it_| it_.strip_prefix(it.id()));
-                    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
-                };
+                let named = |it: &Operation| *operation == Some(*it);
                 (check.operations.is_empty() || check.operations.iter().any(named))
                     && check
                         .at
@@ -160,7 +156,8 @@ mod tests {
     }
 
     fn judged(claim: &Claim, disks: u64) -> Assessed {
-        let places = [Place { axes: BTreeMap::from([("disks", disks)]), workloads: vec!["w"] }];
+        let places =
+            [Place { axes: BTreeMap::from([("disks", disks)]), workloads: vec![("w", None)] }];
         let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
         assess(claim, &places, &Outcome { cells, ..Outcome::default() }, 2)
     }

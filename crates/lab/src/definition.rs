@@ -271,6 +271,8 @@ impl Operation {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OperationSteps {
+    /// Where the disks are; none is wherever the user's directory is.
+    pub storage: Option<Storage>,
     /// The guest's memory.
     pub memory_mib: u64,
     /// In minutes.

@@ -19,6 +19,7 @@ use crate::machine::{self, Machine};
 use crate::operation::{self, Choice, Found};
 use crate::report::Measured;
 use crate::sections::{self, Section};
+use crate::storage::Storage;
 
 /// The version of the JSON.
 pub const VERSION: u32 = 1;
@@ -174,11 +175,14 @@ impl RunArguments {
             Matter::Operation(matrix, steps) => {
                 let choice = Choice {
                     program: self.vmseal.clone(),
-                    directory: self.ext4_directory.clone(),
+                    directory: match steps.storage {
+                        Some(Storage::Memory) => self.directory.clone(),
+                        Some(Storage::Ext4 | Storage::Vsan) | None => self.ext4_directory.clone(),
+                    },
                     full: self.full,
                     rounds: self.rounds,
                 };
-                operation::run(&choice, matrix, steps, observe)
+                operation::run(&choice, &definition.id, matrix, steps, observe)
             }
         }
     }
@@ -230,7 +234,7 @@ fn place(section: &Section) -> Place {
         ("delay_us", section.delay_us),
         ("neighbours", u64::from(section.neighbours)),
     ]);
-    Place { axes, workloads: section.workloads.iter().map(|load| load.id).collect() }
+    Place { axes, workloads: section.workloads.iter().map(|load| (load.id, None)).collect() }
 }
 
 impl RunReport {

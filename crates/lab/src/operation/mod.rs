@@ -62,6 +62,7 @@ pub(crate) struct Choice {
 /// [`ExperimentError`].
 pub(crate) fn run(
     choice: &Choice,
+    id: &str,
     matrix: &OperationMatrix,
     steps: &OperationSteps,
     observe: &mut dyn FnMut(Progress<'_>),
@@ -74,9 +75,14 @@ pub(crate) fn run(
             return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
         }
     }
+    if let Some(why) = steps.storage.and_then(|storage| storage.obstacle(&choice.directory)) {
+        return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
+    }
     let rounds = if choice.full { &steps.full } else { &steps.small };
     let sizes = rounds.size_mib.as_ref().unwrap_or(&matrix.size_mib);
-    let (tasks, places) = tasks(matrix, sizes);
+    // Goals are about operations wherever the disks are.
+    let prefix = if steps.storage.is_some() { id } else { "ops" };
+    let (tasks, places) = tasks(prefix, matrix, sizes);
     let order = Order {
         systems: OPERATION_SYSTEMS.to_vec(),
         workloads: tasks.iter().map(|task| task.workload).collect(),
@@ -109,7 +115,7 @@ pub(crate) fn run(
 pub(crate) fn names_of(id: &str) -> Vec<String> {
     let definition = crate::catalogue::find(id).unwrap();
     let crate::definition::Matter::Operation(matrix, _) = definition.matter else { return vec![] };
-    let (tasks, _) = tasks(&matrix, &matrix.size_mib);
+    let (tasks, _) = tasks("ops", &matrix, &matrix.size_mib);
     tasks.iter().map(|task| task.workload.to_owned()).collect()
 }
 
@@ -122,7 +128,7 @@ fn this_program() -> PathBuf {
 }
 
 /// What is to be done, with the points of the matrix that it is at. Axes with several values are part of the names.
-fn tasks(matrix: &OperationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<Place>) {
+fn tasks(prefix: &str, matrix: &OperationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<Place>) {
     let (mut tasks, mut places) = (Vec::new(), Vec::new());
     for &size_mib in sizes {
         for &at_once in &matrix.at_once {
@@ -135,14 +141,17 @@ fn tasks(matrix: &OperationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<Place>) {
             }
             let task = |operation: &Operation| Task {
                 // Kept until the program ends, as the names of loads are.
-                workload: format!("ops-{}{suffix}", operation.id()).leak(),
+                workload: format!("{prefix}-{}{suffix}", operation.id()).leak(),
                 operation: *operation,
                 size_mib,
                 at_once,
             };
             let here: Vec<Task> = matrix.operations.iter().map(task).collect();
             let axes = BTreeMap::from([("size_mib", size_mib), ("at_once", u64::from(at_once))]);
-            places.push(Place { axes, workloads: here.iter().map(|it| it.workload).collect() });
+            places.push(Place {
+                axes,
+                workloads: here.iter().map(|it| (it.workload, Some(it.operation))).collect(),
+            });
             tasks.extend(here);
         }
     }
@@ -430,7 +439,7 @@ mod tests {
             operations: vec![Operation::PowerOn],
         };
         let names = |matrix: &OperationMatrix| -> Vec<&str> {
-            let (tasks, places) = tasks(matrix, &matrix.size_mib);
+            let (tasks, places) = tasks("ops", matrix, &matrix.size_mib);
             assert_eq!(tasks.len(), places.len());
             tasks.iter().map(|task| task.workload).collect()
         };
