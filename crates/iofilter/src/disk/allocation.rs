@@ -63,7 +63,10 @@ impl Allocation {
                     Self::Unknown
                 }
             },
-            DiskStorage::File(_) | DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => Self::Unknown,
+            DiskStorage::File(_)
+            | DiskStorage::Qcow2(_)
+            | DiskStorage::Nbd(_)
+            | DiskStorage::Mem(_) => Self::Unknown,
         }
     }
 

@@ -22,6 +22,7 @@ use crate::stack::layer::Layer;
 use crate::stack::request::{IoError, LOGICAL_BLOCK};
 use crate::storage::file::FileDisk;
 use crate::storage::mem::MemDisk;
+use crate::storage::nbd::NbdDisk;
 use crate::storage::qcow2::Qcow2Disk;
 
 /// The limit for all bounce buffers of a process together. With tables, stacks and the program's own
@@ -47,6 +48,8 @@ pub enum DiskStorage {
     File(FileDisk),
     /// An image of QEMU's format.
     Qcow2(Qcow2Disk),
+    /// An export of an NBD server.
+    Nbd(NbdDisk),
     /// Memory that completes requests late and in another order, for tests.
     Mem(MemDisk),
 }
@@ -57,7 +60,7 @@ impl DiskStorage {
     pub fn file(&self) -> Option<&FileDisk> {
         match self {
             Self::File(file) => Some(file),
-            Self::Qcow2(_) | Self::Mem(_) => None,
+            Self::Qcow2(_) | Self::Nbd(_) | Self::Mem(_) => None,
         }
     }
 }
@@ -99,6 +102,7 @@ impl Disk {
     ) -> Self {
         let most = match &storage {
             DiskStorage::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
+            DiskStorage::Nbd(_) => DEVICE_POOL_BYTES,
             _ => QUEUE_POOL_BYTES,
         };
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
@@ -184,7 +188,8 @@ impl Disk {
         match &self.storage {
             DiskStorage::File(file) => file.flush_beside(),
             DiskStorage::Qcow2(image) => image.flush_beside(),
-            DiskStorage::Mem(_) => Ok(()),
+            // A server makes durable what it is asked to, by the queues.
+            DiskStorage::Nbd(_) | DiskStorage::Mem(_) => Ok(()),
         }
     }
 
@@ -195,7 +200,7 @@ impl Disk {
     pub fn settle(&self) -> io::Result<()> {
         match &self.storage {
             DiskStorage::Qcow2(image) => image.settle(),
-            DiskStorage::File(_) | DiskStorage::Mem(_) => Ok(()),
+            DiskStorage::File(_) | DiskStorage::Nbd(_) | DiskStorage::Mem(_) => Ok(()),
         }
     }
 
@@ -246,7 +251,7 @@ impl Disk {
     /// # Errors
     /// [`CryptError`]: the key is not usable, or there is no memory for buffers.
     pub fn chain(&self) -> Result<Chain, CryptError> {
-        self.make_chain(self.read_only, self.pool_bytes, self.queue_storage())
+        self.make_chain(self.read_only, self.pool_bytes, self.queue_storage()?)
     }
 
     /// The same over other storage with the same limits as this disk's own: for tests of the data
@@ -264,7 +269,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::chain`].
     pub fn reader(&self) -> Result<Chain, CryptError> {
-        self.make_chain(true, READER_POOL_BYTES, self.blocking_storage())
+        self.make_chain(true, READER_POOL_BYTES, self.blocking_storage()?)
     }
 
     /// A chain of everything below the first `count` layers above encryption, for a thread of its own. It marks no dirty
@@ -274,7 +279,7 @@ impl Disk {
     /// As [`Disk::chain`].
     pub fn beneath(&self, count: usize, read_only: bool) -> Result<Chain, CryptError> {
         let above = self.above.get(count..).unwrap_or_default();
-        let storage = self.queue_storage();
+        let storage = self.queue_storage()?;
         let filters = self.filters(above, COPY_POOL_BYTES, storage.works_at_once())?;
         Ok(Chain::new(self.size, read_only, filters, storage)?)
     }
@@ -296,7 +301,7 @@ impl Disk {
         let above = layers.iter().take_while(|layer| layer.kind() != kind).count() + 1;
         let filters = layers.iter().skip(above).map(|layer| layer.filter());
         let filters = filters.collect::<io::Result<_>>()?;
-        Chain::new(self.size, true, filters, self.queue_storage())
+        Chain::new(self.size, true, filters, self.queue_storage()?)
     }
 
     /// The file that the disk is stored in, if that is a raw file or a device.
@@ -346,27 +351,32 @@ impl Disk {
     }
 
     /// Storage for one queue.
-    #[must_use]
-    pub fn queue_storage(&self) -> Box<dyn Storage> {
-        match &self.storage {
+    ///
+    /// # Errors
+    /// All connections to an NBD server are in use.
+    pub fn queue_storage(&self) -> io::Result<Box<dyn Storage>> {
+        Ok(match &self.storage {
             DiskStorage::File(file) => file.queue(),
             DiskStorage::Qcow2(image) => image.queue(),
+            DiskStorage::Nbd(export) => export.queue()?,
             DiskStorage::Mem(mem) => mem.queue(),
-        }
+        })
     }
 
-    fn blocking_storage(&self) -> Box<dyn Storage> {
-        match &self.storage {
+    fn blocking_storage(&self) -> io::Result<Box<dyn Storage>> {
+        Ok(match &self.storage {
             DiskStorage::File(file) => file.blocking_queue(),
             DiskStorage::Qcow2(image) => image.blocking_queue(),
+            DiskStorage::Nbd(export) => export.queue()?,
             DiskStorage::Mem(mem) => mem.queue(),
-        }
+        })
     }
 
     /// The smallest unit that the disk's storage or cipher takes, and the alignment of its memory.
     fn units(&self) -> (u32, u32) {
         let (block, memory) = match &self.storage {
             DiskStorage::File(file) => (file.block(), file.memory_alignment()),
+            DiskStorage::Nbd(export) => (export.block(), 1),
             DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         (if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block }, memory)

@@ -6,11 +6,13 @@ use std::io::Read;
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, OperationKind,
+    FilterSpec, FrontEndSpec, Handle, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NBD_SOCKETS_MAX, NewStack, OperationKind,
     QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
+
+use crate::storage::nbd::negotiation::NAME_MAX;
 
 /// The longest configuration, in bytes; [`DISKS_MAX`] disks fit well within.
 pub const CONFIG_MAX: u64 = 1024 * 1024;
@@ -409,7 +411,11 @@ fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
 }
 
 fn check_backend(backend: &BackendSpec) -> Result<(), String> {
-    let BackendSpec::Qcow2 { backing, offset, .. } = backend else { return Ok(()) };
+    let (backing, offset) = match backend {
+        BackendSpec::Qcow2 { backing, offset, .. } => (backing, offset),
+        BackendSpec::Nbd { sockets, export, .. } => return check_nbd(sockets, export),
+        BackendSpec::File { .. } | BackendSpec::Mem {} => return Ok(()),
+    };
     if backing.len() > BACKING_MAX {
         let count = backing.len();
         return Err(format!("{count} files below its image; at most {BACKING_MAX} are possible"));
@@ -421,6 +427,17 @@ fn check_backend(backend: &BackendSpec) -> Result<(), String> {
         return Err(format!(
             "its data begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
         ));
+    }
+    Ok(())
+}
+
+fn check_nbd(sockets: &[Handle], export: &str) -> Result<(), String> {
+    if !(1..=NBD_SOCKETS_MAX).contains(&sockets.len()) {
+        let count = sockets.len();
+        return Err(format!("{count} connections to its NBD server; 1 to {NBD_SOCKETS_MAX} are possible"));
+    }
+    if export.len() > NAME_MAX {
+        return Err(format!("the name of its export is longer than {NAME_MAX} bytes"));
     }
     Ok(())
 }

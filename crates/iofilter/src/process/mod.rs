@@ -57,6 +57,7 @@ use crate::stack::layer::Layer;
 use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
 use crate::storage::file::{FileDisk, OpenError};
+use crate::storage::nbd::{NbdDisk, NbdError};
 use crate::storage::own::LayerParts;
 use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
 use crate::storage::rings;
@@ -93,6 +94,14 @@ pub enum StartError {
         disk: DiskId,
         /// Why.
         error: Qcow2Error,
+    },
+    /// The export that a disk is stored in.
+    #[error("disk {disk}: {error}")]
+    Nbd {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: NbdError,
     },
     /// A disk's replica.
     #[error("disk {disk}, {error}")]
@@ -534,6 +543,14 @@ fn storage(
             let image = image.map_err(|error| StartError::Image { disk: id, error })?;
             Ok(StoredDisk { storage: DiskStorage::Qcow2(image), sparse: None, files })
         }
+        BackendSpec::Nbd { sockets, export, offset } => {
+            let connected = sockets.iter().map(|socket| handles.stream(socket));
+            let connected = connected.collect::<Result<_, _>>();
+            let connected = connected.map_err(named("a connection to its NBD server"))?;
+            let export = NbdDisk::open(connected, export, *offset, size, read_only);
+            let export = export.map_err(|error| StartError::Nbd { disk: id, error })?;
+            Ok(StoredDisk { storage: DiskStorage::Nbd(export), sparse: None, files: Vec::new() })
+        }
         BackendSpec::Mem {} => {
             let file = FileDisk::in_memory(size).map_err(opened)?;
             Ok(StoredDisk { storage: DiskStorage::File(file), sparse: None, files: Vec::new() })
@@ -604,7 +621,7 @@ fn layer_to_merge(
             Parts::Layer(LayerParts::new(extents, zeroes))
         }
         DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, encryption_of_layer)),
-        DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
+        DiskStorage::Nbd(_) | DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
     };
     let target = storage(id, config.size, false, &spec.into.backend, handles)?.storage;
     let encryption = encryption(id, &spec.into.chain, handles)?;

@@ -232,7 +232,7 @@ impl DiskStack {
         };
         let keeps_filters = spec.chain.is_none() && former.filters_suit(&disk);
         let new = if keeps_filters {
-            NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect())
+            NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect::<Result<_, _>>()?)
         } else {
             let made = (0..chains).map(|_| disk.chain()).collect::<Result<_, CryptError>>();
             NewChains::Whole(made.map_err(|error| StartError::Crypt { disk: id, error })?)

@@ -11,7 +11,7 @@ use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::Agreed;
 use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
-use vmseal_iofilter::front_ends::nbd::wire::{
+use vmseal_iofilter::nbd::{
     chunk, command, command_flag, error, option, option_reply,
 };
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};

@@ -34,8 +34,8 @@ use crate::front_ends::nbd::chunk::{BEGINNINGS, Reply};
 use crate::front_ends::nbd::context::{self, STATUS_MAX};
 use crate::front_ends::nbd::option::Agreed;
 use crate::front_ends::nbd::request::{ClientCommand, Slot, Stage, Terms, understand};
-use crate::front_ends::nbd::socket::{self, Moved};
-use crate::front_ends::nbd::wire::{
+use crate::stack::socket::{self, Moved};
+use crate::nbd::{
     self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error,
 };
 use crate::stack::chain::{Chain, Done, ROOTS_MAX};
@@ -248,7 +248,7 @@ impl<'a> Transmission<'a> {
             let slot = usize::try_from(done.tag).unwrap_or(usize::MAX);
             if let Err(error) = done.result {
                 self.served.state.note(&done, error);
-                self.fail(slot, wire::number(error), Some(error));
+                self.fail(slot, nbd::number(error), Some(error));
             }
             self.done(slot, done.length)?;
         }
@@ -521,7 +521,7 @@ impl<'a> Transmission<'a> {
         let mut reply = Reply::new(room, &mut state.reply, cookie);
         if !self.agreed.structured {
             if !state.begun {
-                reply.bytes(&wire::reply(cookie, state.error));
+                reply.bytes(&nbd::reply(cookie, state.error));
             }
             if has_data {
                 reply.memory(&state.memory, piece);
