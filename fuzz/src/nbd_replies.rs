@@ -13,7 +13,8 @@ const LENGTHS: [u32; 4] = [512, 4096, 65_536, 512];
 pub fn run(data: &[u8]) {
     let Some((&kind, stream)) = data.split_first() else { return };
     let stream = &stream[..stream.len().min(INPUT_MAX)];
-    let (structured, slots, piece) = (kind & 1 != 0, 1 + usize::from(kind >> 1 & 7), 1 + usize::from(kind >> 4) * 9);
+    let (structured, slots, piece) =
+        (kind & 1 != 0, 1 + usize::from(kind >> 1 & 7), 1 + usize::from(kind >> 4) * 9);
     let mut replies = Replies::new(structured, slots);
     let mut asked = Vec::new();
     for slot in 0..slots {

@@ -20,10 +20,10 @@ use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
 use vmseal_iofilter::front_ends::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
+use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::nbd::{
     BLOCK_MAX, OPTION_MAGIC, Request, command, command_flag, error, option,
 };
-use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::stack::request::{Operation, RequestId};

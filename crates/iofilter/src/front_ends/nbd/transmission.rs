@@ -34,14 +34,12 @@ use crate::front_ends::nbd::chunk::{BEGINNINGS, Reply};
 use crate::front_ends::nbd::context::{self, STATUS_MAX};
 use crate::front_ends::nbd::option::Agreed;
 use crate::front_ends::nbd::request::{ClientCommand, Slot, Stage, Terms, understand};
-use crate::stack::socket::{self, Moved};
-use crate::nbd::{
-    self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error,
-};
+use crate::nbd::{self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error};
 use crate::stack::chain::{Chain, Done, ROOTS_MAX};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
+use crate::stack::socket::{self, Moved};
 use crate::stack::stop::Stop;
 
 /// The most requests of a connection in flight; more wait in the socket.

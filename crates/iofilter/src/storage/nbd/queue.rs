@@ -461,7 +461,11 @@ impl Storage for Queue {
     }
 
     fn wait_events(&self) -> PollFlags {
-        if self.line.is_empty() { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT }
+        if self.line.is_empty() {
+            PollFlags::POLLIN
+        } else {
+            PollFlags::POLLIN | PollFlags::POLLOUT
+        }
     }
 
     /// A server never does, also not one that is gone.
@@ -477,7 +481,8 @@ impl Storage for Queue {
 impl Drop for Queue {
     /// A connection on which nothing is under way is the next chain's.
     fn drop(&mut self) {
-        let quiet = self.in_flight == 0 && self.begin == self.end && !self.replies.is_within_a_reply();
+        let quiet =
+            self.in_flight == 0 && self.begin == self.end && !self.replies.is_within_a_reply();
         if let Some(connection) = self.connection.take().filter(|_| quiet) {
             self.shared.idle().push(connection);
         }

@@ -289,7 +289,8 @@ impl Flight {
     /// Where in the read this part of the export is.
     fn place(&mut self, offset: u64, length: u32) -> Result<u32, Broken> {
         let at = offset.checked_sub(self.asked.offset).ok_or(Broken::Data)?;
-        let within = at.checked_add(length.into()).is_some_and(|end| end <= self.asked.length.into());
+        let within =
+            at.checked_add(length.into()).is_some_and(|end| end <= self.asked.length.into());
         if length == 0 || !within {
             return Err(Broken::Data);
         }
