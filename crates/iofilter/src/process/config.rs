@@ -7,8 +7,8 @@ use std::io::Read;
 
 use vmseal_api::filter::{
     BackendSpec, CRYPT_SECTOR, CacheSpec, DISKS_MAX, DiskConfig, FilterConfig, FilterSpec,
-    FrontEndSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, QUEUES_MAX, ReplicateSpec, SERIAL_MAX,
-    TargetFormat, VERSION, check_caches,
+    FrontEndSpec, Holes, MirrorSpec, NBD_CONNECTIONS, NewStack, QUEUES_MAX, ReplicateSpec,
+    SERIAL_MAX, TargetFormat, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 
@@ -107,6 +107,14 @@ pub fn caches(disk: &DiskConfig) -> impl Iterator<Item = &CacheSpec> {
         FilterSpec::Cache(cache) => Some(cache),
         _ => None,
     })
+}
+
+/// Whether zeroes in storage are zeroes to the guest, through such a chain.
+#[must_use]
+pub fn keeps_zeroes(chain: &[FilterSpec]) -> bool {
+    let is_noise =
+        |link: &FilterSpec| matches!(link, FilterSpec::Crypt { holes: Holes::Ciphertext, .. });
+    !chain.iter().any(is_noise)
 }
 
 /// The disk's replica.

@@ -23,7 +23,7 @@ use std::thread::{JoinHandle, Scope};
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
+    FilterSpec, FrontEndSpec, Handle, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -37,6 +37,7 @@ use crate::copy::source::Source;
 use crate::copy::sums::Sums;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
+use crate::disk::stack::Stack;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::front_ends::ServedDisk;
@@ -44,7 +45,6 @@ use crate::front_ends::nbd;
 use crate::front_ends::vhost_user;
 use crate::handle::{HandleError, Handles, Socket};
 use crate::layers;
-use crate::layers::crypt::CryptError;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
@@ -111,13 +111,13 @@ pub enum StartError {
         /// Why.
         error: ReplicaError,
     },
-    /// A disk's cipher or memory.
-    #[error("disk {disk}: {error}")]
-    Crypt {
+    /// A disk's chains: what the system refuses, or a key.
+    #[error("disk {disk} cannot be put together: {error}")]
+    Chain {
         /// Which disk.
         disk: DiskId,
         /// Why.
-        error: CryptError,
+        error: std::io::Error,
     },
     /// The file that a disk is exported to.
     #[error("disk {disk}: {error}")]
@@ -299,7 +299,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let (size, read_only) = (config.size, config.read_only);
     let StoredDisk { storage, sparse, files } =
         storage(id, size, read_only, &config.backend, handles)?;
-    let encryption = encryption(id, &config.chain, handles)?;
+    // Without a cipher, or if the cipher reads a hole as zeroes, too.
+    let zeroes = config::keeps_zeroes(&config.chain);
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
@@ -308,11 +309,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let merge = match &config.merge {
-        Some(spec) => Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?),
+        Some(spec) => Some(layer_to_merge(config, spec, (&storage, zeroes), handles)?),
         None => None,
     };
-    // Without a cipher, or if the cipher reads a hole as zeroes, too.
-    let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
         Some(spec) => {
@@ -347,20 +346,18 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let queues = config::queues(config);
     let replica = replica(config, handles, &storage)?;
     let opened = config::mirror(config);
-    let image = (&storage, encryption.as_ref());
+    let image = (&storage, zeroes);
     let opened = opened.map(|spec| mirror::open(id, size, spec, image, handles)).transpose()?;
-    let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
-        (FilterSpec::Replicate(_), Some(replica), _) => {
-            Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
+    let layers = layers_of(id, &config.chain, handles, |link| match link {
+        FilterSpec::Replicate(_) => {
+            replica.as_ref().map(|it| Arc::new(it.replicate.clone()) as Arc<dyn Layer>)
         }
-        (FilterSpec::Mirror(_), _, Some(mirror)) => Some(mirror.layer()),
-        _ => layers::of(link),
-    };
-    let (above, below) = sides(&config.chain, layer_of);
-    let disk = Disk::new(size, read_only, encryption, storage, all).with_layers(above, below);
+        _ => opened.as_ref().map(|mirror| mirror.layer()),
+    })?;
+    let disk = Disk::of(Stack::new(layers, storage, size), read_only, all);
     let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
-    let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let chains = chains.map_err(|error| StartError::Chain { disk: id, error })?;
     let mut layers = disk.layers();
     let mut cipher_time = disk.cipher_time();
     let (chains, pivot, copy) = match mirrored {
@@ -481,30 +478,29 @@ fn replica(
 
 type Layers = Vec<Arc<dyn Layer>>;
 
-/// The layers of a chain above and below its encryption.
-fn sides(
-    chain: &[FilterSpec],
-    layer_of: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
-) -> (Layers, Layers) {
-    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
-    let mut sides = chain.split(is_crypt).map(|side| side.iter().filter_map(&layer_of).collect());
-    (sides.next().unwrap_or_default(), sides.next().unwrap_or_default())
-}
-
-/// How the data below a chain is encrypted, if it is: the key is taken.
-fn encryption(
+/// The layers of a chain, from the guest downwards; keys are taken. `copied` has the layers of copies, whose legs are open.
+fn layers_of(
     id: DiskId,
     chain: &[FilterSpec],
     handles: &mut Handles,
-) -> Result<Option<Encryption>, StartError> {
-    let crypt = chain.iter().find_map(|link| match link {
-        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
-        _ => None,
-    });
-    let Some((key, holes)) = crypt else { return Ok(None) };
-    let what = || format!("disk {id}, its key");
-    let key = handles.key(key).map_err(|error| StartError::Handle { what: what(), error })?;
-    Ok(Some(Encryption { key, holes }))
+    copied: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
+) -> Result<Layers, StartError> {
+    let mut of = |link: &FilterSpec| -> Result<Option<Arc<dyn Layer>>, StartError> {
+        Ok(match link {
+            FilterSpec::Crypt { key, holes } => {
+                let what = || format!("disk {id}, its key");
+                let key =
+                    handles.key(key).map_err(|error| StartError::Handle { what: what(), error })?;
+                Some(Arc::new(Encryption { key, holes: *holes }))
+            }
+            FilterSpec::Replicate(_) | FilterSpec::Mirror(_) => copied(link),
+            FilterSpec::Limit(_)
+            | FilterSpec::Delay(_)
+            | FilterSpec::Fault(_)
+            | FilterSpec::Cache(_) => layers::of(link),
+        })
+    };
+    chain.iter().filter_map(|link| of(link).transpose()).collect()
 }
 
 /// Opens what a disk is stored in.
@@ -609,24 +605,23 @@ fn sums(
 fn layer_to_merge(
     config: &DiskConfig,
     spec: &MergeSpec,
-    (layer, encryption_of_layer): (&DiskStorage, Option<&Encryption>),
+    (layer, zeroes): (&DiskStorage, bool),
     handles: &mut Handles,
 ) -> Result<LayerToMerge, StartError> {
     let id = config.disk;
     let failed = |error| StartError::Image { disk: id, error };
-    let zeroes = encryption_of_layer.is_none_or(|it| it.holes == Holes::Zero);
     let parts = match layer {
         DiskStorage::Qcow2(image) => {
             let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
             Parts::Layer(LayerParts::new(extents, zeroes))
         }
-        DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, encryption_of_layer)),
+        DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, zeroes)),
         DiskStorage::Nbd(_) | DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
     };
     let target = storage(id, config.size, false, &spec.into.backend, handles)?.storage;
-    let encryption = encryption(id, &spec.into.chain, handles)?;
-    let target = Disk::new(config.size, false, encryption, target, 2).chain();
-    let target = target.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let layers = layers_of(id, &spec.into.chain, handles, |_| None)?;
+    let target = Disk::of(Stack::new(layers, target, config.size), false, 2).chain();
+    let target = target.map_err(|error| StartError::Chain { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
     let lock = handles.file(&spec.lock, false);
     let lock = lock.map_err(|error| StartError::Handle { what: what(), error })?;
