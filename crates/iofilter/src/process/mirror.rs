@@ -13,7 +13,8 @@ use crate::layers::replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::mirror::{OpenedMirror, Pivot};
 use crate::layers::replicate::open::ReplicaError;
-use crate::process::{Layers, StartError, StoredDisk, layers_of, storage};
+use crate::process::StartError;
+use crate::process::open_stack::{Layers, StoredDisk, layers_of, storage};
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
@@ -116,6 +117,10 @@ impl OpenedCopy {
         let source = BlockingDisk::new(disk.beneath(count + 1, true)?);
         let target = copy.beneath(count, false)?;
         let target = BlockingDisk::over(target, copy.file().cloned(), copy.holes().is_some());
+        let target = match copy.storage() {
+            DiskStorage::Nbd(export) => target.at_server(export.clone()),
+            _ => target,
+        };
         let pivot = Arc::new(self.opened.between(source, disk.holes(), target, chains));
         let copy = Copy { disk: Arc::new(copy), files };
         Ok(Mirrored { pivot, chains: None, layers, cipher_time, copy })

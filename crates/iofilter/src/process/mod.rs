@@ -11,6 +11,7 @@ pub mod confinement;
 pub mod control;
 mod descriptors;
 mod mirror;
+mod open_stack;
 pub mod slice;
 pub mod stacks;
 
@@ -22,8 +23,8 @@ use std::thread::{JoinHandle, Scope};
 
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Handle, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
+    BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec, FrontEndSpec,
+    Handle, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -39,27 +40,27 @@ use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
 use crate::disk::stack::Stack;
 use crate::disk::status::DiskState;
-use crate::disk::{Disk, DiskStorage, Encryption};
+use crate::disk::{Disk, DiskStorage};
 use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd;
 use crate::front_ends::vhost_user;
 use crate::handle::{HandleError, Handles, Socket};
-use crate::layers;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{self, Replicate};
+use crate::process::open_stack::{StoredDisk, layers_of, storage};
 use crate::process::stacks::DiskStack;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::layer::Layer;
 use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
-use crate::storage::file::{FileDisk, OpenError};
-use crate::storage::nbd::{NbdDisk, NbdError};
+use crate::storage::file::OpenError;
+use crate::storage::nbd::NbdError;
 use crate::storage::own::LayerParts;
-use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
+use crate::storage::qcow2::Qcow2Error;
 use crate::storage::rings;
 
 /// The stack size of a disk's thread.
@@ -454,15 +455,6 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     })
 }
 
-/// Where a disk is stored, open.
-struct StoredDisk {
-    storage: DiskStorage,
-    /// Where its holes are, if that is known.
-    sparse: Option<Sparse>,
-    /// Its files, the one that is written first.
-    files: Vec<OwnedFd>,
-}
-
 /// The disk's replica.
 fn replica(
     config: &DiskConfig,
@@ -474,84 +466,6 @@ fn replica(
     replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
         .map(Some)
         .map_err(|error| StartError::Replica { disk: config.disk, error })
-}
-
-type Layers = Vec<Arc<dyn Layer>>;
-
-/// The layers of a chain, from the guest downwards; keys are taken. `copied` has the layers of copies, whose legs are open.
-fn layers_of(
-    id: DiskId,
-    chain: &[FilterSpec],
-    handles: &mut Handles,
-    copied: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
-) -> Result<Layers, StartError> {
-    let mut of = |link: &FilterSpec| -> Result<Option<Arc<dyn Layer>>, StartError> {
-        Ok(match link {
-            FilterSpec::Crypt { key, holes } => {
-                let what = || format!("disk {id}, its key");
-                let key =
-                    handles.key(key).map_err(|error| StartError::Handle { what: what(), error })?;
-                Some(Arc::new(Encryption { key, holes: *holes }))
-            }
-            FilterSpec::Replicate(_) | FilterSpec::Mirror(_) => copied(link),
-            FilterSpec::Limit(_)
-            | FilterSpec::Delay(_)
-            | FilterSpec::Fault(_)
-            | FilterSpec::Cache(_) => layers::of(link),
-        })
-    };
-    chain.iter().filter_map(|link| of(link).transpose()).collect()
-}
-
-/// Opens what a disk is stored in.
-fn storage(
-    id: DiskId,
-    size: u64,
-    read_only: bool,
-    backend: &BackendSpec,
-    handles: &mut Handles,
-) -> Result<StoredDisk, StartError> {
-    let named = |what: &str| {
-        let what = format!("disk {id}, {what}");
-        move |error| StartError::Handle { what, error }
-    };
-    let opened = |error| StartError::Open { disk: id, error };
-    match backend {
-        BackendSpec::File { file, offset, direct, keeps_room } => {
-            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let sparse = Some(Sparse(fd.try_clone()?.into(), *offset));
-            let files = vec![fd.try_clone()?];
-            let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
-            if *keeps_room {
-                file.keep_room();
-            }
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
-        }
-        BackendSpec::Qcow2 { file, backing, offset } => {
-            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let (mut files, mut below) = (vec![fd.try_clone()?], Vec::new());
-            for BackingSpec { file, format } in backing {
-                let fd = handles.image(file, false).map_err(named("a file below its image"))?;
-                files.push(fd.try_clone()?);
-                below.push((fd, *format));
-            }
-            let image = Qcow2Disk::open(fd, below, *offset, size, read_only);
-            let image = image.map_err(|error| StartError::Image { disk: id, error })?;
-            Ok(StoredDisk { storage: DiskStorage::Qcow2(image), sparse: None, files })
-        }
-        BackendSpec::Nbd { sockets, export, offset } => {
-            let connected = sockets.iter().map(|socket| handles.stream(socket));
-            let connected = connected.collect::<Result<_, _>>();
-            let connected = connected.map_err(named("a connection to its NBD server"))?;
-            let export = NbdDisk::open(connected, export, *offset, size, read_only);
-            let export = export.map_err(|error| StartError::Nbd { disk: id, error })?;
-            Ok(StoredDisk { storage: DiskStorage::Nbd(export), sparse: None, files: Vec::new() })
-        }
-        BackendSpec::Mem {} => {
-            let file = FileDisk::in_memory(size).map_err(opened)?;
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse: None, files: Vec::new() })
-        }
-    }
 }
 
 /// The file that a disk is exported to.

@@ -28,9 +28,8 @@ use crate::disk::stack::Stack;
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
 use crate::process::mirror::{self, Copy, Mirrored};
-use crate::process::{
-    CurrentPivot, RunningDisk, StartError, StoredDisk, config, layers_of, storage,
-};
+use crate::process::open_stack::{StoredDisk, layers_of, storage};
+use crate::process::{CurrentPivot, RunningDisk, StartError, config};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::gate::{Gate, Held};
 use crate::stack::orders::{Asked, NotAsked, Orders};

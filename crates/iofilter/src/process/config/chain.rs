@@ -95,7 +95,9 @@ fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
 pub(super) fn check_backend(backend: &BackendSpec) -> Result<(), String> {
     let (backing, offset) = match backend {
         BackendSpec::Qcow2 { backing, offset, .. } => (backing, offset),
-        BackendSpec::Nbd { sockets, export, .. } => return check_nbd(sockets, export),
+        BackendSpec::Nbd { sockets, export, offset } => {
+            return check_nbd(sockets, export).and_then(|()| check_offset(*offset));
+        }
         BackendSpec::File { .. } | BackendSpec::Mem {} => return Ok(()),
     };
     if backing.len() > BACKING_MAX {
@@ -105,6 +107,10 @@ pub(super) fn check_backend(backend: &BackendSpec) -> Result<(), String> {
     if backing.iter().rev().skip(1).any(|file| file.format == ImageFormat::Raw) {
         return Err("a raw file is the last of its chain: nothing can be below it".into());
     }
+    check_offset(*offset)
+}
+
+fn check_offset(offset: u64) -> Result<(), String> {
     if !offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
         return Err(format!(
             "its data begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
