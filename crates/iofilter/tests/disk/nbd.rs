@@ -110,8 +110,8 @@ fn change(chain: &mut Chain, operation: Operation, at: u64, length: u64) -> Resu
     blocking::drain(chain)
 }
 
-/// Everything that a guest does, on two queues: long requests, small ones, zeroes, flushes.
-fn use_it(disk: &Disk) {
+/// Everything that a guest does, on two queues: long requests, small ones, zeroes, flushes. Returns what the disk holds then.
+fn use_it(disk: &Disk) -> Vec<u8> {
     let (mut one, mut other) = (disk.chain().unwrap(), disk.chain().unwrap());
     let mut model = vec![0; SIZE as usize];
     let long = noise(3 << 20, 1);
@@ -136,6 +136,7 @@ fn use_it(disk: &Disk) {
     // The connections are used again.
     let mut again = disk.chain().unwrap();
     assert!(read(&mut again, 0, SIZE as usize) == model);
+    model
 }
 
 fn check(server: &Other, export: &str, queues: usize) {
@@ -146,7 +147,11 @@ fn check(server: &Other, export: &str, queues: usize) {
         let mut chain = disk.chain().unwrap();
         change(&mut chain, Operation::WriteZeroes { unmap: true }, 0, SIZE).unwrap();
         drop(chain);
-        use_it(&disk);
+        let content = use_it(&disk);
+        let stored = std::fs::read(server.directory.path().join("disk")).unwrap();
+        let (before, stored) = stored.split_at(OFFSET as usize);
+        assert!(before.iter().all(|byte| *byte == 0), "it writes before its beginning");
+        assert_eq!(*stored == content[..], !encrypted, "what is stored");
     }
 }
 
