@@ -16,6 +16,7 @@ pub mod key_file;
 pub mod kmip_ttlv;
 pub mod luks_header;
 pub mod nbd_negotiation;
+pub mod nbd_replies;
 pub mod nbd_transmission;
 pub mod provider_backup;
 pub mod qcow2_disk;
@@ -54,6 +55,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("kmip_ttlv", kmip_ttlv::run),
     ("luks_header", luks_header::run),
     ("nbd_negotiation", nbd_negotiation::run),
+    ("nbd_replies", nbd_replies::run),
     ("nbd_transmission", nbd_transmission::run),
     ("provider_backup", provider_backup::run),
     ("qcow2_disk", qcow2_disk::run),

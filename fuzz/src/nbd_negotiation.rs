@@ -10,7 +10,7 @@ use vmseal_api::filter::BitmapChange;
 use vmseal_iofilter::front_ends::nbd::context::CONTEXTS_MAX;
 use vmseal_iofilter::front_ends::nbd::negotiation;
 use vmseal_iofilter::front_ends::nbd::option::{Export, OPTIONS_MAX, greeting};
-use vmseal_iofilter::front_ends::nbd::wire::{OPTION_REPLY_MAGIC, option, option_reply};
+use vmseal_iofilter::nbd::{OPTION_REPLY_MAGIC, option, option_reply};
 use vmseal_iofilter::stack::dirty::Bitmaps;
 use vmseal_iofilter::stack::stop::Stop;
 

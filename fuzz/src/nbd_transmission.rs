@@ -13,7 +13,7 @@ use vmseal_api::filter::BitmapChange;
 use vmseal_iofilter::front_ends::nbd::context;
 use vmseal_iofilter::front_ends::nbd::option::Agreed;
 use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
-use vmseal_iofilter::front_ends::nbd::wire::{
+use vmseal_iofilter::nbd::{
     BLOCK_MAX, CHUNK_LENGTH, CHUNK_MAGIC, REPLY_LENGTH, REPLY_MAGIC, REQUEST_LENGTH, Request,
     chunk, command, command_flag,
 };

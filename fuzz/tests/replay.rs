@@ -172,6 +172,7 @@ replayed! {
     kmip_ttlv
     luks_header
     nbd_negotiation
+    nbd_replies
     nbd_transmission
     provider_backup
     qcow2_disk

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::socket::{SockType, getsockopt, sockopt};
 use nix::sys::stat::{Mode, umask};
 use vmseal_api::filter::Handle;
 use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
@@ -130,6 +130,29 @@ impl Handles {
         match handle {
             Handle::Fd(fd) => Ok(SecretBytes::from_memfd(self.inherited(*fd)?, DEK_LEN)?),
             Handle::Path(path) => self.may_open(path).and_then(|()| key_file(path)),
+        }
+    }
+
+    /// A stream socket that somebody has connected, of any family; at a path, a server that listens there.
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn stream(&mut self, handle: &Handle) -> Result<OwnedFd, HandleError> {
+        match handle {
+            Handle::Fd(number) => {
+                let fd = self.inherited(*number)?;
+                let wrong = match getsockopt(&fd, sockopt::SockType) {
+                    Ok(SockType::Stream) => return Ok(fd),
+                    Ok(_) => io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"),
+                    Err(error) => error.into(),
+                };
+                Err(HandleError::Descriptor { fd: *number, error: wrong })
+            }
+            Handle::Path(path) => {
+                self.may_open(path)?;
+                let failed = |error| HandleError::Path { path: path.into(), error };
+                UnixStream::connect(path).map(Into::into).map_err(failed)
+            }
         }
     }
 

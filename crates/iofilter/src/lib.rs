@@ -6,19 +6,21 @@
 //! | module | subject |
 //! |---|---|
 //! | [`stack`] | how a request passes through a disk, and the memory it uses; start at [`stack::chain`] |
-//! | [`storage`] | where a disk's bytes are stored: file, qcow2, memory |
+//! | [`storage`] | where a disk's bytes are stored: file, qcow2, an NBD server, memory |
 //! | [`layers`] | the filters above storage: alignment, encryption, cache, limits, a replica, faults |
 //! | [`disk`] | a complete disk, and its status |
 //! | [`front_ends`] | the protocols that serve it: vhost-user-blk to QEMU, NBD to tools |
 //! | [`copy`] | filling a disk from an image, writing a disk to an image |
 //! | [`process`] | the filter process: configuration, confinement, control socket |
 //! | [`handle`] | the descriptors that a configuration names |
+//! | [`nbd`] | the numbers and structures of the NBD protocol, which the front end and a storage speak |
 
 pub mod copy;
 pub mod disk;
 pub mod front_ends;
 pub mod handle;
 pub mod layers;
+pub mod nbd;
 pub mod process;
 pub mod stack;
 pub mod storage;

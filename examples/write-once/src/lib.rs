@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmseal_iofilter::stack::chain::{Filter, Io, Limits};
-use vmseal_iofilter::stack::layer::{Counter, Layer};
+use vmseal_iofilter::stack::layer::{Counter, Layer, Place};
 use vmseal_iofilter::stack::request::{IoError, Operation, Request, RequestId};
 
 /// The unit that is protected: 4096 bytes.
@@ -38,7 +38,7 @@ impl Layer for WriteOnce {
         "write_once"
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         Ok(Box::new(Queue(Arc::clone(&self.0))))
     }
 

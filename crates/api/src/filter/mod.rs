@@ -450,9 +450,27 @@ pub enum BackendSpec {
         /// The offset of the guest's first byte in the image's disk (LUKS2: the data segment), in bytes.
         offset: u64,
     },
+    /// An export of an NBD server (fixed newstyle, without TLS). The filter never connects: it negotiates on sockets that
+    /// are passed to it.
+    Nbd {
+        /// Connected stream sockets, which are not negotiated on yet; by a path, for starting a filter by hand, a unix socket
+        /// to connect to. Each chain needs one: the disk's queues; a copy of the disk that begins while it is served, as
+        /// many again and one more; the copy of a mirrored disk, its queues and one; each reader beside the front end, one.
+        /// 1 to [`NBD_SOCKETS_MAX`].
+        sockets: Vec<Handle>,
+        /// The export's name; at most 255 bytes.
+        #[serde(default)]
+        export: String,
+        /// The offset of the guest's first byte in the export, in bytes.
+        #[serde(default)]
+        offset: u64,
+    },
     /// Memory that is lost when the filter ends: for tests, drills and measurements.
     Mem {},
 }
+
+/// The most connections to an NBD server: for all chains that a disk with [`QUEUES_MAX`] queues may have at one time.
+pub const NBD_SOCKETS_MAX: usize = 40;
 
 /// The most files below a qcow2 image: a read may have to look into the tables of each.
 pub const BACKING_MAX: usize = 8;

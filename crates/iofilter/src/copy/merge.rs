@@ -276,7 +276,7 @@ mod tests {
                 DiskStorage::Qcow2(image) => {
                     Parts::Layer(LayerParts::new(image.extents().unwrap(), true))
                 }
-                other => Parts::Flat(Allocation::of(other, Some(&encryption))),
+                other => Parts::Flat(Allocation::of(other, true)),
             };
             (Disk::new(SIZE, !write, Some(encryption), storage, 2), parts)
         }

@@ -3,9 +3,9 @@
 use std::io;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use vmseal_api::filter::{CRYPT_SECTOR, Holes};
+use vmseal_api::filter::CRYPT_SECTOR;
 
-use crate::disk::{DiskStorage, Encryption};
+use crate::disk::storage::DiskStorage;
 use crate::storage::extent::Extent;
 use crate::storage::file::FileDisk;
 use crate::storage::qcow2::Extents;
@@ -49,11 +49,10 @@ impl CurrentAllocation {
 }
 
 impl Allocation {
-    /// The holes of a disk that is stored there. A hole in the file is one to the reader without encryption, and where
-    /// the encryption says so; where all ciphertext is decrypted, a hole would read as noise.
+    /// The holes of a disk that is stored there. `zeroes`: whether zeroes there are zeroes to the reader. A hole in the file is
+    /// one without encryption, and where the encryption says so; where all ciphertext is decrypted, it would read as noise.
     #[must_use]
-    pub fn of(storage: &DiskStorage, encryption: Option<&Encryption>) -> Self {
-        let zeroes = encryption.is_none_or(|encryption| encryption.holes == Holes::Zero);
+    pub fn of(storage: &DiskStorage, zeroes: bool) -> Self {
         match storage {
             DiskStorage::File(file) if zeroes => Self::File(file.clone()),
             DiskStorage::Qcow2(image) if zeroes => match image.extents() {
@@ -63,7 +62,10 @@ impl Allocation {
                     Self::Unknown
                 }
             },
-            DiskStorage::File(_) | DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => Self::Unknown,
+            DiskStorage::File(_)
+            | DiskStorage::Qcow2(_)
+            | DiskStorage::Nbd(_)
+            | DiskStorage::Mem(_) => Self::Unknown,
         }
     }
 

@@ -24,7 +24,7 @@ use vmseal_api::filter::CacheSpec;
 
 use crate::layers::cache::blocks::{Blocks, STRETCH};
 use crate::stack::chain::{Filter, Io, Limits};
-use crate::stack::layer::{Counter, Layer};
+use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{Operation, RequestId};
@@ -73,7 +73,7 @@ impl Layer for Cache {
         "cache"
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         let (shared, pool) = (Arc::clone(&self.0), Pool::new(QUEUE_BYTES)?);
         Ok(Box::new(CacheFilter { shared, pool, fetches: Vec::new() }))
     }

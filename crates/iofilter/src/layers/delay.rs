@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use vmseal_api::filter::DelaySpec;
 
 use crate::stack::chain::{Filter, Io, Limits};
-use crate::stack::layer::{Counter, Layer};
+use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::request::RequestId;
 
 /// The layer.
@@ -37,7 +37,7 @@ impl Layer for Delay {
         "delay"
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         let random = fastrand::Rng::with_seed(self.0.spec.seed);
         let (held, hastened) = (BinaryHeap::new(), false);
         Ok(Box::new(DelayFilter { shared: Arc::clone(&self.0), random, held, hastened }))

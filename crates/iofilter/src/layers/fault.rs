@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vmseal_api::filter::{CRYPT_SECTOR, FaultKind, FaultRule, FaultSpec};
 
 use crate::stack::chain::{Filter, Io, Limits};
-use crate::stack::layer::{Counter, Layer};
+use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::memory::Cursor;
 use crate::stack::request::{IoError, Operation, Request, RequestId};
 
@@ -49,7 +49,7 @@ impl Layer for Fault {
         "fault"
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         Ok(Box::new(FaultFilter(Arc::clone(&self.0))))
     }
 

@@ -20,7 +20,7 @@ use vmseal_api::filter::LimitSpec;
 
 use crate::layers::limit::bucket::Bucket;
 use crate::stack::chain::{Filter, Io, Limits};
-use crate::stack::layer::{Counter, Layer};
+use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::request::{Operation, Request, RequestId};
 
 /// The layer: the budgets that a disk's queues share.
@@ -55,7 +55,7 @@ impl Layer for Limit {
         "limit"
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         Ok(Box::new(LimitFilter {
             shared: Arc::clone(&self.0),
             waiting: VecDeque::new(),

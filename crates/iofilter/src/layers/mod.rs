@@ -31,8 +31,7 @@ pub fn stays_above_a_mirror(layer: &dyn Layer) -> bool {
     matches!(layer.kind(), "limit" | "delay" | "fault")
 }
 
-/// Makes the layer that a configuration asks for; none for encryption and copies, which need open files or keys and
-/// belong to the disk.
+/// Makes the layer that a configuration asks for; none for encryption and copies, which need a key or open legs.
 #[must_use]
 pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
     match spec {

@@ -3,18 +3,18 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vmseal_api::filter::{FilterSpec, Holes, MirrorSpec};
+use vmseal_api::filter::MirrorSpec;
 use vmseal_api::id::DiskId;
 
-use crate::disk::{Disk, DiskStorage, Encryption};
+use crate::disk::stack::Stack;
+use crate::disk::{Disk, DiskStorage};
 use crate::handle::Handles;
-use crate::layers;
-use crate::layers::crypt::CryptError;
 use crate::layers::replicate;
 use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::mirror::{OpenedMirror, Pivot};
 use crate::layers::replicate::open::ReplicaError;
-use crate::process::{Layers, StartError, StoredDisk, encryption, sides, storage};
+use crate::process::StartError;
+use crate::process::open_stack::{Layers, StoredDisk, layers_of, storage};
 use crate::stack::chain::Chain;
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::Layer;
@@ -22,13 +22,13 @@ use crate::storage::own::LayerParts;
 use crate::storage::qcow2::Qcow2Error;
 
 /// Everything that the copy of a disk needs, open.
-pub(super) struct OpenedCopy<'a> {
+pub(super) struct OpenedCopy {
     disk: DiskId,
     size: u64,
-    spec: &'a MirrorSpec,
     opened: OpenedMirror,
     storage: StoredDisk,
-    encryption: Option<Encryption>,
+    /// Of the copy alone, from the guest downwards.
+    layers: Layers,
 }
 
 /// What switches a disk to its copy.
@@ -51,16 +51,16 @@ pub(super) struct Copy {
     pub files: Vec<OwnedFd>,
 }
 
-/// Opens what the copy of a disk of `size` bytes needs. `image` is the disk's own, and how that is encrypted.
-pub(super) fn open<'a>(
+/// Opens what the copy of a disk of `size` bytes needs. `image` is the disk's own, and whether zeroes there are zeroes to the guest.
+pub(super) fn open(
     disk: DiskId,
     size: u64,
-    spec: &'a MirrorSpec,
-    (image, encryption_of_image): (&DiskStorage, Option<&Encryption>),
+    spec: &MirrorSpec,
+    (image, zeroes): (&DiskStorage, bool),
     handles: &mut Handles,
-) -> Result<OpenedCopy<'a>, StartError> {
+) -> Result<OpenedCopy, StartError> {
     let storage = storage(disk, size, false, &spec.to.backend, handles)?;
-    let encryption = encryption(disk, &spec.to.chain, handles)?;
+    let layers = layers_of(disk, &spec.to.chain, handles, |_| None)?;
     let refused = |error| StartError::Replica { disk, error };
     let places = [image, &storage.storage].into_iter().filter_map(DiskStorage::file);
     let places: Vec<_> = places.collect();
@@ -76,13 +76,12 @@ pub(super) fn open<'a>(
             let error = Qcow2Error::System(error);
             StartError::Image { disk, error }
         })?;
-        let zeroes = encryption_of_image.is_none_or(|it| it.holes == Holes::Zero);
         opened = opened.of_layer(Some(LayerParts::new(extents, zeroes)));
     }
-    Ok(OpenedCopy { disk, size, spec, opened, storage, encryption })
+    Ok(OpenedCopy { disk, size, opened, storage, layers })
 }
 
-impl OpenedCopy<'_> {
+impl OpenedCopy {
     /// The layer for the disk's own chains.
     pub(super) fn layer(&self) -> Arc<dyn Layer> {
         Arc::new(self.opened.replicate.clone())
@@ -97,28 +96,19 @@ impl OpenedCopy<'_> {
     ) -> Result<Mirrored, StartError> {
         let id = self.disk;
         self.put_together(disk, queues, pools)
-            .map_err(|error| StartError::Crypt { disk: id, error })
+            .map_err(|error| StartError::Chain { disk: id, error })
     }
 
-    fn put_together(
-        self,
-        disk: &Disk,
-        queues: usize,
-        pools: usize,
-    ) -> Result<Mirrored, CryptError> {
+    fn put_together(self, disk: &Disk, queues: usize, pools: usize) -> std::io::Result<Mirrored> {
         let layers = disk.layers();
         let shared = layers.iter().take_while(|layer| layer.kind() != replicate::MIRROR);
         let shared: Vec<_> = shared.cloned().collect();
         let count = shared.len();
-        let layer_of = |link: &FilterSpec| layers::of(link);
-        let (above, below) = sides(&self.spec.to.chain, layer_of);
-        let own = [&above[..], &below].concat();
         let StoredDisk { storage, files, .. } = self.storage;
-        let copy = Disk::new(self.size, false, self.encryption, storage, pools)
-            .with_layers([shared, above].concat(), below)
-            .as_copy_of(disk);
+        let stack = Stack::new([shared, self.layers].concat(), storage, self.size);
+        let copy = Disk::of(stack, false, pools).as_copy_of(disk);
         let chains = (0..queues).map(|_| copy.chain()).collect::<Result<Vec<_>, _>>()?;
-        let (layers, cipher_time) = (own, copy.cipher_time());
+        let (layers, cipher_time) = (copy.layers().split_off(count), copy.cipher_time());
         if self.opened.mirror.status().pivoted {
             let pivot = Arc::new(self.opened.pivoted());
             let copy = Copy { disk: Arc::new(copy), files };
@@ -127,6 +117,10 @@ impl OpenedCopy<'_> {
         let source = BlockingDisk::new(disk.beneath(count + 1, true)?);
         let target = copy.beneath(count, false)?;
         let target = BlockingDisk::over(target, copy.file().cloned(), copy.holes().is_some());
+        let target = match copy.storage() {
+            DiskStorage::Nbd(export) => target.at_server(export.clone()),
+            _ => target,
+        };
         let pivot = Arc::new(self.opened.between(source, disk.holes(), target, chains));
         let copy = Copy { disk: Arc::new(copy), files };
         Ok(Mirrored { pivot, chains: None, layers, cipher_time, copy })

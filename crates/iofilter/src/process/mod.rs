@@ -11,6 +11,7 @@ pub mod confinement;
 pub mod control;
 mod descriptors;
 mod mirror;
+mod open_stack;
 pub mod slice;
 pub mod stacks;
 
@@ -22,8 +23,8 @@ use std::thread::{JoinHandle, Scope};
 
 use nix::unistd::geteuid;
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
+    BesideSpec, DiskActivity, DiskConfig, ExportSpec, FilterConfig, FilterSpec, FrontEndSpec,
+    Handle, ImportSpec, MergeSpec, NBD_CONNECTIONS, TargetFormat,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
@@ -37,28 +38,29 @@ use crate::copy::source::Source;
 use crate::copy::sums::Sums;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
+use crate::disk::stack::Stack;
 use crate::disk::status::DiskState;
-use crate::disk::{Disk, DiskStorage, Encryption};
+use crate::disk::{Disk, DiskStorage};
 use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd;
 use crate::front_ends::vhost_user;
 use crate::handle::{HandleError, Handles, Socket};
-use crate::layers;
-use crate::layers::crypt::CryptError;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{self, Replicate};
+use crate::process::open_stack::{StoredDisk, layers_of, storage};
 use crate::process::stacks::DiskStack;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::layer::Layer;
 use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
-use crate::storage::file::{FileDisk, OpenError};
+use crate::storage::file::OpenError;
+use crate::storage::nbd::NbdError;
 use crate::storage::own::LayerParts;
-use crate::storage::qcow2::{Qcow2Disk, Qcow2Error};
+use crate::storage::qcow2::Qcow2Error;
 use crate::storage::rings;
 
 /// The stack size of a disk's thread.
@@ -94,6 +96,14 @@ pub enum StartError {
         /// Why.
         error: Qcow2Error,
     },
+    /// The export that a disk is stored in.
+    #[error("disk {disk}: {error}")]
+    Nbd {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: NbdError,
+    },
     /// A disk's replica.
     #[error("disk {disk}, {error}")]
     Replica {
@@ -102,13 +112,13 @@ pub enum StartError {
         /// Why.
         error: ReplicaError,
     },
-    /// A disk's cipher or memory.
-    #[error("disk {disk}: {error}")]
-    Crypt {
+    /// A disk's chains: what the system refuses, or a key.
+    #[error("disk {disk} cannot be put together: {error}")]
+    Chain {
         /// Which disk.
         disk: DiskId,
         /// Why.
-        error: CryptError,
+        error: std::io::Error,
     },
     /// The file that a disk is exported to.
     #[error("disk {disk}: {error}")]
@@ -290,7 +300,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let (size, read_only) = (config.size, config.read_only);
     let StoredDisk { storage, sparse, files } =
         storage(id, size, read_only, &config.backend, handles)?;
-    let encryption = encryption(id, &config.chain, handles)?;
+    // Without a cipher, or if the cipher reads a hole as zeroes, too.
+    let zeroes = config::keeps_zeroes(&config.chain);
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
@@ -299,11 +310,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let merge = match &config.merge {
-        Some(spec) => Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?),
+        Some(spec) => Some(layer_to_merge(config, spec, (&storage, zeroes), handles)?),
         None => None,
     };
-    // Without a cipher, or if the cipher reads a hole as zeroes, too.
-    let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
         Some(spec) => {
@@ -338,20 +347,18 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let queues = config::queues(config);
     let replica = replica(config, handles, &storage)?;
     let opened = config::mirror(config);
-    let image = (&storage, encryption.as_ref());
+    let image = (&storage, zeroes);
     let opened = opened.map(|spec| mirror::open(id, size, spec, image, handles)).transpose()?;
-    let layer_of = |link: &FilterSpec| match (link, &replica, &opened) {
-        (FilterSpec::Replicate(_), Some(replica), _) => {
-            Some(Arc::new(replica.replicate.clone()) as Arc<dyn Layer>)
+    let layers = layers_of(id, &config.chain, handles, |link| match link {
+        FilterSpec::Replicate(_) => {
+            replica.as_ref().map(|it| Arc::new(it.replicate.clone()) as Arc<dyn Layer>)
         }
-        (FilterSpec::Mirror(_), _, Some(mirror)) => Some(mirror.layer()),
-        _ => layers::of(link),
-    };
-    let (above, below) = sides(&config.chain, layer_of);
-    let disk = Disk::new(size, read_only, encryption, storage, all).with_layers(above, below);
+        _ => opened.as_ref().map(|mirror| mirror.layer()),
+    })?;
+    let disk = Disk::of(Stack::new(layers, storage, size), read_only, all);
     let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
-    let chains = chains.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let chains = chains.map_err(|error| StartError::Chain { disk: id, error })?;
     let mut layers = disk.layers();
     let mut cipher_time = disk.cipher_time();
     let (chains, pivot, copy) = match mirrored {
@@ -448,15 +455,6 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     })
 }
 
-/// Where a disk is stored, open.
-struct StoredDisk {
-    storage: DiskStorage,
-    /// Where its holes are, if that is known.
-    sparse: Option<Sparse>,
-    /// Its files, the one that is written first.
-    files: Vec<OwnedFd>,
-}
-
 /// The disk's replica.
 fn replica(
     config: &DiskConfig,
@@ -468,77 +466,6 @@ fn replica(
     replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
         .map(Some)
         .map_err(|error| StartError::Replica { disk: config.disk, error })
-}
-
-type Layers = Vec<Arc<dyn Layer>>;
-
-/// The layers of a chain above and below its encryption.
-fn sides(
-    chain: &[FilterSpec],
-    layer_of: impl Fn(&FilterSpec) -> Option<Arc<dyn Layer>>,
-) -> (Layers, Layers) {
-    let is_crypt = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { .. });
-    let mut sides = chain.split(is_crypt).map(|side| side.iter().filter_map(&layer_of).collect());
-    (sides.next().unwrap_or_default(), sides.next().unwrap_or_default())
-}
-
-/// How the data below a chain is encrypted, if it is: the key is taken.
-fn encryption(
-    id: DiskId,
-    chain: &[FilterSpec],
-    handles: &mut Handles,
-) -> Result<Option<Encryption>, StartError> {
-    let crypt = chain.iter().find_map(|link| match link {
-        FilterSpec::Crypt { key, holes } => Some((key, *holes)),
-        _ => None,
-    });
-    let Some((key, holes)) = crypt else { return Ok(None) };
-    let what = || format!("disk {id}, its key");
-    let key = handles.key(key).map_err(|error| StartError::Handle { what: what(), error })?;
-    Ok(Some(Encryption { key, holes }))
-}
-
-/// Opens what a disk is stored in.
-fn storage(
-    id: DiskId,
-    size: u64,
-    read_only: bool,
-    backend: &BackendSpec,
-    handles: &mut Handles,
-) -> Result<StoredDisk, StartError> {
-    let named = |what: &str| {
-        let what = format!("disk {id}, {what}");
-        move |error| StartError::Handle { what, error }
-    };
-    let opened = |error| StartError::Open { disk: id, error };
-    match backend {
-        BackendSpec::File { file, offset, direct, keeps_room } => {
-            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let sparse = Some(Sparse(fd.try_clone()?.into(), *offset));
-            let files = vec![fd.try_clone()?];
-            let file = FileDisk::open(fd, *offset, size, *direct, read_only).map_err(opened)?;
-            if *keeps_room {
-                file.keep_room();
-            }
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
-        }
-        BackendSpec::Qcow2 { file, backing, offset } => {
-            let fd = handles.image(file, !read_only).map_err(named("its image"))?;
-            let (mut files, mut below) = (vec![fd.try_clone()?], Vec::new());
-            for BackingSpec { file, format } in backing {
-                let fd = handles.image(file, false).map_err(named("a file below its image"))?;
-                files.push(fd.try_clone()?);
-                below.push((fd, *format));
-            }
-            let image = Qcow2Disk::open(fd, below, *offset, size, read_only);
-            let image = image.map_err(|error| StartError::Image { disk: id, error })?;
-            Ok(StoredDisk { storage: DiskStorage::Qcow2(image), sparse: None, files })
-        }
-        BackendSpec::Mem {} => {
-            let file = FileDisk::in_memory(size).map_err(opened)?;
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse: None, files: Vec::new() })
-        }
-    }
 }
 
 /// The file that a disk is exported to.
@@ -592,24 +519,23 @@ fn sums(
 fn layer_to_merge(
     config: &DiskConfig,
     spec: &MergeSpec,
-    (layer, encryption_of_layer): (&DiskStorage, Option<&Encryption>),
+    (layer, zeroes): (&DiskStorage, bool),
     handles: &mut Handles,
 ) -> Result<LayerToMerge, StartError> {
     let id = config.disk;
     let failed = |error| StartError::Image { disk: id, error };
-    let zeroes = encryption_of_layer.is_none_or(|it| it.holes == Holes::Zero);
     let parts = match layer {
         DiskStorage::Qcow2(image) => {
             let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
             Parts::Layer(LayerParts::new(extents, zeroes))
         }
-        DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, encryption_of_layer)),
-        DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
+        DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, zeroes)),
+        DiskStorage::Nbd(_) | DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
     };
     let target = storage(id, config.size, false, &spec.into.backend, handles)?.storage;
-    let encryption = encryption(id, &spec.into.chain, handles)?;
-    let target = Disk::new(config.size, false, encryption, target, 2).chain();
-    let target = target.map_err(|error| StartError::Crypt { disk: id, error })?;
+    let layers = layers_of(id, &spec.into.chain, handles, |_| None)?;
+    let target = Disk::of(Stack::new(layers, target, config.size), false, 2).chain();
+    let target = target.map_err(|error| StartError::Chain { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
     let lock = handles.file(&spec.lock, false);
     let lock = lock.map_err(|error| StartError::Handle { what: what(), error })?;

@@ -18,20 +18,18 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, FilterSpec, NewCopy, NewStack};
+use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, NewCopy, NewStack};
 use vmseal_api::id::DiskId;
 
 use crate::disk::Disk;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::{CurrentDisk, IsRead};
+use crate::disk::stack::Stack;
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
-use crate::layers;
-use crate::layers::crypt::CryptError;
 use crate::process::mirror::{self, Copy, Mirrored};
-use crate::process::{
-    CurrentPivot, RunningDisk, StartError, StoredDisk, config, encryption, sides, storage,
-};
+use crate::process::open_stack::{StoredDisk, layers_of, storage};
+use crate::process::{CurrentPivot, RunningDisk, StartError, config};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::gate::{Gate, Held};
 use crate::stack::orders::{Asked, NotAsked, Orders};
@@ -222,20 +220,17 @@ impl DiskStack {
         let disk = match &spec.chain {
             None => former.moved_to(storage),
             Some(chain) => {
-                let encryption = encryption(id, chain, handles)?;
-                let layer_of = |link: &FilterSpec| layers::of(link);
-                let (above, below) = sides(chain, layer_of);
-                Disk::new(size, read_only, encryption, storage, self.pools)
-                    .with_layers(above, below)
-                    .as_copy_of(&former)
+                let layers = layers_of(id, chain, handles, |_| None)?;
+                let stack = Stack::new(layers, storage, size);
+                Disk::of(stack, read_only, self.pools).as_copy_of(&former)
             }
         };
         let keeps_filters = spec.chain.is_none() && former.filters_suit(&disk);
         let new = if keeps_filters {
-            NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect())
+            NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect::<Result<_, _>>()?)
         } else {
-            let made = (0..chains).map(|_| disk.chain()).collect::<Result<_, CryptError>>();
-            NewChains::Whole(made.map_err(|error| StartError::Crypt { disk: id, error })?)
+            let made = (0..chains).map(|_| disk.chain()).collect::<std::io::Result<_>>();
+            NewChains::Whole(made.map_err(|error| StartError::Chain { disk: id, error })?)
         };
         Ok(OpenedStack { disk: Arc::new(disk), new, files })
     }
@@ -271,15 +266,15 @@ impl DiskStack {
         }
         let (former, chains) = (self.current.disk().ok_or(NotChanged::Ending(id))?, self.queues);
         let opened =
-            mirror::open(id, former.size(), &spec.mirror, (former.storage(), None), handles)?;
+            mirror::open(id, former.size(), &spec.mirror, (former.storage(), true), handles)?;
         let disk = former.mirrored_by(opened.layer());
         let mirrored = opened.between(&disk, chains, self.pools)?;
         if mirrored.chains.is_some() {
             let what = "its map says that it has pivoted to the copy: serve it from there";
             return Err(NotChanged::Sense(id, what.into()));
         }
-        let made = (0..chains).map(|_| disk.chain()).collect::<Result<_, CryptError>>();
-        let chains = made.map_err(|error| StartError::Crypt { disk: id, error })?;
+        let made = (0..chains).map(|_| disk.chain()).collect::<std::io::Result<_>>();
+        let chains = made.map_err(|error| StartError::Chain { disk: id, error })?;
         Ok(OpenedMirror { of: former, disk: Arc::new(disk), chains, mirrored, pivot })
     }
 

@@ -80,7 +80,7 @@ pub fn move_bytes(
 mod tests {
     use super::*;
     use crate::layers::delay::Delay;
-    use crate::stack::layer::Layer;
+    use crate::stack::layer::{Layer, Place};
     use crate::storage::mem::MemDisk;
 
     #[test]
@@ -92,7 +92,7 @@ mod tests {
             reorders: false,
             seed: 0,
         };
-        let filter = Delay::new(delay).filter().unwrap();
+        let filter = Delay::new(delay).filter(&Place::simple(1 << 20)).unwrap();
         let mut chain = Chain::new(1 << 20, false, vec![filter], MemDisk::new(0).queue()).unwrap();
         let id = chain.begin().unwrap();
         chain.submit(id, Operation::Flush, 0, 0, 0);

@@ -27,7 +27,7 @@
 //! ```text
 //!  the chain's eventfd         others write it: a sector lock is free, a chunk is marked, the thread of a qcow2
 //!                              image has answered ([`crate::stack::waker`])
-//!  the storage's descriptor    the kernel makes it readable: completions of io_uring
+//!  the storage's descriptor    the kernel makes it ready: completions of io_uring, a connection to a server
 //!  the front end's own         a kick, a connection, a stop
 //!  the next deadline           a point in time: the end of a delay, a budget that fills
 //! ```
@@ -50,6 +50,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
+
+use nix::poll::PollFlags;
 
 use crate::stack::dirty::Bitmaps;
 use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segments};
@@ -110,9 +112,14 @@ pub trait Storage: Send {
     /// ones. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
-    /// A descriptor that the kernel makes readable when [`Storage::poll`] has something to complete; none if
+    /// A descriptor that the kernel makes ready when [`Storage::poll`] has something to do; none if
     /// requests are completed within `submit`, or by a thread that uses the chain's waker.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;
+
+    /// What that descriptor is to be ready for.
+    fn wait_events(&self) -> PollFlags {
+        PollFlags::POLLIN
+    }
 
     /// Whether requests are completed within `submit` or the next `poll`.
     fn works_at_once(&self) -> bool {

@@ -11,6 +11,7 @@ pub mod memory;
 pub mod orders;
 pub mod pool;
 pub mod request;
+pub mod socket;
 pub mod stop;
 pub mod tally;
 pub mod waker;

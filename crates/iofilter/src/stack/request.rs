@@ -68,6 +68,11 @@ pub enum IoError {
         "an earlier flush failed, so what was written before it may be lost; look at the datastore, then stop and start the VM"
     )]
     Lost,
+    /// Nothing answers any more where the data is stored.
+    #[error(
+        "the connection to the NBD server is lost; give the disk another one, or stop and start the VM"
+    )]
+    Disconnected,
     /// Any other error of the kernel.
     #[error("the datastore answers: {}", std::io::Error::from_raw_os_error(*.0))]
     Device(i32),

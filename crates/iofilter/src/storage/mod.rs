@@ -3,6 +3,7 @@
 pub mod extent;
 pub mod file;
 pub mod mem;
+pub mod nbd;
 pub mod own;
 pub mod qcow2;
 pub mod rings;

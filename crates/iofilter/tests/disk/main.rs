@@ -7,6 +7,8 @@ mod cache;
 mod history;
 mod layers;
 mod model;
+mod nbd;
+mod nbd_server;
 mod platter;
 mod replicate;
 mod replicated;

@@ -10,7 +10,7 @@ use vmseal_iofilter::layers::replicate::copier::{Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::Geometry;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::RequestId;
 use vmseal_iofilter::storage::mem::MemDisk;
@@ -93,8 +93,9 @@ impl Layer for Replicated {
         KIND
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
-        Ok(Box::new(Marking { replicate: self.replicate.clone(), queue: self.replicate.filter()? }))
+    fn filter(&self, place: &Place) -> std::io::Result<Box<dyn Filter>> {
+        let queue = self.replicate.filter(place)?;
+        Ok(Box::new(Marking { replicate: self.replicate.clone(), queue }))
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

@@ -25,7 +25,7 @@ use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::orders::Orders;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
@@ -398,7 +398,10 @@ fn a_ring_that_is_stopped_waits_for_no_delay() {
         seed: 0,
     });
     let mem = MemDisk::new(SIZE as usize);
-    let chain = || Chain::new(SIZE, false, vec![delay.filter().unwrap()], mem.queue()).unwrap();
+    let chain = || {
+        Chain::new(SIZE, false, vec![delay.filter(&Place::simple(SIZE)).unwrap()], mem.queue())
+            .unwrap()
+    };
     let server = Server::start_chains(vec![chain(), chain()], mem.clone(), false);
     let mut guest = server.connect(ALL);
     offer_five(&mut guest);

@@ -17,10 +17,10 @@ pub fn sleep<'a>(chains: impl IntoIterator<Item = &'a mut Chain>) {
     let idle = busy.iter_mut().fold(true, |idle, chain| chain.arm() & idle);
     if !busy.is_empty() && idle {
         let sets: Vec<_> = busy.iter().map(|chain| chain.wait_set()).collect();
-        let events = sets.iter().map(|(event, _)| *event);
+        let events = sets.iter().map(|(event, _)| (*event, PollFlags::POLLIN));
         let handles = sets.iter().filter_map(|(_, handle)| *handle);
         let mut fds: Vec<_> =
-            events.chain(handles).map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+            events.chain(handles).map(|(fd, events)| PollFd::new(fd, events)).collect();
         let due = busy.iter().filter_map(|chain| chain.deadline()).min();
         let timeout = due.map_or(TIMEOUT, |at| at.saturating_duration_since(Instant::now()));
         let woken = ppoll(&mut fds, Some(TimeSpec::from(timeout)), None).unwrap();

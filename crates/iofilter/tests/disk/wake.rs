@@ -11,7 +11,7 @@ use vmseal_iofilter::layers::replicate::Replicate;
 use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::format::Geometry;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::storage::mem::MemDisk;
@@ -137,7 +137,7 @@ fn the_first_change_of_a_chunk_is_woken_by_the_mark() {
     let map = Chain::new(geometry.map_bytes() as u64, false, Vec::new(), map.queue()).unwrap();
     let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(map));
     // Chunks that were never copied are marked. For this test the replica has all of them from here on.
-    let filters = vec![replicate.filter().unwrap()];
+    let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
     let source = MemDisk::new(SIZE as usize);
     let mut chain = Chain::new(SIZE, false, filters, source.queue()).unwrap();
     let place = || BlockingDisk::new(Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap());

@@ -20,12 +20,12 @@ use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::{Agreed, OPTION_MAX, OPTIONS_MAX};
 use vmseal_iofilter::front_ends::nbd::transmission::{ENDING_MAX, REQUESTS_MAX, Transmission};
-use vmseal_iofilter::front_ends::nbd::wire::{
+use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::nbd::{
     BLOCK_MAX, OPTION_MAGIC, Request, command, command_flag, error, option,
 };
-use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;
 use vmseal_iofilter::storage::mem::MemDisk;
@@ -368,7 +368,7 @@ fn a_filter_that_ends_waits_for_no_delay() {
     let mut client = Client { stream };
     client.ask(command::WRITE, 0, 0, 4096, 1);
     client.send(&[1; 4096]);
-    let (filter, stop) = (delay.filter().unwrap(), Stop::new().unwrap());
+    let (filter, stop) = (delay.filter(&Place::simple(SIZE)).unwrap(), Stop::new().unwrap());
     let asked = std::thread::scope(|scope| {
         scope.spawn(|| serve_one(filter, server, &stop));
         while delay.counters()[0].1 < 1 {

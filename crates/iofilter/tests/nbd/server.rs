@@ -16,7 +16,7 @@ use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::serve;
-use vmseal_iofilter::front_ends::nbd::wire::{OPTION_MAGIC, Request, command, option};
+use vmseal_iofilter::nbd::{OPTION_MAGIC, Request, command, option};
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::dirty::Bitmaps;
 use vmseal_iofilter::stack::orders::Orders;

@@ -11,9 +11,7 @@ use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::nbd::option::Agreed;
 use vmseal_iofilter::front_ends::nbd::transmission::Transmission;
-use vmseal_iofilter::front_ends::nbd::wire::{
-    chunk, command, command_flag, error, option, option_reply,
-};
+use vmseal_iofilter::nbd::{chunk, command, command_flag, error, option, option_reply};
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::stack::stop::Stop;

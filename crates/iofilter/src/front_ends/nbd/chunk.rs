@@ -1,6 +1,6 @@
 //! The chunks of structured replies, without any I/O.
 
-use crate::front_ends::nbd::wire::{CHUNK_LENGTH, CHUNK_MAGIC, chunk, words};
+use crate::nbd::{CHUNK_LENGTH, CHUNK_MAGIC, chunk, words};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
 
@@ -153,7 +153,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::front_ends::nbd::wire::{error, field};
+    use crate::nbd::{error, field};
 
     /// A client's view of the chunks: kind, payload, whether it is the last.
     fn chunks(mut bytes: &[u8], cookie: u64) -> Vec<(u16, Vec<u8>, bool)> {

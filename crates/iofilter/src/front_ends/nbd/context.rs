@@ -8,7 +8,7 @@ use vmseal_api::filter::BITMAPS_MAX;
 
 use crate::disk::allocation::Allocation;
 use crate::front_ends::nbd::chunk;
-use crate::front_ends::nbd::wire::{CHUNK_LENGTH, chunk as kind, extent};
+use crate::nbd::{CHUNK_LENGTH, chunk as kind, extent};
 use crate::stack::dirty::{Bitmaps, Reader};
 use crate::stack::pool::BLOCK;
 

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use crate::front_ends::nbd::context::{self, Context, QUERIES_MAX, Refusal};
-use crate::front_ends::nbd::wire::{
+use crate::nbd::{
     BLOCK_MAX, BLOCK_MIN, BLOCK_PREFERRED, NBD_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, field,
     handshake, info, option, option_reply, transmission,
 };

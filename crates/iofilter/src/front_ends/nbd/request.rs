@@ -16,7 +16,7 @@
 use std::time::Instant;
 
 use crate::front_ends::nbd::context::STATUS_MAX;
-use crate::front_ends::nbd::wire::{BLOCK_MAX, Request, command, command_flag, error};
+use crate::nbd::{BLOCK_MAX, Request, command, command_flag, error};
 use crate::stack::memory::Segments;
 use crate::stack::pool::{Buffer, Pool};
 use crate::stack::request::{IoError, LOGICAL_BLOCK, Operation};

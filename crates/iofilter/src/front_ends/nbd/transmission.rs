@@ -34,14 +34,12 @@ use crate::front_ends::nbd::chunk::{BEGINNINGS, Reply};
 use crate::front_ends::nbd::context::{self, STATUS_MAX};
 use crate::front_ends::nbd::option::Agreed;
 use crate::front_ends::nbd::request::{ClientCommand, Slot, Stage, Terms, understand};
-use crate::front_ends::nbd::socket::{self, Moved};
-use crate::front_ends::nbd::wire::{
-    self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error,
-};
+use crate::nbd::{self, BLOCK_MAX, REQUEST_LENGTH, Request, command, command_flag, error};
 use crate::stack::chain::{Chain, Done, ROOTS_MAX};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
+use crate::stack::socket::{self, Moved};
 use crate::stack::stop::Stop;
 
 /// The most requests of a connection in flight; more wait in the socket.
@@ -248,7 +246,7 @@ impl<'a> Transmission<'a> {
             let slot = usize::try_from(done.tag).unwrap_or(usize::MAX);
             if let Err(error) = done.result {
                 self.served.state.note(&done, error);
-                self.fail(slot, wire::number(error), Some(error));
+                self.fail(slot, nbd::number(error), Some(error));
             }
             self.done(slot, done.length)?;
         }
@@ -521,7 +519,7 @@ impl<'a> Transmission<'a> {
         let mut reply = Reply::new(room, &mut state.reply, cookie);
         if !self.agreed.structured {
             if !state.begun {
-                reply.bytes(&wire::reply(cookie, state.error));
+                reply.bytes(&nbd::reply(cookie, state.error));
             }
             if has_data {
                 reply.memory(&state.memory, piece);

@@ -29,9 +29,39 @@ use std::time::Instant;
 
 use crate::layers::align::locks::SectorLocks;
 use crate::stack::chain::{Filter, Io, Limits, ROOTS_MAX};
+use crate::stack::layer::{Boundary, Layer, Place};
 use crate::stack::memory::Cursor;
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
-use crate::stack::request::{IoError, Operation, RequestId};
+use crate::stack::request::{IoError, LOGICAL_BLOCK, Operation, RequestId};
+
+/// Its name.
+pub const KIND: &str = "align";
+
+/// The layer: the locks that all chains of a disk share.
+#[derive(Debug, Default)]
+pub struct Alignment {
+    locks: Arc<SectorLocks>,
+}
+
+impl Layer for Alignment {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn presents(&self, below: Boundary) -> Boundary {
+        Boundary { block: LOGICAL_BLOCK as u32, memory: 1, ..below }
+    }
+
+    fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
+        let Boundary { block, memory, .. } = place.below;
+        let locks = Arc::clone(&self.locks);
+        Ok(Box::new(Align::new(block, memory as usize, locks, place.pool_bytes / 4)?))
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+}
 
 /// How a piece is done; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

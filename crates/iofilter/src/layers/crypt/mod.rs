@@ -17,18 +17,57 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use vmseal_api::filter::Holes;
+use vmseal_api::filter::{CRYPT_SECTOR, Holes};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::xts::{Direction, SECTOR, Xts, XtsError};
 
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::figures::{CipherTime, CipherWork, Sampler};
+use crate::stack::layer::{Boundary, Layer, Place};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
 
 // What the contract between filters calls a sector is what the cipher does.
-const _: () = assert!(SECTOR == vmseal_api::filter::CRYPT_SECTOR as usize);
+const _: () = assert!(SECTOR == CRYPT_SECTOR as usize);
+
+/// Its name.
+pub const KIND: &str = "crypt";
+
+/// How a disk is encrypted: the layer.
+#[derive(Debug)]
+pub struct Encryption {
+    /// The data key (DEK).
+    pub key: SecretBytes,
+    /// What a sector of zeroes on the datastore means.
+    pub holes: Holes,
+}
+
+impl Layer for Encryption {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn presents(&self, below: Boundary) -> Boundary {
+        Boundary { block: below.block.max(CRYPT_SECTOR), ..below }
+    }
+
+    fn keeps_zeroes(&self) -> bool {
+        self.holes == Holes::Zero
+    }
+
+    fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
+        let chunk = if place.works_at_once { Chunk::Small } else { Chunk::Large };
+        let (bytes, time) = (place.pool_bytes / 4 * 3, Arc::clone(&place.cipher_time));
+        let filter = Crypt::new(&self.key, self.holes, chunk, bytes, time);
+        Ok(Box::new(filter.map_err(io::Error::other)?))
+    }
+
+    /// They are the cipher's figures, which are shown by themselves.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+}
 
 /// The most chunks of one request in flight, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;

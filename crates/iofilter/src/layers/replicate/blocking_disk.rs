@@ -8,12 +8,15 @@ use crate::stack::chain::Chain;
 use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
 use crate::storage::file::FileDisk;
+use crate::storage::nbd::NbdDisk;
 
 /// See the module.
 pub struct BlockingDisk {
     pub(super) chain: Chain,
     /// The file below, where a failed flush may be tried again.
     file: Option<FileDisk>,
+    /// The same of a server.
+    server: Option<NbdDisk>,
     /// Whether zeroes become holes, where the file can have them.
     punches: bool,
 }
@@ -22,13 +25,19 @@ impl BlockingDisk {
     /// The chain to the disk.
     #[must_use]
     pub fn new(chain: Chain) -> Self {
-        Self { chain, file: None, punches: false }
+        Self { chain, file: None, server: None, punches: false }
     }
 
     /// A chain over a file that only we write, as with [`BlockingDisk::file`]; `punches`: its zeroes become holes.
     #[must_use]
     pub fn over(chain: Chain, file: Option<FileDisk>, punches: bool) -> Self {
-        Self { chain, file, punches }
+        Self { chain, file, server: None, punches }
+    }
+
+    /// The same, over an export that only we write: as with [`BlockingDisk::file`].
+    #[must_use]
+    pub fn at_server(self, export: NbdDisk) -> Self {
+        Self { server: Some(export), ..self }
     }
 
     /// A file that only we write. After a failed flush the caller must write again everything since the last good one;
@@ -38,7 +47,7 @@ impl BlockingDisk {
     /// The system refuses what a chain needs.
     pub fn file(file: FileDisk, size: u64) -> io::Result<Self> {
         let chain = Chain::new(size, false, Vec::new(), file.blocking_queue())?;
-        Ok(Self { chain, file: Some(file), punches: true })
+        Ok(Self { chain, file: Some(file), server: None, punches: true })
     }
 
     /// Fills the segment from the disk.
@@ -79,6 +88,9 @@ impl BlockingDisk {
         let flushed = self.run(Operation::Flush, 0, 0, None);
         if let (Err(_), Some(file)) = (&flushed, &self.file) {
             file.forget_failed_flush();
+        }
+        if let (Err(_), Some(export)) = (&flushed, &self.server) {
+            export.forget_failed_flush();
         }
         flushed
     }

@@ -45,7 +45,7 @@ use crate::layers::replicate::format::{Geometry, Purpose};
 use crate::layers::replicate::map::{Copied, Map, MapLoad};
 use crate::layers::replicate::mark_pause::MarkPause;
 use crate::stack::chain::{Filter, Io, Limits};
-use crate::stack::layer::{Counter, Layer};
+use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::request::RequestId;
 use crate::stack::waker::Waiters;
 
@@ -258,7 +258,7 @@ impl Layer for Replicate {
         }
     }
 
-    fn filter(&self) -> std::io::Result<Box<dyn Filter>> {
+    fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         let shared = Arc::clone(&self.0);
         Ok(Box::new(ReplicateFilter { shared, changes: Vec::new(), waiting: VecDeque::new() }))
     }

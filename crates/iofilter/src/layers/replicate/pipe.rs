@@ -268,11 +268,9 @@ impl Pipe {
             return copy.disarm(false);
         }
         let (event, handle) = copy.wait_set();
-        let wanted = |is: bool| if is { PollFlags::POLLIN } else { PollFlags::empty() };
-        let others = [
-            (event, wanted(copying)),
-            (handle.unwrap_or(event), wanted(copying && handle.is_some())),
-        ];
+        let wanted = |events| if copying { events } else { PollFlags::empty() };
+        let (handle, events) = handle.unwrap_or((event, PollFlags::empty()));
+        let others = [(event, wanted(PollFlags::POLLIN)), (handle, wanted(events))];
         let slept = source.wait(others, copy.deadline().filter(|_| copying));
         if let Err(error) = slept
             && error != Errno::EINTR

@@ -26,10 +26,11 @@ impl Chain {
     }
 
     /// The descriptors on which a thread sleeps after arming the chain, until [`Chain::deadline`]: the eventfd, which
-    /// others write, and the one that the kernel makes readable for the storage.
+    /// others write and which becomes readable, and the storage's with its events.
     #[must_use]
-    pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<BorrowedFd<'_>>) {
-        (self.waker.event(), self.storage.wait_handle())
+    pub fn wait_set(&self) -> (BorrowedFd<'_>, Option<(BorrowedFd<'_>, PollFlags)>) {
+        let handle = self.storage.wait_handle();
+        (self.waker.event(), handle.map(|handle| (handle, self.storage.wait_events())))
     }
 
     /// The thread is awake; `woken` is whether the eventfd was readable.
@@ -68,8 +69,8 @@ impl Chain {
         let mut fds = [(); OWN + OTHERS_MAX].map(|()| PollFd::new(event, PollFlags::empty()));
         if busy {
             fds[0] = PollFd::new(event, PollFlags::POLLIN);
-            if let Some(handle) = handle {
-                fds[1] = PollFd::new(handle, PollFlags::POLLIN);
+            if let Some((handle, events)) = handle {
+                fds[1] = PollFd::new(handle, events);
             }
         }
         for (place, (fd, wanted)) in fds[OWN..].iter_mut().zip(others) {

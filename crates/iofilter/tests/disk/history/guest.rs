@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use vmseal_iofilter::disk::Disk;
-use vmseal_iofilter::stack::chain::Chain;
+use vmseal_iofilter::stack::chain::{Chain, Storage};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::Operation;
 
@@ -14,7 +14,7 @@ use crate::platter::Platter;
 use crate::waiting;
 
 /// How many queues.
-const QUEUES: usize = 3;
+pub const QUEUES: usize = 3;
 
 /// The most requests of a queue in flight.
 const DEPTH: usize = 12;
@@ -34,9 +34,27 @@ struct Queue {
     under_way: HashMap<u64, (Asked, Vec<u8>)>,
 }
 
+/// Storage that forgets at a power cut what was not flushed.
+pub trait Forgets {
+    fn queue(&mut self) -> Box<dyn Storage>;
+
+    /// The power fails. The queues so far must not be used any more.
+    fn cut(&mut self);
+}
+
+impl Forgets for Platter {
+    fn queue(&mut self) -> Box<dyn Storage> {
+        Self::queue(self)
+    }
+
+    fn cut(&mut self) {
+        Self::cut(self);
+    }
+}
+
 pub struct Guest<'a> {
     disk: &'a dyn Fn() -> Disk,
-    platter: &'a Platter,
+    storage: &'a mut dyn Forgets,
     queues: Vec<Queue>,
     unit: usize,
     random: fastrand::Rng,
@@ -45,24 +63,25 @@ pub struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    /// A guest of the disk that `disk` makes over `platter`, which reads as zeroes.
+    /// A guest of the disk that `disk` makes over `storage`, which reads as zeroes.
     pub fn new(
         disk: &'a dyn Fn() -> Disk,
-        platter: &'a Platter,
+        storage: &'a mut dyn Forgets,
         unit: usize,
         random: fastrand::Rng,
     ) -> Self {
         let units = disk().size() as usize / unit;
         let history = History::new(vec![Found::Zeroes; units]);
         let queues = Vec::new();
-        let mut guest = Self { disk, platter, queues, unit, random, sequence: 1, history };
+        let mut guest = Self { disk, storage, queues, unit, random, sequence: 1, history };
         guest.begin();
         guest
     }
 
     fn begin(&mut self) {
         let disk = (self.disk)();
-        let chain = |_| disk.chain_over(self.platter.queue()).unwrap();
+        let storage = &mut *self.storage;
+        let chain = |_| disk.chain_over(storage.queue()).unwrap();
         let queue = |chain| Queue { chain, under_way: HashMap::new() };
         self.queues = (0..QUEUES).map(chain).map(queue).collect();
     }
@@ -90,7 +109,7 @@ impl<'a> Guest<'a> {
     /// The power fails with requests in flight; the disk's content then begins a new history. Returns
     /// what is wrong with the old one.
     pub fn lose_power(&mut self) -> Vec<Finding> {
-        self.platter.cut();
+        self.storage.cut();
         self.queues.clear();
         self.begin();
         let units = self.history.start.len() as u64;

@@ -5,6 +5,7 @@ mod bad_histories;
 mod checker;
 mod driver;
 mod guest;
+mod over_nbd;
 mod program;
 mod stamp;
 
@@ -22,7 +23,7 @@ use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_secret::SecretBytes;
 
 use crate::history::checker::{Finding, Wrong};
-use crate::history::guest::Guest;
+use crate::history::guest::{Forgets, Guest};
 use crate::platter::{Fault, Platter};
 use crate::replicated::Replicated;
 use crate::seed::seed;
@@ -103,9 +104,20 @@ fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> Fil
 /// Runs a guest until the power has failed this often; returns what is wrong.
 fn run(kind: &Kind, unit: usize, fault: Fault, seed: u64, cuts: usize) -> Vec<Finding> {
     let mut random = fastrand::Rng::with_seed(seed);
-    let platter = Platter::new(SIZE as usize, kind.granule, fault, random.fork());
+    let mut platter = Platter::new(SIZE as usize, kind.granule, fault, random.fork());
+    run_on(kind, &mut platter, unit, random, cuts)
+}
+
+/// The same over other storage.
+fn run_on(
+    kind: &Kind,
+    storage: &mut dyn Forgets,
+    unit: usize,
+    mut random: fastrand::Rng,
+    cuts: usize,
+) -> Vec<Finding> {
     let disk = || kind.disk();
-    let mut guest = Guest::new(&disk, &platter, unit, random.fork());
+    let mut guest = Guest::new(&disk, storage, unit, random.fork());
     if kind.holes.is_some() && kind.granule < SECTOR {
         // Where a part of a sector can be written, a hole becomes noise: there must be none.
         guest.fill();

@@ -15,10 +15,12 @@ use vmseal_iofilter::layers;
 use vmseal_iofilter::stack::layer::Layer;
 use vmseal_iofilter::storage::file::FileDisk;
 use vmseal_iofilter::storage::mem::MemDisk;
+use vmseal_iofilter::storage::nbd::NbdDisk;
 use vmseal_iofilter::storage::qcow2::Qcow2Disk;
 use vmseal_secret::SecretBytes;
 
 use crate::model::SIZE;
+use crate::nbd_server::NbdServer;
 use crate::replicated::Replicated;
 
 /// The offset of the disk in a raw file.
@@ -26,6 +28,9 @@ pub const OFFSET: u64 = 1 << 16;
 
 /// The offset of the disk in a qcow2 image: its last cluster is not whole.
 pub const OFFSET_QCOW2: u64 = 4096;
+
+/// How many connections to an NBD server: a chain for each writer of a test, or for a disk and what copies it.
+const CONNECTIONS: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Place {
@@ -36,6 +41,8 @@ pub enum Place {
     Storage,
     /// A memfd.
     Gone,
+    /// An export of an NBD server, of our own.
+    Nbd,
     /// The usual qcow2.
     Qcow2,
     /// qcow2 with many tables that grow.
@@ -48,11 +55,12 @@ pub enum Place {
     Compressed,
 }
 
-pub const PLACES: [Place; 9] = [
+pub const PLACES: [Place; 10] = [
     Place::Mem,
     Place::Memory,
     Place::Storage,
     Place::Gone,
+    Place::Nbd,
     Place::Qcow2,
     Place::SmallClusters,
     Place::Version2,
@@ -63,7 +71,7 @@ pub const PLACES: [Place; 9] = [
 impl Place {
     fn options(self) -> Option<&'static str> {
         match self {
-            Self::Mem | Self::Memory | Self::Storage | Self::Gone => None,
+            Self::Mem | Self::Memory | Self::Storage | Self::Gone | Self::Nbd => None,
             Self::Qcow2 | Self::Overlay | Self::Compressed => Some("cluster_size=64k"),
             Self::SmallClusters => Some("cluster_size=512"),
             Self::Version2 => Some("compat=0.10,cluster_size=4k"),
@@ -157,6 +165,7 @@ pub struct Store {
     place: Place,
     mem: MemDisk,
     gone: FileDisk,
+    server: Option<NbdServer>,
     pub images: Option<Images>,
     pub file: tempfile::NamedTempFile,
     holes: Option<Holes>,
@@ -182,7 +191,11 @@ impl Store {
         file.as_file().set_len(OFFSET + SIZE).unwrap();
         let images = place.options().map(|options| Images::new(place, options));
         let (mem, gone) = (MemDisk::new(SIZE as usize), FileDisk::in_memory(SIZE).unwrap());
-        Self { place, mem, gone, images, file, holes, holds_back, caches, replicates }
+        let server = (place == Place::Nbd).then(|| {
+            let disk = Disk::new(SIZE, false, None, DiskStorage::File(gone.clone()), 1);
+            NbdServer::start((0..CONNECTIONS).map(|_| disk.chain().unwrap()).collect())
+        });
+        Self { place, mem, gone, server, images, file, holes, holds_back, caches, replicates }
     }
 
     pub fn open(&self) -> Disk {
@@ -203,6 +216,10 @@ impl Store {
         let rest = match (&self.images, self.place) {
             (Some(images), place) => DiskStorage::Qcow2(images.open(place)),
             (None, Place::Mem) => DiskStorage::Mem(self.mem.clone()),
+            (None, Place::Nbd) => {
+                let sockets = self.server.as_ref().unwrap().connect(CONNECTIONS);
+                DiskStorage::Nbd(NbdDisk::open(sockets, "", 0, SIZE, false).unwrap())
+            }
             (None, Place::Gone) => DiskStorage::File(self.gone.clone()),
             (None, _) => {
                 let file = File::options().read(true).write(true).open(self.file.path()).unwrap();

@@ -20,7 +20,7 @@ use vmseal_iofilter::layers::replicate::map::{Copied, Map, MapLoad, PivotError};
 use vmseal_iofilter::layers::replicate::mirror::{NotPivoted, OpenedMirror, Pivot};
 use vmseal_iofilter::layers::replicate::open::ReplicaError;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 use vmseal_iofilter::storage::mem::MemDisk;
@@ -87,7 +87,8 @@ impl Filter for Busy {
 /// The most pieces that were read at a time.
 fn pieces_at_a_time(busy: bool) -> usize {
     let (replicate, source, copy) = (mirror(SIZE), noise(SIZE), MemDisk::new(SIZE as usize));
-    let guest = busy.then(|| chain(SIZE, &source, vec![replicate.filter().unwrap()]));
+    let guest =
+        busy.then(|| chain(SIZE, &source, vec![replicate.filter(&Place::simple(SIZE)).unwrap()]));
     let most = Arc::new(AtomicUsize::new(0));
     let counting: Box<dyn Filter> = Box::new(Busy { now: 0, most: Arc::clone(&most), guest });
     let slow = DelaySpec {
@@ -97,7 +98,7 @@ fn pieces_at_a_time(busy: bool) -> usize {
         reorders: false,
         seed: 0,
     };
-    let filters = vec![counting, Delay::new(slow).filter().unwrap()];
+    let filters = vec![counting, Delay::new(slow).filter(&Place::simple(SIZE)).unwrap()];
     let from = BlockingDisk::new(chain(SIZE, &source, filters));
     let to = BlockingDisk::new(chain(SIZE, &copy, vec![]));
     let mut copier = Copier::new(&replicate, from, None, to);
@@ -152,7 +153,7 @@ fn pivot_with_a_broken_map(after: u64, times: Option<u64>) -> (Result<bool, Pivo
     let operations = vec![OperationKind::Write, OperationKind::Flush];
     let rule = FaultRule { kind: error, operations, range: None, one_in: 1, after, times };
     let broken = FilterSpec::Fault(FaultSpec { seed: 1, rules: vec![rule] });
-    let broken = layers::of(&broken).unwrap().filter().unwrap();
+    let broken = layers::of(&broken).unwrap().filter(&Place::simple(SIZE)).unwrap();
     let size = geometry.map_bytes() as u64;
     let map = |filters| BlockingDisk::new(chain(size, &memory, filters));
     let (mut of_disk, _) = Map::open(map(vec![broken]), geometry, &chunks);
@@ -203,8 +204,12 @@ fn pivot(size: u64, broken: bool) -> (Pivot, Vec<Chain>) {
     let (source, copy) = (MemDisk::new(size as usize), MemDisk::new(size as usize));
     let error = FaultKind::Error { errno: libc::EIO };
     let errors = if broken { faults(&[error], &[OperationKind::Discard], 1) } else { vec![] };
-    let errors = errors.iter().map(|spec| layers::of(spec).unwrap().filter().unwrap()).collect();
-    let own = vec![chain(size, &source, vec![opened.replicate.filter().unwrap()])];
+    let errors = errors
+        .iter()
+        .map(|spec| layers::of(spec).unwrap().filter(&Place::simple(SIZE)).unwrap())
+        .collect();
+    let own =
+        vec![chain(size, &source, vec![opened.replicate.filter(&Place::simple(SIZE)).unwrap()])];
     let of_copy = vec![chain(size, &copy, vec![])];
     let source = BlockingDisk::new(chain(size, &source, vec![]));
     let copy = BlockingDisk::new(chain(size, &copy, errors));

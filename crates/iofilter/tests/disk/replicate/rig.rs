@@ -13,7 +13,7 @@ use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::copier::Copier;
 use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits, Storage};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{Operation, RequestId};
 
@@ -45,7 +45,10 @@ pub struct Rig {
 }
 
 fn filters(specs: &[FilterSpec]) -> Vec<Box<dyn Filter>> {
-    specs.iter().map(|spec| layers::of(spec).unwrap().filter().unwrap()).collect()
+    specs
+        .iter()
+        .map(|spec| layers::of(spec).unwrap().filter(&Place::simple(SIZE)).unwrap())
+        .collect()
 }
 
 impl Rig {
@@ -65,7 +68,7 @@ impl Rig {
             Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
         let (replicate, _) = Replicate::new(self.geometry, BlockingDisk::new(map));
         let chain = |_| {
-            let filters = vec![replicate.filter().unwrap()];
+            let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
             let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
             Queue { chain, under_way: HashMap::new() }
         };

@@ -20,7 +20,7 @@ use vmseal_iofilter::layers::replicate::open::{OpenedReplica, ReplicaError};
 use vmseal_iofilter::layers::replicate::threads::Replicating;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
-use vmseal_iofilter::stack::layer::Layer;
+use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{IoError, Operation, RequestId};
 use vmseal_iofilter::storage::file::FileDisk;
@@ -328,8 +328,13 @@ impl Memory {
             Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
         let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(place));
         let (source, replica) = (MemDisk::new(SIZE as usize), MemDisk::new(SIZE as usize));
-        let chain =
-            Chain::new(SIZE, false, vec![replicate.filter().unwrap()], source.queue()).unwrap();
+        let chain = Chain::new(
+            SIZE,
+            false,
+            vec![replicate.filter(&Place::simple(SIZE)).unwrap()],
+            source.queue(),
+        )
+        .unwrap();
         let place = |disk: &MemDisk| {
             BlockingDisk::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap())
         };
@@ -490,7 +495,7 @@ fn changes_after_a_kill(geometry: Geometry, left: Left, seed: u64, works_below: 
     let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(file));
     assert!(replicate.status().dirty_bytes > 0, "{left:?}: it is not copied");
     let disk = MemDisk::new(SIZE as usize);
-    let filters = vec![replicate.filter().unwrap()];
+    let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
     let mut chain = Chain::new(SIZE, false, filters, disk.queue()).unwrap();
     let mut bytes = vec![3; 4096];
     submit(&mut chain, 2 << 20, &mut bytes);

@@ -8,6 +8,7 @@ mod guest;
 mod killed;
 mod mirrored;
 mod replaced;
+mod to_a_server;
 mod unplugged;
 
 use std::os::unix::net::UnixStream;

@@ -1,5 +1,5 @@
 //! The numbers and structures of the NBD protocol, without any I/O (NetworkBlockDevice/nbd,
-//! `doc/proto.md`). Everything is big-endian.
+//! `doc/proto.md`). Everything is big-endian. [`crate::front_ends::nbd`] is a server, [`crate::storage::nbd`] a client.
 
 use crate::stack::request::IoError;
 
@@ -77,6 +77,8 @@ pub mod option_reply {
     pub const INFO: u32 = 3;
     /// A context.
     pub const META_CONTEXT: u32 = 4;
+    /// Set in the type of every answer that refuses.
+    pub const ERROR: u32 = 1 << 31;
     /// The option is unknown.
     pub const ERROR_UNSUPPORTED: u32 = (1 << 31) + 1;
     /// The option makes no sense.
@@ -155,6 +157,8 @@ pub mod command_flag {
 pub mod chunk {
     /// The last chunk of its reply.
     pub const DONE: u16 = 1;
+    /// Set in the type of every chunk that tells of an error.
+    pub const ERRORS: u16 = 1 << 15;
     /// No payload.
     pub const NONE: u16 = 0;
     /// An offset, and data.
@@ -220,6 +224,7 @@ pub fn number(error: IoError) -> u32 {
         IoError::Scattered
         | IoError::Truncated
         | IoError::Lost
+        | IoError::Disconnected
         | IoError::Device(_)
         | IoError::Cipher
         | IoError::Damaged
@@ -282,7 +287,7 @@ pub fn reply(cookie: u64, error: u32) -> [u8; REPLY_LENGTH] {
 }
 
 /// `N` bytes of a structure of a fixed length that covers them.
-pub(super) fn field<const L: usize, const N: usize>(bytes: &[u8; L], at: usize) -> [u8; N] {
+pub(crate) fn field<const L: usize, const N: usize>(bytes: &[u8; L], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
 }
 

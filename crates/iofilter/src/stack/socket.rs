@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
 
 use crate::stack::memory::{SEGMENTS_MAX, Segment};
 
@@ -21,7 +20,7 @@ pub enum Moved {
 ///
 /// # Errors
 /// The connection is broken.
-pub fn receive(stream: &UnixStream, to: &[Segment]) -> io::Result<Moved> {
+pub fn receive(stream: &impl AsRawFd, to: &[Segment]) -> io::Result<Moved> {
     transfer(to, |message| {
         // SAFETY: the message describes segments, whose makers promised their memory.
         unsafe { libc::recvmsg(stream.as_raw_fd(), message, libc::MSG_DONTWAIT) }
@@ -32,7 +31,7 @@ pub fn receive(stream: &UnixStream, to: &[Segment]) -> io::Result<Moved> {
 ///
 /// # Errors
 /// The connection is broken.
-pub fn send(stream: &UnixStream, from: &[Segment]) -> io::Result<Moved> {
+pub fn send(stream: &impl AsRawFd, from: &[Segment]) -> io::Result<Moved> {
     transfer(from, |message| {
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
         // SAFETY: as in `receive`; the kernel only reads.
@@ -69,6 +68,8 @@ fn transfer(
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]

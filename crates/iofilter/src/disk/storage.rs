@@ -1,0 +1,106 @@
+//! Where a disk's data is stored: the end of its stack, from which each chain gets its own part.
+
+use std::io;
+
+use crate::stack::chain::Storage;
+use crate::stack::layer::Boundary;
+use crate::stack::request::{IoError, LOGICAL_BLOCK};
+use crate::storage::file::FileDisk;
+use crate::storage::mem::MemDisk;
+use crate::storage::nbd::NbdDisk;
+use crate::storage::qcow2::Qcow2Disk;
+
+/// Where a disk's data is stored.
+#[derive(Clone, Debug)]
+pub enum DiskStorage {
+    /// A file or block device.
+    File(FileDisk),
+    /// An image of QEMU's format.
+    Qcow2(Qcow2Disk),
+    /// An export of an NBD server.
+    Nbd(NbdDisk),
+    /// Memory that completes requests late and in another order, for tests.
+    Mem(MemDisk),
+}
+
+impl DiskStorage {
+    /// The file, if it is a raw one or a device.
+    #[must_use]
+    pub fn file(&self) -> Option<&FileDisk> {
+        match self {
+            Self::File(file) => Some(file),
+            Self::Qcow2(_) | Self::Nbd(_) | Self::Mem(_) => None,
+        }
+    }
+
+    /// Whether a device works on many requests at a time.
+    #[must_use]
+    pub fn is_a_device(&self) -> bool {
+        match self {
+            Self::File(file) => !file.works_at_once(),
+            Self::Nbd(_) => true,
+            Self::Qcow2(_) | Self::Mem(_) => false,
+        }
+    }
+
+    /// What it presents, as a place of `size` bytes.
+    #[must_use]
+    pub fn boundary(&self, size: u64) -> Boundary {
+        let (block, memory) = match self {
+            Self::File(file) => (file.block(), file.memory_alignment()),
+            Self::Nbd(export) => (export.block(), 1),
+            Self::Qcow2(_) | Self::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+        };
+        Boundary { size, block, memory }
+    }
+
+    /// Storage for one queue.
+    ///
+    /// # Errors
+    /// All connections to an NBD server are in use.
+    pub fn queue(&self) -> io::Result<Box<dyn Storage>> {
+        Ok(match self {
+            Self::File(file) => file.queue(),
+            Self::Qcow2(image) => image.queue(),
+            Self::Nbd(export) => export.queue()?,
+            Self::Mem(mem) => mem.queue(),
+        })
+    }
+
+    /// The same without a ring.
+    ///
+    /// # Errors
+    /// As [`DiskStorage::queue`].
+    pub fn blocking_queue(&self) -> io::Result<Box<dyn Storage>> {
+        Ok(match self {
+            Self::File(file) => file.blocking_queue(),
+            Self::Qcow2(image) => image.blocking_queue(),
+            Self::Nbd(export) => export.queue()?,
+            Self::Mem(mem) => mem.queue(),
+        })
+    }
+
+    /// Makes most of what was written durable, beside the queues.
+    ///
+    /// # Errors
+    /// The flush failed; those of the queues fail from then on, too, if data may be lost.
+    pub fn flush_beside(&self) -> Result<(), IoError> {
+        match self {
+            Self::File(file) => file.flush_beside(),
+            Self::Qcow2(image) => image.flush_beside(),
+            // A server makes durable what it is asked to, by the queues.
+            Self::Nbd(_) | Self::Mem(_) => Ok(()),
+        }
+    }
+
+    /// Brings its files into the state in which others can open them. No queue has a request in flight.
+    ///
+    /// # Errors
+    /// An error of the image, in an error of the kind `Other`; or of the system.
+    pub fn settle(&self) -> io::Result<()> {
+        match self {
+            Self::Qcow2(image) => image.settle(),
+            Self::File(_) | Self::Nbd(_) | Self::Mem(_) => Ok(()),
+        }
+    }
+}
