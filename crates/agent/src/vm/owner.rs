@@ -11,6 +11,7 @@ mod guest;
 mod jobs;
 mod key_change;
 mod memory_snapshots;
+mod merge_served;
 mod mirror;
 mod mirror_served;
 mod pace;

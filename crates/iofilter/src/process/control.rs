@@ -139,6 +139,10 @@ impl Control {
                     let answer = replace(&mut drained, &stacks, passed);
                     send(stream, &changed(answer))?;
                 }
+                Ok(ControlRequest::Retire) => {
+                    let answer = drained.as_ref().ok_or(NotChanged::NothingWaits);
+                    send(stream, &changed(answer.and_then(Drained::retire)))?;
+                }
                 Ok(ControlRequest::Mirror { copies }) => {
                     let passed = &mut Handles::passed(passed);
                     let (answer, former) = match stacks::mirror(&self.disks, &copies, passed) {
@@ -149,14 +153,10 @@ impl Control {
                     drop(former);
                 }
                 Ok(ControlRequest::Resume) => {
-                    // What the disks had before is closed when the answer is sent.
+                    // When it is answered, what the disks had before is closed: nothing holds those files any more.
                     let resumed = drained.take().ok_or(NotChanged::NothingWaits);
-                    let (answer, former) = match resumed.and_then(Drained::resume) {
-                        Ok(former) => (Ok(()), Some(former)),
-                        Err(error) => (Err(error), None),
-                    };
+                    let answer = resumed.and_then(Drained::resume).map(drop);
                     send(stream, &changed(answer))?;
-                    drop(former);
                 }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
@@ -180,6 +180,7 @@ impl Control {
             pid: std::process::id(),
             vm: self.vm,
             replaces: true,
+            retires: true,
             mirrors: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
