@@ -21,6 +21,9 @@ const VM: &str = "web";
 /// A place of the guest's disk that its system does not use, in MiB.
 const TEXT_AT: u32 = 58;
 
+/// The backups of the long test.
+const NAMES: [&str; 4] = ["one", "two", "three", "four"];
+
 fn write(console: &mut Console, text: &str) {
     let to = format!("dd of=/dev/vda bs=1M seek={TEXT_AT} conv=notrunc,fsync 2>/dev/null");
     run(console, &format!("echo {text} | {to}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
@@ -37,6 +40,13 @@ fn backup(here: &Installation, arguments: &[&str]) -> String {
 
 fn listed(here: &Installation) -> Vec<Value> {
     here.json(&["backup", "list", VM]).unwrap().as_array().unwrap().clone()
+}
+
+/// How many bitmaps note what has changed since a backup.
+fn tracked(here: &Installation) -> usize {
+    let bitmaps = here.json(&["disk", "bitmap", "list", VM, "disk0"]).unwrap();
+    let ours = |it: &&Value| it["name"].as_str().unwrap().starts_with("vmseal-backup-");
+    bitmaps.as_array().unwrap().iter().filter(ours).count()
 }
 
 /// The directory of a backup.
@@ -86,6 +96,21 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     write(&mut console, "TEXT-OF-TWO");
     backup(&here, &["create", VM, "two"]);
     stop_counting(&mut console);
+    // What the guest changes from now on is noted, so that the next backup reads no more than that.
+    assert_eq!(tracked(&here), 1);
+    write(&mut console, "TEXT-OF-THREE");
+    backup(&here, &["create", VM, "three"]);
+    assert_eq!(tracked(&here), 1);
+    // A filter takes what it has noted with it: all of the disk is read, and what has changed is found.
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    reads(&mut console, "TEXT-OF-THREE");
+    assert_eq!(tracked(&here), 0);
+    write(&mut console, "TEXT-OF-FOUR");
+    backup(&here, &["create", VM, "four"]);
+    let sparse = ["three", "four"].map(|name| path(&here, name).join("disk0.qcow2"));
+    for (image, text) in sparse.iter().zip(["TEXT-OF-THREE", "TEXT-OF-FOUR"]) {
+        assert!(!has(&converted(&here, image), text), "{text} is in the clear");
+    }
     write(&mut console, "TEXT-OF-NOW");
     let all = listed(&here);
     assert_eq!((&all[0]["parent"], &all[1]["parent"]), (&Value::Null, &"one".into()), "{all:?}");
@@ -105,7 +130,7 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     }
     let needed = here.refused(&["backup", "delete", VM, "one"]).unwrap();
     assert!(needed.contains("needed by two"), "{needed}");
-    for name in ["one", "two"] {
+    for name in NAMES {
         backup(&here, &["verify", VM, name]);
     }
     assert!(listed(&here).iter().all(|it| it["verified"].is_string()));
@@ -116,7 +141,8 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     here.vmseal(&["vm", "recrypt", VM]).unwrap();
     backup(&here, &["verify", VM, "two"]);
     stop(&here, console);
-    for (name, text) in [("one", "TEXT-OF-ONE"), ("two", "TEXT-OF-TWO")] {
+    for (name, text) in NAMES.into_iter().zip(["ONE", "TWO", "THREE", "FOUR"]) {
+        let text = &format!("TEXT-OF-{text}");
         backup(&here, &["restore", VM, name]);
         let mut console = restarted(&here);
         reads(&mut console, text);
@@ -131,7 +157,7 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     let mut console = restarted(&here);
     reads(&mut console, "TEXT-OF-TWO");
     stop(&here, console);
-    for name in ["two", "one"] {
+    for name in NAMES.into_iter().rev() {
         backup(&here, &["delete", VM, name]);
     }
     assert_eq!(std::fs::read_dir(to).unwrap().count(), 0, "something of a backup is left");

@@ -181,6 +181,8 @@ pub struct Sums {
     pub written: Option<File>,
     /// Those of blocks that are not written.
     pub except: Option<File>,
+    /// The extents that may have changed since those.
+    pub changed: Option<File>,
 }
 
 /// The format of an export.
@@ -276,7 +278,9 @@ impl Work {
             Self::Export { sums, .. } => Some(sums),
             _ => None,
         };
-        let sums = sums.into_iter().flat_map(|sums| sums.written.iter().chain(&sums.except));
+        let sums = sums
+            .into_iter()
+            .flat_map(|sums| sums.written.iter().chain(&sums.except).chain(&sums.changed));
         let (one, other) = match self {
             Self::Mirror | Self::Merge { .. } => (None, None),
             Self::Serve { socket, connected, .. } => {
@@ -369,6 +373,7 @@ impl Disk {
                         format: format.spec(),
                         sums: sums.written.as_ref().map(file),
                         except: sums.except.as_ref().map(file),
+                        changed: sums.changed.as_ref().map(file),
                     })
                 }
                 _ => None,

@@ -1,6 +1,8 @@
-//! Gives disks of a running filter other stacks (docs/decisions/140), or copies (docs/decisions/152): on one connection, as the
+//! What is asked of a running filter with descriptors. Disks get other stacks (docs/decisions/140), or copies
+//! (docs/decisions/152), on one connection, as the
 //! filter lets the disks go on when that ends.
 
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -18,6 +20,9 @@ use crate::filter::disk::stored;
 /// The longest that the requests of disks may take to end; the filter itself gives up before.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(40);
 
+/// The longest that a filter may take to write what a bitmap says.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// The most descriptors that the kernel takes with one call (`SCM_MAX_FD`).
 const RIGHTS_MAX: usize = 253;
 
@@ -26,9 +31,9 @@ pub struct NewLayers {
     /// The disk.
     pub disk: DiskId,
     /// The image; where there are layers it is only read.
-    pub file: std::fs::File,
+    pub file: File,
     /// The layers above it, the active one first.
-    pub layers: Vec<std::fs::File>,
+    pub layers: Vec<File>,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
     /// Whether the image keeps its room when the guest discards.
@@ -71,6 +76,20 @@ impl Control {
         stream.set_read_timeout(Some(DRAIN_TIMEOUT))?;
         stream.set_write_timeout(Some(DRAIN_TIMEOUT))?;
         Ok(Waiting(BufReader::new(stream)))
+    }
+}
+
+impl Control {
+    /// Has the dirty extents of a bitmap written to a file. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError`]
+    pub fn read_bitmap(&self, disk: DiskId, name: String, to: &File) -> Result<(), FilterError> {
+        let stream = UnixStream::connect(&self.0)?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
+        stream.set_write_timeout(Some(READ_TIMEOUT))?;
+        let request = ControlRequest::ReadBitmap { disk, name };
+        Waiting(BufReader::new(stream)).ask(&request, &[to.as_raw_fd()])
     }
 }
 

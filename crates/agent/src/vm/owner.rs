@@ -1,5 +1,6 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
+mod backup_tracking;
 mod backups;
 mod bitmaps;
 mod delete_disk;

@@ -32,6 +32,14 @@ pub enum ControlRequest {
         /// The change.
         change: BitmapChange,
     },
+    /// Write the extents that a dirty bitmap calls dirty to the file whose descriptor is sent with this request, one after another
+    /// ([`super::Extent`]); answered by [`ControlReply::Done`]. Refused where they are more than [`super::EXTENTS_MAX`].
+    ReadBitmap {
+        /// The disk.
+        disk: DiskId,
+        /// Its name.
+        name: String,
+    },
     /// Tell the front end that a disk has another size than before; answered by [`ControlReply::Done`]. Refused while
     /// no driver uses it, as QEMU does not look then.
     AnnounceSize {

@@ -72,7 +72,12 @@ impl Owner {
         }
         let quiesced = match taken {
             true => None,
-            false => Some(self.take(job, disks).await?),
+            false => {
+                if let Some(tracked) = job.tracked {
+                    self.begin_tracking(tracked, &job.disks).await;
+                }
+                Some(self.take(job, disks).await?)
+            }
         };
         self.jobs.begin(task, spec);
         self.jobs.quiesced(task, quiesced);
