@@ -31,6 +31,7 @@ const FILES: &[(&str, &str)] = &files![
     "encrypting-io",
     "snapshot-pause",
     "operations",
+    "backup",
     "x3"
 ];
 
