@@ -23,6 +23,7 @@ use super::guest::Guest;
 use super::replaced::{Agent, Files, OFFSET, id};
 use super::unplugged::can_mount;
 use super::{chains, pause};
+use crate::history::SECTOR;
 use crate::history::checker::Finding;
 use crate::seed::seed;
 use crate::successor::Filter;
@@ -79,8 +80,9 @@ impl Merger {
                 "size": OFFSET + SIZE,
                 "serial": "vmseal-0",
                 "read_only": true,
+                "chain": [],
                 "backend": stored(&upper),
-                "merge": { "into": { "backend": stored(&lower) }, "lock": { "fd": lock.as_raw_fd() } }
+                "merge": { "into": { "chain": [], "backend": stored(&lower) }, "lock": { "fd": lock.as_raw_fd() } }
             }]
         });
         let path = files.path("merge-config");
@@ -137,13 +139,13 @@ impl Drop for Merger {
 fn stored(files: &[OwnedFd]) -> Value {
     let fd = |file: &OwnedFd| json!({ "fd": file.as_raw_fd() });
     if let [file] = files {
-        return json!({ "kind": "file", "file": fd(file), "direct": "off" });
+        return json!({ "kind": "file", "file": fd(file), "offset": 0, "direct": "off" });
     }
     let below = files.iter().enumerate().skip(1).map(|(depth, file)| {
         let format = if depth + 1 == files.len() { "raw" } else { "qcow2" };
         json!({ "file": fd(file), "format": format })
     });
-    json!({ "kind": "qcow2", "file": fd(&files[0]), "backing": below.collect::<Vec<_>>() })
+    json!({ "kind": "qcow2", "file": fd(&files[0]), "backing": below.collect::<Vec<_>>(), "offset": 0 })
 }
 
 /// Gives the disk the stack that `next` says.
@@ -174,6 +176,13 @@ fn put_above(files: &Files, killed: &AtomicBool) -> Files {
     };
     put();
     note
+}
+
+/// Gives the disk the same files again, as after a merge below them; returns what the note says.
+fn again(files: &Files, killed: &AtomicBool) -> Files {
+    let again = || replace(&mut drained(files, killed)?, files);
+    again();
+    files.clone()
 }
 
 /// Merges the active layer; returns what the note says then.
@@ -237,6 +246,7 @@ impl Run<'_> {
         };
         let agent = thread::spawn(move || match merges {
             true => merge(&files, way, &of_thread, &mut of_agent),
+            false if depth > 1 && of_agent.bool() => again(&files, &of_thread),
             false => put_above(&files, &of_thread),
         });
         let ends = matches!(way, Way::LeavesRetired | Way::LeavesNoted);
@@ -302,7 +312,8 @@ fn run(place: &Path, chain: &[Value], forgets: bool, mut random: fastrand::Rng, 
     let power = forgets.then(|| {
         let layers = ["disk", "layer-1", "layer-2"];
         layers[1..].iter().for_each(|name| drop(File::create(directory.join(name)).unwrap()));
-        Forgetful::mount(directory, &layers, 512, true, random.fork()).unwrap()
+        // A sector of ciphertext is all zeroes, or none of it.
+        Forgetful::mount(directory, &layers, SECTOR as u64, true, random.fork()).unwrap()
     });
     let files = Files { directory: directory.to_owned(), names: vec!["disk".to_owned()] };
     let (mut filter, socket) = files.start(&chain);
@@ -319,6 +330,7 @@ fn run(place: &Path, chain: &[Value], forgets: bool, mut random: fastrand::Rng, 
     let log = std::fs::read_to_string(run.directory.join("log")).unwrap();
     assert!(ended.success() && !log.contains("not allowed"), "{ended:?}\n{log}");
     assert!(!log.contains("no io_uring"), "a spare ring was not there\n{log}");
+    assert!(forgets || !log.contains("leaked"), "{log}");
     let (filter, socket) = run.files.start(&run.chain);
     run.guest.driver.reconnect(socket);
     run.guest.read_all();
