@@ -18,6 +18,9 @@ const VM: &str = "web";
 /// A place of the guest's disk that its system does not use, in MiB.
 const TEXT_AT: u32 = 58;
 
+/// The backups of the long test.
+const NAMES: [&str; 4] = ["one", "two", "three", "four"];
+
 fn write(console: &mut Console, text: &str) {
     let to = format!("dd of=/dev/vda bs=1M seek={TEXT_AT} conv=notrunc,fsync 2>/dev/null");
     run(console, &format!("echo {text} | {to}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
@@ -34,6 +37,13 @@ fn backup(here: &Installation, arguments: &[&str]) -> String {
 
 fn listed(here: &Installation) -> Vec<Value> {
     here.json(&["backup", "list", VM]).unwrap().as_array().unwrap().clone()
+}
+
+/// How many bitmaps note what has changed since a backup.
+fn tracked(here: &Installation) -> usize {
+    let bitmaps = here.json(&["disk", "bitmap", "list", VM, "disk0"]).unwrap();
+    let ours = |it: &&Value| it["name"].as_str().unwrap().starts_with("vmseal-backup-");
+    bitmaps.as_array().unwrap().iter().filter(ours).count()
 }
 
 /// The directory of a backup.
@@ -83,6 +93,21 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     write(&mut console, "TEXT-OF-TWO");
     backup(&here, &["create", VM, "two"]);
     stop_counting(&mut console);
+    // What the guest changes from now on is noted, so that the next backup reads no more than that.
+    assert_eq!(tracked(&here), 1);
+    write(&mut console, "TEXT-OF-THREE");
+    backup(&here, &["create", VM, "three"]);
+    assert_eq!(tracked(&here), 1);
+    // A filter takes what it has noted with it: all of the disk is read, and what has changed is found.
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    reads(&mut console, "TEXT-OF-THREE");
+    assert_eq!(tracked(&here), 0);
+    write(&mut console, "TEXT-OF-FOUR");
+    backup(&here, &["create", VM, "four"]);
+    let sparse = ["three", "four"].map(|name| path(&here, name).join("disk0.qcow2"));
+    for (image, text) in sparse.iter().zip(["TEXT-OF-THREE", "TEXT-OF-FOUR"]) {
+        assert!(!has(&converted(&here, image), text), "{text} is in the clear");
+    }
     write(&mut console, "TEXT-OF-NOW");
     let all = listed(&here);
     assert_eq!((&all[0]["parent"], &all[1]["parent"]), (&Value::Null, &"one".into()), "{all:?}");
@@ -102,7 +127,7 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     }
     let needed = here.refused(&["backup", "delete", VM, "one"]).unwrap();
     assert!(needed.contains("needed by two"), "{needed}");
-    for name in ["one", "two"] {
+    for name in NAMES {
         backup(&here, &["verify", VM, name]);
     }
     assert!(listed(&here).iter().all(|it| it["verified"].is_string()));
@@ -113,7 +138,8 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     here.vmseal(&["vm", "recrypt", VM]).unwrap();
     backup(&here, &["verify", VM, "two"]);
     stop(&here, console);
-    for (name, text) in [("one", "TEXT-OF-ONE"), ("two", "TEXT-OF-TWO")] {
+    for (name, text) in NAMES.into_iter().zip(["ONE", "TWO", "THREE", "FOUR"]) {
+        let text = &format!("TEXT-OF-{text}");
         backup(&here, &["restore", VM, name]);
         let mut console = restarted(&here);
         reads(&mut console, text);
@@ -128,11 +154,100 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     let mut console = restarted(&here);
     reads(&mut console, "TEXT-OF-TWO");
     stop(&here, console);
-    for name in ["two", "one"] {
+    for name in NAMES.into_iter().rev() {
         backup(&here, &["delete", VM, name]);
     }
     assert_eq!(std::fs::read_dir(to).unwrap().count(), 0, "something of a backup is left");
     reads(&mut restarted(&here), "TEXT-OF-TWO");
+}
+
+/// How much of its disks was read for a backup, in bytes.
+fn read_bytes(here: &Installation, name: &str) -> u64 {
+    here.json(&["backup", "show", VM, name]).unwrap()["read_bytes"].as_u64().unwrap()
+}
+
+/// A backup reads what its guest has changed; all of it where that is not known for sure, and then it is no less right.
+#[test]
+fn a_backup_reads_no_more_than_was_changed_where_that_is_known() {
+    let (here, mut console) = started(VM, "encrypted");
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    // All of its disk is there, so that all of it has to be read.
+    let fill = "dd if=/dev/urandom of=/dev/vda bs=1M seek=40 count=16 conv=fsync 2>/dev/null";
+    run(&mut console, &format!("{fill}; echo FILLED-$((6 * 7))"), "FILLED-42").unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    backup(&here, &["create", VM, "one", "--to", to.to_str().unwrap()]);
+    let all = read_bytes(&here, "one");
+    assert!(all > 16 << 20, "{all}");
+    let filters = here.processes_of(VM, "vmseal-filter").unwrap();
+    let few = |name: &str| {
+        let read = read_bytes(&here, name);
+        assert!(read > 0 && read <= 1 << 20, "{name}: {read} of {all}");
+    };
+    let much = |name: &str| {
+        let read = read_bytes(&here, name);
+        assert!(read > 16 << 20, "{name}: {read} of {all}");
+    };
+    // About a hundredth of the disk's 64 MiB.
+    let change =
+        "dd if=/dev/urandom of=/dev/vda bs=64k seek=640 count=10 conv=notrunc,fsync 2>/dev/null";
+    run(&mut console, &format!("{change}; echo CHANGED-$((6 * 7))"), "CHANGED-42").unwrap();
+    write(&mut console, "TEXT-OF-TWO");
+    backup(&here, &["create", VM, "two"]);
+    few("two");
+    write(&mut console, "TEXT-OF-THREE");
+    backup(&here, &["create", VM, "three"]);
+    few("three");
+    assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filters, "it was restarted");
+    // Nobody may make it look as if nothing had changed.
+    let name = here.json(&["disk", "bitmap", "list", VM, "disk0"]).unwrap()[0]["name"].clone();
+    let told = here.refused(&["disk", "bitmap", "clear", VM, "disk0", name.as_str().unwrap()]);
+    assert!(told.unwrap().contains("choose another"), "it was cleared");
+
+    // A filter that has died.
+    write(&mut console, "TEXT-OF-FOUR");
+    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    reads(&mut console, "TEXT-OF-FOUR");
+    backup(&here, &["create", VM, "four"]);
+    much("four");
+    // A VM that was off, and is.
+    stop(&here, console);
+    backup(&here, &["create", VM, "off"]);
+    much("off");
+    // Something that has written past the filter.
+    backup(&here, &["restore", VM, "two"]);
+    let mut console = restarted(&here);
+    reads(&mut console, "TEXT-OF-TWO");
+    backup(&here, &["create", VM, "five"]);
+    much("five");
+    here.vmseal(&["snapshot", "create", VM, "kept"]).unwrap();
+    write(&mut console, "TEXT-OF-SIX");
+    backup(&here, &["create", VM, "six"]);
+    few("six");
+    stop(&here, console);
+    here.vmseal(&["snapshot", "revert", VM, "kept"]).unwrap();
+    let console = restarted(&here);
+    backup(&here, &["create", VM, "reverted"]);
+    much("reverted");
+    // Its key is another one, in another header.
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    backup(&here, &["create", VM, "recrypted"]);
+    much("recrypted");
+    stop(&here, console);
+    here.vmseal(&["snapshot", "delete", VM, "kept"]).unwrap();
+    for (name, text) in [
+        ("three", "THREE"),
+        ("four", "FOUR"),
+        ("six", "SIX"),
+        ("recrypted", "TWO"),
+        ("off", "FOUR"),
+    ] {
+        backup(&here, &["verify", VM, name]);
+        backup(&here, &["restore", VM, name]);
+        let mut console = restarted(&here);
+        reads(&mut console, &format!("TEXT-OF-{text}"));
+        stop(&here, console);
+    }
 }
 
 /// What was changed in a backup is found, and nothing of it is restored.

@@ -246,6 +246,43 @@ fn a_vm_that_is_off_has_snapshots_too() {
     assert!(!home.exists(), "something of the VM is left");
 }
 
+/// The layers of a guest that writes are merged, also what it writes last, and its filter is not restarted for that: what it has
+/// counted and noted stays.
+#[test]
+fn the_filter_of_a_guest_stays_while_snapshots_are_made_and_deleted() {
+    let (here, mut console) = started("encrypted");
+    write(&mut console, "TEXT-OF-ONE");
+    here.vmseal(&["disk", "bitmap", "add", VM, "disk0", "kept"]).unwrap();
+    let filters = here.processes_of(VM, "vmseal-filter").unwrap();
+    assert_eq!(filters.len(), 1);
+    count(&mut console);
+    for round in 0..2 {
+        snapshot(&here, &["create", VM, "one"]);
+        snapshot(&here, &["create", VM, "two"]);
+        // More than is merged while a guest waits.
+        let fill = "dd if=/dev/urandom of=/dev/vdb bs=1M seek=8 count=20 conv=fsync 2>/dev/null";
+        run(
+            &mut console,
+            &format!("{fill}; echo FILLED-$((6 * 7 + {round}))"),
+            &format!("FILLED-{}", 42 + round),
+        )
+        .unwrap();
+        // The one below, which nobody writes, and then the active one.
+        for name in if round == 0 { ["one", "two"] } else { ["two", "one"] } {
+            snapshot(&here, &["delete", VM, name]);
+            let after = here.processes_of(VM, "vmseal-filter").unwrap();
+            assert_eq!(after, filters, "the filter was restarted");
+        }
+        assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
+    }
+    stop_counting(&mut console);
+    reads(&mut console, "TEXT-OF-ONE");
+    let bitmaps = here.json(&["disk", "bitmap", "list", VM, "disk0"]).unwrap();
+    assert_eq!(bitmaps[0]["name"], "kept", "{bitmaps}");
+    stop(&here, console);
+    reads(&mut restarted(&here), "TEXT-OF-ONE");
+}
+
 /// Whatever dies while a snapshot is taken or deleted, the task goes on or is undone, and the guest has lost nothing.
 #[test]
 fn what_dies_while_snapshots_change_loses_nothing() {

@@ -67,6 +67,7 @@ struct Job {
     quiesced: Option<bool>,
     proof: Option<Box<SignedReport>>,
     backup: Option<Box<BackupManifest>>,
+    read_bytes: Option<u64>,
 }
 
 impl Job {
@@ -113,6 +114,7 @@ impl Job {
             quiesced: self.quiesced,
             proof: None,
             backup: None,
+            read_bytes: self.read_bytes,
         }
     }
 }
@@ -148,8 +150,8 @@ impl Jobs {
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
-        let (proof, backup) = (None, None);
-        let job = Job { spec, state, parts, speed, quiesced, proof, backup };
+        let (proof, backup, read_bytes) = (None, None, None);
+        let job = Job { spec, state, parts, speed, quiesced, proof, backup, read_bytes };
         self.0.insert(task, job);
     }
 
@@ -304,11 +306,18 @@ impl Jobs {
         }
     }
 
-    /// Records the manifest of the backup that this disk's worker has written, read or restored: nothing is left but to
+    /// Records the manifest of the backup that this disk's worker has written, read or restored, and how much was read of disks
+    /// for it: nothing is left but to
     /// commit that, or nothing at all.
-    pub fn backed_up(&mut self, disk: DiskId, manifest: BackupManifest) {
+    pub fn backed_up(
+        &mut self,
+        disk: DiskId,
+        manifest: Box<BackupManifest>,
+        read_bytes: Option<u64>,
+    ) {
         let Some(job) = self.at_work(disk) else { return };
-        job.backup = Some(Box::new(manifest));
+        job.backup = Some(manifest);
+        job.read_bytes = read_bytes;
         let last = match job.spec {
             JobSpec::VerifyBackup(_) => JobState::Done,
             _ => JobState::ReadyToCommit,

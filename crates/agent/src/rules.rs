@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use vmseal_api::bitmap;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::filter::{CRYPT_SECTOR, DISKS_MAX, check_caches};
+use vmseal_api::filter::{BitmapChange, CRYPT_SECTOR, DISKS_MAX, check_caches};
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
+use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{
     DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob,
     DropSourcesJob, DumpJob, ExportJob, JobSpec, KeyReference, KeyState, RevertJob,
@@ -523,8 +524,16 @@ pub fn not_exposed(spec: &VmSpec, disk: &DiskSpec) -> Problem {
 ///
 /// # Errors
 /// `invalid-request`.
-pub fn check_bitmap(name: &str) -> Result<(), Problem> {
-    bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))
+pub fn check_bitmap(name: &str, change: BitmapChange) -> Result<(), Problem> {
+    bitmap::check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    // What they say is believed by the next backup.
+    if name.starts_with(TRACKING_PREFIX) && change != BitmapChange::Remove {
+        let what = format!(
+            "begins with '{TRACKING_PREFIX}', as the bitmaps that vmseal starts do: choose another one"
+        );
+        return Err(Problem::invalid("name", what));
+    }
+    Ok(())
 }
 
 /// Checks a command for a guest's agent.

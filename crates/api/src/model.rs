@@ -366,6 +366,9 @@ pub struct VmBackup {
     /// The room of its files, in bytes; none while it is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
+    /// How much of the disks was read for it, in bytes, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_bytes: Option<u64>,
     /// Whether the guest's file systems were frozen at that instant, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,

@@ -34,6 +34,7 @@ const FILES: &[(&str, &str)] = &files![
     "encrypting-io",
     "snapshot-pause",
     "operations",
+    "backup",
     "x3"
 ];
 

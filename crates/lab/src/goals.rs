@@ -39,6 +39,8 @@ pub enum Metric {
     Neighbour,
     /// How long an operation takes, in seconds.
     Seconds,
+    /// How much an operation reads of the disks, in bytes.
+    ReadBytes,
     /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
     Spread,
 }
@@ -91,6 +93,7 @@ impl Metric {
             Self::Memory => cells(|cell| cell.memory),
             Self::Neighbour => cells(|cell| cell.neighbour.unwrap_or(f64::NAN)),
             Self::Seconds => cells(|cell| cell.seconds),
+            Self::ReadBytes => cells(|cell| cell.read_bytes),
             Self::Spread => cells(|cell| cell.p99 / cell.p50),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
@@ -108,7 +111,7 @@ impl Metric {
             Self::Throughput => (1e6, 0, "MB/s"),
             Self::CpuPerIo | Self::P50 | Self::P99 => (1e3, 2, "µs"),
             Self::Gap => (1e6, 2, "ms"),
-            Self::Memory => (1_048_576.0, 1, "MiB"),
+            Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
             Self::Seconds => (1.0, 3, "s"),
             Self::Spread => (1.0, 2, "times"),
@@ -414,6 +417,7 @@ pub(crate) mod tests {
             seconds: 1.0,
             iops,
             throughput: iops * 4096.0,
+            read_bytes: f64::NAN,
             cpu_per_io: 1e9 / iops,
             p50: 1e9 / iops,
             p99: 2e9 / iops,
@@ -588,7 +592,7 @@ pub(crate) mod tests {
         assert_eq!(known, read(&path, "").unwrap().len());
         let (timed, of_disks): (Vec<_>, Vec<_>) =
             operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
-        let measured = crate::operation::names_of("operations");
+        let measured = ["operations", "backup"].map(crate::operation::names_of).concat();
         for goal in timed {
             assert!(measured.contains(&goal.workload), "{}: {measured:?}", goal.id);
             for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {

@@ -38,6 +38,8 @@ pub struct Cell {
     pub iops: f64,
     /// Bytes per second.
     pub throughput: f64,
+    /// How much an operation has read of the disks, in bytes.
+    pub read_bytes: f64,
     /// The server's CPU time per request, in nanoseconds.
     pub cpu_per_io: f64,
     /// The median latency, in nanoseconds.

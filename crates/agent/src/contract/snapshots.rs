@@ -13,7 +13,13 @@ use super::{Session, done, refused};
 
 /// The job that takes a snapshot of one disk.
 pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
-    JobSpec::Snapshot(SnapshotJob { snapshot, quiesce: true, memory: false, disks: vec![disk] })
+    JobSpec::Snapshot(SnapshotJob {
+        snapshot,
+        quiesce: true,
+        memory: false,
+        tracked: None,
+        disks: vec![disk],
+    })
 }
 
 /// The job that reverts one disk.
@@ -87,6 +93,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         snapshot: one,
         quiesce: false,
         memory: false,
+        tracked: None,
         disks: vec![],
     });
     refused(put(none).await, ErrorCode::InvalidRequest, "a snapshot of no disk");

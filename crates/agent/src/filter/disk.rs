@@ -181,6 +181,8 @@ pub struct Sums {
     pub written: Option<File>,
     /// Those of blocks that are not written.
     pub except: Option<File>,
+    /// The extents that may have changed since those.
+    pub changed: Option<File>,
 }
 
 /// The format of an export.
@@ -276,7 +278,9 @@ impl Work {
             Self::Export { sums, .. } => Some(sums),
             _ => None,
         };
-        let sums = sums.into_iter().flat_map(|sums| sums.written.iter().chain(&sums.except));
+        let sums = sums
+            .into_iter()
+            .flat_map(|sums| sums.written.iter().chain(&sums.except).chain(&sums.changed));
         let (one, other) = match self {
             Self::Mirror | Self::Merge { .. } => (None, None),
             Self::Serve { socket, connected, .. } => {
@@ -369,6 +373,7 @@ impl Disk {
                         format: format.spec(),
                         sums: sums.written.as_ref().map(file),
                         except: sums.except.as_ref().map(file),
+                        changed: sums.changed.as_ref().map(file),
                     })
                 }
                 _ => None,
@@ -429,23 +434,31 @@ fn backend(
     keeps_room: bool,
     direct: Direct,
 ) -> BackendSpec {
-    let fd = |file: &File| Handle::Fd(file.as_raw_fd());
-    let Some((active, below)) = layers.split_first() else {
-        return BackendSpec::File { file: fd(file), offset, direct, keeps_room };
-    };
-    let below = below.iter().map(|layer| (layer, ImageFormat::Qcow2));
-    let below = below.chain([(file, ImageFormat::Raw)]);
-    let backing = below.map(|(file, format)| BackingSpec { file: fd(file), format });
-    BackendSpec::Qcow2 { file: fd(active), backing: backing.collect(), offset }
+    let fds: Vec<_> =
+        layers.iter().chain([file]).map(|file| Handle::Fd(file.as_raw_fd())).collect();
+    stored(&fds, offset, keeps_room, direct)
 }
 
-/// A disk of `layers` layers above its image, whose files have numbers from `first` on: the active layer's first.
-pub(super) fn layered(layers: usize, first: i32, offset: u64) -> BackendSpec {
-    let below = (1..=layers).zip(first + 1..).map(|(depth, fd)| {
-        let format = if depth == layers { ImageFormat::Raw } else { ImageFormat::Qcow2 };
-        BackingSpec { file: Handle::Fd(fd), format }
+/// The same in files of these numbers: the active layer's first, and the image's last.
+pub(super) fn stored(
+    files: &[Handle],
+    offset: u64,
+    keeps_room: bool,
+    direct: Direct,
+) -> BackendSpec {
+    let (file, below) = match files {
+        [file] => {
+            return BackendSpec::File { file: file.clone(), offset, direct, keeps_room };
+        }
+        [active, below @ ..] => (active.clone(), below),
+        [] => unreachable!("a disk has an image"),
+    };
+    let backing = below.iter().enumerate().map(|(index, file)| {
+        let lowest = index + 1 == below.len();
+        let format = if lowest { ImageFormat::Raw } else { ImageFormat::Qcow2 };
+        BackingSpec { file: file.clone(), format }
     });
-    BackendSpec::Qcow2 { file: Handle::Fd(first), backing: below.collect(), offset }
+    BackendSpec::Qcow2 { file, backing: backing.collect(), offset }
 }
 
 /// The device id that the guest sees: the last digits of the disk's id, which are random.

@@ -1,20 +1,27 @@
-//! Gives disks of a running filter other stacks (docs/decisions/140), or copies (docs/decisions/152): on one connection, as the
+//! What is asked of a running filter with descriptors. Disks get other stacks (docs/decisions/140), or copies
+//! (docs/decisions/152), on one connection, as the
 //! filter lets the disks go on when that ends.
 
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use vmseal_api::filter::{ControlReply, ControlRequest, Handle, LINE_MAX, NewCopy, NewStack};
+use vmseal_api::filter::{
+    ControlReply, ControlRequest, Direct, Handle, LINE_MAX, NewCopy, NewStack,
+};
 use vmseal_api::id::DiskId;
 
 use super::{Control, FilterError, Mirror, unexpected};
-use crate::filter::disk::layered;
+use crate::filter::disk::stored;
 
 /// The longest that the requests of disks may take to end; the filter itself gives up before.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// The longest that a filter may take to write what a bitmap says.
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The most descriptors that the kernel takes with one call (`SCM_MAX_FD`).
 const RIGHTS_MAX: usize = 253;
@@ -23,12 +30,14 @@ const RIGHTS_MAX: usize = 253;
 pub struct NewLayers {
     /// The disk.
     pub disk: DiskId,
-    /// The image, to be read.
-    pub file: std::fs::File,
+    /// The image; where there are layers it is only read.
+    pub file: File,
     /// The layers above it, the active one first.
-    pub layers: Vec<std::fs::File>,
+    pub layers: Vec<File>,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
+    /// Whether the image keeps its room when the guest discards.
+    pub keeps_room: bool,
 }
 
 /// Disks that wait; they go on when this is dropped.
@@ -70,7 +79,29 @@ impl Control {
     }
 }
 
+impl Control {
+    /// Has the dirty extents of a bitmap written to a file. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError`]
+    pub fn read_bitmap(&self, disk: DiskId, name: String, to: &File) -> Result<(), FilterError> {
+        let stream = UnixStream::connect(&self.0)?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
+        stream.set_write_timeout(Some(READ_TIMEOUT))?;
+        let request = ControlRequest::ReadBitmap { disk, name };
+        Waiting(BufReader::new(stream)).ask(&request, &[to.as_raw_fd()])
+    }
+}
+
 impl Waiting {
+    /// Has the filter end rather than serve these disks by the layers that they have. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`]: they may have gone on. After any other error either may be the case.
+    pub fn retire(&mut self) -> Result<(), FilterError> {
+        self.ask(&ControlRequest::Retire, &[])
+    }
+
     /// Gives all of these disks other layers. Blocks.
     ///
     /// # Errors
@@ -78,9 +109,12 @@ impl Waiting {
     pub fn replace(&mut self, new: &[NewLayers]) -> Result<(), FilterError> {
         let mut numbers = Vec::new();
         let stacks = new.iter().map(|new| {
-            let place = i32::try_from(numbers.len()).unwrap_or(i32::MAX);
-            numbers.extend(new.layers.iter().chain([&new.file]).map(AsRawFd::as_raw_fd));
-            let backend = layered(new.layers.len(), place, new.offset);
+            let files = new.layers.iter().chain([&new.file]).map(|file| {
+                numbers.push(file.as_raw_fd());
+                Handle::Fd(i32::try_from(numbers.len() - 1).unwrap_or(i32::MAX))
+            });
+            let files: Vec<_> = files.collect();
+            let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto);
             NewStack { disk: new.disk, chain: None, backend }
         });
         let request = ControlRequest::Replace { stacks: stacks.collect() };

@@ -156,7 +156,7 @@ impl Inside {
         let Ok(known) = self.known(vm) else { return };
         let Some(first) = job.disks().first().copied() else { return };
         match ended {
-            Ok(manifest) => known.jobs.backed_up(first, manifest),
+            Ok(manifest) => known.jobs.backed_up(first, Box::new(manifest), None),
             Err(problem) => drop(known.jobs.failed(first, problem)),
         }
     }

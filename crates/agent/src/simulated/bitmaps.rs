@@ -20,8 +20,8 @@ impl Inside {
     ) -> Result<Vec<BitmapStatus>, Problem> {
         let spec = self.known(vm)?.spec.clone();
         let disk = rules::find_disk(&spec, disk)?;
-        if let Some((name, _)) = &change {
-            rules::check_bitmap(name)?;
+        if let Some((name, change)) = &change {
+            rules::check_bitmap(name, *change)?;
         }
         self.situation(vm)?.may(Action::Bitmaps, Some(disk))?;
         let all = self.persisted.bitmaps.entry(vm).or_default().entry(disk.disk).or_default();

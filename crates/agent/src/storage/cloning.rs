@@ -77,7 +77,7 @@ impl Target<'_> {
         let (from, size) = (lent.disk.disk, lent.disk.size);
         let opened = spawn_blocking(move || lent.open()).await.map_err(internal)??;
         let disk = self.disk(from, size, opened)?;
-        exporting::run(self.vm, disk, builder, slot, progress, internal).await
+        exporting::run(self.vm, disk, builder, slot, progress, internal).await.map(drop)
     }
 
     fn disk(&self, from: DiskId, size: u64, open: Open) -> Result<filter::Disk, Problem> {

@@ -160,7 +160,7 @@ async fn attempt(
     tokio::select! {
         written = exporting::run(vm, disk, builder, &slot, progress, |message| {
             explained_if_full(&export, message)
-        }) => written?,
+        }) => drop(written?),
         Ok(()) = cancelled => {
             return Err(Problem::new(ErrorCode::Cancelled, "the export was cancelled"));
         }

@@ -16,7 +16,7 @@ use crate::storage::filling::end_idle;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Has a new filter carry out the export that is the work of `disk`. `progress` receives the bytes done and the total;
-/// `failed` makes a problem of what the filter says.
+/// `failed` makes a problem of what the filter says. Returns how much of the disk was read, in bytes.
 ///
 /// # Errors
 /// The problem of the disk, the file or the process.
@@ -27,7 +27,7 @@ pub async fn run(
     slot: &Slot,
     progress: impl Fn(u64, u64) + Send,
     failed: impl Fn(String) -> Problem + Send,
-) -> Result<(), Problem> {
+) -> Result<u64, Problem> {
     let directory = &builder.directory;
     let id = disk.disk;
     // One after another may run there.
@@ -38,17 +38,20 @@ pub async fn run(
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);
     let pace = Pace::up_to(PROGRESS_INTERVAL);
-    loop {
+    let read = loop {
         let status = control.status_of(&process, directory).await.map_err(internal)?;
-        match status.disks.into_iter().next().map(|disk| disk.state) {
+        let disk = status.disks.into_iter().next();
+        let read = disk.as_ref().map_or(0, |disk| disk.counters.read_bytes);
+        match disk.map(|disk| disk.state) {
             Some(DiskActivity::Exporting { done, total }) => progress(done, total),
-            Some(DiskActivity::Idle) => break,
+            Some(DiskActivity::Idle) => break read,
             Some(DiskActivity::Failed { message }) => return Err(failed(message)),
             other => return Err(internal(format!("the filter of an export says {other:?}"))),
         }
         pace.pause().await;
-    }
+    };
     end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-    directory.sweep().await.map_err(internal)
+    directory.sweep().await.map_err(internal)?;
+    Ok(read)
 }

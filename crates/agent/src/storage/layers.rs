@@ -26,7 +26,8 @@ use vmseal_api::id::SnapshotId;
 pub use self::copies::{CopiedLayers, NextCopy, drop_copies, drop_sources, set_aside, take_place};
 pub use self::files::{
     begin_layer, lock_merge, note_merged, open, open_above, open_from, open_kept, open_lower,
-    open_upper, prepare_active, put_active, remove_unneeded, room, room_of_all, written,
+    open_served, open_upper, prepare_active, prepare_merged, put_active, remove_merged,
+    remove_unneeded, room, room_of_all, written,
 };
 pub use self::note::{PreparedNote, read};
 use crate::storage::file_identity::FileIdentity;

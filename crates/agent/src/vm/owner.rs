@@ -1,5 +1,6 @@
 //! The task that owns a VM. See the diagram in [`super`].
 
+mod backup_tracking;
 mod backups;
 mod bitmaps;
 mod delete_disk;
@@ -11,6 +12,7 @@ mod guest;
 mod jobs;
 mod key_change;
 mod memory_snapshots;
+mod merge_served;
 mod mirror;
 mod mirror_served;
 mod pace;

@@ -32,8 +32,8 @@ pub enum Report {
     Proved(Result<SignedReport, Problem>),
     /// A core dump of its guest was written, of so many bytes, or could not be.
     Dumped(Result<u64, Problem>),
-    /// A backup of its VM was written, read or restored, or could not be.
-    BackedUp(Result<Box<BackupManifest>, Problem>),
+    /// A backup of its VM was written, with so many bytes read of the disks, or was read or restored, or could not be.
+    BackedUp(Result<(Box<BackupManifest>, Option<u64>), Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.

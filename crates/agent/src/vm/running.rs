@@ -341,6 +341,7 @@ mod tests {
     fn a_filter_that_does_not_serve_is_ended_and_one_that_qemu_has_just_left_is_looked_at_again() {
         let with = |state: DiskActivity| FilterStatus {
             replaces: true,
+            retires: true,
             mirrors: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,
@@ -403,6 +404,7 @@ mod tests {
         })];
         let status = |replica| FilterStatus {
             replaces: true,
+            retires: true,
             mirrors: true,
             version: vmseal_api::filter::VERSION,
             pid: 1,

@@ -172,7 +172,8 @@ impl Workers {
     pub fn begin_verification(&mut self, disk: DiskId, verifying: Verifying) {
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
-            backed_up(verifying.run(progress, cancelled).await, "a backup could not be verified")
+            let found = verifying.run(progress, cancelled).await;
+            backed_up(found.map(|found| (found, None)), "a backup could not be verified")
         });
     }
 
@@ -180,7 +181,8 @@ impl Workers {
     pub fn begin_restore(&mut self, disk: DiskId, restoring: Restoring) {
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
-            backed_up(restoring.run(progress, cancelled).await, "disks could not be restored")
+            let restored = restoring.run(progress, cancelled).await;
+            backed_up(restored.map(|found| (found, None)), "disks could not be restored")
         });
     }
 
@@ -263,9 +265,9 @@ fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
     DiskBuilder { filter, users, directory, transfer: shared.transfer.clone() }
 }
 
-fn backed_up(result: Result<BackupManifest, Problem>, failure: &str) -> Report {
+fn backed_up(result: Result<(BackupManifest, Option<u64>), Problem>, failure: &str) -> Report {
     let told = result.inspect_err(|problem| tracing::warn!(%problem, "{failure}"));
-    Report::BackedUp(told.map(Box::new))
+    Report::BackedUp(told.map(|(manifest, read)| (Box::new(manifest), read)))
 }
 
 async fn make(

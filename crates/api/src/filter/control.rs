@@ -32,6 +32,14 @@ pub enum ControlRequest {
         /// The change.
         change: BitmapChange,
     },
+    /// Write the extents that a dirty bitmap calls dirty to the file whose descriptor is sent with this request, one after another
+    /// ([`super::Extent`]); answered by [`ControlReply::Done`]. Refused where they are more than [`super::EXTENTS_MAX`].
+    ReadBitmap {
+        /// The disk.
+        disk: DiskId,
+        /// Its name.
+        name: String,
+    },
     /// Tell the front end that a disk has another size than before; answered by [`ControlReply::Done`]. Refused while
     /// no driver uses it, as QEMU does not look then.
     AnnounceSize {
@@ -71,6 +79,10 @@ pub enum ControlRequest {
         /// The stacks.
         stacks: Vec<NewStack>,
     },
+    /// Never serve the disks that this connection has drained by the stacks that they have: others are about to be put on record.
+    /// Answered by [`ControlReply::Done`]. If a disk would go on before it is replaced, the process ends instead. Refused when
+    /// a disk no longer waits; then nothing has changed.
+    Retire,
     /// Copy disks from now on, all of them or none. Answered by [`ControlReply::Done`]. Their requests in flight end before, and
     /// further ones wait meanwhile. After an error nothing has changed. Descriptors as for [`ControlRequest::Replace`].
     Mirror {
@@ -177,6 +189,10 @@ pub struct FilterStatus {
     /// Whether it exchanges the stacks of disks while it runs ([`ControlRequest::Replace`]). One of an earlier vmseal does not.
     #[serde(default)]
     pub replaces: bool,
+    /// Whether it ends rather than serve a disk by a stack that is out of date ([`ControlRequest::Retire`]). One of an earlier
+    /// vmseal does not.
+    #[serde(default)]
+    pub retires: bool,
     /// Whether it begins to copy disks while it runs ([`ControlRequest::Mirror`]), and lets their former places go when they
     /// pivot. One of an earlier vmseal does not.
     #[serde(default)]

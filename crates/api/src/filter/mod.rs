@@ -557,7 +557,46 @@ pub struct ExportSpec {
     /// Such sums of what is there already: blocks that have them are not written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub except: Option<Handle>,
+    /// The extents that may have changed since those sums ([`Extent`]), one after another as [`Extent::LEN`] bytes each, in order.
+    /// Other blocks are not read: they have their sums still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed: Option<Handle>,
 }
+
+/// A part of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Its first byte.
+    pub offset: u64,
+    /// Its length, in bytes; not 0.
+    pub length: u64,
+}
+
+impl Extent {
+    /// The length of its written form: offset and length, little-endian.
+    pub const LEN: usize = 16;
+
+    /// Its written form.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..8].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.length.to_le_bytes());
+        bytes
+    }
+
+    /// The extent that is written so; none where it is empty, or ends beyond what a number counts.
+    #[must_use]
+    pub fn from_bytes(bytes: [u8; Self::LEN]) -> Option<Self> {
+        let number =
+            |bytes: &[u8]| bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte));
+        let (offset, length) = (number(&bytes[..8]), number(&bytes[8..]));
+        (length > 0 && offset.checked_add(length).is_some()).then_some(Self { offset, length })
+    }
+}
+
+/// The most extents that a file of them has: 16 MiB. What is more scattered is read as a whole.
+pub const EXTENTS_MAX: usize = 1 << 20;
 
 /// The bytes of a disk that have one sum, SHA-256, in a file of sums; the last block may be shorter. The sum of a block that is
 /// all zeroes is written as zeroes.

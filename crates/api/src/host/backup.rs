@@ -23,6 +23,15 @@ pub const LENGTH_MAX: usize = 2 * DESCRIPTOR_MAX;
 /// The digits of a MAC, and of a SHA-256.
 const DIGITS: usize = 64;
 
+/// What the names of dirty bitmaps begin with that note what has changed since a backup.
+pub const TRACKING_PREFIX: &str = "vmseal-backup-";
+
+/// The name of the dirty bitmap that notes what a guest changes of a disk since this backup.
+#[must_use]
+pub fn tracking_name(backup: BackupId) -> String {
+    format!("{TRACKING_PREFIX}{}", backup.0.simple())
+}
+
 /// Where a backup is on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

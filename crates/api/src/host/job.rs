@@ -174,8 +174,23 @@ pub struct SnapshotJob {
     /// Whether the memory of the guest, which must run, is kept, too. The job then goes on after the call that puts it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub memory: bool,
+    /// The backup that the snapshot is for: what the guest changes from then on is noted, as far as that can be done, so that
+    /// the next backup reads no more. For hosts with [`super::version::TRACKED_BACKUP`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracked: Option<Tracked>,
     /// The disks, each once.
     pub disks: Vec<DiskId>,
+}
+
+/// A backup whose changes are noted, in a dirty bitmap of each disk ([`super::backup::tracking_name`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tracked {
+    /// The backup.
+    pub backup: BackupId,
+    /// The one that it is to be above: what has changed since that is known until this one is written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<BackupId>,
 }
 
 /// Has disks of a VM that is off hold what they held when a snapshot was taken. What they have held since then is lost, as far
@@ -463,6 +478,9 @@ pub struct JobStatus {
     /// The manifest of a backup that was made, verified or restored; like a proof, in the answer to who asks for the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backup: Option<Box<BackupManifest>>,
+    /// How much of the disks was read for a backup, in bytes; none for other jobs, and where it was written before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_bytes: Option<u64>,
 }
 
 /// The state of a job.

@@ -86,7 +86,7 @@ pub use self::disk::{
 pub use self::job::{
     BackupJob, BackupKey, CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror,
     DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState,
-    JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob,
+    JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob, Tracked,
     VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 26] = [
+pub const FEATURES: [&str; 27] = [
     "job-create",
     "job-export",
     NICS,
@@ -49,6 +49,7 @@ pub const FEATURES: [&str; 26] = [
     SNAPSHOT_EXPORT,
     MEMORY_SNAPSHOTS,
     BACKUP,
+    TRACKED_BACKUP,
     MIRROR_LAYERS,
     PACE,
 ];
@@ -120,6 +121,9 @@ pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";
+
+/// The feature of agents that note what guests change after a backup.
+pub const TRACKED_BACKUP: &str = "tracked-backup";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";

@@ -116,6 +116,7 @@ impl Row for VmBackup {
         usual("parent", |it| it.parent.clone().into()),
         usual("size", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
         usual("verified", |it| it.verified.map_or(Cell::Nothing, Cell::Time)),
+        more("read", |it| it.read_bytes.map_or(Cell::Nothing, Cell::Bytes)),
         more("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
         more("encrypted", |it| Cell::YesNo(it.key.is_some())),
         more("vm-deleted", |it| Cell::YesNo(it.vm_deleted)),

@@ -103,6 +103,7 @@ fn shown(vm: Option<String>, all: &[Backup], backup: &Backup) -> model::VmBackup
         directory: backup.directory.clone(),
         parent: backup.parent.map(name),
         bytes: backup.bytes,
+        read_bytes: backup.read_bytes,
         quiesced: backup.quiesced,
         verified: backup.verified,
         key: backup.key.clone(),
@@ -199,6 +200,7 @@ pub async fn create(
         parent,
         quiesced: None,
         bytes: None,
+        read_bytes: None,
         verified: None,
         key: vm.key.clone(),
     };

@@ -37,6 +37,8 @@ pub struct Backup {
     pub quiesced: Option<bool>,
     /// The room of its files, once it is whole.
     pub bytes: Option<u64>,
+    /// How much of the disks was read for it, in bytes, where that is known.
+    pub read_bytes: Option<u64>,
     /// When it was last verified.
     pub verified: Option<Timestamp>,
     /// The key that opens it; none where the VM had none.
@@ -57,6 +59,7 @@ struct Row {
     parent_id: Option<String>,
     quiesced: Option<bool>,
     bytes: Option<i64>,
+    read_bytes: Option<i64>,
     verified: Option<String>,
     provider_id: Option<String>,
     key_id: Option<String>,
@@ -85,6 +88,7 @@ impl Row {
             parent: parent.transpose()?,
             quiesced: self.quiesced,
             bytes: self.bytes.map(i64::unsigned_abs),
+            read_bytes: self.read_bytes.map(i64::unsigned_abs),
             verified: self.verified.map(|at| parse(&at, "a time")).transpose()?,
             key,
         })
@@ -96,7 +100,7 @@ macro_rules! select {
     ($rest:literal) => {
         concat!(
             "SELECT id, vm_id, vm_name, host_id, host_name, name, directory, created, state, parent_id, quiesced,
-             bytes, verified, provider_id, key_id, check_value FROM backups ",
+             bytes, read_bytes, verified, provider_id, key_id, check_value FROM backups ",
             $rest
         )
     };
@@ -186,7 +190,7 @@ pub async fn set_whole(to: &mut SqliteConnection, backup: &Backup) -> Result<(),
     let key = backup.key.as_ref();
     sqlx::query(
         "UPDATE backups SET state = $1, created = $2, parent_id = $3, quiesced = $4, bytes = $5,
-         provider_id = $6, key_id = $7, check_value = $8 WHERE id = $9",
+         provider_id = $6, key_id = $7, check_value = $8, read_bytes = $9 WHERE id = $10",
     )
     .bind(to_name(&BackupState::Ready))
     .bind(backup.created.to_string())
@@ -196,6 +200,7 @@ pub async fn set_whole(to: &mut SqliteConnection, backup: &Backup) -> Result<(),
     .bind(key.map(|key| key.provider.to_string()))
     .bind(key.map(|key| key.key_id.clone()))
     .bind(key.map(|key| key.check.clone()))
+    .bind(backup.read_bytes.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .bind(backup.id.to_string())
     .execute(to)
     .await?;

@@ -14,9 +14,10 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::version::TRACKED_BACKUP;
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
-    RestoreBackupJob, SnapshotJob, VerifyBackupJob,
+    RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
 use vmseal_api::model::{BackupState, Lifecycle};
@@ -282,7 +283,14 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
     let (snapshot, disks, memory) = (kept.id, kept.disks, false);
-    put(run, &vm, JobSpec::Snapshot(SnapshotJob { snapshot, quiesce, memory, disks })).await?;
+    let tracked = if run.hosts().view(vm.host).has(TRACKED_BACKUP) {
+        let Backup { id, parent, .. } = backup(run).await?;
+        Some(Tracked { backup: id, parent })
+    } else {
+        None
+    };
+    let job = SnapshotJob { snapshot, quiesce, memory, tracked, disks };
+    put(run, &vm, JobSpec::Snapshot(job)).await?;
     let quiesced = follow(run, &vm, JobKind::Snapshot).await?;
     Ok(Taken { at: Timestamp::now(), quiesced })
 }
@@ -309,15 +317,22 @@ struct Written {
     parent: Option<BackupId>,
     bytes: u64,
     disks: usize,
+    #[serde(default)]
+    read: Option<u64>,
 }
 
 /// The manifest that the task's job has found or written.
 async fn manifest(run: &Run<'_>, vm: &Vm) -> Result<BackupManifest, StepError> {
+    written(run, vm).await.map(|(manifest, _)| manifest)
+}
+
+/// The same, and how much of the disks was read for it.
+async fn written(run: &Run<'_>, vm: &Vm) -> Result<(BackupManifest, Option<u64>), StepError> {
     match run.agent(vm)?.job(vm.id, run.task.id).await {
         Ok(status) => {
             let manifest =
                 status.backup.ok_or_else(|| internal("the host's job has no manifest"))?;
-            Ok(*manifest)
+            Ok((*manifest, status.read_bytes))
         }
         // The agent has restarted since: it does the work again.
         Err(problem) if problem.code == ErrorCode::NotFound => Err(StepError::Again(problem)),
@@ -329,8 +344,9 @@ async fn write(run: &Run<'_>) -> Result<Written, StepError> {
     let vm = run.vm().await?;
     put(run, &vm, order(run).await?).await?;
     follow(run, &vm, JobKind::Backup).await?;
-    let manifest = manifest(run, &vm).await?;
-    Ok(Written { parent: manifest.parent, bytes: manifest.bytes(), disks: manifest.disks.len() })
+    let (manifest, read) = written(run, &vm).await?;
+    let (bytes, disks) = (manifest.bytes(), manifest.disks.len());
+    Ok(Written { parent: manifest.parent, bytes, disks, read })
 }
 
 /// Has the host name the backup; what an agent that has restarted has lost is written again.
@@ -358,6 +374,7 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         quiesced: taken.and_then(|taken| taken.quiesced),
         parent: written.parent,
         bytes: Some(written.bytes),
+        read_bytes: written.read,
         key: vm.key.clone(),
         ..known
     };
@@ -368,8 +385,9 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
     let what = if whole.parent.is_some() { "incremental" } else { "full" };
     let (name, host, directory) = (&whole.name, &whole.host_name, whole.directory.display());
     let (number, bytes) = (written.disks, Size(written.bytes));
+    let read = written.read.map(|read| format!(", {} read", Size(read))).unwrap_or_default();
     let detail = format!(
-        "{what} backup '{name}' of {number} disks, {bytes} in {directory} on host '{host}', {how}"
+        "{what} backup '{name}' of {number} disks, {bytes} in {directory} on host '{host}'{read}, {how}"
     );
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)

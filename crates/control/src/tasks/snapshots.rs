@@ -178,7 +178,8 @@ async fn snapshot(run: &Run<'_>) -> Result<Snapshot, StepError> {
 async fn take(run: &Run<'_>) -> Result<Option<bool>, StepError> {
     let (vm, Snapshot { id, disks, memory, .. }) = (run.vm().await?, snapshot(run).await?);
     let quiesce = matches!(run.task.operation, Operation::TakeSnapshot { quiesce: true, .. });
-    let job = JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, memory, disks });
+    let job =
+        JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, memory, tracked: None, disks });
     put(run, &vm, job).await?;
     follow(run, &vm, JobKind::Snapshot).await
 }

@@ -202,11 +202,22 @@ pub fn run(
     let total = chain.size();
     let unit = if sums.is_some() { sums::BLOCK } else { UNIT };
     let mut buffer = vec![0; CHUNK];
+    // What is not read is known by the block.
+    let chunk = match &sums {
+        Some(sums) if sums.knows_changes() => sums::BLOCK as usize,
+        _ => CHUNK,
+    };
     let mut at = 0;
     while at < total {
         state.set(DiskActivity::Exporting { done: at, total });
         if stop.asked() {
             return Err(ExportError::Stopped);
+        }
+        if let Some(sums) = &mut sums
+            && let Some(end) = keep(sums, at, total)?
+        {
+            at = end;
+            continue;
         }
         if (target.has_holes() || sums.is_some())
             && let Some(end) = hole(sparse, at, total, unit).map_err(ExportError::Image)?
@@ -217,9 +228,10 @@ pub fn run(
             at = end;
             continue;
         }
-        let length = (total - at).min(CHUNK as u64) as usize;
+        let length = (total - at).min(chunk as u64) as usize;
         let part = &mut buffer[..length];
         blocking::move_bytes(chain, Operation::Read, part, at)?;
+        state.counters(0).succeeded(Operation::Read, length as u64);
         match &mut sums {
             Some(sums) => write_changed(target, sums, part, at)?,
             None => write_data(target, part, at)?,
@@ -261,6 +273,16 @@ fn write_changed(
         }
     }
     Ok(())
+}
+
+/// Notes blocks that have not changed; returns where the next one begins that may have, if it is another one.
+fn keep(sums: &mut Sums, at: u64, total: u64) -> Result<Option<u64>, ExportError> {
+    let Some(end) = sums.unchanged_until(at, total) else { return Ok(None) };
+    let mut kept = at;
+    while kept < end && sums.kept().map_err(ExportError::Sums)? {
+        kept = (kept + sums::BLOCK).min(total);
+    }
+    Ok((kept > at).then_some(kept))
 }
 
 /// Deals with a hole from the beginning of a block to that of another, or to the end of the disk.

@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
 
-use vmseal_api::filter::{SUM_BLOCK, SUM_LEN};
+use vmseal_api::filter::{EXTENTS_MAX, Extent, SUM_BLOCK, SUM_LEN};
 use vmseal_secret::digest::sha256;
 
 /// The bytes that have one sum.
@@ -38,16 +38,22 @@ pub struct Sums {
     written: BufWriter<File>,
     /// Those of the copy before; none when they have ended, as the disk was shorter then.
     except: Option<BufReader<File>>,
+    /// What may have changed since that copy, in order; none where all may have.
+    changed: Option<Vec<Extent>>,
 }
 
 impl Sums {
-    /// Both files at their beginning.
-    #[must_use]
-    pub fn new(written: File, except: Option<File>) -> Self {
-        Self {
+    /// All files at their beginning.
+    ///
+    /// # Errors
+    /// Those of reading `changed`; `InvalidData` where its extents are not in order.
+    pub fn new(written: File, except: Option<File>, changed: Option<File>) -> io::Result<Self> {
+        let changed = changed.map(|file| extents(&file)).transpose()?;
+        Ok(Self {
+            changed,
             written: BufWriter::with_capacity(BUFFER, written),
             except: except.map(|file| BufReader::with_capacity(BUFFER, file)),
-        }
+        })
     }
 
     /// Notes the next block; returns what it is if it is another one than before.
@@ -58,6 +64,38 @@ impl Sums {
         let sum = sum_of(block);
         let content = if sum == ZEROES { Content::Zeroes } else { Content::Data };
         Ok(self.is_new(&sum)?.then_some(content))
+    }
+
+    /// Notes that the next block is as before, without reading it; returns false where nothing was noted before.
+    ///
+    /// # Errors
+    /// Those of the files.
+    pub fn kept(&mut self) -> io::Result<bool> {
+        let Some(except) = &mut self.except else { return Ok(false) };
+        let mut before = ZEROES;
+        match except.read_exact(&mut before) {
+            Ok(()) => self.written.write_all(&before).map(|()| true),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                self.except = None;
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether it knows what may have changed since the copy before.
+    #[must_use]
+    pub fn knows_changes(&self) -> bool {
+        self.changed.is_some()
+    }
+
+    /// Where the next block that may have changed begins, from the beginning of a block on; none where it is this one.
+    #[must_use]
+    pub fn unchanged_until(&self, at: u64, total: u64) -> Option<u64> {
+        let changed = self.changed.as_ref().filter(|_| self.except.is_some())?;
+        let next = changed.partition_point(|extent| extent.offset + extent.length <= at);
+        let end = changed.get(next).map_or(total, |extent| extent.offset / BLOCK * BLOCK);
+        (end > at).then_some(end.min(total))
     }
 
     /// Notes that the next block is all zeroes; returns whether it was not before.
@@ -93,6 +131,21 @@ impl Sums {
     }
 }
 
+/// The extents in a file.
+fn extents(file: &File) -> io::Result<Vec<Extent>> {
+    let mut bytes = Vec::new();
+    file.take((EXTENTS_MAX * Extent::LEN) as u64).read_to_end(&mut bytes)?;
+    let (parts, rest) = bytes.as_chunks::<{ Extent::LEN }>();
+    let mut extents: Vec<Extent> = Vec::new();
+    for part in parts {
+        let extent = Extent::from_bytes(*part);
+        let last = extents.last().map_or(0, |last| last.offset + last.length);
+        let extent = extent.filter(|extent| extent.offset >= last);
+        extents.push(extent.ok_or(io::ErrorKind::InvalidData)?);
+    }
+    if rest.is_empty() { Ok(extents) } else { Err(io::ErrorKind::InvalidData.into()) }
+}
+
 fn sum_of(block: &[u8]) -> Sum {
     if block.iter().all(|byte| *byte == 0) {
         return ZEROES;
@@ -125,13 +178,19 @@ mod tests {
     }
 
     /// Copies the disk at `directory`/disk.
-    fn copy(directory: &Path, mut target: Target, sums: &str, except: Option<&str>) {
+    fn copy(
+        directory: &Path,
+        mut target: Target,
+        sums: &str,
+        except: Option<&str>,
+        changed: Option<&str>,
+    ) {
         let open = |name: &str| File::open(directory.join(name)).unwrap();
         let file = FileDisk::open(open("disk").into(), 0, SIZE, Direct::Off, true).unwrap();
         let disk = Disk::new(SIZE, true, None, DiskStorage::File(file), 2);
         let mut chain = disk.chain().unwrap();
         let written = File::create(directory.join(sums)).unwrap();
-        let mut sums_of = Sums::new(written, except.map(open));
+        let mut sums_of = Sums::new(written, except.map(open), changed.map(open)).unwrap();
         let sparse = Sparse(open("disk"), 0);
         let (state, stop) =
             (DiskState::new(vmseal_api::id::DiskId::new(), 1), Stop::new().unwrap());
@@ -159,7 +218,7 @@ mod tests {
         disk.write_all_at(&noise(2, 4096), SIZE - 4096).unwrap();
         let full = File::create(at.join("full")).unwrap();
         full.set_len(SIZE).unwrap();
-        copy(at, Target::Raw(full), "sums.1", None);
+        copy(at, Target::Raw(full), "sums.1", None, None);
         assert_eq!(
             std::fs::read(at.join("full")).unwrap(),
             std::fs::read(at.join("disk")).unwrap()
@@ -176,12 +235,12 @@ mod tests {
         let below = Below { name: "full", format: "raw" };
         create_overlay(File::create(at.join("overlay")).unwrap(), SIZE, below).unwrap();
         let overlay = File::options().read(true).write(true).open(at.join("overlay")).unwrap();
-        copy(at, Target::overlay(overlay).unwrap(), "sums.2", Some("sums.1"));
+        copy(at, Target::overlay(overlay).unwrap(), "sums.2", Some("sums.1"), None);
         assert_eq!(converted(at, "overlay"), std::fs::read(at.join("disk")).unwrap());
         let room = at.join("overlay").metadata().unwrap().len();
         assert!(room < 65_536 * 12, "{room} bytes for three blocks of data");
 
-        copy(at, Target::Nothing, "sums.3", None);
+        copy(at, Target::Nothing, "sums.3", None, None);
         let sums = |name: &str| std::fs::read(at.join(name)).unwrap();
         assert_eq!(sums("sums.2"), sums("sums.3"));
         let differ = sums("sums.1")
@@ -191,6 +250,40 @@ mod tests {
             .collect::<Vec<_>>();
         let changed: Vec<_> = (0..differ.len()).filter(|block| differ[*block]).collect();
         assert_eq!(changed, [2, 4, 6, 30, 40]);
+    }
+
+    #[test]
+    fn what_has_not_changed_is_not_read() {
+        let scratch = tempfile::tempdir().unwrap();
+        let at = scratch.path();
+        let disk = File::options().create_new(true).read(true).write(true).open(at.join("disk"));
+        let disk = disk.unwrap();
+        disk.write_all_at(&noise(1, SIZE as usize), 0).unwrap();
+        copy(at, Target::Nothing, "sums.1", None, None);
+        // Blocks 3 and 38 are named, the second by a byte; 20 changes, and is not.
+        for block in [3, 20, 38] {
+            disk.write_all_at(&[7; 100], block * BLOCK + 5).unwrap();
+        }
+        let named = [(3 * BLOCK, 2 * BLOCK), (38 * BLOCK + 5, 1)];
+        let named = named.map(|(offset, length)| Extent { offset, length }.to_bytes());
+        std::fs::write(at.join("changed"), named.concat()).unwrap();
+        let below = Below { name: "full", format: "raw" };
+        create_overlay(File::create(at.join("overlay")).unwrap(), SIZE, below).unwrap();
+        let overlay = File::options().read(true).write(true).open(at.join("overlay")).unwrap();
+        let target = Target::overlay(overlay).unwrap();
+        copy(at, target, "sums.2", Some("sums.1"), Some("changed"));
+        let sums = |name: &str| std::fs::read(at.join(name)).unwrap();
+        let (before, after) = (sums("sums.1"), sums("sums.2"));
+        let differs = |block: &usize| {
+            let part = block * SUM_LEN..(block + 1) * SUM_LEN;
+            before[part.clone()] != after[part]
+        };
+        assert_eq!((0..41).filter(differs).collect::<Vec<_>>(), [3, 38]);
+        for wrong in [&named.concat()[1..], &[named[1], named[0]].concat(), &[0; 16]] {
+            std::fs::write(at.join("changed"), wrong).unwrap();
+            let open = |name: &str| File::open(at.join(name)).unwrap();
+            assert!(Sums::new(open("sums.1"), None, Some(open("changed"))).is_err());
+        }
     }
 
     #[test]
@@ -207,9 +300,9 @@ mod tests {
                 .unwrap()
         };
         file("sums.1").write_all(&[0; SUM_LEN]).unwrap();
-        let mut sums = Sums::new(file("sums.2"), Some(file("sums.1")));
+        let mut sums = Sums::new(file("sums.2"), Some(file("sums.1")), None).unwrap();
         assert_eq!([(); 3].map(|()| sums.is_new(&ZEROES).unwrap()), [false, true, true]);
-        let mut sums = Sums::new(file("sums.3"), None);
+        let mut sums = Sums::new(file("sums.3"), None, None).unwrap();
         assert!(sums.is_new(&ZEROES).unwrap());
     }
 }

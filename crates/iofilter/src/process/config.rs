@@ -240,6 +240,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if let Some(export) = &disk.export
         && export.sums.is_none()
         && (export.except.is_some()
+            || export.changed.is_some()
             || matches!(export.format, TargetFormat::Overlay | TargetFormat::Sums))
     {
         return refuse("what is written depends on sums, and no file is to get them".into());

@@ -4,6 +4,7 @@
 //! A few connections at a time, a thread each: a new agent can connect while the dead agent's connection
 //! is still open.
 
+use std::fs::File;
 use std::io::{self, BufRead, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 
+use vmseal_api::bitmap::BitmapError;
 use vmseal_api::filter::{
     BitmapChange, Confinement, ControlReply, ControlRequest, FilterFigures, FilterStatus, LINE_MAX,
     NewStack, VERSION,
@@ -121,6 +123,9 @@ impl Control {
                 Ok(ControlRequest::Bitmap { disk, name, change }) => {
                     send(stream, &self.bitmap(disk, &name, change))?;
                 }
+                Ok(ControlRequest::ReadBitmap { disk, name }) => {
+                    send(stream, &self.read_bitmap(disk, &name, passed))?;
+                }
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
@@ -139,6 +144,10 @@ impl Control {
                     let answer = replace(&mut drained, &stacks, passed);
                     send(stream, &changed(answer))?;
                 }
+                Ok(ControlRequest::Retire) => {
+                    let answer = drained.as_ref().ok_or(NotChanged::NothingWaits);
+                    send(stream, &changed(answer.and_then(Drained::retire)))?;
+                }
                 Ok(ControlRequest::Mirror { copies }) => {
                     let passed = &mut Handles::passed(passed);
                     let (answer, former) = match stacks::mirror(&self.disks, &copies, passed) {
@@ -149,14 +158,10 @@ impl Control {
                     drop(former);
                 }
                 Ok(ControlRequest::Resume) => {
-                    // What the disks had before is closed when the answer is sent.
+                    // When it is answered, what the disks had before is closed: nothing holds those files any more.
                     let resumed = drained.take().ok_or(NotChanged::NothingWaits);
-                    let (answer, former) = match resumed.and_then(Drained::resume) {
-                        Ok(former) => (Ok(()), Some(former)),
-                        Err(error) => (Err(error), None),
-                    };
+                    let answer = resumed.and_then(Drained::resume).map(drop);
                     send(stream, &changed(answer))?;
-                    drop(former);
                 }
                 Ok(ControlRequest::Shutdown) => return self.shutdown(stream),
                 Err(error) => {
@@ -180,6 +185,7 @@ impl Control {
             pid: std::process::id(),
             vm: self.vm,
             replaces: true,
+            retires: true,
             mirrors: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
@@ -206,6 +212,25 @@ impl Control {
                 ControlReply::Bitmaps { bitmaps: bitmaps.status() }
             }
             Err(error) => refusal(error.code(), error.to_string()),
+        }
+    }
+
+    fn read_bitmap(&self, disk: DiskId, name: &str, passed: Vec<OwnedFd>) -> ControlReply {
+        let running = match self.disk(disk) {
+            Ok(running) => running,
+            Err(refusal) => return refusal,
+        };
+        let Some(to) = passed.into_iter().next() else {
+            return refusal(ErrorCode::InvalidRequest, "no file was sent with the request".into());
+        };
+        let reader = running.state.bitmaps().and_then(|bitmaps| bitmaps.read(name));
+        let Some(reader) = reader else {
+            let error = BitmapError::Unknown(name.to_owned());
+            return refusal(error.code(), error.to_string());
+        };
+        match reader.write_to(&File::from(to)) {
+            Ok(()) => ControlReply::Done,
+            Err(error) => refusal(ErrorCode::Internal, format!("bitmap '{name}': {error}")),
         }
     }
 

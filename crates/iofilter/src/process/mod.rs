@@ -512,7 +512,9 @@ fn sums(
         file.map(|file| file.map(File::from)).map_err(named)
     };
     let (written, except) = (file(&spec.sums, true)?, file(&spec.except, false)?);
-    Ok(written.map(|written| Sums::new(written, except)))
+    let changed = file(&spec.changed, false)?;
+    let sums = written.map(|written| Sums::new(written, except, changed)).transpose();
+    sums.map_err(|error| StartError::Export { disk: id, error: ExportError::Sums(error) })
 }
 
 /// Opens the image that a layer is written to.

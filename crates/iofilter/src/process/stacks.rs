@@ -6,6 +6,8 @@
 //!     ^                   │ an error, or too long                                        ^      └─────────┘
 //!     └───────────────────┴────────────── Resume, the connection ends, DRAINED_MAX ──────┘
 //! ```
+//! A stack that is retired is never served again: if the disk would go on before it is replaced, the process ends.
+//!
 //! All disks of one [`Drained`] have no request in flight at one time, and get their new stacks together or not at all. The
 //! former stacks stay whole and open until the disks are resumed, so a refusal costs nothing. Only what a new stack needs
 //! from the former file is done before: an image of QEMU's format is left as if it were closed.
@@ -444,6 +446,23 @@ impl Drained {
         Ok(drained)
     }
 
+    /// Has the process end rather than serve a disk by the stack that it has: another one is about to be on record.
+    ///
+    /// # Errors
+    /// [`NotChanged::NotDrained`]: nothing has changed.
+    pub fn retire(&self) -> Result<(), NotChanged> {
+        let mut all = Vec::new();
+        for disk in &self.disks {
+            let mut held = disk.gate.held();
+            if held.chains().is_none() {
+                return Err(NotChanged::NotDrained(disk.stack.id()));
+            }
+            all.push(held);
+        }
+        all.iter_mut().for_each(Held::retire);
+        Ok(())
+    }
+
     /// Gives disks other stacks: all of those named, or none.
     ///
     /// # Errors
@@ -469,6 +488,7 @@ impl Drained {
         for (disk, mut held, opened) in changes {
             if let Some(chains) = held.chains() {
                 self.former.push(disk.stack.put(opened, chains));
+                held.is_replaced();
                 tracing::info!(disk = %disk.stack.id(), "the disk has another stack");
             }
         }

@@ -16,6 +16,9 @@
 
 mod marks;
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,6 +26,7 @@ use jiff::Timestamp;
 use vmseal_api::bitmap::{self, BitmapError};
 use vmseal_api::filter::{
     BITMAP_BYTES_MAX, BITMAP_GRANULE, BITMAPS_BYTES_MAX, BITMAPS_MAX, BitmapChange, BitmapStatus,
+    EXTENTS_MAX, Extent,
 };
 
 use self::marks::Marks;
@@ -195,6 +199,26 @@ impl Reader {
     #[must_use]
     pub fn extent(&self, at: u64, end: u64) -> (bool, u64) {
         self.bitmaps.marks.extent(self.slot, at, end)
+    }
+
+    /// Writes the dirty extents to a file, in order.
+    ///
+    /// # Errors
+    /// Those of the file; `FileTooLarge` for more than [`EXTENTS_MAX`].
+    pub fn write_to(&self, file: &File) -> io::Result<()> {
+        let size = self.bitmaps.marks.size;
+        let (mut at, mut extents) = (0, Vec::new());
+        while at < size {
+            let (dirty, end) = self.extent(at, size);
+            if dirty {
+                extents.extend(Extent { offset: at, length: end - at }.to_bytes());
+            }
+            at = end;
+        }
+        if extents.len() > EXTENTS_MAX * Extent::LEN {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        file.write_all_at(&extents, 0)
     }
 
     /// The bitmap's name.

@@ -5,6 +5,7 @@
 //!                     v                               ^                             v
 //!  disk    serves ── queues stopped ── flushed ──> [held] ── opened | time | stop ──> serves with the chains as they are
 //!                                         └── failed ──> serves as before
+//!          retired, and would go on with the chains of before: the process ends
 //! ```
 //! The disk keeps the time itself: the process that asked may die or hang.
 
@@ -24,19 +25,40 @@ use crate::stack::orders::Exchange;
 use crate::stack::request::IoError;
 use crate::stack::stop::Stop;
 
+/// How a process exits that would serve a disk by a stack that is out of date.
+const RETIRED_EXIT: i32 = 3;
+
 /// See the module.
 pub struct Gate {
-    chains: Mutex<Option<Vec<Chain>>>,
+    inside: Mutex<Inside>,
     opened: EventFd,
 }
 
-/// The chains of a disk that is held; it stays held for as long as this is there.
-pub struct Held<'a>(MutexGuard<'a, Option<Vec<Chain>>>);
+#[derive(Default)]
+struct Inside {
+    /// The chains, while the disk is held.
+    chains: Option<Vec<Chain>>,
+    /// The disk must not go on with these chains.
+    retired: bool,
+}
+
+/// A disk that is held; it stays held for as long as this is there.
+pub struct Held<'a>(MutexGuard<'a, Inside>);
 
 impl Held<'_> {
     /// The chains: none if the disk is not held any more.
     pub fn chains(&mut self) -> Option<&mut Vec<Chain>> {
-        self.0.as_mut()
+        self.0.chains.as_mut()
+    }
+
+    /// Has the process end rather than the disk go on with these chains, until [`Held::is_replaced`].
+    pub fn retire(&mut self) {
+        self.0.retired = true;
+    }
+
+    /// The chains are those that the disk is to have.
+    pub fn is_replaced(&mut self) {
+        self.0.retired = false;
     }
 }
 
@@ -48,11 +70,11 @@ impl Gate {
     pub fn new() -> io::Result<Arc<Self>> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let opened = EventFd::from_value_and_flags(0, flags)?;
-        Ok(Arc::new(Self { chains: Mutex::default(), opened }))
+        Ok(Arc::new(Self { inside: Mutex::default(), opened }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Vec<Chain>>> {
-        self.chains.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What holds the disk, for `limit` at most or until told to stop. `tell` gets the outcome of the flush.
@@ -67,12 +89,20 @@ impl Gate {
         Box::new(move |mut chains| {
             let flushed = chains.first_mut().map_or(Ok(()), blocking::flush);
             let holds = flushed.is_ok();
-            let before = gate.lock().replace(chains);
+            let before = gate.lock().chains.replace(chains);
             debug_assert!(before.is_none(), "a gate holds once");
             if tell.send(flushed).is_ok() && holds {
                 gate.wait(&stop, Instant::now() + limit);
             }
-            gate.lock().take().unwrap_or_default()
+            let mut inside = gate.lock();
+            if inside.retired {
+                tracing::error!(
+                    "the stack of a disk is out of date and not replaced; the filter ends"
+                );
+                // No request of the disk is in flight, and those of other disks are on record.
+                std::process::exit(RETIRED_EXIT);
+            }
+            inside.chains.take().unwrap_or_default()
         })
     }
 
@@ -84,7 +114,7 @@ impl Gate {
 
     /// Lets the disk go on; false if it went on before.
     pub fn open(&self) -> bool {
-        let held = self.lock().is_some();
+        let held = self.lock().chains.is_some();
         // Fails only when the counter is full, and then it is readable anyway.
         let _ = self.opened.write(1);
         held

@@ -79,10 +79,8 @@ impl Filter {
         self.0.wait().unwrap();
     }
 
-    /// Ends it in order, as the agent does; returns how it ended.
-    pub fn end(mut self) -> ExitStatus {
-        let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    /// Waits until it ends by itself; returns how it ended.
+    pub fn ended(&mut self) -> ExitStatus {
         let until = Instant::now() + TIMEOUT;
         loop {
             if let Some(ended) = self.0.try_wait().unwrap() {
@@ -91,6 +89,13 @@ impl Filter {
             assert!(Instant::now() < until, "the filter does not end");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Ends it in order, as the agent does; returns how it ended.
+    pub fn end(mut self) -> ExitStatus {
+        let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+        self.ended()
     }
 }
 

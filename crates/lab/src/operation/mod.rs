@@ -8,6 +8,7 @@
 //!
 //! The guest finds nothing to boot and idles: under emulation a busy one would measure the emulation.
 
+mod backup;
 mod installation;
 
 use std::collections::BTreeMap;
@@ -30,6 +31,7 @@ use crate::subject::{self, Order, Point, Subject};
 const ENCRYPTED: &str = OPERATION_SYSTEMS[0];
 const PLAIN: &str = OPERATION_SYSTEMS[1];
 const COPY: &str = OPERATION_SYSTEMS[2];
+const FULL: &str = OPERATION_SYSTEMS[3];
 
 /// An operation on VMs of one size, so many at once.
 #[derive(Clone, Copy, Debug)]
@@ -182,7 +184,8 @@ impl Subject for Operations {
         }
         for policy in [ENCRYPTED, PLAIN] {
             observe(Progress::Making(policy));
-            for task in self.tasks.iter().filter(|task| task.operation != Operation::Encrypt) {
+            let own = [Operation::Encrypt, Operation::Backup];
+            for task in self.tasks.iter().filter(|task| !own.contains(&task.operation)) {
                 for vm in names(policy, task) {
                     if here.vmseal(&["vm", "show", &vm]).is_err() {
                         self.create(&here, &vm, policy, task.size_mib)?;
@@ -197,14 +200,25 @@ impl Subject for Operations {
     fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
         let task = self.tasks.iter().find(|task| task.workload == point.workload).copied();
         let (Some(task), Some(here)) = (task, &self.here) else { return Ok(None) };
+        let mut read_bytes = f64::NAN;
         let seconds = match (task.operation, point.system) {
             (Operation::Encrypt, ENCRYPTED) => self.encrypt(here, &task)?,
             (Operation::Encrypt, COPY) => copy(here, &task)?,
-            (Operation::Encrypt, _) | (_, COPY) => return Ok(None),
+            (Operation::Backup, ENCRYPTED | FULL) => {
+                let image = backup::image(here, task.size_mib)?;
+                let create = |vm: &str| self.create_from(here, vm, ENCRYPTED, &image);
+                let vms = backup::names(task.at_once);
+                let incremental = point.system == ENCRYPTED;
+                let done = backup::measure(here, &vms, task.size_mib, incremental, create)?;
+                read_bytes = done.read_bytes;
+                done.seconds
+            }
+            (Operation::Encrypt | Operation::Backup, _) | (_, COPY | FULL) => return Ok(None),
             (Operation::ShallowRecrypt, PLAIN) => return Ok(None),
             (operation, policy) => operate(here, operation, &names(policy, &task))?,
         };
-        Ok(Some(Sample::Cell(Box::new(cell(point, &task, seconds)), None)))
+        let cell = Cell { read_bytes, ..cell(point, &task, seconds) };
+        Ok(Some(Sample::Cell(Box::new(cell), None)))
     }
 }
 
@@ -216,7 +230,16 @@ impl Operations {
         policy: &str,
         size_mib: u64,
     ) -> Result<(), OperationError> {
-        let image = image(here, size_mib);
+        self.create_from(here, vm, policy, &image(here, size_mib))
+    }
+
+    fn create_from(
+        &self,
+        here: &Installation,
+        vm: &str,
+        policy: &str,
+        image: &Path,
+    ) -> Result<(), OperationError> {
         // Random bytes, which may begin as any format does.
         let disk = format!("datastore=local,format=raw,image={}", image.display());
         let memory = format!("{}MiB", self.memory_mib);
@@ -318,7 +341,7 @@ fn operate(
             seconds
         }
         Operation::ShallowRecrypt => time(|vm| words(&["vm", "recrypt", vm]))?,
-        Operation::Encrypt => unreachable!("it has VMs of its own"),
+        Operation::Encrypt | Operation::Backup => unreachable!("they have VMs of their own"),
     };
     Ok(seconds)
 }
@@ -405,6 +428,7 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         seconds,
         iops: f64::NAN,
         throughput: bytes / seconds,
+        read_bytes: f64::NAN,
         cpu_per_io: f64::NAN,
         p50: f64::NAN,
         p99: f64::NAN,

@@ -129,7 +129,7 @@ impl Opened {
             work: Work::Export {
                 target: target.as_fd().try_clone_to_owned().map_err(internal)?.into(),
                 format,
-                sums: Sums { written, except: None },
+                sums: Sums { written, ..Sums::default() },
             },
             beside: None,
             replica: None,

@@ -1,21 +1,25 @@
 //! Writing a backup: what a snapshot keeps of each disk, as it is, or what has changed of that since the backup below.
 
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
+use vmseal_api::filter::{Extent, SUM_BLOCK, SUM_LEN};
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::{BackupJob, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_qcow2::{Below, create_overlay};
 use vmseal_secret::SecretBytes;
+use vmseal_secret::digest::sha256;
 
 use super::chain::{Opened, sha256_of};
-use super::directory::{Backups, Unfinished};
+use super::directory::{Backups, Unfinished, in_memory};
 use super::manifest::{Key, check, manifest_of};
 use crate::filter::{self, Sums, Volume, Work};
 use crate::process::users::Slot;
@@ -37,6 +41,8 @@ pub struct Creating {
     pub job: BackupJob,
     /// What filters need.
     pub builder: DiskBuilder,
+    /// What its guest may have changed of disks since the backup below, as extents, where that is known.
+    pub changed: BTreeMap<DiskId, File>,
 }
 
 /// A backup that has begun.
@@ -80,7 +86,8 @@ impl Creating {
         })
     }
 
-    /// Writes and flushes the backup, without its name. `progress` receives the bytes done and the total.
+    /// Writes and flushes the backup, without its name. `progress` receives the bytes done and the total. Also returns how many
+    /// bytes of the disks were read, unless it was written before.
     ///
     /// # Errors
     /// The problem; nothing is left then.
@@ -88,7 +95,7 @@ impl Creating {
         self,
         progress: impl Fn(u64, u64) + Send + Sync,
         cancelled: oneshot::Receiver<()>,
-    ) -> Result<BackupManifest, Problem> {
+    ) -> Result<(BackupManifest, Option<u64>), Problem> {
         let this = Arc::new(self);
         let written = tokio::select! {
             written = Arc::clone(&this).write(progress) => written,
@@ -115,7 +122,7 @@ impl Creating {
     async fn write(
         self: Arc<Self>,
         progress: impl Fn(u64, u64) + Send + Sync,
-    ) -> Result<BackupManifest, Problem> {
+    ) -> Result<(BackupManifest, Option<u64>), Problem> {
         let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
         // A filter of an earlier attempt is ended.
         self.builder.directory.renew().await.map_err(internal)?;
@@ -123,21 +130,23 @@ impl Creating {
         let begun = spawn_blocking(move || this.begin()).await.map_err(internal)??;
         let begun = match begun {
             Ok(begun) => Arc::new(begun),
-            Err(there) => return Ok(there),
+            Err(there) => return Ok((there, None)),
         };
         let total =
             self.disks.iter().map(|(disk, facts)| opening::data_offset(facts) + disk.size).sum();
-        let (mut entries, mut before) = (Vec::new(), 0);
+        let (mut entries, mut before, mut read) = (Vec::new(), 0, 0);
         for at in 0..self.disks.len() {
             let (this, all) = (Arc::clone(&self), Arc::clone(&begun));
             let part = spawn_blocking(move || this.open(&all, at)).await.map_err(internal)??;
             let shown = |done, _| progress(before + done, total);
-            let entry = self.copy(part, &slot, shown).await?;
+            let (entry, read_of_disk) = self.copy(part, &slot, shown).await?;
+            read += read_of_disk;
             before += entry.length;
             progress(before, total);
             entries.push(entry);
         }
-        spawn_blocking(move || self.finish(&begun, entries)).await.map_err(internal)?
+        let finished = spawn_blocking(move || self.finish(&begun, entries));
+        Ok((finished.await.map_err(internal)??, Some(read)))
     }
 
     /// Begins the backup; one that an attempt before has finished is returned as it is.
@@ -179,8 +188,10 @@ impl Creating {
         };
         let (file, sums) = (begun.files.make(&entry.file)?, begun.files.make(&entry.sums)?);
         let cannot = |error| failed(&begun.backups.shown(self.job.backup), "written", &error);
+        let mut changed = None;
         let (format, except) = match below {
             Some(Lower { name, format, sums }) => {
+                changed = self.changed_of(disk.disk, facts, &image, &sums)?;
                 let below = Below { name: &name, format: format.name() };
                 create_overlay(&file, length, below).map_err(cannot)?;
                 (Volume::Overlay, Some(sums))
@@ -194,7 +205,7 @@ impl Creating {
         let work = Work::Export {
             target: target.map_err(internal)?,
             format,
-            sums: Sums { written: Some(written.map_err(internal)?), except },
+            sums: Sums { written: Some(written.map_err(internal)?), except, changed },
         };
         let to_read = filter::Disk {
             disk: disk.disk,
@@ -250,20 +261,49 @@ impl Creating {
         Ok(Some(Lower { name, format: entry.format, sums }))
     }
 
-    /// Has a filter write the files of a disk; returns what the manifest says of it.
+    /// What may have changed of a disk since the backup below: what its guest has changed, and the header, which the agent
+    /// writes. None where all may have: with another header the data may be encrypted anew, which is no change of the guest's.
+    fn changed_of(
+        &self,
+        disk: DiskId,
+        facts: &DiskFacts,
+        image: &File,
+        sums: &File,
+    ) -> Result<Option<File>, Problem> {
+        let Some(of_guest) = self.changed.get(&disk) else { return Ok(None) };
+        let header = opening::data_offset(facts);
+        if !is_summed(image, header, sums)? {
+            return Ok(None);
+        }
+        let mut bytes = Vec::new();
+        let mut part = [0; Extent::LEN];
+        let mut at = 0;
+        while of_guest.read_exact_at(&mut part, at).is_ok() {
+            let extent =
+                Extent::from_bytes(part).ok_or_else(|| internal("an extent of nothing"))?;
+            bytes.extend(Extent { offset: header + extent.offset, ..extent }.to_bytes());
+            at += Extent::LEN as u64;
+        }
+        let file = in_memory().map_err(internal)?;
+        file.write_all_at(&bytes, 0).map_err(internal)?;
+        Ok(Some(file))
+    }
+
+    /// Has a filter write the files of a disk; returns what the manifest says of it, and how many bytes were read.
     async fn copy(
         &self,
         part: Part,
         slot: &Slot,
         progress: impl Fn(u64, u64) + Send + Sync,
-    ) -> Result<BackedUpDisk, Problem> {
+    ) -> Result<(BackedUpDisk, u64), Problem> {
         let Part { to_read, file, sums, entry } = part;
         let explain = |message| full_or_internal(&self.job.directory, message);
-        exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain).await?;
+        let run = exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain);
+        let read = run.await?;
         let end = move || {
             file.sync_all().and_then(|()| sums.sync_all()).map_err(internal)?;
             let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
-            Ok(BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry })
+            Ok((BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry }, read))
         };
         spawn_blocking(end).await.map_err(internal)?
     }
@@ -282,6 +322,21 @@ struct Lower {
     format: ImageFormat,
     /// The sums of its blocks.
     sums: File,
+}
+
+/// Whether the first bytes of an image, a multiple of the blocks that have sums, are those of these sums.
+fn is_summed(image: &File, length: u64, sums: &File) -> Result<bool, Problem> {
+    let (mut block, mut sum) = (vec![0; SUM_BLOCK], [0; SUM_LEN]);
+    for number in 0..length / SUM_BLOCK as u64 {
+        image.read_exact_at(&mut block, number * SUM_BLOCK as u64).map_err(internal)?;
+        sums.read_exact_at(&mut sum, number * SUM_LEN as u64).map_err(internal)?;
+        let zeroes = block.iter().all(|byte| *byte == 0);
+        let found = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
+        if found != sum {
+            return Ok(false);
+        }
+    }
+    Ok(length.is_multiple_of(SUM_BLOCK as u64))
 }
 
 fn check_room<'a>(

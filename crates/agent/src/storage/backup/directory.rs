@@ -227,7 +227,7 @@ fn unfinished_name(backup: BackupId) -> String {
 }
 
 /// A file in memory.
-pub(super) fn in_memory() -> io::Result<File> {
+pub fn in_memory() -> io::Result<File> {
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
     Ok(nix::sys::memfd::memfd_create(c"vmseal-backup", flags)?.into())
 }

@@ -16,7 +16,7 @@ mod restore;
 mod verify;
 
 pub use self::create::Creating;
-pub use self::directory::{Backups, commit, discard, read};
+pub use self::directory::{Backups, commit, discard, in_memory, read};
 pub use self::manifest::manifest_of;
 pub use self::restore::{Restoring, discard_restored, use_restored};
 pub use self::verify::Verifying;

@@ -292,6 +292,18 @@ pub fn open_lower(
     open_chain(home, disk, layers, below, true)
 }
 
+/// Opens the disk to be served on by a filter that holds its locks: the image, and the layers above it. Blocks.
+///
+/// # Errors
+/// As [`open_upper`].
+pub fn open_served(
+    home: &Home,
+    disk: DiskId,
+    layers: &Layers,
+) -> Result<(File, Vec<File>), Problem> {
+    open_chain(home, disk, layers, layers.active, true)
+}
+
 fn open_chain(
     home: &Home,
     disk: DiskId,
@@ -314,9 +326,26 @@ fn open_chain(
 /// # Errors
 /// Those of the note.
 pub fn note_merged(home: &Home, disk: DiskId, upper: LayerId) -> Result<Layers, Problem> {
+    prepare_merged(home, disk, upper)?.put()?;
+    remove_merged(home, disk)
+}
+
+/// Does the part of [`note_merged`] that takes long, and not the rest. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn prepare_merged(home: &Home, disk: DiskId, upper: LayerId) -> Result<PreparedNote, Problem> {
     let mut layers = note::read(home, disk)?;
     layers.merged(upper);
-    note::write(home, disk, &layers)?;
+    note::prepare(home, disk, &layers)
+}
+
+/// Removes the files of layers that were merged, and the lock of merges after the last one. Blocks.
+///
+/// # Errors
+/// Those of the note.
+pub fn remove_merged(home: &Home, disk: DiskId) -> Result<Layers, Problem> {
+    let layers = note::read(home, disk)?;
     remove_debris(home, disk, &layers);
     if layers.next_merge().is_none() {
         home.remove_note(&home.merge_lock(disk))?;

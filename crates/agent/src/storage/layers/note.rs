@@ -73,10 +73,6 @@ pub(super) fn read_at(path: &Path) -> Result<Option<Layers>, Problem> {
 /// # Errors
 /// Those of the file system.
 pub(super) fn write(home: &Home, disk: DiskId, layers: &Layers) -> Result<(), Problem> {
-    let path = home.layers_note(disk);
-    if layers.is_empty() {
-        return home.remove_note(&path);
-    }
     prepare(home, disk, layers)?.put()
 }
 
@@ -88,27 +84,42 @@ pub(super) fn write_at(path: PathBuf, layers: &Layers) -> Result<(), Problem> {
     prepare_at(path, layers)?.put()
 }
 
-/// A note that is written and flushed, and not in its place yet.
+/// A note that is written and flushed, and not in its place yet; or that there is to be none.
 #[derive(Debug)]
 #[must_use]
 pub struct PreparedNote {
-    prepared: Prepared,
+    change: Change,
     path: PathBuf,
 }
 
+#[derive(Debug)]
+enum Change {
+    Put(Prepared),
+    Remove(Home),
+}
+
 impl PreparedNote {
-    /// Puts the note in its place, durably. Blocks.
+    /// Puts the note in its place, or removes the former one, durably. Blocks.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn put(self) -> Result<(), Problem> {
-        self.prepared.put().map_err(|error| failed(&self.path, "written", &error))
+        match self.change {
+            Change::Put(prepared) => {
+                prepared.put().map_err(|error| failed(&self.path, "written", &error))
+            }
+            Change::Remove(home) => home.remove_note(&self.path),
+        }
     }
 }
 
-/// Does the part of [`write`] that takes long, for layers that are not none.
+/// Does the part of [`write`] that takes long.
 pub(super) fn prepare(home: &Home, disk: DiskId, layers: &Layers) -> Result<PreparedNote, Problem> {
-    prepare_at(home.layers_note(disk), layers)
+    let path = home.layers_note(disk);
+    if layers.is_empty() {
+        return Ok(PreparedNote { change: Change::Remove(home.clone()), path });
+    }
+    prepare_at(path, layers)
 }
 
 fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
@@ -118,7 +129,7 @@ fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
         .map_err(io::Error::from)
         .and_then(|json| atomic_file::prepare(&path, &json, PRIVATE));
     match prepared {
-        Ok(prepared) => Ok(PreparedNote { prepared, path }),
+        Ok(prepared) => Ok(PreparedNote { change: Change::Put(prepared), path }),
         Err(error) => Err(failed(&path, "written", &error)),
     }
 }

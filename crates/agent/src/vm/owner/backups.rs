@@ -62,6 +62,7 @@ impl Owner {
             kek: self.clone_kek()?,
             job: job.clone(),
             builder: Workers::builder_of_export(&self.shared, first),
+            changed: self.changed_since(job).await,
         };
         timed::call(&job.directory, move || creating.check().map(|()| creating)).await
     }
@@ -159,6 +160,10 @@ impl Owner {
             (self.place(&job.directory, job.backup), self.shared.transfer.clone());
         let named = spawn_blocking(move || backup::commit(&place, &allowed));
         named.await.map_err(internal)??;
+        if let Some(parent) = job.parent {
+            // The next one is above this one.
+            self.end_tracking(parent, &job.disks).await;
+        }
         self.jobs.committed(task);
         Ok(())
     }

@@ -42,8 +42,8 @@ impl Owner {
         change: Option<&(String, BitmapChange)>,
     ) -> Result<(Control, String), Problem> {
         let disk = find_disk(&self.spec, disk)?;
-        if let Some((name, _)) = change {
-            rules::check_bitmap(name)?;
+        if let Some((name, change)) = change {
+            rules::check_bitmap(name, *change)?;
         }
         self.situation().may(Action::Bitmaps, Some(disk))?;
         let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {

@@ -320,7 +320,7 @@ impl Owner {
                 self.jobs.made(disk);
             }
             Report::Dumped(Err(problem)) => self.give_up(disk, problem).await,
-            Report::BackedUp(Ok(manifest)) => self.jobs.backed_up(disk, *manifest),
+            Report::BackedUp(Ok((manifest, read))) => self.jobs.backed_up(disk, manifest, read),
             Report::BackedUp(Err(problem)) => self.give_up(disk, problem).await,
             Report::Merged(upper, merged) => self.layer_merged(disk, upper, merged).await,
             Report::ExposedErrors(errors) => {

@@ -8,8 +8,9 @@ use std::pin::pin;
 
 use serde_json::Value;
 use tokio::time::timeout;
-use vmseal_api::filter::DiskStatus;
+use vmseal_api::filter::{BitmapStatus, DiskStatus};
 use vmseal_api::hardware::Hardware;
+use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{Device, DiskSpec, GuestControl, NicSpec, Power, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::NicLink;
@@ -361,7 +362,9 @@ impl Owner {
             );
             return Err(refusal(ErrorCode::TimedOut, &spec, &what));
         }
-        let marked = status.disks.iter().find(|disk| !disk.bitmaps.is_empty());
+        // Those of vmseal's own are only hints.
+        let of_others = |bitmap: &BitmapStatus| !bitmap.name.starts_with(TRACKING_PREFIX);
+        let marked = status.disks.iter().find(|disk| disk.bitmaps.iter().any(of_others));
         if let Some(disk) = marked.and_then(|disk| spec.disk(disk.disk)) {
             let name = &disk.name;
             let what = format!(

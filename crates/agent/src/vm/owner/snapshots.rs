@@ -6,8 +6,8 @@
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
 //!            the active one, VM off ─────────────► merged; ends when the VM starts
-//!            the active one, large, VM running ──► a new layer above it, filter replaced: it is the first case now
-//!            the active one, small, VM running ──► filter ends, merged, filter starts
+//!            the active one, large, VM running ──► a new layer above it: it is the first case now
+//!            the active one, small, VM running ──► disk waits, merged, taken off the note, and out of the filter ([`super::merge_served`])
 //! ```
 //! All disks are kept at one instant: one filter serves them all, and none has a request in flight while the notes are put
 //! ([`super::stacks`]). A filter of an earlier vmseal, or of disks that are copied, ends before that and another one starts after.
@@ -72,7 +72,12 @@ impl Owner {
         }
         let quiesced = match taken {
             true => None,
-            false => Some(self.take(job, disks).await?),
+            false => {
+                if let Some(tracked) = job.tracked {
+                    self.begin_tracking(tracked, &job.disks).await;
+                }
+                Some(self.take(job, disks).await?)
+            }
         };
         self.jobs.begin(task, spec);
         self.jobs.quiesced(task, quiesced);
@@ -297,11 +302,19 @@ impl Owner {
             let served = self.is_served(disk);
             match (next, self.power()) {
                 (None, Power::Running) if served && debris => {
-                    // Its filter reads files that were merged: they take room until it ends.
-                    self.may_replace_filter().await?;
-                    self.replace_filter_or_retry().await;
-                    let home = Home::of(&spec.datastore, vm)?;
-                    layers::remove_unneeded(&home, disk, None)?;
+                    // Its filter reads files that were merged: they take room until it lets them go.
+                    match self.let_go_of_merged(&spec).await? {
+                        Put::Served => {}
+                        Put::NotPossible => {
+                            self.may_replace_filter().await?;
+                            self.replace_filter_or_retry().await;
+                        }
+                        Put::Unknown(problem) => {
+                            tracing::warn!(%vm, %problem, "the filter is restarted without merged layers");
+                            self.replace_filter_or_retry().await;
+                        }
+                    }
+                    remove_merged(vm, spec).await?;
                     return Ok(Next::Done);
                 }
                 (None, _) => return Ok(Next::Done),
@@ -312,7 +325,6 @@ impl Owner {
                     return Ok(Next::Begun);
                 }
                 (Some(_), Power::Running) if served => {
-                    self.may_replace_filter().await?;
                     let rounds = self.merge_rounds.entry(disk).or_default();
                     *rounds += 1;
                     if size > SMALL_BYTES && *rounds <= ROUNDS_MAX {
@@ -331,6 +343,17 @@ impl Owner {
 
     /// Merges the active layer of a disk while the guest waits.
     async fn merge_active(&mut self, disk: &DiskSpec, upper: LayerId) -> Result<(), Problem> {
+        let merging = self.merging(disk, upper, true)?;
+        match self.merge_active_served(disk, upper, merging).await? {
+            Put::Served => return remove_merged(self.spec.vm, disk.clone()).await,
+            Put::NotPossible => {}
+            Put::Unknown(problem) => {
+                tracing::warn!(vm = %self.spec.vm, %problem, "the filter is restarted without the merged layer");
+                self.replace_filter_or_retry().await;
+                return is_merged(self.spec.vm, disk.clone(), upper, problem).await;
+            }
+        }
+        self.may_replace_filter().await?;
         let merging = self.merging(disk, upper, true)?;
         self.end_filter_to_replace().await?;
         let merged = match timeout(GUEST_WAITS_MAX, merging.run(None, None)).await {
@@ -423,6 +446,26 @@ fn begin(vm: VmId, disks: Vec<DiskSpec>) -> Result<Begun, Problem> {
         Ok((disk, layer))
     };
     disks.into_iter().map(begin).collect()
+}
+
+async fn remove_merged(vm: VmId, disk: DiskSpec) -> Result<(), Problem> {
+    let remove =
+        move || layers::remove_merged(&Home::of(&disk.datastore, vm)?, disk.disk).map(drop);
+    spawn_blocking(remove).await.map_err(internal)?
+}
+
+/// After an attempt that may have put a layer on the note as merged: returns `problem` where it is not.
+async fn is_merged(
+    vm: VmId,
+    disk: DiskSpec,
+    upper: LayerId,
+    problem: Problem,
+) -> Result<(), Problem> {
+    let look = move || {
+        let active = layers::read(&Home::of(&disk.datastore, vm)?, disk.disk)?.active();
+        if active == Some(upper) { Err(problem) } else { Ok(()) }
+    };
+    spawn_blocking(look).await.map_err(internal)?
 }
 
 async fn note_merged(vm: VmId, disk: DiskSpec, upper: LayerId) -> Result<(), Problem> {

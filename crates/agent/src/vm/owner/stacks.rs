@@ -10,12 +10,14 @@
 
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
+use vmseal_api::filter::FilterStatus;
 use vmseal_api::host::{DiskFacts, DiskSpec};
-use vmseal_api::id::{SnapshotId, VmId};
+use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
 use crate::filter::{Control, FilterError, NewLayers};
+use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, PreparedNote};
 use crate::storage::opening;
@@ -52,23 +54,32 @@ impl Owner {
         let Some(disks) = begun.iter().map(facts).collect::<Option<Vec<_>>>() else {
             return Ok(Put::NotPossible);
         };
-        // After an error there must be a filter that can be started.
-        if disks.iter().any(|(disk, ..)| disk.encrypted) && self.kek.is_none() {
-            return Ok(Put::NotPossible);
+        let named: Vec<DiskId> = disks.iter().map(|(disk, ..)| disk.disk).collect();
+        match self.filter_that_replaces(&named).await {
+            Some((control, _)) => {
+                spawn_blocking(move || put(vm, &control, disks, keep)).await.map_err(internal)?
+            }
+            None => Ok(Put::NotPossible),
         }
-        let Some(running) = self.running() else { return Ok(Put::NotPossible) };
+    }
+
+    /// The guest's filter and its status, where it can give these disks other stacks while it runs, and another filter could
+    /// be started after an error.
+    pub(super) async fn filter_that_replaces(
+        &mut self,
+        disks: &[DiskId],
+    ) -> Option<(Control, FilterStatus)> {
+        if self.spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
+            return None;
+        }
+        let running = self.running()?;
         if !matches!(running.service, Service::Served(_)) {
-            return Ok(Put::NotPossible);
+            return None;
         }
         let control = running.control.clone();
-        let served = match control.status().await {
-            Ok(status) if status.replaces => status.disks,
-            _ => return Ok(Put::NotPossible),
-        };
-        if !disks.iter().all(|(disk, ..)| served.iter().any(|it| it.disk == disk.disk)) {
-            return Ok(Put::NotPossible);
-        }
-        spawn_blocking(move || put(vm, &control, disks, keep)).await.map_err(internal)?
+        let status = control.status().await.ok().filter(|status| status.replaces)?;
+        let all = disks.iter().all(|disk| status.disks.iter().any(|served| served.disk == *disk));
+        all.then_some((control, status))
     }
 }
 
@@ -103,7 +114,7 @@ fn put(
     }
 }
 
-fn unknown(error: FilterError) -> Problem {
+pub(super) fn unknown(error: FilterError) -> Problem {
     internal(error)
 }
 
@@ -117,5 +128,6 @@ fn ready(
     let (file, layers) = layers::open_above(&home, disk.disk, &layer)?;
     let offset = opening::data_offset(&facts);
     let note = layers::prepare_active(&home, disk.disk, layer, keep)?;
-    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset } })
+    let keeps_room = is_preallocated(&disk);
+    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset, keeps_room } })
 }

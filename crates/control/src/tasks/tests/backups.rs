@@ -46,6 +46,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
         parent,
         quiesced: None,
         bytes: None,
+        read_bytes: None,
         verified: None,
         key: row.key.clone(),
     };

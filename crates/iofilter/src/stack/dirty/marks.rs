@@ -24,7 +24,7 @@ const WORD: u64 = 64;
 /// See the module.
 #[derive(Debug)]
 pub struct Marks {
-    size: u64,
+    pub size: u64,
     shift: u32,
     /// The slots that are in use, as bits.
     used: AtomicU64,

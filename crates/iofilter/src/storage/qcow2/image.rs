@@ -43,6 +43,8 @@ pub(super) struct Qcow2Image {
     durable: bool,
     /// Whether clusters were given up and may not be used again yet: the file had no room to record that.
     release_due: bool,
+    /// Whether clusters may be reserved in the file: after a change, until the file is left to readers.
+    reserves: bool,
     /// A buffer for a cluster that is written in part.
     bounce: Vec<u8>,
     /// Clusters of the image itself that requests found or made since the last commit.
@@ -82,6 +84,7 @@ impl Qcow2Image {
             changed: false,
             durable: false,
             release_due: false,
+            reserves: false,
             bounce: Vec::new(),
             met: Vec::new(),
             known: Arc::new(KnownClusters::new(cluster)),
@@ -103,6 +106,7 @@ impl Qcow2Image {
                 return Err(IoError::Lost);
             }
             self.settle()?;
+            self.reserves = true;
         }
         match operation {
             Operation::Read => self.read(at, data)?,
@@ -191,9 +195,13 @@ impl Qcow2Image {
         self.file.sync_file()
     }
 
-    /// Leaves the image as if no clusters had been reserved.
+    /// Leaves the image as if no clusters had been reserved. A file that was left to readers is not touched any more: it may
+    /// be written by who took it over.
     pub(super) fn close(&mut self) -> Result<(), IoError> {
         self.flush()?;
+        if !self.reserves {
+            return Ok(());
+        }
         self.file.release()?;
         self.file.sync_file()?;
         self.file.shorten()
@@ -206,6 +214,7 @@ impl Qcow2Image {
         self.file.release()?;
         self.file.shorten()?;
         self.fresh_from = self.fresh_from.min(self.file.length().next_multiple_of(self.cluster));
+        self.reserves = false;
         Ok(())
     }
 

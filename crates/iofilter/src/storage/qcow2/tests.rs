@@ -324,6 +324,29 @@ fn after_a_failed_flush_nothing_is_changed_any_more_and_reads_go_on() {
     assert_eq!(image.perform(Operation::Read, 0, 4096, &data), Ok(()));
 }
 
+/// The stack of a disk is exchanged for another one with the same file.
+#[test]
+fn an_image_that_was_left_to_another_writer_is_not_cut_when_it_is_closed() {
+    let place = Place::new("cluster_size=4k", false);
+    let mut bytes = 7u32.to_le_bytes().repeat(SIZE as usize / 4);
+    let mut data = Segments::default();
+    // SAFETY: `bytes` lives until the requests are done.
+    data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+    let mut first = place.open();
+    let part = data.as_slice()[0].part(0, 4096);
+    let mut one = Segments::default();
+    one.push(part);
+    assert_eq!(first.perform(Operation::Write, 0, 4096, &one), Ok(()));
+    first.commit().unwrap();
+    first.settle_for_readers().unwrap();
+    let mut second = place.open();
+    assert_eq!(second.perform(Operation::Write, 0, SIZE, &data), Ok(()));
+    second.perform(Operation::Flush, 0, 0, &Segments::default()).unwrap();
+    first.close().unwrap();
+    second.close().unwrap();
+    place.check(&vec![Allowed::from([7]); BLOCKS], false, "after the first was closed");
+}
+
 fn seed() -> u64 {
     std::env::var("VMSEAL_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
 }

@@ -6,6 +6,7 @@ mod chains;
 mod forgetful;
 mod guest;
 mod killed;
+mod merged;
 mod mirrored;
 mod replaced;
 mod to_a_server;

@@ -2,7 +2,7 @@
 //! filter may be killed at any instant, and the client that drains the disk may disconnect or send what makes no sense: the guest sees one disk.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, IoSlice};
+use std::io::{BufRead, BufReader, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ use crate::successor::Filter;
 
 const LIVES: usize = 7;
 const TIMEOUT: Duration = Duration::from_secs(30);
-const OFFSET: u64 = 16 << 10;
+pub(super) const OFFSET: u64 = 16 << 10;
 
 pub(super) fn id() -> DiskId {
     "01890a5d-ac96-774b-bcce-b302099a8058".parse().unwrap()
@@ -39,13 +39,13 @@ pub(super) fn id() -> DiskId {
 
 /// The files of the disk, the image first: what the note of its layers says.
 #[derive(Clone, Debug)]
-struct Files {
-    directory: PathBuf,
-    names: Vec<String>,
+pub(super) struct Files {
+    pub(super) directory: PathBuf,
+    pub(super) names: Vec<String>,
 }
 
 impl Files {
-    fn path(&self, name: &str) -> PathBuf {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
@@ -54,21 +54,25 @@ impl Files {
     }
 
     /// Makes an empty layer above what there is; it is not used yet.
-    fn begin(&self) -> Self {
+    pub(super) fn begin(&self) -> Self {
         let index = self.names.len();
         let format = if index == 1 { "raw" } else { "qcow2" };
         let mut next = self.clone();
         next.names.push(format!("layer-{index}"));
-        let (new, below) = (next.path(&next.names[index]), self.path(&self.names[index - 1]));
+        let (fresh, below) = (self.path("fresh"), self.path(&self.names[index - 1]));
         let mut create = Command::new("qemu-img");
         create.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", "-F", format, "-b"]);
-        let made = create.arg(below).arg(new).arg((OFFSET + SIZE).to_string()).status();
+        let made = create.arg(below).arg(&fresh).arg((OFFSET + SIZE).to_string()).status();
         assert!(made.unwrap().success());
+        // It may be there already, in a file system that has no other files.
+        let mut new = File::create(next.path(&next.names[index])).unwrap();
+        new.write_all(&std::fs::read(fresh).unwrap()).unwrap();
+        new.sync_all().unwrap();
         next
     }
 
     /// The backend for a filter that starts.
-    fn backend(&self) -> Value {
+    pub(super) fn backend(&self) -> Value {
         let below = self.names.iter().enumerate().rev().skip(1);
         let below = below.map(|(index, name)| {
             json!({ "file": { "path": self.path(name) }, "format": Self::format(index) })
@@ -80,12 +84,17 @@ impl Files {
     }
 
     /// The stack for a filter that runs, and its descriptors.
-    fn stack(&self) -> (NewStack, Vec<OwnedFd>) {
+    pub(super) fn stack(&self) -> (NewStack, Vec<OwnedFd>) {
         let open = |(depth, name): (usize, &String)| {
             let file = File::options().read(true).write(depth == 0).open(self.path(name));
             OwnedFd::from(file.unwrap())
         };
         let fds: Vec<OwnedFd> = self.names.iter().rev().enumerate().map(open).collect();
+        if self.names.len() == 1 {
+            let (file, direct, keeps_room) = (Handle::Fd(0), Direct::Auto, false);
+            let backend = BackendSpec::File { file, offset: OFFSET, direct, keeps_room };
+            return (NewStack { disk: id(), chain: None, backend }, fds);
+        }
         let below = (0..self.names.len() - 1).rev().zip(1..);
         let below = below
             .map(|(index, fd)| BackingSpec { file: Handle::Fd(fd), format: Self::format(index) });
@@ -94,13 +103,13 @@ impl Files {
         (NewStack { disk: id(), chain: None, backend }, fds)
     }
 
-    fn start(&self, chain: &Value) -> (Filter, UnixStream) {
+    pub(super) fn start(&self, chain: &Value) -> (Filter, UnixStream) {
         let top = self.names.last().unwrap();
         Filter::start_on(&self.directory, top, &self.backend(), SIZE, chain)
     }
 
     /// No layer has more than leaked clusters, or none of those.
-    fn check(&self, leaks: bool) {
+    pub(super) fn check(&self, leaks: bool) {
         for name in &self.names[1..] {
             let (code, said) = qemu_img_check(&self.path(name), &[]);
             assert!(code == Some(0) || leaks && code == Some(3), "{name}: {code:?} {said}");
@@ -122,6 +131,10 @@ impl Agent {
             }
             thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    pub(super) fn on(stream: UnixStream) -> Self {
+        Self(BufReader::new(stream))
     }
 
     pub(super) fn ask(

@@ -1,0 +1,164 @@
+//! Ends merges of the layers of a running guest's disk while its filter serves it (docs/decisions/140, 169).
+//!
+//! ```text
+//!   the active layer   all opened, note written beside its place ─► drained ─► merged ─► retired ─► note put ─► replaced ─► resumed
+//!                        └── not possible: nothing has changed        │           │         └── an error: the filter ends or is
+//!                                  the guest goes on as before ◄── an error, or too long        ended, and starts by the notes
+//!   another one        merged, noted ─► the rest opened ─► drained ─► replaced ─► resumed
+//! ```
+//! While it is merged, the active layer hides all that is written below it. So a guest that goes on meanwhile, as this agent has
+//! died or the storage hangs, loses nothing: the merge is done again. From the note on the layer is out of date, and a guest must
+//! not write there any more: before that the filter is told to end rather than do so ([`Waiting::retire`]).
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
+use vmseal_api::host::{DiskFacts, DiskSpec};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::Owner;
+use super::stacks::{Put, unknown};
+use crate::filter::{Control, NewLayers, Waiting};
+use crate::process::run_dir::ProcessDir;
+use crate::storage::builder::is_preallocated;
+use crate::storage::home::Home;
+use crate::storage::layers::{self, LayerId, PreparedNote};
+use crate::storage::opening;
+use crate::vm::merging::Merging;
+use crate::vm::{images, internal};
+
+/// The longest that a guest waits for its active layer to be merged: what is left of [`vmseal_api::filter::DRAINED_MAX`] is for the
+/// note and the new stack.
+const MERGE_MAX: Duration = Duration::from_secs(7);
+
+/// What a disk is to have, opened while it is served by something else.
+struct Next {
+    note: Option<PreparedNote>,
+    new: NewLayers,
+}
+
+impl Owner {
+    /// Merges the active layer of a disk while the guest waits, without a restart of its filter, if it can.
+    pub(super) async fn merge_active_served(
+        &mut self,
+        disk: &DiskSpec,
+        upper: LayerId,
+        merging: Merging,
+    ) -> Result<Put, Problem> {
+        let served = self.filter_that_replaces(&[disk.disk]).await;
+        let Some((control, status)) = served else { return Ok(Put::NotPossible) };
+        if !status.retires {
+            return Ok(Put::NotPossible);
+        }
+        let next = self.open_next(disk, Some(upper)).await?;
+        let Some(waiting) = drain(self.spec.vm, control, disk).await? else {
+            return Ok(Put::NotPossible);
+        };
+        let begun = Instant::now();
+        merge(disk, merging).await?;
+        let merged = begun.elapsed();
+        let put = spawn_blocking(move || put(waiting, next)).await.map_err(internal)??;
+        if matches!(put, Put::Served) {
+            let (waited, merged) = (begun.elapsed().as_micros(), merged.as_micros());
+            let vm = self.spec.vm;
+            tracing::info!(%vm, disk = %disk.disk, microseconds = waited, merged, "the active layer is merged");
+        }
+        Ok(put)
+    }
+
+    /// Has the guest's filter let go of layers of a disk that were merged, without a restart, if it can.
+    pub(super) async fn let_go_of_merged(&mut self, disk: &DiskSpec) -> Result<Put, Problem> {
+        let served = self.filter_that_replaces(&[disk.disk]).await;
+        let Some((control, _)) = served else { return Ok(Put::NotPossible) };
+        let next = self.open_next(disk, None).await?;
+        let Some(waiting) = drain(self.spec.vm, control, disk).await? else {
+            return Ok(Put::NotPossible);
+        };
+        spawn_blocking(move || put(waiting, next)).await.map_err(internal)?
+    }
+
+    /// Opens what a disk is to have when its active layer is merged, or what it has on its note.
+    async fn open_next(
+        &mut self,
+        disk: &DiskSpec,
+        merged: Option<LayerId>,
+    ) -> Result<Next, Problem> {
+        let facts = self.facts(disk).ok_or_else(|| internal("a disk without facts"))?;
+        let (vm, disk) = (self.spec.vm, disk.clone());
+        let running = self.running().ok_or_else(|| internal("the VM has ended"))?;
+        let directory = running.directory.clone();
+        let open = move || open(vm, &directory, &disk, &facts, merged);
+        spawn_blocking(open).await.map_err(internal)?
+    }
+}
+
+/// Blocks.
+fn open(
+    vm: VmId,
+    directory: &ProcessDir,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    merged: Option<LayerId>,
+) -> Result<Next, Problem> {
+    let home = Home::of(&disk.datastore, vm)?;
+    let known = layers::read(&home, disk.disk)?;
+    let ((file, layers), note) = match merged {
+        Some(upper) => {
+            let lower = layers::open_lower(&home, disk.disk, &known, upper)?;
+            (lower, Some(layers::prepare_merged(&home, disk.disk, upper)?))
+        }
+        None => (layers::open_served(&home, disk.disk, &known)?, None),
+    };
+    images::check(directory, &[(disk, &file)])?;
+    let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
+    Ok(Next { note, new: NewLayers { disk: disk.disk, file, layers, offset, keeps_room } })
+}
+
+/// Has a disk wait; none where the filter does not do that now.
+async fn drain(vm: VmId, control: Control, disk: &DiskSpec) -> Result<Option<Waiting>, Problem> {
+    let id = disk.disk;
+    let drained = spawn_blocking(move || control.drain(vec![id])).await.map_err(internal)?;
+    Ok(drained
+        .inspect_err(|error| tracing::info!(%vm, disk = %id, %error, "the filter is restarted for the end of a merge"))
+        .ok())
+}
+
+/// Merges a layer, unless that takes too long; no process does so any more when this returns.
+async fn merge(disk: &DiskSpec, merging: Merging) -> Result<(), Problem> {
+    let (cancel, cancelled) = oneshot::channel();
+    let merged = merging.run(None, Some(cancelled));
+    tokio::pin!(merged);
+    let late = tokio::select! {
+        merged = &mut merged => return merged,
+        () = sleep(MERGE_MAX) => cancel,
+    };
+    let _ = late.send(());
+    match merged.await {
+        Err(problem) if problem.code == ErrorCode::Cancelled => {
+            let what = format!("disk '{}' takes too long to be merged", disk.name);
+            Err(Problem::new(ErrorCode::TimedOut, what))
+        }
+        other => other,
+    }
+}
+
+/// Puts the note, if there is one, and has the disk go on by it. Blocks.
+fn put(mut waiting: Waiting, next: Next) -> Result<Put, Problem> {
+    let Next { note, new } = next;
+    if note.is_some()
+        && let Err(error) = waiting.retire()
+    {
+        // It may have gone on, and the note is as before. It may also end now.
+        let what = format!("the disk has not waited until its layer was merged: {error}");
+        return Err(Problem::new(ErrorCode::TimedOut, what));
+    }
+    let put = note.map_or(Ok(()), PreparedNote::put);
+    let replaced = put.and_then(|()| waiting.replace(&[new]).map_err(unknown));
+    match replaced.and_then(|()| waiting.resume().map_err(unknown)) {
+        Ok(()) => Ok(Put::Served),
+        Err(problem) => Ok(Put::Unknown(problem)),
+    }
+}
