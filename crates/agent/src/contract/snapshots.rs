@@ -119,7 +119,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         session.through(agent, drop_snapshot(system, snapshot)).await;
     }
     let copy_of = |vm, disk, snapshot| {
-        let copy_of = Some(CopyOf { vm, disk, snapshot });
+        let copy_of = Some(CopyOf { vm, disk, snapshot, linked: false });
         let wanted = DiskToCreate { disk: data, source: None, cloud_init: None, copy_of };
         JobSpec::Create(CreateJob { disks: vec![wanted] })
     };

@@ -29,6 +29,8 @@ pub struct NewLayers {
     pub layers: Vec<std::fs::File>,
     /// Where the guest's first byte is, in bytes.
     pub offset: u64,
+    /// The file with the disk's lock, where that is not the image.
+    pub own: Option<std::fs::File>,
 }
 
 /// Disks that wait; they go on when this is dropped.
@@ -79,8 +81,9 @@ impl Waiting {
         let mut numbers = Vec::new();
         let stacks = new.iter().map(|new| {
             let place = i32::try_from(numbers.len()).unwrap_or(i32::MAX);
-            numbers.extend(new.layers.iter().chain([&new.file]).map(AsRawFd::as_raw_fd));
-            let backend = layered(new.layers.len(), place, new.offset);
+            let files = new.layers.iter().chain([&new.file]).chain(&new.own);
+            numbers.extend(files.map(AsRawFd::as_raw_fd));
+            let backend = layered(new.layers.len(), place, new.offset, new.own.is_some());
             NewStack { disk: new.disk, chain: None, backend }
         });
         let request = ControlRequest::Replace { stacks: stacks.collect() };

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 26] = [
+pub const FEATURES: [&str; 27] = [
     "job-create",
     "job-export",
     NICS,
@@ -51,6 +51,7 @@ pub const FEATURES: [&str; 26] = [
     BACKUP,
     MIRROR_LAYERS,
     PACE,
+    LINKED_CLONES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -99,6 +100,9 @@ pub const SNAPSHOTS: &str = "job-snapshot";
 
 /// The feature of agents that fill new disks from those of other VMs.
 pub const COPIES: &str = "disk-copies";
+
+/// The feature of agents that make disks which stand on what a snapshot of another VM keeps.
+pub const LINKED_CLONES: &str = "linked-clones";
 
 /// The feature of agents that read the files of VMs, and report whether they are encrypted.
 pub const PROVE: &str = "job-prove";

@@ -248,5 +248,9 @@ pub fn drop_sources(
         overwrite(&file)?;
         home.remove_locked(&path)?;
     }
+    // What a linked clone stood on is the other VM's: only its names here go.
+    if layers.base().is_some() {
+        home.remove_base(disk)?;
+    }
     home.remove_note(&path)
 }

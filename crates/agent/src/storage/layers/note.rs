@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::atomic_file::{self, PRIVATE, Prepared};
+use vmseal_api::host::LAYERS_MAX;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{Kept, Layer, LayerId, Layers};
+use super::{Base, Kept, Layer, LayerId, Layers};
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
 
@@ -27,6 +28,8 @@ struct Note {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     active: Option<LayerId>,
     snapshots: Vec<Kept>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<Base>,
 }
 
 /// The layers of a disk. Blocks.
@@ -59,8 +62,11 @@ pub(super) fn read_at(path: &Path) -> Result<Option<Layers>, Problem> {
     if note.version != VERSION {
         return Err(damaged(format!("it has version {}", note.version)));
     }
-    let Note { layers, active, snapshots, .. } = note;
-    let layers = Layers { layers, active, snapshots };
+    let Note { layers, active, snapshots, base, .. } = note;
+    if base.as_ref().is_some_and(|base| !(1..LAYERS_MAX).contains(&base.files.len())) {
+        return Err(damaged("it has no base, or too long a one".to_owned()));
+    }
+    let layers = Layers { layers, active, snapshots, base };
     if layers.is_sound() {
         Ok(Some(layers))
     } else {
@@ -112,8 +118,8 @@ pub(super) fn prepare(home: &Home, disk: DiskId, layers: &Layers) -> Result<Prep
 }
 
 fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
-    let Layers { layers, active, snapshots } = layers.clone();
-    let note = Note { version: VERSION, layers, active, snapshots };
+    let Layers { layers, active, snapshots, base } = layers.clone();
+    let note = Note { version: VERSION, layers, active, snapshots, base };
     let prepared = serde_json::to_vec(&note)
         .map_err(io::Error::from)
         .and_then(|json| atomic_file::prepare(&path, &json, PRIVATE));

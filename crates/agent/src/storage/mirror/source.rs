@@ -18,6 +18,7 @@ use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
+use crate::storage::sharing;
 
 /// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
 /// cancelled.
@@ -89,6 +90,10 @@ fn overwrite(
     is_cancelled: &impl Fn() -> bool,
 ) -> Result<(), Option<Problem>> {
     let failed = |error: io::Error| Some(internal(format!("the former image: {error}")));
+    // It stays for others who have it.
+    if sharing::has_other_names(file).map_err(failed)? {
+        return Ok(());
+    }
     let zeroes = Zeroes::new(file);
     let (mut at, mut unflushed) = (0, 0);
     while let Some(data) = next_data(file, at, end).map_err(failed)? {

@@ -17,7 +17,7 @@ use vmseal_api::problem::Problem;
 use super::Owner;
 use crate::filter::{Control, FilterError, NewLayers};
 use crate::storage::home::Home;
-use crate::storage::layers::{self, Layer, PreparedNote};
+use crate::storage::layers::{self, Files, Layer, PreparedNote};
 use crate::storage::opening;
 use crate::vm::internal;
 use crate::vm::service::Service;
@@ -114,8 +114,8 @@ fn ready(
     keep: Option<(SnapshotId, Uuid)>,
 ) -> Result<Ready, Problem> {
     let home = Home::of(&disk.datastore, vm)?;
-    let (file, layers) = layers::open_above(&home, disk.disk, &layer)?;
+    let Files { image: file, layers, own, .. } = layers::open_above(&home, disk.disk, &layer)?;
     let offset = opening::data_offset(&facts);
     let note = layers::prepare_active(&home, disk.disk, layer, keep)?;
-    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset } })
+    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset, own } })
 }
