@@ -70,7 +70,11 @@ pub fn create_overlay_beginning(
     let table = layout.clusters;
     let count = table + 1 + data.len() as u64;
     let whole = beginning.len() as u64;
-    if whole > size || !whole.is_multiple_of(CLUSTER) || whole > CLUSTER * CLUSTER / 16 || count > COUNTED {
+    if whole > size
+        || !whole.is_multiple_of(CLUSTER)
+        || whole > CLUSTER * CLUSTER / 16
+        || count > COUNTED
+    {
         let what = "an overlay that begins with what is not in whole clusters, or with too much";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }

@@ -20,7 +20,8 @@
 //! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
 //! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
-//! <datastore>/<vm id>/<disk id>.base-<n>      a file that a linked clone stands on ([`crate::storage::linking`])
+//! <datastore>/<vm id>/<disk id>.base          the image that a linked clone stands on ([`crate::storage::linking`])
+//! <datastore>/<vm id>/<disk id>.base-<n>      a layer between the two
 //! <datastore>/<vm id>/<disk id>.copy-layers   the note of the layers of its copy
 //! <datastore>/<vm id>/<disk id>.source-layers the note of the layers of what the disk was before
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
@@ -103,6 +104,12 @@ impl Note {
     pub fn new(image: ImageIdentity, durable: u64) -> Self {
         Self { version: NOTE_VERSION, image, durable }
     }
+}
+
+/// Whether a file with this end of its name is what a linked clone's disk stands on.
+#[must_use]
+pub fn is_base(rest: &str) -> bool {
+    rest == "base" || rest.strip_prefix("base-").is_some_and(|at| at.parse::<usize>().is_ok())
 }
 
 /// Whether the import has a note that is not too old.
@@ -318,9 +325,13 @@ impl Home {
         layers.collect()
     }
 
-    /// A file of what a linked clone's disk stands on: the first is above the second, and so on.
+    /// A file of the `count` that a linked clone's disk stands on: the first is above the second, and so on. The last one is an
+    /// image, the others are layers.
     #[must_use]
-    pub fn base(&self, disk: DiskId, place: usize) -> PathBuf {
+    pub fn base(&self, disk: DiskId, place: usize, count: usize) -> PathBuf {
+        if place + 1 == count {
+            return self.path.join(format!("{disk}.base"));
+        }
         self.path.join(format!("{disk}.base-{place}"))
     }
 
@@ -338,10 +349,8 @@ impl Home {
         for entry in entries {
             let entry = entry.map_err(|error| failed(&self.path, "read", &error))?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let parts = name.split_once(".base-");
-            let named = parts.and_then(|(of, place)| {
-                place.parse::<usize>().ok().and_then(|_| of.parse::<DiskId>().ok())
-            });
+            let named = name.split_once('.').filter(|(_, rest)| is_base(rest));
+            let named = named.and_then(|(of, _)| of.parse::<DiskId>().ok());
             if named.is_some_and(|of| disk.is_none_or(|disk| disk == of)) {
                 found.push(entry.path());
             }

@@ -29,9 +29,9 @@ use vmseal_api::problem::Problem;
 
 pub use self::copies::{CopiedLayers, NextCopy, drop_copies, drop_sources, set_aside, take_place};
 pub use self::files::{
-    Files, base_of, begin_layer, check_droppable, check_unshared, lock_merge, note_merged, open, open_above, open_from,
-    open_kept, open_lower, open_upper, prepare_active, put_active, put_linked,
-    remove_unneeded, room, room_of_all, written,
+    Files, base_of, begin_layer, check_droppable, check_unshared, lock_merge, note_merged, open,
+    open_above, open_from, open_kept, open_lower, open_upper, prepare_active, put_active,
+    put_linked, remove_unneeded, room, room_of_all, written,
 };
 pub use self::note::{PreparedNote, read};
 use crate::rules;
@@ -238,7 +238,10 @@ impl Layers {
         let alone = |layer: &Layer| {
             let below = layer.below;
             let frozen = below.is_none() && self.base.is_some();
-            !frozen && !self.is_kept(below) && self.active != below && self.above(below).count() == 1
+            !frozen
+                && !self.is_kept(below)
+                && self.active != below
+                && self.above(below).count() == 1
         };
         let mut found = self.layers.iter().filter(|layer| alone(layer));
         let merge = |layer: &Layer| ToMerge {

@@ -3,9 +3,9 @@
 //! ```text
 //!   the other VM's home                          the clone's home
 //!   DISK.raw ◄── layer-1 ◄── layer-2             CLONE.raw    its header and lock: nothing else is in it
-//!      │            │        (written)           CLONE.base-1 ◄── CLONE.base-0 ◄── CLONE.layer-…  (written)
-//!      │            └─ the same file as ────────────────────────────┘
-//!      └────────────── the same file as ───────────────┘
+//!      │            │        (written)           CLONE.base ◄── CLONE.base-0 ◄── CLONE.layer-…  (written)
+//!      │            └─ the same file as ──────────────────────────┘
+//!      └────────────── the same file as ─────────────┘
 //! ```
 //! The files get further names (hard links) in the home of the clone, so each VM has all it needs in its own directory, whatever
 //! becomes of the other, and a note names no path. What has a name in another home is not written: a merge into it is
@@ -91,8 +91,9 @@ impl Link<'_> {
         let key = opening::key_of(&lent.spec, of, facts, lent.kek.as_ref())?;
         let length = data_offset(facts).saturating_add(disk.size);
         let mut file = home.begin(spec, disk, length)?;
+        let count = base.len();
         let files = base.into_iter().enumerate().map(|(place, (path, identity))| {
-            link(&path, &home.base(disk.disk, place), &identity)?;
+            link(&path, &home.base(disk.disk, place, count), &identity)?;
             Ok(identity)
         });
         let files = files.collect::<Result<Vec<_>, Problem>>()?;
@@ -101,8 +102,7 @@ impl Link<'_> {
             (Some((dek, holes)), Some(kek), Some(reference)) => {
                 let context = keys::context(spec.vm, reference);
                 let identity = Identity { disk: disk.disk.0, holes };
-                let made =
-                    vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
+                let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
                 to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }
             _ => return Err(internal("an encrypted disk was begun without its key")),
@@ -153,3 +153,6 @@ fn check_made(link: &Link<'_>) -> Result<DiskFacts, Problem> {
     opening::open(spec, disk, &facts, *kek, Access::Read)?;
     Ok(facts)
 }
+
+#[cfg(test)]
+mod tests;

@@ -178,11 +178,7 @@ fn whole(disk: &DiskSpec, facts: &DiskFacts, mut files: Files) -> Result<(Open, 
     Ok((Open::plain(files, false), length))
 }
 
-fn open_files_kept(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    snapshot: SnapshotId,
-) -> Result<Files, Problem> {
+fn open_files_kept(spec: &VmSpec, disk: &DiskSpec, snapshot: SnapshotId) -> Result<Files, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let kept = layers::open_kept(&home, disk.disk, snapshot)?;
     kept.ok_or_else(|| rules::no_snapshot(&spec.name, disk, snapshot))

@@ -63,11 +63,10 @@ pub fn check_alone(home: &Home, files: &[PathBuf]) -> Result<(), Problem> {
         return Ok(());
     }
     let more = clones.len().saturating_sub(NAMED_MAX);
-    let named: Vec<_> =
-        clones.iter().take(NAMED_MAX).map(|name| format!("'{name}'")).collect();
+    let named: Vec<_> = clones.iter().take(NAMED_MAX).map(|name| format!("'{name}'")).collect();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let what = format!(
-        "linked clones stand on this: {}{more}. Delete them, or make them VMs of their own first (vmseal vm recrypt NAME --deep)",
+        "linked clones stand on this: {}{more}. Delete them, or make them VMs of their own first (vmseal vm recrypt NAME --deep, or vmseal vm move)",
         named.join(", ")
     );
     Err(Problem::new(ErrorCode::WrongState, what))
@@ -88,7 +87,6 @@ pub fn header_layer(own: &File, header: u64, length: u64) -> Result<File, Proble
         .and_then(|_| file.take(header).read_to_end(&mut bytes))
         .map_err(internal)?;
     let below = Below { name: "", format: "raw" };
-    create_overlay_beginning(&mut memory, length, below, &bytes)
-        .map_err(internal)?;
+    create_overlay_beginning(&mut memory, length, below, &bytes).map_err(internal)?;
     Ok(memory)
 }

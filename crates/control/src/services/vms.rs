@@ -7,7 +7,9 @@ use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmState};
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::model::{self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm};
+use vmseal_api::model::{
+    self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
+};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
@@ -15,9 +17,9 @@ use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
+use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
-use crate::store::links::{self, Link};
 use crate::store::{StoreError, Write, disks, nics, providers, vms};
 use crate::tasks::{Engine, steps};
 

@@ -285,8 +285,13 @@ fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         return Err("a cache above the encryption would keep plaintext: put it below".into());
     }
     let is_bounce = |link: &FilterSpec| matches!(link, FilterSpec::Bounce {});
-    if chain.iter().filter(|link| is_bounce(link)).count() != above.iter().filter(|link| is_bounce(link)).count() {
-        return Err("below the encryption `bounce` would still leave ciphertext to the guest: put it above".into());
+    if chain.iter().filter(|link| is_bounce(link)).count()
+        != above.iter().filter(|link| is_bounce(link)).count()
+    {
+        return Err(
+            "below the encryption `bounce` would still leave ciphertext to the guest: put it above"
+                .into(),
+        );
     }
     let reorders = |link: &FilterSpec| match link {
         FilterSpec::Delay(delay) => delay.jitter_microseconds > 0 && !delay.reorders,

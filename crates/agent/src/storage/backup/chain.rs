@@ -12,7 +12,7 @@ use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::digest::Sha256;
 
 use super::directory::{Backups, absent};
-use crate::filter::{Shared, Disk, Sums, Volume, Work};
+use crate::filter::{Disk, Shared, Sums, Volume, Work};
 use crate::storage::builder::internal;
 use crate::storage::transfer::TransferDirectories;
 

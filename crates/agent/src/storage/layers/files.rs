@@ -79,7 +79,7 @@ pub fn open(home: &Home, disk: DiskId, image: File, access: Access) -> Result<Fi
 fn open_base(home: &Home, disk: DiskId, layers: &Layers) -> Result<Option<Vec<File>>, Problem> {
     let Some(base) = &layers.base else { return Ok(None) };
     let open = |(place, known): (usize, &FileIdentity)| {
-        let path = home.base(disk, place);
+        let path = home.base(disk, place, base.files.len());
         let opened = File::options()
             .read(true)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -136,7 +136,8 @@ pub fn base_of(
         None => files.push((home.image(disk), None)),
         Some(base) => {
             let known = base.files.iter().enumerate();
-            files.extend(known.map(|(place, file)| (home.base(disk, place), Some(file.clone()))));
+            let place = |place| home.base(disk, place, base.files.len());
+            files.extend(known.map(|(at, file)| (place(at), Some(file.clone()))));
         }
     }
     let checked = files.into_iter().map(|(path, known)| {
@@ -158,7 +159,13 @@ pub fn base_of(
 /// `no-space`; those of the file system.
 pub fn put_linked(home: &Home, disk: DiskId, base: Base, length: u64) -> Result<(), Problem> {
     let format = if base.files.len() > 1 { "qcow2" } else { "raw" };
-    let (layer, _) = make_layer_above(home, disk, None, length, (&home.base(disk, 0), format))?;
+    let (layer, _) = make_layer_above(
+        home,
+        disk,
+        None,
+        length,
+        (&home.base(disk, 0, base.files.len()), format),
+    )?;
     note::write(home, disk, &Layers::linked(base, layer))
 }
 
@@ -395,11 +402,7 @@ pub fn open_upper(
 ///
 /// # Errors
 /// As [`open_upper`]; those of the note.
-pub fn open_from(
-    home: &Home,
-    disk: DiskId,
-    from: Option<LayerId>,
-) -> Result<Files, Problem> {
+pub fn open_from(home: &Home, disk: DiskId, from: Option<LayerId>) -> Result<Files, Problem> {
     open_chain(home, disk, &note::read(home, disk)?, from, false)
 }
 

@@ -132,7 +132,7 @@ fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
 #[cfg(test)]
 mod tests {
     use uuid::Uuid;
-    use vmseal_api::id::SnapshotId;
+    use vmseal_api::id::{SnapshotId, VmId};
 
     use super::*;
     use crate::storage::file_identity::FileIdentity;
@@ -160,9 +160,37 @@ mod tests {
                     layer: Some(id(1)),
                 },
             ],
+            base: None,
         };
         let text = r#"{"version":1,"layers":[{"layer":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}},{"layer":"00000000-0000-0000-0000-000000000002","below":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}}],"active":"00000000-0000-0000-0000-000000000002","snapshots":[{"snapshot":"00000000-0000-0000-0000-000000000003","attempt":"00000000-0000-0000-0000-000000000004"},{"snapshot":"00000000-0000-0000-0000-000000000005","attempt":"00000000-0000-0000-0000-000000000006","layer":"00000000-0000-0000-0000-000000000001"}]}"#;
         assert_eq!(serde_json::to_string(&note).unwrap(), text);
         assert!(serde_json::from_str::<Note>(text).is_ok());
+        let linked = Note {
+            layers: vec![Layer {
+                layer: id(1),
+                below: None,
+                file: FileIdentity { inode: 5, born: None },
+            }],
+            active: Some(id(1)),
+            snapshots: Vec::new(),
+            base: Some(Base {
+                vm: VmId(Uuid::from_u128(7)),
+                disk: DiskId(Uuid::from_u128(8)),
+                files: vec![FileIdentity { inode: 9, born: Some(10) }],
+            }),
+            ..note
+        };
+        let text = r#"{"version":1,"layers":[{"layer":"00000000-0000-0000-0000-000000000001","file":{"inode":5}}],"active":"00000000-0000-0000-0000-000000000001","snapshots":[],"base":{"vm":"00000000-0000-0000-0000-000000000007","disk":"00000000-0000-0000-0000-000000000008","files":[{"inode":9,"born":10}]}}"#;
+        assert_eq!(serde_json::to_string(&linked).unwrap(), text);
+        // A base of no file, and of too many.
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("note");
+        let file = r#"{"inode":9,"born":10}"#;
+        let written = |files: &str| {
+            std::fs::write(&path, text.replace(file, files)).unwrap();
+            read_at(&path)
+        };
+        assert!(written(file).unwrap().is_some_and(|layers| layers.base().is_some()));
+        assert!(written("").is_err() && written(&vec![file; LAYERS_MAX].join(",")).is_err());
     }
 }

@@ -28,9 +28,9 @@ impl Storage for Noting {
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
         let request = io.request(id);
         let mut at = request.offset as usize;
-        let bad = self.bad.is_some_and(|bad| {
-            (request.offset..request.offset + request.length).contains(&bad)
-        });
+        let bad = self
+            .bad
+            .is_some_and(|bad| (request.offset..request.offset + request.length).contains(&bad));
         for segment in request.data.as_slice() {
             let base = segment.base() as usize;
             self.put.lock().unwrap().push(base..base + segment.len());
