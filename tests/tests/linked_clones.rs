@@ -235,6 +235,8 @@ fn a_linked_clone_is_a_vm_like_others() {
 
     here.vmseal(&["vm", "suspend", "one"]).unwrap();
     here.vmseal(&["vm", "resume", "one"]).unwrap();
+    // Its serial line is another one.
+    let mut one = here.console("one").unwrap();
     reads(&mut one, "TEXT-OF-TWO");
     here.vmseal(&["vm", "prove", "one"]).unwrap();
     stop(&here, "one", one);
@@ -342,6 +344,8 @@ fn clones_are_whole_or_not_there_whatever_dies() {
             stop(&here, &name, console);
         }
     }
+    drop(web);
+    let mut web = here.console("web").unwrap();
     stop_counting(&mut web);
     assert!(bounced_bytes(&here, "web") > 0, "it decrypts in its guest's memory");
     reads(&mut web, "TEXT-OF-BASE");
