@@ -58,13 +58,19 @@ pub fn remove(
             DiskFacts::Raw => length,
             DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
         };
-        overwrite(&file, end, |done| progress(done, end), &is_cancelled)
-            .map_err(|problem| problem.unwrap_or_else(ended))?;
+        // What linked clones stand on is theirs.
+        if sharing::clones_of(&home, std::slice::from_ref(&path))?.is_empty() {
+            overwrite(&file, end, |done| progress(done, end), &is_cancelled)
+                .map_err(|problem| problem.unwrap_or_else(ended))?;
+        }
         home.remove_locked(&path)?;
     }
     if mirror.note.layers {
         // After the image, whose header has the key of encrypted ones.
-        layers::drop_sources(&home, disk.disk, |file| {
+        layers::drop_sources(&home, disk.disk, |path, file| {
+            if !sharing::clones_of(&home, &[path.to_owned()])?.is_empty() {
+                return Ok(());
+            }
             let end = match facts {
                 DiskFacts::Raw => file.metadata().map_err(internal)?.len(),
                 DiskFacts::Luks2 { .. } => 0,
@@ -90,10 +96,6 @@ fn overwrite(
     is_cancelled: &impl Fn() -> bool,
 ) -> Result<(), Option<Problem>> {
     let failed = |error: io::Error| Some(internal(format!("the former image: {error}")));
-    // It stays for others who have it.
-    if sharing::has_other_names(file).map_err(failed)? {
-        return Ok(());
-    }
     let zeroes = Zeroes::new(file);
     let (mut at, mut unflushed) = (0, 0);
     while let Some(data) = next_data(file, at, end).map_err(failed)? {
