@@ -354,6 +354,16 @@ pub fn has_snapshots(spec: &VmSpec, disk: &DiskSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// What is about to be done with a disk cannot be, as it stands on files of another VM.
+#[must_use]
+pub fn is_linked(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    let what = format!(
+        "is a linked clone, and its disk '{}' stands on files of another VM: make it a VM of its own first (vmseal vm recrypt {} --deep, vmseal vm move), or make a full clone of it (vmseal vm clone)",
+        disk.name, spec.name
+    );
+    wrong_state(spec, &what)
+}
+
 fn field_of(index: usize, problem: &Problem) -> Option<String> {
     problem.field.as_ref().map(|field| format!("disks[{index}].{field}"))
 }
@@ -413,7 +423,14 @@ fn check_mirror(
 
 /// A disk for cloud-init is made of its documents, and no other one is.
 fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static str> {
-    if wanted.copy_of.is_some() {
+    if let Some(of) = wanted.copy_of {
+        if of.linked
+            && (of.snapshot.is_none() || disk.role != DiskRole::Data || disk.replica.is_some())
+        {
+            return Err(
+                "is not what a linked clone is of: that is a snapshot of data, without a replica",
+            );
+        }
         let alone = wanted.source.is_none() && wanted.cloud_init.is_none();
         let copied = matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables);
         return if alone && copied {

@@ -228,6 +228,12 @@ pub struct Vm {
     /// Whether it is a template: it is cloned, and neither started nor changed.
     #[serde(default)]
     pub template: bool,
+    /// What it stands on, of a linked clone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linked: Option<LinkedTo>,
+    /// The linked clones that stand on its snapshots, by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub clones: Vec<String>,
     /// The host that it is on.
     pub host: String,
     /// Its policy.
@@ -264,6 +270,18 @@ pub struct Vm {
     /// Why it last stopped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stopped: Option<Stopped>,
+}
+
+/// What a linked clone stands on: it shares the data of that VM's disks, and their data keys (DEK) where they are encrypted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct LinkedTo {
+    /// The name of the VM that was cloned; it may be gone.
+    pub vm: String,
+    /// The name of its snapshot.
+    pub snapshot: String,
+    /// Whether it shares data keys.
+    pub shares_data_key: bool,
 }
 
 /// How far a VM is made.

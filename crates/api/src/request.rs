@@ -432,6 +432,10 @@ pub struct CloneVm {
     /// The snapshot whose disks are copied, by name or id; none means what the disks hold now, and that the VM is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
+    /// Whether the clone stands on what the snapshot, which is named then, keeps, instead of having a copy: it shares the data and
+    /// the data key (DEK) of its disks with the other VM, under a key-encryption key (KEK) of its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub linked: bool,
     /// What cloud-init in the clone reads at its next boot, which counts as its first one; without it the guest is as it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,

@@ -1,6 +1,6 @@
 //! The operations of tasks, in their stored form.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -40,6 +40,9 @@ pub struct Copies {
     pub snapshot: Option<SnapshotId>,
     /// Its disks, by those of the clone.
     pub disks: BTreeMap<DiskId, DiskId>,
+    /// The disks of the clone that stand on what the snapshot keeps.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub linked: BTreeSet<DiskId>,
 }
 
 impl Copies {
@@ -47,7 +50,8 @@ impl Copies {
     #[must_use]
     pub fn of(&self, disk: DiskId) -> Option<CopyOf> {
         let (vm, snapshot) = (self.vm, self.snapshot);
-        self.disks.get(&disk).map(|from| CopyOf { vm, disk: *from, snapshot })
+        let linked = self.linked.contains(&disk);
+        self.disks.get(&disk).map(|from| CopyOf { vm, disk: *from, snapshot, linked })
     }
 }
 

@@ -15,6 +15,12 @@ const REFCOUNT_ORDER: u32 = 4;
 /// What a cluster of refcounts of 2 bytes counts.
 const COUNTED: u64 = CLUSTER / 2;
 
+/// In an entry of a table: the cluster that it names has a refcount of 1.
+const USED_ONCE: u64 = 1 << 63;
+
+/// In an entry of a table of the second level: the cluster reads as zeroes, and what is below it does not show.
+const READS_AS_ZEROES: u64 = 1;
+
 /// The header extension that says what format the file below has.
 const EXTENSION_FORMAT: u32 = 0xe279_2aca;
 
@@ -42,6 +48,55 @@ pub fn create_overlay(mut to: impl Write, size: u64, below: Below<'_>) -> io::Re
     for _ in 0..layout.l1_clusters {
         to.write_all(&cluster(&[]))?;
     }
+    to.flush()
+}
+
+/// The same to an empty file, with an overlay that begins with these bytes, in whole clusters of 64 KiB: at most half of what one
+/// table of the second level maps (256 MiB), and not more than the disk.
+///
+/// # Errors
+/// As [`create_overlay`].
+pub fn create_overlay_beginning(
+    mut to: impl Write,
+    size: u64,
+    below: Below<'_>,
+    beginning: &[u8],
+) -> io::Result<()> {
+    let layout = Layout::of(size);
+    let clusters: Vec<&[u8]> = beginning.chunks(CLUSTER as usize).collect();
+    let is_data = |cluster: &&&[u8]| cluster.iter().any(|byte| *byte != 0);
+    let data: Vec<&&[u8]> = clusters.iter().filter(is_data).collect();
+    // The table of the second level follows that of the first, and the data follows it.
+    let table = layout.clusters;
+    let count = table + 1 + data.len() as u64;
+    let whole = beginning.len() as u64;
+    if whole > size
+        || !whole.is_multiple_of(CLUSTER)
+        || whole > CLUSTER * CLUSTER / 16
+        || count > COUNTED
+    {
+        let what = "an overlay that begins with what is not in whole clusters, or with too much";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    to.write_all(&header(size, &layout, below)?)?;
+    to.write_all(&cluster(&(2 * CLUSTER).to_be_bytes()))?;
+    let counts: Vec<u8> = (0..count).flat_map(|_| 1u16.to_be_bytes()).collect();
+    to.write_all(&cluster(&counts))?;
+    to.write_all(&cluster(&(USED_ONCE | (table * CLUSTER)).to_be_bytes()))?;
+    for _ in 1..layout.l1_clusters {
+        to.write_all(&cluster(&[]))?;
+    }
+    let mut next = table + 1;
+    let entries = clusters.iter().map(|cluster| {
+        if !is_data(&cluster) {
+            return READS_AS_ZEROES;
+        }
+        next += 1;
+        USED_ONCE | ((next - 1) * CLUSTER)
+    });
+    let entries: Vec<u8> = entries.flat_map(u64::to_be_bytes).collect();
+    to.write_all(&cluster(&entries))?;
+    data.into_iter().try_for_each(|cluster| to.write_all(cluster))?;
     to.flush()
 }
 
@@ -145,6 +200,32 @@ mod tests {
             assert_eq!(layout.header.size, size);
             crate::check_reach(&file, &layout, file.metadata().unwrap().len()).unwrap();
         }
+    }
+
+    #[test]
+    fn an_overlay_begins_with_what_it_is_given_and_then_shows_what_is_below() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        std::fs::write(path.join("base"), vec![7; 2 << 20]).unwrap();
+        let mut beginning = vec![0; 4 << 16];
+        beginning[5..9].fill(1);
+        beginning[(3 << 16) + 100] = 2;
+        let below = Below { name: "base", format: "raw" };
+        let overlay = path.join("overlay");
+        let make = |beginning: &[u8]| {
+            let to = File::create(&overlay).unwrap();
+            create_overlay_beginning(to, 2 << 20, below, beginning)
+        };
+        assert!(make(&beginning[1..]).is_err() && make(&vec![1; 3 << 20]).is_err());
+        make(&beginning).unwrap();
+        qemu_img(&["check", "-q", "overlay"], path);
+        qemu_img(&["convert", "-O", "raw", "overlay", "raw"], path);
+        let mut whole = beginning;
+        whole.resize(2 << 20, 7);
+        assert!(std::fs::read(path.join("raw")).unwrap() == whole);
+        let file = File::options().read(true).write(true).open(&overlay).unwrap();
+        let layout = crate::examine_disk(&file, true, true).unwrap();
+        crate::check_reach(&file, &layout, file.metadata().unwrap().len()).unwrap();
     }
 
     #[test]

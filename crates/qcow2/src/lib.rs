@@ -12,7 +12,7 @@ mod header;
 mod reach;
 
 pub use clusters::{Clusters, Content, MAPPED_MAX};
-pub use create::{Below, create_overlay};
+pub use create::{Below, create_overlay, create_overlay_beginning};
 pub use header::{
     EXAMINED_MAX, Header, Layout, Refusal, Use, examine, examine_disk, parse, parse_for,
 };

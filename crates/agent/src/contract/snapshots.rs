@@ -1,15 +1,19 @@
 //! Snapshots of disks: each step repeated, every refusal provoked.
 
+use std::time::Duration;
+
 use vmseal_api::host::{
-    CopyOf, CreateJob, DiskToCreate, DropSnapshotJob, ExportJob, HostAgent, JobSpec, JobState,
-    LAYERS_MAX, RevertJob, SnapshotJob,
+    CopyOf, CreateJob, Device, DiskSpec, DiskToCreate, DropSnapshotJob, ExportJob, HostAgent,
+    JobSpec, JobState, LAYERS_MAX, RevertJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ExportFormat;
+use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use super::mirror::{copy, disk_mut, mirrored, moved, second_datastore};
 use super::{Session, done, refused};
+use crate::keys::{reference_of, seal_for};
 
 /// The job that takes a snapshot of one disk.
 pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
@@ -65,6 +69,69 @@ async fn kept_exports(
     }
 }
 
+/// Another VM's disk stands on what a snapshot keeps, which stays until that disk is gone.
+async fn linked_clones(
+    agent: &dyn HostAgent,
+    session: &Session,
+    of: DiskId,
+    [kept, other, strange]: [SnapshotId; 3],
+) {
+    let (vm, kek) = (VmId::new(), SecretBytes::random(KEK_LEN).expect("locked memory"));
+    let disk = DiskSpec { disk: DiskId::new(), facts: None, ..session.disk(0).clone() };
+    let clone = VmSpec {
+        vm,
+        name: "contract-clone".to_owned(),
+        key: Some(reference_of(&kek, vm, "clone-key")),
+        devices: vec![Device::Disk(disk.clone())],
+        snapshots: Vec::new(),
+        ..session.spec.clone()
+    };
+    done(agent.register_vm(clone.clone()).await, "registering a clone");
+    let reference = clone.key.as_ref().expect("it has a key");
+    let sealed = seal_for(&session.key_box, vm, reference, &kek);
+    done(agent.offer_key(vm, sealed).await, "the clone's key");
+    let link = |snapshot| {
+        let copy_of = CopyOf { vm: session.vm(), disk: of, snapshot, linked: true };
+        let wanted = DiskToCreate {
+            disk: disk.disk,
+            source: None,
+            cloud_init: None,
+            copy_of: Some(copy_of),
+        };
+        JobSpec::Create(CreateJob { disks: vec![wanted] })
+    };
+    let put = |job| agent.put_job(vm, TaskId::new(), job);
+    refused(put(link(Some(strange))).await, ErrorCode::NotFound, "a strange snapshot");
+    refused(put(link(None)).await, ErrorCode::InvalidRequest, "a link to what is written");
+    for what in ["linking", "linking what is linked"] {
+        let task = TaskId::new();
+        for _ in 0..2 {
+            done(agent.put_job(vm, task, link(Some(kept))).await, what);
+        }
+        loop {
+            match done(agent.job(vm, task).await, what).state {
+                JobState::Done => break,
+                JobState::Waiting | JobState::Running => {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                ended => panic!("{what}: {ended:?}"),
+            }
+        }
+    }
+    let on_source = |job| agent.put_job(session.vm(), TaskId::new(), job);
+    let code = ErrorCode::WrongState;
+    refused(on_source(drop_snapshot(of, kept)).await, code, "what a clone stands on");
+    refused(on_source(copy(of, true)).await, code, "a copy of what a clone stands on");
+    refused(agent.examine_job(session.vm(), copy(of, true)).await, code, "examining it");
+    let dropped = agent.examine_job(session.vm(), drop_snapshot(of, other)).await;
+    done(dropped, "a snapshot that no clone stands on");
+    for _ in 0..2 {
+        done(agent.delete_disk(vm, disk.disk).await, "deleting the clone's disk");
+    }
+    done(agent.unregister_vm(vm).await, "forgetting the clone");
+    done(agent.examine_job(session.vm(), copy(of, true)).await, "what is the VM's own again");
+}
+
 /// An encrypted disk in layers is copied with them, to where it is, to another datastore, and back.
 async fn copies(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
     let (first, second) = (session.place.clone(), second_datastore(agent, session).await);
@@ -105,6 +172,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     session.through(agent, take(system, one)).await;
     session.through(agent, take(system, two)).await;
     kept_exports(agent, session, (one, strange)).await;
+    linked_clones(agent, session, system, [one, two, strange]).await;
     copies(agent, session, system).await;
     let longer = session.disk(0).size * 2;
     let grown = agent.grow_disk(vm, system, longer).await;
@@ -126,7 +194,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         session.through(agent, drop_snapshot(system, snapshot)).await;
     }
     let copy_of = |vm, disk, snapshot| {
-        let copy_of = Some(CopyOf { vm, disk, snapshot });
+        let copy_of = Some(CopyOf { vm, disk, snapshot, linked: false });
         let wanted = DiskToCreate { disk: data, source: None, cloud_init: None, copy_of };
         JobSpec::Create(CreateJob { disks: vec![wanted] })
     };

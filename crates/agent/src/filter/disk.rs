@@ -65,13 +65,22 @@ impl Mirror {
                 let below =
                     below.map(|(file, format)| BackingSpec { file: fd(file.as_fd()), format });
                 let backing = below.collect();
-                BackendSpec::Qcow2 { file: active, backing, offset: self.offset }
+                BackendSpec::Qcow2 { file: active, backing, offset: self.offset, lock: None }
             }
         };
         let (map, pace) = (fd(self.map.as_fd()), self.pace);
         let same_below = !self.layers.is_empty();
         MirrorSpec { to: StackSpec { chain, backend }, map, pace, same_below }
     }
+}
+
+/// What a disk has in common with disks of other VMs: linked clones ([`crate::storage::linking`]).
+#[derive(Debug, Default)]
+pub struct Shared {
+    /// The file with the disk's header and lock, where its image is not that: it is kept open.
+    pub own: Option<File>,
+    /// Whether others have its DEK.
+    pub key: bool,
 }
 
 /// A disk for a filter to serve, fill or export.
@@ -88,6 +97,8 @@ pub struct Disk {
     pub offset: u64,
     /// The DEK as a descriptor, and what holes mean; none for a plain disk.
     pub key: Option<(SecretFd, Holes)>,
+    /// Where other VMs have their part in this: which file is the disk's own, and that the key is not.
+    pub shared: Shared,
     /// Whether the image stays allocated when the guest discards.
     pub keeps_room: bool,
     /// The work.
@@ -312,6 +323,10 @@ impl Disk {
         let mirror = self.mirror.as_ref();
         let mirror = mirror.map(|mirror| FilterSpec::Mirror(Box::new(mirror.spec(fd))));
         let chain = chain.chain(mirror);
+        // A guest could change the ciphertext before it is decrypted in its memory.
+        let in_guest_memory = matches!(self.work, Work::Serve { .. });
+        let bounces = self.shared.key && self.key.is_some() && in_guest_memory;
+        let chain = chain.chain(bounces.then_some(FilterSpec::Bounce {}));
         let chain = chain.chain(self.key.iter().map(crypt));
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
         // Last, so that it copies what the image holds and takes no room in the cache.
@@ -336,7 +351,19 @@ impl Disk {
                     | Work::Serve { read_only: true, .. }
             ),
             chain: chain.collect(),
-            backend: backend(&self.file, &self.layers, self.offset, self.keeps_room, Direct::Auto),
+            backend: match backend(
+                &self.file,
+                &self.layers,
+                self.offset,
+                self.keeps_room,
+                Direct::Auto,
+            ) {
+                BackendSpec::Qcow2 { file, backing, offset, .. } => {
+                    let lock = self.lock().map(|file| fd(file.as_fd()));
+                    BackendSpec::Qcow2 { file, backing, offset, lock }
+                }
+                other => other,
+            },
             front_end: match &self.work {
                 Work::Serve { socket, connected, queues, .. } => Some(FrontEndSpec::VhostUserBlk {
                     socket: fd(socket.as_fd()),
@@ -401,6 +428,11 @@ impl Disk {
         }
     }
 
+    /// The file that is kept open for its lock: one that others write only when they have that needs none.
+    fn lock(&self) -> Option<&File> {
+        self.shared.own.as_ref().filter(|_| !self.layers.is_empty())
+    }
+
     /// Closes all descriptors but those of keys.
     pub(super) fn into_keys(self) -> impl Iterator<Item = SecretFd> {
         let volume = match self.work {
@@ -415,7 +447,8 @@ impl Disk {
     pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let key = self.key.as_ref().map(|(key, _)| key.as_fd());
         let beside = self.beside.as_ref().map(AsFd::as_fd);
-        let file = std::iter::once(&self.file).chain(&self.layers).map(AsFd::as_fd);
+        let file = std::iter::once(&self.file).chain(&self.layers).chain(self.lock());
+        let file = file.map(AsFd::as_fd);
         let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
         let mirror = self.mirror.iter().flat_map(|it| {
             let key = it.key.as_ref().map(|(key, _)| key.as_fd());
@@ -436,15 +469,17 @@ fn backend(
 ) -> BackendSpec {
     let fds: Vec<_> =
         layers.iter().chain([file]).map(|file| Handle::Fd(file.as_raw_fd())).collect();
-    stored(&fds, offset, keeps_room, direct)
+    stored(&fds, offset, keeps_room, direct, None)
 }
 
-/// The same in files of these numbers: the active layer's first, and the image's last.
+/// The same in files of these numbers: the active layer's first, and the image's last. `lock` is kept open for the disk's lock,
+/// where none of these has it.
 pub(super) fn stored(
     files: &[Handle],
     offset: u64,
     keeps_room: bool,
     direct: Direct,
+    lock: Option<Handle>,
 ) -> BackendSpec {
     let (file, below) = match files {
         [file] => {
@@ -458,7 +493,7 @@ pub(super) fn stored(
         let format = if lowest { ImageFormat::Raw } else { ImageFormat::Qcow2 };
         BackingSpec { file: file.clone(), format }
     });
-    BackendSpec::Qcow2 { file, backing: backing.collect(), offset }
+    BackendSpec::Qcow2 { file, backing: backing.collect(), offset, lock }
 }
 
 /// The device id that the guest sees: the last digits of the disk's id, which are random.
@@ -486,6 +521,7 @@ mod tests {
             layers: Vec::new(),
             offset: 0,
             key: Some((key.to_memfd().unwrap(), Holes::Zero)),
+            shared: Shared::default(),
             keeps_room: false,
             work: Work::Serve {
                 socket,

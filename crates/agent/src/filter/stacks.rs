@@ -38,6 +38,8 @@ pub struct NewLayers {
     pub offset: u64,
     /// Whether the image keeps its room when the guest discards.
     pub keeps_room: bool,
+    /// The file with the disk's lock, where that is not the image.
+    pub own: Option<File>,
 }
 
 /// Disks that wait; they go on when this is dropped.
@@ -109,12 +111,13 @@ impl Waiting {
     pub fn replace(&mut self, new: &[NewLayers]) -> Result<(), FilterError> {
         let mut numbers = Vec::new();
         let stacks = new.iter().map(|new| {
-            let files = new.layers.iter().chain([&new.file]).map(|file| {
+            let mut passed = |file: &File| {
                 numbers.push(file.as_raw_fd());
                 Handle::Fd(i32::try_from(numbers.len() - 1).unwrap_or(i32::MAX))
-            });
-            let files: Vec<_> = files.collect();
-            let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto);
+            };
+            let files: Vec<_> = new.layers.iter().chain([&new.file]).map(&mut passed).collect();
+            let lock = new.own.as_ref().map(passed);
+            let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto, lock);
             NewStack { disk: new.disk, chain: None, backend }
         });
         let request = ControlRequest::Replace { stacks: stacks.collect() };

@@ -307,6 +307,7 @@ impl Inside {
         self.persisted.disks.remove(&disk);
         self.forget_copies(disk);
         self.forget_snapshots(disk);
+        self.unlink(disk);
         if !self.persisted.disks.values().any(|other| other.vm == vm) {
             self.persisted.descriptors.retain(|(_, of), _| *of != vm);
         }

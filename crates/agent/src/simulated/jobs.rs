@@ -198,6 +198,9 @@ impl Inside {
             _ => {
                 for disk in status.disks {
                     let made = self.make_disk(vm, disk);
+                    if let (Ok(_), Some(job)) = (&made, &job) {
+                        self.link(job, disk);
+                    }
                     let Ok(known) = self.known(vm) else { return };
                     match made {
                         Ok(facts) => {

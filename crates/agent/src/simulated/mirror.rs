@@ -48,8 +48,9 @@ impl Inside {
         job: &MirrorJob,
     ) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
-        let Copies { unfinished, sources, .. } = &self.persisted.copies;
         for disk in &job.disks {
+            self.is_unshared(disk.disk, None)?;
+            let Copies { unfinished, sources, .. } = &self.persisted.copies;
             let other = unfinished.get(&disk.disk).filter(|other| **other != task);
             if let Some(other) = other.or_else(|| sources.get(&disk.disk)) {
                 return Err(rules::other_mirror(find_disk(&spec, disk.disk)?, *other));
@@ -117,6 +118,7 @@ impl Inside {
                 (_, Some(of)) if *of == task => {}
                 _ => return Err(rules::nothing_to_commit(task)),
             }
+            self.unlink(disk.disk);
             self.use_copy(vm, &spec, disk, wanted)?;
         }
         self.known(vm)?.jobs.committed(task);

@@ -60,7 +60,7 @@ pub use faults::{Call, Fault};
 use jobs::Exports;
 use mirror::Copies;
 use running::RunningGuest;
-use snapshots::Snapshots;
+use snapshots::{Links, Snapshots};
 
 /// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
@@ -101,6 +101,7 @@ struct Persisted {
     exports: Exports,
     copies: Copies,
     snapshots: Snapshots,
+    links: Links,
     backups: Backups,
 }
 

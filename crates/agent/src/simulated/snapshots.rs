@@ -14,6 +14,10 @@ use crate::rules::{self, find_disk};
 #[derive(Default)]
 pub struct Snapshots(BTreeMap<DiskId, Vec<SnapshotId>>);
 
+/// The disks of linked clones, by what they stand on: a disk and its snapshot.
+#[derive(Default)]
+pub struct Links(BTreeMap<DiskId, (DiskId, SnapshotId)>);
+
 impl SimulatedHost {
     /// The snapshots that a disk has.
     #[must_use]
@@ -35,6 +39,9 @@ impl Inside {
                     let what = format!("disk '{}' has {LAYERS_MAX} snapshots", disk.name);
                     return Err(Problem::new(ErrorCode::LimitExceeded, what));
                 }
+                JobSpec::DropSnapshot(job) => {
+                    self.is_unshared(disk.disk, Some(job.snapshot))?;
+                }
                 JobSpec::Revert(job) if !known.contains(&job.snapshot) => {
                     return Err(rules::no_snapshot(&spec.name, disk, job.snapshot));
                 }
@@ -48,6 +55,34 @@ impl Inside {
             }
         }
         Ok(())
+    }
+
+    /// Checks that no linked clone stands on a disk, or on what one snapshot of it keeps.
+    pub fn is_unshared(&self, disk: DiskId, of: Option<SnapshotId>) -> Result<(), Problem> {
+        let mut links = self.persisted.links.0.values();
+        let stands = |(on, kept): &(DiskId, SnapshotId)| {
+            *on == disk && of.is_none_or(|snapshot| snapshot == *kept)
+        };
+        if links.any(stands) {
+            let what = "linked clones stand on this: delete them first";
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+        Ok(())
+    }
+
+    /// Records what a disk stands on that has just been made.
+    pub fn link(&mut self, job: &JobSpec, disk: DiskId) {
+        let JobSpec::Create(create) = job else { return };
+        let of = create.disks.iter().find(|wanted| wanted.disk == disk);
+        let of = of.and_then(|wanted| wanted.copy_of).filter(|of| of.linked);
+        if let Some((on, kept)) = of.and_then(|of| Some((of.disk, of.snapshot?))) {
+            self.persisted.links.0.insert(disk, (on, kept));
+        }
+    }
+
+    /// A disk is a copy now, or gone: it stands on nothing.
+    pub fn unlink(&mut self, disk: DiskId) {
+        self.persisted.links.0.remove(&disk);
     }
 
     /// Checks the disks of other VMs that new ones are filled from.

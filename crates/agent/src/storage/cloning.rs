@@ -29,12 +29,14 @@ pub struct Lent {
     pub kek: Option<SecretBytes>,
     /// What it held then; none means what it holds, and that nobody writes to it.
     pub snapshot: Option<SnapshotId>,
+    /// Whether the new disk stands on it, instead of being filled.
+    pub linked: bool,
 }
 
 impl Lent {
     /// Opens it for reading. What a snapshot keeps is not changed by the guest, whose filter may have the files. Blocks.
     fn open(&self) -> Result<Open, Problem> {
-        let Self { spec, disk, facts, kek, snapshot } = self;
+        let Self { spec, disk, facts, kek, snapshot, .. } = self;
         match snapshot {
             None => open::open(spec, disk, facts, kek.as_ref(), Access::Read),
             Some(snapshot) => opening::open_kept(spec, disk, facts, kek.as_ref(), *snapshot),
@@ -91,6 +93,7 @@ impl Target<'_> {
             layers: open.layers,
             offset: open.offset,
             key: open.key,
+            shared: open.shared,
             keeps_room: true,
             work: filter::Work::Export {
                 target: self.file.try_clone().map_err(internal)?,

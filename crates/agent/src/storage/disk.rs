@@ -29,6 +29,7 @@ use crate::storage::facts::to_api;
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
+use crate::storage::linking::Link;
 use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
 use crate::storage::timed;
@@ -65,6 +66,13 @@ pub enum Source {
     Tpm(Swtpm),
     /// A disk of another VM.
     Copy(Box<Lent>),
+}
+
+impl Source {
+    /// Whether the new disk stands on another one.
+    fn is_linked(&self) -> bool {
+        matches!(self, Self::Copy(lent) if lent.linked)
+    }
 }
 
 /// Makes a disk, or finds it made. `progress` receives the bytes done and the total. Cancelling ends an
@@ -116,6 +124,14 @@ async fn make(
     progress: impl Fn(u64, u64) + Send,
     mut cancelled: oneshot::Receiver<()>,
 ) -> Result<DiskFacts, Problem> {
+    if let Some(Source::Copy(lent)) = new_disk.source.take_if(|it| it.is_linked()) {
+        let home = home.clone();
+        let link = move || {
+            let NewDisk { spec, disk, kek, .. } = &new_disk;
+            Link { spec, disk, kek: kek.as_ref(), lent: &lent }.make(&home)
+        };
+        return spawn_blocking(link).await.map_err(internal)?;
+    }
     let (mut tpm, mut lent) = (None, None);
     let (image, lost) = match new_disk.source.take() {
         None => (None, None),

@@ -62,7 +62,7 @@ impl<'a> DiskKeys<'a> {
                 rules::wrong_state(spec, &what)
             };
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
-            let file = open::open(spec, disk, pinned, Some(kek), access)?.file;
+            let file = open::open(spec, disk, pinned, Some(kek), access)?.into_own();
             let facts = facts::from_api(disk, pinned).ok_or_else(unmade)?;
             if access == Access::BesideGuest && disk.replica.is_some() {
                 let what = format!(

@@ -199,7 +199,7 @@ fn begin(
         (Some(snapshot), false) => opening::open_kept(&spec, &disk, &facts, kek.as_ref(), snapshot)
             .map(|open| (open, disk.size)),
     };
-    let (Open { file, layers, offset, key, .. }, size) = opened?;
+    let (Open { file, layers, offset, key, shared, .. }, size) = opened?;
     let room = |file: &File| file.metadata().map(|it| it.blocks().saturating_mul(512));
     let rooms = std::iter::once(&file).chain(&layers).map(room);
     let allocated: u64 = rooms.sum::<io::Result<_>>().map_err(internal)?;
@@ -242,6 +242,7 @@ fn begin(
         layers,
         offset,
         key,
+        shared,
         keeps_room,
         work,
         beside,

@@ -133,6 +133,7 @@ impl Filling<'_> {
             layers: Vec::new(),
             offset: self.offset,
             key: key.map(|dek| (dek, Holes::Zero)),
+            shared: filter::Shared::default(),
             keeps_room: is_preallocated(self.disk),
             work: filter::Work::Import {
                 source: self.image.file.try_clone().map_err(internal)?,

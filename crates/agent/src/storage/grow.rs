@@ -7,7 +7,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::home::Home;
 use crate::storage::layers;
@@ -40,8 +39,8 @@ pub fn grow(
 ) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     mirror::as_it_is(spec, disk, facts, Access::Write)?;
-    if size != disk.size && !layers::read(&home, disk.disk)?.is_empty() {
-        return Err(rules::has_snapshots(spec, disk));
+    if size != disk.size {
+        layers::read(&home, disk.disk)?.are_none(spec, disk)?;
     }
     let path = home.image(disk.disk);
     let file = match holder {

@@ -20,6 +20,8 @@
 //! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
 //! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
+//! <datastore>/<vm id>/<disk id>.base          the image that a linked clone stands on ([`crate::storage::linking`])
+//! <datastore>/<vm id>/<disk id>.base-<n>      a layer between the two
 //! <datastore>/<vm id>/<disk id>.copy-layers   the note of the layers of its copy
 //! <datastore>/<vm id>/<disk id>.source-layers the note of the layers of what the disk was before
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
@@ -104,6 +106,12 @@ impl Note {
     }
 }
 
+/// Whether a file with this end of its name is what a linked clone's disk stands on.
+#[must_use]
+pub fn is_base(rest: &str) -> bool {
+    rest == "base" || rest.strip_prefix("base-").is_some_and(|at| at.parse::<usize>().is_ok())
+}
+
 /// Whether the import has a note that is not too old.
 fn is_interrupted(note: &Path) -> bool {
     kept_until(note).is_some_and(|until| until > SystemTime::now())
@@ -149,6 +157,14 @@ fn remove_debris(path: &Path) {
     let image = path.with_extension("");
     if let Err(problem) = remove_state_of_none(&image) {
         tracing::warn!(path = %path.display(), %problem, "cannot remove what a half-made TPM keeps");
+    }
+    let home = path.parent().map(|home| Home { path: home.to_owned() });
+    let disk = image.file_stem().and_then(|disk| disk.to_string_lossy().parse::<DiskId>().ok());
+    if let Some((home, disk)) = home.zip(disk)
+        && let Err(problem) = home.remove_half_linked(disk)
+    {
+        tracing::warn!(path = %path.display(), %problem, "cannot remove what a half-made linked clone stands on");
+        return;
     }
     if let Err(error) = std::fs::remove_file(path) {
         tracing::warn!(path = %path.display(), %error, "cannot remove a half-made disk");
@@ -307,6 +323,65 @@ impl Home {
             Some((layer, entry.path()))
         });
         layers.collect()
+    }
+
+    /// A file of the `count` that a linked clone's disk stands on: the first is above the second, and so on. The last one is an
+    /// image, the others are layers.
+    #[must_use]
+    pub fn base(&self, disk: DiskId, place: usize, count: usize) -> PathBuf {
+        if place + 1 == count {
+            return self.path.join(format!("{disk}.base"));
+        }
+        self.path.join(format!("{disk}.base-{place}"))
+    }
+
+    /// The files that are named as those that a disk stands on, or any disk.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn base_files(&self, disk: Option<DiskId>) -> Result<Vec<PathBuf>, Problem> {
+        let entries = match std::fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(failed(&self.path, "read", &error)),
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|error| failed(&self.path, "read", &error))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let named = name.split_once('.').filter(|(_, rest)| is_base(rest));
+            let named = named.and_then(|(of, _)| of.parse::<DiskId>().ok());
+            if named.is_some_and(|of| disk.is_none_or(|disk| disk == of)) {
+                found.push(entry.path());
+            }
+        }
+        Ok(found)
+    }
+
+    /// Removes the names of what a disk stands on. The files stay, for who else has them: they need no lock.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn remove_base(&self, disk: DiskId) -> Result<(), Problem> {
+        self.base_files(Some(disk))?.iter().try_for_each(|path| self.remove_locked(path))
+    }
+
+    /// The homes of other VMs on the same datastore.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn others(&self) -> Result<Vec<Self>, Problem> {
+        let datastore = self.datastore();
+        let failed = |error: io::Error| failed(datastore, "read", &error);
+        let mut homes = Vec::new();
+        for entry in std::fs::read_dir(datastore).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let is_home = entry.file_name().to_string_lossy().parse::<VmId>().is_ok();
+            if is_home && entry.path() != self.path {
+                homes.push(Self { path: entry.path() });
+            }
+        }
+        Ok(homes)
     }
 
     /// The memory of a suspended VM.
@@ -566,10 +641,23 @@ impl Home {
         remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
         atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
         remove_state_of_none(&self.image(disk))?;
+        self.remove_half_linked(disk)?;
         let path = self.creating(disk);
         std::fs::remove_file(&path)
             .and_then(|()| atomic_file::flush_directory_of(&path))
             .map_err(|error| failed(&path, "removed", &error))
+    }
+
+    /// Removes what a linked clone's disk stands on that has no image yet, with its layer and its note.
+    fn remove_half_linked(&self, disk: DiskId) -> Result<(), Problem> {
+        if self.image(disk).symlink_metadata().is_ok() || self.base_files(Some(disk))?.is_empty() {
+            return Ok(());
+        }
+        for (_, path) in self.layer_files(disk) {
+            self.remove_file(&path)?;
+        }
+        remove_if_there(&self.layers_note(disk))?;
+        self.remove_base(disk)
     }
 
     /// Removes a disk, complete or half-made, with its layers, its copy and its former image, and with the last one the
@@ -588,6 +676,7 @@ impl Home {
         for (_, path) in self.layer_files(disk) {
             self.remove_file(&path)?;
         }
+        self.remove_base(disk)?;
         self.remove_note(&self.layers_note(disk))?;
         self.remove_note(&self.copy_layers_note(disk))?;
         self.remove_note(&self.source_layers_note(disk))?;

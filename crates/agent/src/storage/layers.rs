@@ -12,6 +12,9 @@
 //! Which layers there are and what they are above of is in a note beside the disk ([`note`]), which is replaced as a whole: so
 //! there is a disk at any instant. A file that the note does not name is debris. A disk without a note has no layers.
 //!
+//! The lowest layer of a linked clone is above frozen files of another VM, its base, which have names in the clone's own home as
+//! well ([`super::linking`]): its own image has only the header and the lock.
+//!
 //! The lock of the image itself is that of the whole disk. Nothing of vmseal follows the names that layers have in their headers.
 
 mod copies;
@@ -20,16 +23,19 @@ mod note;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-use vmseal_api::host::LAYERS_MAX;
-use vmseal_api::id::SnapshotId;
+use vmseal_api::host::{DiskSpec, LAYERS_MAX, VmSpec};
+use vmseal_api::id::{DiskId, SnapshotId, VmId};
+use vmseal_api::problem::Problem;
 
 pub use self::copies::{CopiedLayers, NextCopy, drop_copies, drop_sources, set_aside, take_place};
 pub use self::files::{
-    begin_layer, lock_merge, note_merged, open, open_above, open_from, open_kept, open_lower,
-    open_served, open_upper, prepare_active, prepare_merged, put_active, remove_merged,
-    remove_unneeded, room, room_of_all, written,
+    Files, base_of, begin_layer, check_droppable, check_unshared, lock_merge, note_merged, open,
+    open_above, open_from, open_kept, open_lower, open_served, open_upper, prepare_active,
+    prepare_merged, put_active, put_linked, remove_merged, remove_unneeded, room, room_of_all,
+    written,
 };
 pub use self::note::{PreparedNote, read};
+use crate::rules;
 use crate::storage::file_identity::FileIdentity;
 
 /// Identifies a layer of a disk.
@@ -69,12 +75,28 @@ pub struct Kept {
     pub layer: Option<LayerId>,
 }
 
+/// What the layers of a linked clone's disk are above of: files that nobody writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// The VM that they were made for; it may be gone.
+    pub vm: VmId,
+    /// Its disk.
+    pub disk: DiskId,
+    /// The files, each above the next. The last one is a raw image, the others are layers. Their places are their names
+    /// ([`Home::base`]): a note names no path.
+    ///
+    /// [`Home::base`]: crate::storage::home::Home::base
+    pub files: Vec<FileIdentity>,
+}
+
 /// The layers of a disk, and its snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layers {
     layers: Vec<Layer>,
     active: Option<LayerId>,
     snapshots: Vec<Kept>,
+    base: Option<Base>,
 }
 
 /// A layer that can be merged into the one below it.
@@ -90,7 +112,19 @@ impl Layers {
     /// Whether the disk is its image alone.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.layers.is_empty() && self.snapshots.is_empty()
+        self.layers.is_empty() && self.snapshots.is_empty() && self.base.is_none()
+    }
+
+    /// Those of a linked clone that is as its base is: this layer is written.
+    pub(super) fn linked(base: Base, first: Layer) -> Self {
+        let (layers, active) = (vec![first.clone()], Some(first.layer));
+        Self { layers, active, snapshots: Vec::new(), base: Some(base) }
+    }
+
+    /// What the lowest layers are above of, if that is not the disk's image.
+    #[must_use]
+    pub fn base(&self) -> Option<&Base> {
+        self.base.as_ref()
     }
 
     /// The active layer; none for the image itself.
@@ -149,7 +183,9 @@ impl Layers {
     /// Whether another layer fits above the active one.
     #[must_use]
     pub fn has_room(&self) -> bool {
-        self.chain(self.active).len() < LAYERS_MAX
+        // Readers of all of a clone put its header between its layers and the base.
+        let below = self.base.as_ref().map_or(0, |base| base.files.len());
+        self.chain(self.active).len() + below < LAYERS_MAX
     }
 
     /// Keeps what the disk holds, and has `next` written from now on. An earlier attempt at the same snapshot is forgotten.
@@ -202,7 +238,11 @@ impl Layers {
     pub fn next_merge(&self) -> Option<ToMerge> {
         let alone = |layer: &Layer| {
             let below = layer.below;
-            !self.is_kept(below) && self.active != below && self.above(below).count() == 1
+            let frozen = below.is_none() && self.base.is_some();
+            !frozen
+                && !self.is_kept(below)
+                && self.active != below
+                && self.above(below).count() == 1
         };
         let mut found = self.layers.iter().filter(|layer| alone(layer));
         let merge = |layer: &Layer| ToMerge {
@@ -225,6 +265,18 @@ impl Layers {
         self.layers.iter_mut().for_each(|layer| moved(&mut layer.below));
         self.snapshots.iter_mut().for_each(|kept| moved(&mut kept.layer));
         moved(&mut self.active);
+    }
+
+    /// Checks that the disk is its image alone.
+    ///
+    /// # Errors
+    /// `wrong-state`: it has snapshots, or is a linked clone's.
+    pub fn are_none(&self, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+        match &self.base {
+            Some(_) => Err(rules::is_linked(spec, disk)),
+            None if self.is_empty() => Ok(()),
+            None => Err(rules::has_snapshots(spec, disk)),
+        }
     }
 
     /// Whether each layer is above one that is there, without circles, and what is named is there.

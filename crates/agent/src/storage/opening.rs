@@ -11,13 +11,15 @@ use vmseal_api::size::Size;
 use vmseal_luks::{Facts, HeaderError};
 use vmseal_secret::{SecretBytes, SecretFd};
 
+use crate::filter::Shared;
 use crate::keys;
 use crate::rules;
 use crate::storage::builder::internal;
 use crate::storage::facts::from_api;
 use crate::storage::home::Home;
-use crate::storage::layers::{self, LayerId};
+use crate::storage::layers::{self, Files, LayerId};
 use crate::storage::locked::Access;
+use crate::storage::sharing;
 
 /// Where the guest's first byte is in the image, in bytes.
 pub(crate) fn data_offset(facts: &DiskFacts) -> u64 {
@@ -88,6 +90,28 @@ pub struct Open {
     pub key: Option<(SecretFd, Holes)>,
     /// A notice for operators.
     pub notice: Option<Notice>,
+    /// What it has in common with disks of other VMs.
+    pub shared: Shared,
+}
+
+impl Open {
+    /// The file with the disk's header and lock.
+    #[must_use]
+    pub fn own(&self) -> &File {
+        self.shared.own.as_ref().unwrap_or(&self.file)
+    }
+
+    /// The same, and none of the others.
+    #[must_use]
+    pub fn into_own(self) -> File {
+        self.shared.own.unwrap_or(self.file)
+    }
+
+    fn plain(files: Files, shared: bool) -> Self {
+        let Files { layers, image, own, .. } = files;
+        let shared = Shared { key: shared || own.is_some(), own };
+        Self { file: image, layers, offset: 0, key: None, notice: None, shared }
+    }
 }
 
 fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
@@ -106,8 +130,13 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
     })
 }
 
-fn open_layers(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<Vec<File>, Problem> {
-    layers::open(&Home::of(&disk.datastore, spec.vm)?, disk.disk, access)
+fn open_layers(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    image: File,
+    access: Access,
+) -> Result<Files, Problem> {
+    layers::open(&Home::of(&disk.datastore, spec.vm)?, disk.disk, image, access)
 }
 
 /// Opens the image of an encrypted disk for reading, without its key, and the layers above it: the whole image, with its header.
@@ -121,8 +150,7 @@ pub fn open_sealed(
     facts: &DiskFacts,
 ) -> Result<(Open, u64), Problem> {
     let file = open_image(spec, disk, Access::Read)?;
-    let layers = open_layers(spec, disk, Access::Read)?;
-    whole(disk, facts, file, layers)
+    whole(disk, facts, open_layers(spec, disk, file, Access::Read)?)
 }
 
 /// The same of what a snapshot keeps, without a lock: nobody writes there but to the header, which opens at any instant. Blocks.
@@ -135,26 +163,22 @@ pub fn open_sealed_kept(
     facts: &DiskFacts,
     snapshot: SnapshotId,
 ) -> Result<(Open, u64), Problem> {
-    let (file, layers) = open_files_kept(spec, disk, snapshot)?;
-    whole(disk, facts, file, layers)
+    whole(disk, facts, open_files_kept(spec, disk, snapshot)?)
 }
 
-fn whole(
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    file: File,
-    layers: Vec<File>,
-) -> Result<(Open, u64), Problem> {
+fn whole(disk: &DiskSpec, facts: &DiskFacts, mut files: Files) -> Result<(Open, u64), Problem> {
     let offset = data_offset(facts);
-    check_length(&file, disk, offset)?;
-    Ok((Open { file, layers, offset: 0, key: None, notice: None }, offset + disk.size))
+    check_length(&files.image, disk, offset)?;
+    let length = offset + disk.size;
+    if let (Some(own), true) = (&files.own, offset > 0) {
+        // The base begins with the header of another VM.
+        let header = sharing::header_layer(own, offset, length)?;
+        files.layers.insert(files.layers.len() - files.of_base, header);
+    }
+    Ok((Open::plain(files, false), length))
 }
 
-fn open_files_kept(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    snapshot: SnapshotId,
-) -> Result<(File, Vec<File>), Problem> {
+fn open_files_kept(spec: &VmSpec, disk: &DiskSpec, snapshot: SnapshotId) -> Result<Files, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let kept = layers::open_kept(&home, disk.disk, snapshot)?;
     kept.ok_or_else(|| rules::no_snapshot(&spec.name, disk, snapshot))
@@ -182,13 +206,34 @@ pub fn open(
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
         check_length(&file, disk, 0)?;
-        let layers = open_layers(spec, disk, access)?;
-        return Ok(Open { file, layers, offset: 0, key: None, notice: None });
+        return Ok(Open::plain(open_layers(spec, disk, file, access)?, false));
     };
     let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
-    let layers = open_layers(spec, disk, access)?;
+    let files = open_layers(spec, disk, file, access)?;
+    check_length(&files.image, disk, pinned.data_offset)?;
+    let shared = sharing::has_other_names(&files.image).map_err(internal)?;
     let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
-    Ok(Open { file, layers, offset, key: Some((dek, holes)), notice })
+    Ok(Open { offset, key: Some((dek, holes)), notice, ..Open::plain(files, shared) })
+}
+
+/// The DEK of a disk that may be in use, and what holes mean; none of a plain one. Blocks.
+///
+/// # Errors
+/// As [`open`].
+pub fn key_of(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Option<(SecretBytes, vmseal_luks::Holes)>, Problem> {
+    let file = open_image(spec, disk, Access::BesideGuest)?;
+    let Some(pinned) = from_api(disk, facts) else { return Ok(None) };
+    let unlocked = unlock(spec, disk, (file, &pinned), kek)?;
+    let holes = match unlocked.holes {
+        Holes::Zero => vmseal_luks::Holes::Zero,
+        Holes::Ciphertext => vmseal_luks::Holes::Ciphertext,
+    };
+    Ok(Some((unlocked.dek, holes)))
 }
 
 /// Opens what a disk holds without its layers above this one, or without any, for reading and without a lock: nobody writes
@@ -227,14 +272,13 @@ fn with_key(
     disk: &DiskSpec,
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
-    (file, layers): (File, Vec<File>),
+    files: Files,
 ) -> Result<Open, Problem> {
-    let Some(pinned) = from_api(disk, facts) else {
-        return Ok(Open { file, layers, offset: 0, key: None, notice: None });
-    };
-    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
+    let Some(pinned) = from_api(disk, facts) else { return Ok(Open::plain(files, false)) };
+    let own = files.own().try_clone().map_err(internal)?;
+    let Unlocked { dek, holes, notice, .. } = unlock(spec, disk, (own, &pinned), kek)?;
     let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
-    Ok(Open { file, layers, offset, key: Some((dek, holes)), notice })
+    Ok(Open { offset, key: Some((dek, holes)), notice, ..Open::plain(files, false) })
 }
 
 /// An encrypted disk, and its key.

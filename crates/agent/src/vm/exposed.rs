@@ -206,6 +206,7 @@ async fn start(
         layers: open.layers,
         offset: open.offset,
         key: open.key,
+        shared: open.shared,
         keeps_room: builder::is_preallocated(&disk),
         work: filter::Work::Expose {
             socket: directory.listen(SOCKET).map_err(internal)?,

@@ -58,7 +58,9 @@ pub async fn with_filter<T: Send + 'static>(
     loop {
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
-            Some(DiskActivity::Merging { done, total }) => progress(&beside, done, total),
+            Some(
+                DiskActivity::Merging { done, total } | DiskActivity::Exporting { done, total },
+            ) => progress(&beside, done, total),
             Some(DiskActivity::Idle) => break,
             Some(DiskActivity::Failed { message }) => return Err(internal(message)),
             other => return Err(internal(format!("the filter of a merge says {other:?}"))),
@@ -140,11 +142,12 @@ impl Merging {
             layers: above,
             offset: 0,
             key: None,
+            shared: filter::Shared::default(),
             keeps_room: builder::is_preallocated(&disk),
             work: filter::Work::Merge {
                 lower: Lower {
-                    file: lower.0,
-                    layers: lower.1,
+                    file: lower.image,
+                    layers: lower.layers,
                     offset: 0,
                     key: None,
                     direct: Direct::Off,

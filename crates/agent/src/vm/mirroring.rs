@@ -163,6 +163,7 @@ fn open(
             layers: open.layers,
             offset: open.offset,
             key: open.key,
+            shared: open.shared,
             keeps_room: builder::is_preallocated(&disk),
             work: filter::Work::Mirror,
             beside: None,

@@ -19,12 +19,13 @@ mod pace;
 mod proofs;
 mod replicas;
 mod set_running;
+mod sharing;
 mod snapshots;
 mod stacks;
 mod suspended;
 mod trees;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -102,6 +103,8 @@ pub struct Owner {
     made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
     workers: Workers,
+    /// The disks that were lent to linked clones: others may have their data keys.
+    shared_out: BTreeSet<DiskId>,
     /// How often a layer was put above the active one of a disk so that it can be merged.
     merge_rounds: BTreeMap<DiskId, u32>,
     /// The tasks of disks that are exposed, or were: these end by themselves.
@@ -171,6 +174,7 @@ impl Owner {
             made: BTreeMap::new(),
             jobs: Jobs::default(),
             workers: Workers::new(),
+            shared_out: BTreeSet::new(),
             merge_rounds: BTreeMap::new(),
             exposed: BTreeMap::new(),
             exposed_errors: BTreeMap::new(),
@@ -651,7 +655,9 @@ impl Owner {
             disks.partition(|(disk, _)| disk.role.attachment() == Attachment::Tpm);
         let (spec, nics_before) = (self.spec.clone(), self.nics_before.clone());
         let (tpm, kek) = (tpm.into_iter().next(), self.clone_kek()?);
-        Ok(Plan { spec, disks, kek, nics_before, live, tpm, boot_once: None, resume: None })
+        let shared_out = self.shared_out.clone();
+        let (boot_once, resume) = (None, None);
+        Ok(Plan { spec, disks, kek, shared_out, nics_before, live, tpm, boot_once, resume })
     }
 
     async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {

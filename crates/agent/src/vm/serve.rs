@@ -1,5 +1,6 @@
 //! The filter of a VM: its disks opened, the process started, and QEMU connected to it.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,6 +39,8 @@ pub struct Plan {
     /// The disks in boot order, with their pinned facts.
     pub disks: Vec<(DiskSpec, DiskFacts)>,
     pub kek: Option<SecretBytes>,
+    /// The disks whose data keys others may have.
+    pub shared_out: BTreeSet<DiskId>,
     /// Its network cards when it ran last, as far as this agent knows.
     pub nics_before: Vec<NicState>,
     /// How QEMU has its devices, or is to have them.
@@ -61,10 +64,10 @@ pub async fn filter(
     let to_open = plan.clone();
     let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
     for ((disk, _), opened) in plan.disks.iter().zip(&opened).filter(|(_, it)| it.has_pivoted) {
-        images::replace(directory, disk.disk, &opened.open.file)?;
+        images::replace(directory, disk.disk, opened.open.own())?;
     }
     let files: Vec<_> =
-        plan.disks.iter().zip(&opened).map(|((disk, _), it)| (disk, &it.open.file)).collect();
+        plan.disks.iter().zip(&opened).map(|((disk, _), it)| (disk, it.open.own())).collect();
     images::check(directory, &files)?;
     let mut notices = Vec::new();
     let mut disks = Vec::new();
@@ -86,6 +89,10 @@ pub async fn filter(
             layers: open.layers,
             offset: open.offset,
             key: open.key,
+            shared: filter::Shared {
+                key: open.shared.key || plan.shared_out.contains(&disk.disk),
+                ..open.shared
+            },
             keeps_room: is_preallocated(disk),
             work: work(directory, disk, in_use, slot, &mut connections).map_err(internal)?,
             beside: Some(listener),

@@ -148,6 +148,9 @@ pub enum FilterSpec {
         /// What a sector of zeroes on the datastore means.
         holes: Holes,
     },
+    /// Reads go to the guest's memory when they are decrypted, and not before: above encryption, for a disk whose DEK others
+    /// have as well.
+    Bounce {},
     /// Limits requests and bytes a second, of all queues together.
     Limit(LimitSpec),
     /// Delays requests: for tests and drills.
@@ -449,6 +452,9 @@ pub enum BackendSpec {
         backing: Vec<BackingSpec>,
         /// The offset of the guest's first byte in the image's disk (LUKS2: the data segment), in bytes.
         offset: u64,
+        /// A file whose lock is the disk's, kept open and not used: where the lowest file below is another disk's.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        lock: Option<Handle>,
     },
     /// An export of an NBD server (fixed newstyle, without TLS). The filter never connects: it negotiates on sockets that
     /// are passed to it.

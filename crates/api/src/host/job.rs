@@ -98,6 +98,11 @@ pub struct CopyOf {
     /// What the disk held then; none means what it holds now, and that its VM is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<SnapshotId>,
+    /// Whether the new disk stands on what the snapshot keeps, and has its data key (DEK), instead of being filled from it. Until
+    /// it is deleted, or copied, that is neither changed nor copied elsewhere. It is on the same datastore, of the same size and
+    /// thin; what is encrypted is encrypted under both keys.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub linked: bool,
 }
 
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file. The file is written and flushed under another name, and

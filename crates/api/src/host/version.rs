@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 27] = [
+pub const FEATURES: [&str; 28] = [
     "job-create",
     "job-export",
     NICS,
@@ -52,6 +52,7 @@ pub const FEATURES: [&str; 27] = [
     TRACKED_BACKUP,
     MIRROR_LAYERS,
     PACE,
+    LINKED_CLONES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -100,6 +101,9 @@ pub const SNAPSHOTS: &str = "job-snapshot";
 
 /// The feature of agents that fill new disks from those of other VMs.
 pub const COPIES: &str = "disk-copies";
+
+/// The feature of agents that make disks which stand on what a snapshot of another VM keeps.
+pub const LINKED_CLONES: &str = "linked-clones";
 
 /// The feature of agents that read the files of VMs, and report whether they are encrypted.
 pub const PROVE: &str = "job-prove";

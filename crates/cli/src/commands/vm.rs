@@ -109,9 +109,9 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
         }
-        arguments::Vm::Clone { vm, name, snapshot, first_boot, dry_run, wait } => {
+        arguments::Vm::Clone { vm, name, snapshot, linked, first_boot, dry_run, wait } => {
             let cloud_init = first_boot::asked(&first_boot)?;
-            let request = CloneVm { name, snapshot, cloud_init };
+            let request = CloneVm { name, snapshot, linked, cloud_init };
             let path = format!("vms/{vm}/clone");
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }

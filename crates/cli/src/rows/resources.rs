@@ -215,6 +215,10 @@ impl Row for Vm {
         more("labels", |it| all(it.labels.iter().map(|(key, value)| format!("{key}={value}")))),
         more("autostart", |it| Cell::YesNo(it.autostart)),
         more("template", |it| Cell::YesNo(it.template)),
+        more("linked", |it| {
+            it.linked.as_ref().map(|to| format!("{}, snapshot {}", to.vm, to.snapshot)).into()
+        }),
+        more("clones", |it| all(it.clones.iter().cloned())),
         more("at-next-start", |it| all(it.at_next_start.iter().cloned())),
         more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
     ];

@@ -1,9 +1,9 @@
 //! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use vmseal_api::host::version::COPIES;
-use vmseal_api::host::{DiskRole, Power};
+use vmseal_api::host::version::{COPIES, LINKED_CLONES};
+use vmseal_api::host::{Allocation, DiskRole, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::nic::NicBackend;
@@ -16,6 +16,7 @@ use super::vms::{begin, find, plan, power, require_ready, word};
 use super::{Outcome, Services, cloud_init, features, hardware, room};
 use crate::operation::{Copies, Operation};
 use crate::store::disks::{self, Disk};
+use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::{nics, policies, vms};
 use crate::tasks::Engine;
@@ -44,7 +45,13 @@ pub async fn clone(
         Some(_) => Some(cloud_init::key_box(services, origin.host, &origin.host_name).await?),
         None => None,
     };
+    if request.linked {
+        features::require(services, &origin, LINKED_CLONES, "make linked clones")?;
+    }
     if request.snapshot.is_none() {
+        if request.linked {
+            return Err(Problem::invalid("snapshot", needs_snapshot(&origin)));
+        }
         require_off(services, &origin).await?;
     }
     let mut write = services.store.write().await?;
@@ -55,7 +62,11 @@ pub async fn clone(
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
     let provider = provider_of(services, &mut write, &policy).await?;
     room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
-    let (mut made, copies) = copied(&origin, &known, snapshot.as_ref())?;
+    let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref())?;
+    let link = match (&snapshot, request.linked) {
+        (Some(snapshot), true) => Some(linked(&origin, snapshot, &made, &mut copies)?),
+        _ => None,
+    };
     if documents.is_some() {
         made.extend(cloud_init::disk(&made));
     }
@@ -79,6 +90,11 @@ pub async fn clone(
     for (position, disk) in made.iter().enumerate() {
         disks::insert(&mut write, vm.id, position, disk).await?;
     }
+    if let Some(link) = &link {
+        for disk in &copies.linked {
+            links::insert(&mut write, *disk, link).await?;
+        }
+    }
     for (position, nic) in cards.iter().enumerate() {
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
@@ -97,12 +113,57 @@ pub async fn clone(
         let mut planned =
             Plan { warnings: room::examine(services, &vm, &made).await?, ..plan(&task, &vm) };
         planned.steps.insert(0, room::understood(&vm, &made));
+        if let Some(link) = &link {
+            planned.warnings.push(shares(&origin, link));
+        }
         if !cloud_init {
             planned.warnings.push(SAME_GUEST.to_owned());
         }
         return Ok(Outcome::Planned(planned));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Why there is no linked clone of what a VM holds now.
+fn needs_snapshot(origin: &vms::Vm) -> String {
+    format!(
+        "is needed: a linked clone stands on what a snapshot keeps, which nobody writes (vmseal snapshot create {} NAME, then --snapshot NAME)",
+        origin.name
+    )
+}
+
+/// What a linked clone shares.
+fn shares(origin: &vms::Vm, link: &Link) -> String {
+    let key = if origin.key.is_some() { "the data key and " } else { "" };
+    format!(
+        "the clone shares {key}the data of VM '{}', snapshot '{}'",
+        link.vm_name, link.snapshot_name
+    )
+}
+
+/// Has the data disks of a clone stand on what a snapshot keeps, instead of being copied. Others are small, and are copied.
+fn linked(
+    origin: &vms::Vm,
+    snapshot: &Snapshot,
+    made: &[Disk],
+    copies: &mut Copies,
+) -> Result<Link, Problem> {
+    for disk in made.iter().filter(|disk| disk.role == DiskRole::Data) {
+        if disk.allocation == Allocation::Preallocated {
+            let detail = format!(
+                "disk '{}' of VM '{}' has all of its room allocated, as its policy asks for, and that of a linked clone has not: make a full clone",
+                disk.name, origin.name
+            );
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
+        copies.linked.insert(disk.id);
+    }
+    Ok(Link {
+        vm: origin.id,
+        vm_name: origin.name.clone(),
+        snapshot: snapshot.id,
+        snapshot_name: snapshot.name.clone(),
+    })
 }
 
 /// What a clone without data for cloud-init is.
@@ -145,7 +206,7 @@ fn copied(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let snapshot = snapshot.map(|snapshot| snapshot.id);
-    Ok((made, Copies { vm: origin.id, snapshot, disks: of }))
+    Ok((made, Copies { vm: origin.id, snapshot, disks: of, linked: BTreeSet::new() }))
 }
 
 /// A card like another one: with an address of its own, and ports of the host that are chosen when it starts.

@@ -226,6 +226,10 @@ async fn begin(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let snapshots = require_snapshots_follow(services, &wanted).await?;
+    // The former files, which the copies are to replace, would stay.
+    let mut read = services.store.read().await?;
+    super::vms::require_no_clones(&mut read, &wanted.vm, None).await?;
+    drop(read);
     if wanted.moves_first_disk() {
         let what = "they are beside its first disk, and would stay there";
         super::dumps::require_none(services, &wanted.vm, what).await?;

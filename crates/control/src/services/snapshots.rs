@@ -10,7 +10,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, find, power, require_no_template, require_ready, word};
+use super::vms::{begin, find, power, require_no_clones, require_no_template, require_ready, word};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
 use crate::store::Write;
@@ -248,6 +248,7 @@ pub async fn delete(
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;
+    require_no_clones(&mut write, &vm, Some(snapshot)).await?;
     let operation = Operation::DeleteSnapshot { vm: vm.id, snapshot: snapshot.id };
     begin(services, write, operation, &vm, caller, dry_run).await
 }

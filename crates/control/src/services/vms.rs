@@ -1,12 +1,15 @@
 //! Virtual machines.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmState};
 use vmseal_api::id::{HostId, VmId};
-use vmseal_api::model::{self, Disk, DiskAttachment, Lifecycle, Page, Plan, Replication, Vm};
+use vmseal_api::model::{
+    self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
+};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
@@ -14,6 +17,8 @@ use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
+use crate::store::links::{self, Link};
+use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
 use crate::store::{StoreError, Write, disks, nics, providers, vms};
 use crate::tasks::{Engine, steps};
@@ -24,15 +29,30 @@ const SHUTDOWN_DEFAULT: u32 = 120;
 /// The maximum time for a guest to shut down, in seconds.
 const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
 
+/// What a VM shares with others.
+#[derive(Default)]
+struct Links {
+    /// What it stands on.
+    to: Option<Link>,
+    /// The clones that stand on it, by name.
+    from: Vec<String>,
+}
+
 fn shown(
     vm: vms::Vm,
     disks: Vec<disks::Disk>,
     nics: Vec<NicSpec>,
     provider: Option<String>,
+    links: Links,
     seen: Option<&VmState>,
 ) -> Vm {
     let at_next_start = at_next_start(&vm, &disks, seen);
     let attachment = |disk: &disks::Disk| attachment(disk, seen);
+    let linked = links.to.map(|link| LinkedTo {
+        vm: link.vm_name,
+        snapshot: link.snapshot_name,
+        shares_data_key: disks.iter().any(|disk| disk.role.is_data() && disk.encrypted),
+    });
     let disks = disks.into_iter().map(|disk| Disk {
         attachment: attachment(&disk),
         id: disk.id,
@@ -57,6 +77,8 @@ fn shown(
         labels: vm.labels,
         autostart: vm.autostart,
         template: vm.template,
+        linked,
+        clones: links.from,
         host: vm.host_name,
         policy: vm.policy_name,
         vcpus: vm.vcpus,
@@ -165,6 +187,13 @@ pub async fn list(
     let mut disks = disks::of_part(&mut read, &part).await?;
     let mut nics = nics::of_part(&mut read, &part).await?;
     let providers = providers::names(&mut read).await?;
+    let mut links = links::all(&mut read).await?;
+    let mut clones: HashMap<VmId, Vec<String>> = HashMap::new();
+    for link in links.values() {
+        if let Entry::Vacant(clones) = clones.entry(link.vm) {
+            clones.insert(links::clones_of(&mut read, link.vm, None).await?);
+        }
+    }
     drop(read);
     let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
     let views: HashMap<_, _> = hosts.into_iter().map(|it| (it, services.hosts.view(it))).collect();
@@ -177,7 +206,9 @@ pub async fn list(
         let nics = nics.remove(&vm.id).unwrap_or_default();
         let provider = vm.key.as_ref().and_then(|key| providers.get(&key.provider).cloned());
         let seen = seen.get(&(vm.host, vm.id)).copied();
-        shown(vm, disks, nics, provider, seen)
+        let from = clones.remove(&vm.id).unwrap_or_default();
+        let links = Links { to: links.remove(&vm.id), from };
+        shown(vm, disks, nics, provider, links, seen)
     });
     Ok(Page { items: items.collect(), next })
 }
@@ -189,10 +220,12 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let mut read = services.store.read().await?;
     let provider = provider_name(&mut read, &vm).await?;
     let nics = nics::of_vm(&mut read, vm.id).await?;
+    let to = links::of_vm(&mut read, vm.id).await?;
+    let links = Links { to, from: links::clones_of(&mut read, vm.id, None).await? };
     drop(read);
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
-    Ok(shown(vm, disks, nics, provider, seen))
+    Ok(shown(vm, disks, nics, provider, links, seen))
 }
 
 /// Commits a transaction with a new task, and begins the task; or only plans it.
@@ -401,8 +434,42 @@ pub async fn delete(
     // Read again: a task may have ended since.
     let now = vms::get(&mut write, vm.id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
     vms::set_lifecycle(&mut write, vm.id, Lifecycle::Deleting).await?;
+    let clones = links::clones_of(&mut write, vm.id, None).await?;
     let operation = Operation::DeleteVm { vm: vm.id, was: now.lifecycle };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let mut begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    if let (Outcome::Planned(plan), false) = (&mut begun, clones.is_empty()) {
+        plan.warnings.push(format!(
+            "linked clones keep what they share with it, data and data keys: {}",
+            named(&clones)
+        ));
+    }
+    Ok(begun)
+}
+
+/// Names of VMs, as an error has them.
+fn named(names: &[String]) -> String {
+    names.iter().map(|name| format!("'{name}'")).collect::<Vec<_>>().join(", ")
+}
+
+/// Refuses what would change, or be rid of, what linked clones of a VM, or of one snapshot of it, stand on.
+pub(super) async fn require_no_clones(
+    from: &mut SqliteConnection,
+    vm: &vms::Vm,
+    snapshot: Option<&Snapshot>,
+) -> Result<(), Problem> {
+    let clones = links::clones_of(from, vm.id, snapshot.map(|snapshot| snapshot.id)).await?;
+    if clones.is_empty() {
+        return Ok(());
+    }
+    let of = match snapshot {
+        Some(snapshot) => format!("snapshot '{}' of VM '{}'", snapshot.name, vm.name),
+        None => format!("VM '{}'", vm.name),
+    };
+    let detail = format!(
+        "linked clones stand on {of}: {}. Delete them, or make them VMs of their own first (vmseal vm recrypt NAME --deep, or vmseal vm move)",
+        named(&clones)
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Opens a guest's serial console; one user has it at a time.

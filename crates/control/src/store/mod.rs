@@ -15,6 +15,7 @@ pub mod hosts;
 pub mod key_requests;
 pub mod keys;
 pub mod kmip;
+pub mod links;
 pub mod nics;
 pub mod policies;
 pub mod proofs;

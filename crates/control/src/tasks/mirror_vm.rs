@@ -42,7 +42,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::{self, NewEvent};
 use crate::store::tasks::{self, Task};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, datastores, policies};
+use crate::store::{Write, datastores, links, policies};
 
 /// The steps, in order; each operation has some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -403,6 +403,8 @@ fn copy_of<'a>(seen: &'a [DiskState], disk: &Disk, operation: &Operation) -> Opt
 /// Records the image of a disk as its host has it.
 async fn set_image(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
     disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
+    // A copy is a disk of its own.
+    links::forget(write, seen.disk).await?;
     if let Some(datastore) = seen.datastore {
         disks::set_datastore(write, seen.disk, datastore).await?;
     }

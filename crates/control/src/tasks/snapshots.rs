@@ -238,9 +238,20 @@ async fn describe(run: &Run<'_>) {
     }
 }
 
-/// A host drops snapshots of a VM that is off or runs.
+/// A host drops snapshots of a VM that is off or runs, and none that linked clones stand on, of which it may know more than the
+/// inventory.
 async fn check_power(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
+    if let Some(Snapshot { id: snapshot, disks, .. }) = find(run).await? {
+        let job = JobSpec::DropSnapshot(DropSnapshotJob { snapshot, disks });
+        // What else is wrong shows when it is dropped.
+        match run.agent(&vm)?.examine_job(vm.id, job).await {
+            Err(problem) if problem.code == ErrorCode::WrongState => {
+                return Err(StepError::Final(problem));
+            }
+            _ => {}
+        }
+    }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {
         Some(Power::Starting) => {

@@ -106,6 +106,7 @@ enum Kind {
     Dump(dumps::Dump),
     Backup(backups::Backup),
     Clone,
+    LinkedClone,
     Adopt,
 }
 
@@ -116,6 +117,11 @@ impl Kind {
             Self::Create | Self::FirstBoot => None,
             Self::Clone => {
                 fixture.made("origin", "encrypted").await;
+                None
+            }
+            Self::LinkedClone => {
+                let origin = fixture.made("origin", "encrypted").await;
+                snapshots::taken(fixture, origin, "base").await;
                 None
             }
             Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
@@ -135,12 +141,14 @@ impl Kind {
         let Some(vm) = vm else {
             return match self {
                 Self::FirstBoot => cloud_init::create(fixture, "web").await,
-                Self::Clone => snapshots::clone(fixture).await,
+                Self::Clone | Self::LinkedClone => snapshots::clone(fixture).await,
                 _ => fixture.create("web", "encrypted").await,
             };
         };
         let operation = match self {
-            Self::Create | Self::FirstBoot | Self::Clone => unreachable!("it has no VM yet"),
+            Self::Create | Self::FirstBoot | Self::Clone | Self::LinkedClone => {
+                unreachable!("it has no VM yet")
+            }
             Self::Adopt => return (vm, adopt::begin(fixture).await),
             Self::Start => Operation::StartVm { vm, boot_once: None },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
@@ -162,7 +170,7 @@ impl Kind {
             Self::Create | Self::FirstBoot => {
                 steps::of(&Operation::CreateVm { vm, cloud_init: None, copies: None })
             }
-            Self::Clone => steps::of(&snapshots::cloning(vm, VmId::new())),
+            Self::Clone | Self::LinkedClone => steps::of(&snapshots::cloning(vm, VmId::new())),
             Self::Start => steps::of(&Operation::StartVm { vm, boot_once: None }),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
@@ -201,6 +209,10 @@ impl Kind {
             Self::Create | Self::FirstBoot | Self::Stop | Self::Clone => {
                 fixture.assert_whole(vm, Power::Off, what).await
             }
+            Self::LinkedClone => {
+                fixture.assert_whole(vm, Power::Off, what).await;
+                snapshots::assert_linked(fixture, vm, what).await;
+            }
             Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {
@@ -221,7 +233,7 @@ impl Kind {
     async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
             Self::Create | Self::FirstBoot => fixture.assert_nothing_left(vm, what).await,
-            Self::Clone => snapshots::assert_no_clone(fixture, vm, what).await,
+            Self::Clone | Self::LinkedClone => snapshots::assert_no_clone(fixture, vm, what).await,
             Self::Start | Self::Delete => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;

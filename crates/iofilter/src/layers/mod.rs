@@ -1,6 +1,7 @@
 //! The filters of a disk's chain: each passes, completes or splits requests.
 
 pub mod align;
+pub mod bounce;
 pub mod cache;
 pub mod crypt;
 pub mod delay;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 
 use vmseal_api::filter::{FilterSpec, LayerFigures};
 
+use crate::layers::bounce::Bounce;
 use crate::layers::cache::Cache;
 use crate::layers::delay::Delay;
 use crate::layers::fault::Fault;
@@ -39,6 +41,7 @@ pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
         FilterSpec::Limit(limit) => Some(Arc::new(Limit::new(limit))),
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),
+        FilterSpec::Bounce {} => Some(Arc::new(Bounce::default())),
         FilterSpec::Cache(cache) => Some(Arc::new(Cache::new(cache))),
     }
 }

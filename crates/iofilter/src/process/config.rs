@@ -117,6 +117,11 @@ pub fn keeps_zeroes(chain: &[FilterSpec]) -> bool {
     !chain.iter().any(is_noise)
 }
 
+/// Whether what a guest reads goes through buffers of its own.
+pub fn bounces_reads(disk: &DiskConfig) -> bool {
+    disk.chain.iter().any(|link| matches!(link, FilterSpec::Bounce {}))
+}
+
 /// The disk's replica.
 #[must_use]
 pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {

@@ -47,6 +47,7 @@ pub(super) fn layers_of(
             FilterSpec::Limit(_)
             | FilterSpec::Delay(_)
             | FilterSpec::Fault(_)
+            | FilterSpec::Bounce {}
             | FilterSpec::Cache(_) => layers::of(link),
         })
     };
@@ -77,13 +78,16 @@ pub(super) fn storage(
             }
             Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
         }
-        BackendSpec::Qcow2 { file, backing, offset } => {
+        BackendSpec::Qcow2 { file, backing, offset, lock } => {
             let fd = handles.image(file, !read_only).map_err(named("its image"))?;
             let (mut files, mut below) = (vec![fd.try_clone()?], Vec::new());
             for BackingSpec { file, format } in backing {
                 let fd = handles.image(file, false).map_err(named("a file below its image"))?;
                 files.push(fd.try_clone()?);
                 below.push((fd, *format));
+            }
+            if let Some(lock) = lock {
+                files.push(handles.file(lock, false).map_err(named("the file of its lock"))?);
             }
             let image = Qcow2Disk::open(fd, below, *offset, size, read_only);
             let image = image.map_err(|error| StartError::Image { disk: id, error })?;

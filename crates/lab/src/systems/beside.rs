@@ -111,7 +111,7 @@ fn take_snapshot(place: &Place, control: &Path) -> io::Result<Acted> {
     };
     let below = BackingSpec { file: Handle::Fd(1), format: ImageFormat::Raw };
     let (file, offset) = (Handle::Fd(0), DATA_OFFSET);
-    let backend = BackendSpec::Qcow2 { file, backing: vec![below], offset };
+    let backend = BackendSpec::Qcow2 { file, backing: vec![below], offset, lock: None };
     let stacks = vec![NewStack { disk: served, chain: None, backend }];
     let begun = Instant::now();
     done(ask(&mut stream, &ControlRequest::Drain { disks: vec![served] }, &[])?)?;

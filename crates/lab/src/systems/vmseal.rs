@@ -90,7 +90,7 @@ impl Vmseal {
         }
         let kept = Handle::Path(kept_path(place));
         let backing = vec![BackingSpec { file: kept, format: ImageFormat::Raw }];
-        BackendSpec::Qcow2 { file, backing, offset }
+        BackendSpec::Qcow2 { file, backing, offset, lock: None }
     }
 
     /// Makes what there is after a snapshot: the disk's file is kept, and an image above it takes what is written.

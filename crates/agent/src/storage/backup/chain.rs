@@ -12,7 +12,7 @@ use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::digest::Sha256;
 
 use super::directory::{Backups, absent};
-use crate::filter::{Disk, Sums, Volume, Work};
+use crate::filter::{Disk, Shared, Sums, Volume, Work};
 use crate::storage::builder::internal;
 use crate::storage::transfer::TransferDirectories;
 
@@ -125,6 +125,7 @@ impl Opened {
             layers,
             offset: 0,
             key: None,
+            shared: Shared::default(),
             keeps_room: true,
             work: Work::Export {
                 target: target.as_fd().try_clone_to_owned().map_err(internal)?.into(),

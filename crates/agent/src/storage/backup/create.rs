@@ -165,7 +165,7 @@ impl Creating {
     fn open(&self, begun: &Begun, at: usize) -> Result<Part, Problem> {
         let (disk, facts) = &self.disks[at];
         let opened = opening::open_sealed_kept(&self.spec, disk, facts, self.job.snapshot);
-        let (Open { file: image, layers, .. }, length) = opened?;
+        let (Open { file: image, layers, shared, .. }, length) = opened?;
         let below = self.below(begun.parent.as_ref(), disk, facts, length)?;
         if below.is_none() {
             check_room(begun, length, [&image].into_iter().chain(&layers))?;
@@ -214,6 +214,7 @@ impl Creating {
             layers,
             offset: 0,
             key: None,
+            shared,
             keeps_room: true,
             work,
             beside: None,

@@ -83,9 +83,7 @@ impl Restoring {
     /// Checks that what the backup has of a disk can be the disk.
     fn fits(&self, disk: &DiskSpec, entry: &BackedUpDisk) -> Result<(), Problem> {
         let home = Home::of(&disk.datastore, self.spec.vm)?;
-        if !layers::read(&home, disk.disk)?.is_empty() {
-            return Err(rules::has_snapshots(&self.spec, disk));
-        }
+        layers::read(&home, disk.disk)?.are_none(&self.spec, disk)?;
         if let Some(mirror) = Mirror::find(&home, disk.disk)? {
             return Err(rules::other_mirror(disk, mirror.task()));
         }

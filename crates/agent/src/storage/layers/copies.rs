@@ -238,15 +238,19 @@ fn rename_if_there(from: &Path, to: &Path) -> Result<bool, Problem> {
 pub fn drop_sources(
     home: &Home,
     disk: DiskId,
-    mut overwrite: impl FnMut(&File) -> Result<(), Problem>,
+    mut overwrite: impl FnMut(&Path, &File) -> Result<(), Problem>,
 ) -> Result<(), Problem> {
     let path = home.source_layers_note(disk);
     let Some(layers) = note::read_at(&path)? else { return Ok(()) };
     for layer in &layers.layers {
         let path = home.layer(disk, layer.layer.0);
         let Some(file) = open_locked(&path, Access::Write)? else { continue };
-        overwrite(&file)?;
+        overwrite(&path, &file)?;
         home.remove_locked(&path)?;
+    }
+    // What a linked clone stood on is the other VM's: only its names here go.
+    if layers.base().is_some() {
+        home.remove_base(disk)?;
     }
     home.remove_note(&path)
 }

@@ -1,7 +1,7 @@
 //! The files of a disk's layers.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
@@ -12,25 +12,161 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_qcow2::Below;
 
 use super::note::PreparedNote;
-use super::{Layer, LayerId, Layers, note};
+use super::{Base, Layer, LayerId, Layers, note};
+use crate::storage::builder::internal;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::failed;
+use crate::storage::sharing;
 
-/// Opens the layers of a disk, the active one first: none where the disk is its image alone. For a writer the active layer is
-/// locked against all others; the others are only read. Blocks.
+/// The open files of a disk, from some layer downwards.
+#[derive(Debug)]
+pub struct Files {
+    /// The layers above the lowest file, the uppermost first.
+    pub layers: Vec<File>,
+    /// The lowest file: the disk's image, or that of a linked clone's base.
+    pub image: File,
+    /// The image with the header and the lock, of a linked clone.
+    pub own: Option<File>,
+    /// How many of the layers, the last ones, are its base's.
+    pub of_base: usize,
+}
+
+impl Files {
+    /// Those of a disk with this image and these layers, and what its base has.
+    fn new(
+        home: &Home,
+        disk: DiskId,
+        known: &Layers,
+        (image, mut layers): (File, Vec<File>),
+    ) -> Result<Self, Problem> {
+        let Some(mut base) = open_base(home, disk, known)? else {
+            return Ok(Self { layers, image, own: None, of_base: 0 });
+        };
+        // A note that names no file is refused.
+        let lowest = base.pop().ok_or_else(|| internal("a linked clone without a base"))?;
+        let of_base = base.len();
+        layers.extend(base);
+        Ok(Self { layers, image: lowest, own: Some(image), of_base })
+    }
+
+    /// The file with the disk's header and lock.
+    #[must_use]
+    pub fn own(&self) -> &File {
+        self.own.as_ref().unwrap_or(&self.image)
+    }
+}
+
+/// Opens the layers of a disk whose image is open, the active one first: none where the disk is its image alone. For a writer
+/// the active layer is locked against all others; the others are only read. Blocks.
 ///
 /// # Errors
 /// `damaged` when one is not there or is another file; `in-use`.
-pub fn open(home: &Home, disk: DiskId, access: Access) -> Result<Vec<File>, Problem> {
+pub fn open(home: &Home, disk: DiskId, image: File, access: Access) -> Result<Files, Problem> {
     let layers = note::read(home, disk)?;
     let chain = layers.chain(layers.active);
     let open = |(depth, layer): (usize, &&Layer)| {
         let access = if depth == 0 { access } else { Access::Read };
         open_layer(home, disk, layer, access)
     };
-    chain.iter().enumerate().map(open).collect()
+    let above = chain.iter().enumerate().map(open).collect::<Result<_, _>>()?;
+    Files::new(home, disk, &layers, (image, above))
+}
+
+/// Opens the files of a linked clone's base for reading, each before the next one below it. They need no lock, as nobody writes
+/// them.
+fn open_base(home: &Home, disk: DiskId, layers: &Layers) -> Result<Option<Vec<File>>, Problem> {
+    let Some(base) = &layers.base else { return Ok(None) };
+    let open = |(place, known): (usize, &FileIdentity)| {
+        let path = home.base(disk, place, base.files.len());
+        let opened = File::options()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path);
+        let file = opened.map_err(|error| failed(&path, "opened", &error))?;
+        let found = file.metadata().map_err(|error| failed(&path, "read", &error))?;
+        if found.is_file() && FileIdentity::in_metadata(&found) == *known {
+            return Ok(file);
+        }
+        Err(gone(&path))
+    };
+    base.files.iter().enumerate().map(open).collect::<Result<_, _>>().map(Some)
+}
+
+/// Checks that no linked clone stands on what a disk has itself, its image and its layers. Blocks.
+///
+/// # Errors
+/// `wrong-state`, with their names; those of the note.
+pub fn check_unshared(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    let known = note::read(home, disk)?;
+    let layers = known.layers.iter().map(|layer| home.layer(disk, layer.layer.0));
+    let files: Vec<_> = layers.chain([home.image(disk)]).collect();
+    sharing::check_alone(home, &files)
+}
+
+/// Checks that no linked clone stands on what a snapshot keeps of a disk. Blocks.
+///
+/// # Errors
+/// As [`check_unshared`].
+pub fn check_droppable(home: &Home, disk: DiskId, snapshot: SnapshotId) -> Result<(), Problem> {
+    let Some(kept) = note::read(home, disk)?.layer_of(snapshot) else { return Ok(()) };
+    let path = kept.map_or_else(|| home.image(disk), |layer| home.layer(disk, layer.0));
+    sharing::check_alone(home, &[path])
+}
+
+/// What a linked clone of what a snapshot keeps is above of: the places of the files, each above the next, with what they are. None
+/// without the snapshot. Blocks.
+///
+/// # Errors
+/// `damaged` when one is not there or is another file; those of the note.
+pub fn base_of(
+    home: &Home,
+    disk: DiskId,
+    snapshot: SnapshotId,
+) -> Result<Option<Vec<(PathBuf, FileIdentity)>>, Problem> {
+    let known = note::read(home, disk)?;
+    let Some(kept) = known.layer_of(snapshot) else { return Ok(None) };
+    let chain = known.chain(kept);
+    let mut files: Vec<_> = chain
+        .into_iter()
+        .map(|layer| (home.layer(disk, layer.layer.0), Some(layer.file.clone())))
+        .collect();
+    match &known.base {
+        None => files.push((home.image(disk), None)),
+        Some(base) => {
+            let known = base.files.iter().enumerate();
+            let place = |place| home.base(disk, place, base.files.len());
+            files.extend(known.map(|(at, file)| (place(at), Some(file.clone()))));
+        }
+    }
+    let checked = files.into_iter().map(|(path, known)| {
+        let found = path.symlink_metadata().map_err(|error| failed(&path, "read", &error))?;
+        let identity = FileIdentity::in_metadata(&found);
+        match known {
+            _ if !found.is_file() => Err(gone(&path)),
+            Some(known) if known != identity => Err(gone(&path)),
+            _ => Ok((path, identity)),
+        }
+    });
+    checked.collect::<Result<_, _>>().map(Some)
+}
+
+/// Makes the first layer of a linked clone, which is empty, and writes the note: the disk is as its base is, when its image gets
+/// its name. `length` is that of the image. Blocks.
+///
+/// # Errors
+/// `no-space`; those of the file system.
+pub fn put_linked(home: &Home, disk: DiskId, base: Base, length: u64) -> Result<(), Problem> {
+    let format = if base.files.len() > 1 { "qcow2" } else { "raw" };
+    let (layer, _) = make_layer_above(
+        home,
+        disk,
+        None,
+        length,
+        (&home.base(disk, 0, base.files.len()), format),
+    )?;
+    note::write(home, disk, &Layers::linked(base, layer))
 }
 
 pub(super) fn open_layer(
@@ -92,12 +228,23 @@ pub(super) fn make_layer(
     below: Option<LayerId>,
     length: u64,
 ) -> Result<(Layer, File), Problem> {
+    let lower = below.map_or_else(|| home.image(disk), |below| home.layer(disk, below.0));
+    let format = if below.is_some() { "qcow2" } else { "raw" };
+    make_layer_above(home, disk, below, length, (&lower, format))
+}
+
+/// The same with a file of this format below it.
+fn make_layer_above(
+    home: &Home,
+    disk: DiskId,
+    below: Option<LayerId>,
+    length: u64,
+    (lower, format): (&Path, &str),
+) -> Result<(Layer, File), Problem> {
     let layer = LayerId::new();
     let path = home.layer(disk, layer.0);
-    let lower = below.map_or_else(|| home.image(disk), |below| home.layer(disk, below.0));
     let name = lower.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = name.unwrap_or_default();
-    let format = if below.is_some() { "qcow2" } else { "raw" };
     let file = make_locked(&path)?;
     vmseal_qcow2::create_overlay(&file, length, Below { name: &name, format })
         .and_then(|()| file.sync_all())
@@ -143,12 +290,11 @@ pub fn prepare_active(
 ///
 /// # Errors
 /// As [`open_upper`].
-pub fn open_above(home: &Home, disk: DiskId, next: &Layer) -> Result<(File, Vec<File>), Problem> {
+pub fn open_above(home: &Home, disk: DiskId, next: &Layer) -> Result<Files, Problem> {
     let known = note::read(home, disk)?;
-    let (image, below) = open_chain(home, disk, &known, next.below, false)?;
-    let mut layers = vec![open_layer(home, disk, next, Access::Write)?];
-    layers.extend(below);
-    Ok((image, layers))
+    let mut files = open_chain(home, disk, &known, next.below, false)?;
+    files.layers.insert(0, open_layer(home, disk, next, Access::Write)?);
+    Ok(files)
 }
 
 /// The file that is written, of a disk that has layers: none of one that has none, or whose file is not there. Blocks.
@@ -249,18 +395,14 @@ pub fn open_upper(
     layers: &Layers,
     upper: LayerId,
 ) -> Result<(File, Vec<File>), Problem> {
-    open_chain(home, disk, layers, Some(upper), false)
+    open_chain(home, disk, layers, Some(upper), false).map(|files| (files.image, files.layers))
 }
 
 /// The same from a layer that nobody writes downwards, or of the image alone. Blocks.
 ///
 /// # Errors
 /// As [`open_upper`]; those of the note.
-pub fn open_from(
-    home: &Home,
-    disk: DiskId,
-    from: Option<LayerId>,
-) -> Result<(File, Vec<File>), Problem> {
+pub fn open_from(home: &Home, disk: DiskId, from: Option<LayerId>) -> Result<Files, Problem> {
     open_chain(home, disk, &note::read(home, disk)?, from, false)
 }
 
@@ -272,7 +414,7 @@ pub fn open_kept(
     home: &Home,
     disk: DiskId,
     snapshot: SnapshotId,
-) -> Result<Option<(File, Vec<File>)>, Problem> {
+) -> Result<Option<Files>, Problem> {
     let layers = note::read(home, disk)?;
     let kept = layers.layer_of(snapshot);
     kept.map(|layer| open_chain(home, disk, &layers, layer, false)).transpose()
@@ -281,14 +423,16 @@ pub fn open_kept(
 /// Opens what is below a layer, to be written. Blocks.
 ///
 /// # Errors
-/// As [`open_upper`].
+/// As [`open_upper`]; `wrong-state` when linked clones stand on that file.
 pub fn open_lower(
     home: &Home,
     disk: DiskId,
     layers: &Layers,
     upper: LayerId,
-) -> Result<(File, Vec<File>), Problem> {
+) -> Result<Files, Problem> {
     let below = layers.layer(upper).and_then(|layer| layer.below);
+    let path = below.map_or_else(|| home.image(disk), |below| home.layer(disk, below.0));
+    sharing::check_alone(home, &[path])?;
     open_chain(home, disk, layers, below, true)
 }
 
@@ -300,7 +444,7 @@ pub fn open_served(
     home: &Home,
     disk: DiskId,
     layers: &Layers,
-) -> Result<(File, Vec<File>), Problem> {
+) -> Result<Files, Problem> {
     open_chain(home, disk, layers, layers.active, true)
 }
 
@@ -310,15 +454,15 @@ fn open_chain(
     layers: &Layers,
     from: Option<LayerId>,
     write: bool,
-) -> Result<(File, Vec<File>), Problem> {
+) -> Result<Files, Problem> {
     let chain = layers.chain(from);
     let open =
         |(depth, layer): (usize, &&Layer)| open_unlocked(home, disk, layer, write && depth == 0);
-    let files = chain.iter().enumerate().map(open).collect::<Result<Vec<_>, _>>()?;
+    let above = chain.iter().enumerate().map(open).collect::<Result<Vec<_>, _>>()?;
     let path: PathBuf = home.image(disk);
-    let image = File::options().read(true).write(write && files.is_empty()).open(&path);
+    let image = File::options().read(true).write(write && above.is_empty()).open(&path);
     let image = image.map_err(|error| failed(&path, "opened", &error))?;
-    Ok((image, files))
+    Files::new(home, disk, layers, (image, above))
 }
 
 /// Notes that a layer has been merged into the one below it, and removes its file. Blocks.

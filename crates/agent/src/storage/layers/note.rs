@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::atomic_file::{self, PRIVATE, Prepared};
+use vmseal_api::host::LAYERS_MAX;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{Kept, Layer, LayerId, Layers};
+use super::{Base, Kept, Layer, LayerId, Layers};
 use crate::storage::home::Home;
 use crate::storage::mark::failed;
 
@@ -27,6 +28,8 @@ struct Note {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     active: Option<LayerId>,
     snapshots: Vec<Kept>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<Base>,
 }
 
 /// The layers of a disk. Blocks.
@@ -59,8 +62,11 @@ pub(super) fn read_at(path: &Path) -> Result<Option<Layers>, Problem> {
     if note.version != VERSION {
         return Err(damaged(format!("it has version {}", note.version)));
     }
-    let Note { layers, active, snapshots, .. } = note;
-    let layers = Layers { layers, active, snapshots };
+    let Note { layers, active, snapshots, base, .. } = note;
+    if base.as_ref().is_some_and(|base| !(1..LAYERS_MAX).contains(&base.files.len())) {
+        return Err(damaged("it has no base, or too long a one".to_owned()));
+    }
+    let layers = Layers { layers, active, snapshots, base };
     if layers.is_sound() {
         Ok(Some(layers))
     } else {
@@ -123,8 +129,8 @@ pub(super) fn prepare(home: &Home, disk: DiskId, layers: &Layers) -> Result<Prep
 }
 
 fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
-    let Layers { layers, active, snapshots } = layers.clone();
-    let note = Note { version: VERSION, layers, active, snapshots };
+    let Layers { layers, active, snapshots, base } = layers.clone();
+    let note = Note { version: VERSION, layers, active, snapshots, base };
     let prepared = serde_json::to_vec(&note)
         .map_err(io::Error::from)
         .and_then(|json| atomic_file::prepare(&path, &json, PRIVATE));
@@ -137,7 +143,7 @@ fn prepare_at(path: PathBuf, layers: &Layers) -> Result<PreparedNote, Problem> {
 #[cfg(test)]
 mod tests {
     use uuid::Uuid;
-    use vmseal_api::id::SnapshotId;
+    use vmseal_api::id::{SnapshotId, VmId};
 
     use super::*;
     use crate::storage::file_identity::FileIdentity;
@@ -165,9 +171,37 @@ mod tests {
                     layer: Some(id(1)),
                 },
             ],
+            base: None,
         };
         let text = r#"{"version":1,"layers":[{"layer":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}},{"layer":"00000000-0000-0000-0000-000000000002","below":"00000000-0000-0000-0000-000000000001","file":{"inode":5,"born":6}}],"active":"00000000-0000-0000-0000-000000000002","snapshots":[{"snapshot":"00000000-0000-0000-0000-000000000003","attempt":"00000000-0000-0000-0000-000000000004"},{"snapshot":"00000000-0000-0000-0000-000000000005","attempt":"00000000-0000-0000-0000-000000000006","layer":"00000000-0000-0000-0000-000000000001"}]}"#;
         assert_eq!(serde_json::to_string(&note).unwrap(), text);
         assert!(serde_json::from_str::<Note>(text).is_ok());
+        let linked = Note {
+            layers: vec![Layer {
+                layer: id(1),
+                below: None,
+                file: FileIdentity { inode: 5, born: None },
+            }],
+            active: Some(id(1)),
+            snapshots: Vec::new(),
+            base: Some(Base {
+                vm: VmId(Uuid::from_u128(7)),
+                disk: DiskId(Uuid::from_u128(8)),
+                files: vec![FileIdentity { inode: 9, born: Some(10) }],
+            }),
+            ..note
+        };
+        let text = r#"{"version":1,"layers":[{"layer":"00000000-0000-0000-0000-000000000001","file":{"inode":5}}],"active":"00000000-0000-0000-0000-000000000001","snapshots":[],"base":{"vm":"00000000-0000-0000-0000-000000000007","disk":"00000000-0000-0000-0000-000000000008","files":[{"inode":9,"born":10}]}}"#;
+        assert_eq!(serde_json::to_string(&linked).unwrap(), text);
+        // A base of no file, and of too many.
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("note");
+        let file = r#"{"inode":9,"born":10}"#;
+        let written = |files: &str| {
+            std::fs::write(&path, text.replace(file, files)).unwrap();
+            read_at(&path)
+        };
+        assert!(written(file).unwrap().is_some_and(|layers| layers.base().is_some()));
+        assert!(written("").is_err() && written(&vec![file; LAYERS_MAX].join(",")).is_err());
     }
 }

@@ -18,6 +18,7 @@ use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
+use crate::storage::sharing;
 
 /// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
 /// cancelled.
@@ -57,13 +58,19 @@ pub fn remove(
             DiskFacts::Raw => length,
             DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
         };
-        overwrite(&file, end, |done| progress(done, end), &is_cancelled)
-            .map_err(|problem| problem.unwrap_or_else(ended))?;
+        // What linked clones stand on is theirs.
+        if sharing::clones_of(&home, std::slice::from_ref(&path))?.is_empty() {
+            overwrite(&file, end, |done| progress(done, end), &is_cancelled)
+                .map_err(|problem| problem.unwrap_or_else(ended))?;
+        }
         home.remove_locked(&path)?;
     }
     if mirror.note.layers {
         // After the image, whose header has the key of encrypted ones.
-        layers::drop_sources(&home, disk.disk, |file| {
+        layers::drop_sources(&home, disk.disk, |path, file| {
+            if !sharing::clones_of(&home, &[path.to_owned()])?.is_empty() {
+                return Ok(());
+            }
             let end = match facts {
                 DiskFacts::Raw => file.metadata().map_err(internal)?.len(),
                 DiskFacts::Luks2 { .. } => 0,

@@ -16,7 +16,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::{Mirror, copy_key};
-use crate::filter::{self, Lower};
+use crate::filter::{self, Lower, Shared, Sums, Volume};
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::home::Home;
@@ -95,13 +95,18 @@ pub fn next(
     let new = layers.begin(layer, length)?;
     let Open { file, layers: above, offset, key: own_key, .. } =
         opening::open_layer(spec, disk, facts, kek, layer)?;
-    let (copy, files) = (new.layer(), new.files);
-    let lower = Lower {
-        file: image,
-        layers: files,
-        offset: data_offset(&mirror.note.copy_facts),
-        key,
-        direct: Direct::Auto,
+    let (copy, files, keeps_room) = (new.layer(), new.files, is_preallocated(disk));
+    let at = data_offset(&mirror.note.copy_facts);
+    let work = if layer.is_none() && !above.is_empty() {
+        // What a linked clone stands on, in several files, becomes its image.
+        filter::Work::Export {
+            target: image,
+            format: Volume::Disk { key, offset: at, keeps_room },
+            sums: Sums::default(),
+        }
+    } else {
+        let lower = Lower { file: image, layers: files, offset: at, key, direct: Direct::Auto };
+        filter::Work::Merge { lower, lock }
     };
     let disk = filter::Disk {
         disk: disk.disk,
@@ -110,8 +115,9 @@ pub fn next(
         layers: above,
         offset,
         key: own_key,
-        keeps_room: is_preallocated(disk),
-        work: filter::Work::Merge { lower, lock },
+        shared: Shared::default(),
+        keeps_room,
+        work,
         beside: None,
         replica: None,
         mirror: None,

@@ -78,6 +78,10 @@ impl Examiner<'_> {
         };
         image.header.clone_from(&key.header);
         let form = match kind {
+            // The lowest of what a linked clone stands on is another VM's image, with the data key of this one.
+            ImageKind::Layer if path.extension().is_some_and(|it| it == "base") => {
+                Form::Flat(key.offset)
+            }
             ImageKind::Layer => Form::Layer(key.offset),
             _ => Form::Flat(key.offset),
         };

@@ -4,7 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::{CORE, DESCRIPTOR};
+use crate::storage::home::{CORE, DESCRIPTOR, is_base};
 
 /// A suspended VM's memory.
 const MEMORY: &str = "vm.memory";
@@ -46,7 +46,7 @@ pub fn name_of(name: &str) -> Named {
         "copy" | "restoring" => image(ImageKind::Copy),
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
-        _ if is_layer => image(ImageKind::Layer),
+        _ if is_layer || is_base(rest) => image(ImageKind::Layer),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
         | "copy-layers" | "source-layers" | "merge" => Named::Other(FileKind::Note),
         _ => Named::Other(FileKind::Unknown),
@@ -83,6 +83,9 @@ mod tests {
             (format!("{disk}.raw.creating"), image(ImageKind::HalfMade)),
             (format!("{disk}.replica"), image(ImageKind::Replica)),
             (format!("{disk}.layer-{}", Uuid::now_v7()), image(ImageKind::Layer)),
+            (format!("{disk}.base"), image(ImageKind::Layer)),
+            (format!("{disk}.base-0"), image(ImageKind::Layer)),
+            (format!("{disk}.base-x"), Named::Other(FileKind::Unknown)),
             (format!("{disk}.layer-x"), Named::Other(FileKind::Unknown)),
             (format!("{disk}.layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.source-layers"), Named::Other(FileKind::Note)),

@@ -36,7 +36,7 @@ impl Owner {
     }
 
     /// Lends a disk to be read: one that nobody writes, or what a snapshot keeps of it.
-    pub(super) async fn lend(&self, of: CopyOf) -> Result<Lent, Problem> {
+    pub(super) async fn lend(&mut self, of: CopyOf) -> Result<Lent, Problem> {
         let disk = find_disk(&self.spec, of.disk)?.clone();
         let facts = self.facts(&disk);
         rules::check_copied(&self.spec, &disk, self.key(), facts.is_some())?;
@@ -45,8 +45,11 @@ impl Owner {
             None => drop(self.situation().may(Action::ExportDisk, Some(&disk))?),
             Some(snapshot) => self.keeps(&disk, snapshot).await?,
         }
-        let kek = if disk.encrypted { self.clone_kek()? } else { None };
-        Ok(Lent { spec: self.spec.clone(), disk, facts, kek, snapshot: of.snapshot })
+        if of.linked {
+            self.share(&disk).await?;
+        }
+        let (kek, linked) = (if disk.encrypted { self.clone_kek()? } else { None }, of.linked);
+        Ok(Lent { spec: self.spec.clone(), disk, facts, kek, snapshot: of.snapshot, linked })
     }
 
     /// Checks that a snapshot keeps something of a disk.
@@ -127,8 +130,9 @@ impl Owner {
                 self.may_work(Action::TakeSnapshot, spec).map(|()| Ready::Nothing)
             }
             JobSpec::Revert(_) => self.may_work(Action::Revert, spec).map(|()| Ready::Nothing),
-            JobSpec::DropSnapshot(_) => {
-                self.may_work(Action::DropSnapshot, spec).map(|()| Ready::Nothing)
+            JobSpec::DropSnapshot(job) => {
+                self.may_work(Action::DropSnapshot, spec)?;
+                self.can_drop(job).await.map(|()| Ready::Nothing)
             }
             JobSpec::Prove(_) => self.may_work(Action::Prove, spec).map(|()| Ready::Nothing),
             JobSpec::Dump(_) => self.may_work(Action::Dump, spec).map(|()| Ready::Nothing),

@@ -25,7 +25,7 @@ use crate::filter::{Control, NewLayers, Waiting};
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
-use crate::storage::layers::{self, LayerId, PreparedNote};
+use crate::storage::layers::{self, Files, LayerId, PreparedNote};
 use crate::storage::opening;
 use crate::vm::merging::Merging;
 use crate::vm::{images, internal};
@@ -105,16 +105,17 @@ fn open(
 ) -> Result<Next, Problem> {
     let home = Home::of(&disk.datastore, vm)?;
     let known = layers::read(&home, disk.disk)?;
-    let ((file, layers), note) = match merged {
+    let (files, note) = match merged {
         Some(upper) => {
             let lower = layers::open_lower(&home, disk.disk, &known, upper)?;
             (lower, Some(layers::prepare_merged(&home, disk.disk, upper)?))
         }
         None => (layers::open_served(&home, disk.disk, &known)?, None),
     };
-    images::check(directory, &[(disk, &file)])?;
+    images::check(directory, &[(disk, files.own())])?;
+    let Files { image: file, layers, own, .. } = files;
     let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
-    Ok(Next { note, new: NewLayers { disk: disk.disk, file, layers, offset, keeps_room } })
+    Ok(Next { note, new: NewLayers { disk: disk.disk, file, layers, offset, own, keeps_room } })
 }
 
 /// Has a disk wait; none where the filter does not do that now.

@@ -44,6 +44,7 @@ impl Owner {
     ) -> Result<Vec<Wanted>, Problem> {
         self.may_work(Action::MirrorDisk, spec)?;
         let wanted = self.wanted(job)?;
+        self.are_unshared(&job.disks).await?;
         for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
             if let Some(other) = known.filter(|known| known.task() != task) {
                 return Err(rules::other_mirror(disk, other.task()));

@@ -51,7 +51,7 @@ const GUEST_WAITS_MAX: Duration = Duration::from_secs(15);
 type Begun = Vec<(DiskSpec, Layer)>;
 
 impl Owner {
-    fn disks_of(&self, disks: &[DiskId]) -> Result<Vec<DiskSpec>, Problem> {
+    pub(super) fn disks_of(&self, disks: &[DiskId]) -> Result<Vec<DiskSpec>, Problem> {
         disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned()).collect()
     }
 
@@ -236,6 +236,7 @@ impl Owner {
     ) -> Result<(), Problem> {
         self.may_work(Action::DropSnapshot, &spec)?;
         self.are_not_copied(&job.disks).await?;
+        self.can_drop(job).await?;
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let forget = move || {
             disks.iter().try_for_each(|disk| {

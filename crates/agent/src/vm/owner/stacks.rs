@@ -19,7 +19,7 @@ use super::Owner;
 use crate::filter::{Control, FilterError, NewLayers};
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
-use crate::storage::layers::{self, Layer, PreparedNote};
+use crate::storage::layers::{self, Files, Layer, PreparedNote};
 use crate::storage::opening;
 use crate::vm::internal;
 use crate::vm::service::Service;
@@ -125,9 +125,9 @@ fn ready(
     keep: Option<(SnapshotId, Uuid)>,
 ) -> Result<Ready, Problem> {
     let home = Home::of(&disk.datastore, vm)?;
-    let (file, layers) = layers::open_above(&home, disk.disk, &layer)?;
+    let Files { image: file, layers, own, .. } = layers::open_above(&home, disk.disk, &layer)?;
     let offset = opening::data_offset(&facts);
     let note = layers::prepare_active(&home, disk.disk, layer, keep)?;
     let keeps_room = is_preallocated(&disk);
-    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset, keeps_room } })
+    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset, own, keeps_room } })
 }

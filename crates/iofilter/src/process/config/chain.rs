@@ -22,7 +22,7 @@ pub(super) fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         return Err("it is encrypted more than once".into());
     }
     chain.iter().try_for_each(|link| match link {
-        FilterSpec::Crypt { .. } => Ok(()),
+        FilterSpec::Crypt { .. } | FilterSpec::Bounce {} => Ok(()),
         FilterSpec::Limit(limit) => check_limit(limit),
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
@@ -40,6 +40,15 @@ pub(super) fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
     let above = chain.split(is_crypt).next().unwrap_or(chain);
     if chain.iter().any(is_crypt) && above.iter().any(is_cache) {
         return Err("a cache above the encryption would keep plaintext: put it below".into());
+    }
+    let is_bounce = |link: &FilterSpec| matches!(link, FilterSpec::Bounce {});
+    if chain.iter().filter(|link| is_bounce(link)).count()
+        != above.iter().filter(|link| is_bounce(link)).count()
+    {
+        return Err(
+            "below the encryption `bounce` would still leave ciphertext to the guest: put it above"
+                .into(),
+        );
     }
     let reorders = |link: &FilterSpec| match link {
         FilterSpec::Delay(delay) => delay.jitter_microseconds > 0 && !delay.reorders,

@@ -7,6 +7,7 @@ use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 use super::ConfinementError;
 use crate::disk::{COPY_POOL_BYTES, POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
+use crate::layers::bounce;
 use crate::layers::cache;
 use crate::layers::replicate;
 use crate::process::config;
@@ -49,9 +50,12 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     let may_come = config.disks.iter().any(config::can_be_mirrored);
     // The buffers of copies that begin while the process runs are not within those of the start.
     let pools = if may_come { 2 * POOLS_BYTES } else { POOLS_BYTES };
-    let readers = config.disks.iter().map(readers).sum::<usize>() as u64;
-    let served = queues as u64 * QUEUE_BYTES + readers * READER_BYTES;
-    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas
+    let all_readers = config.disks.iter().map(readers).sum::<usize>() as u64;
+    let served = queues as u64 * QUEUE_BYTES + all_readers * READER_BYTES;
+    let bounced = config.disks.iter().filter(|disk| config::bounces_reads(disk));
+    let bounced = bounced.map(|disk| config::queues(disk) + readers(disk)).sum::<usize>();
+    let bounced = bounced as u64 * bounce::POOL_BYTES as u64;
+    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas + bounced
 }
 
 /// Sets them, never above the limits in force.

@@ -99,7 +99,7 @@ impl Files {
         let below = below
             .map(|(index, fd)| BackingSpec { file: Handle::Fd(fd), format: Self::format(index) });
         let (file, offset) = (Handle::Fd(0), OFFSET);
-        let backend = BackendSpec::Qcow2 { file, backing: below.collect(), offset };
+        let backend = BackendSpec::Qcow2 { file, backing: below.collect(), offset, lock: None };
         (NewStack { disk: id(), chain: None, backend }, fds)
     }
 

@@ -1,0 +1,356 @@
+//! Linked clones: they hold what the snapshot kept, each writes for itself, under keys of their own, and what they stand on stays
+//! as it is; not when the agent, the filter or the server dies meanwhile.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::Duration;
+
+use vmseal_api::filter::ControlReply;
+use vmseal_tests::counting_guest::{count, stop_counting};
+use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::Installation;
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{self, booted, run};
+
+/// A place of the guest's disk that its system does not use, in MiB from the beginning.
+const TEXT_AT: u32 = 60;
+
+/// Where the data of an encrypted disk begins in its image, in bytes.
+const DATA_AT: usize = 16 << 20;
+
+fn write(console: &mut Console, text: &str) {
+    let write =
+        format!("echo {text} | dd of=/dev/vda bs=1M seek={TEXT_AT} conv=notrunc,fsync 2>/dev/null");
+    run(console, &format!("{write}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
+}
+
+fn reads(console: &mut Console, text: &str) {
+    run(console, "echo 3 >/proc/sys/vm/drop_caches; echo DROPPED-$((6 * 7))", "DROPPED-42")
+        .unwrap();
+    let read = format!("dd if=/dev/vda bs=1M skip={TEXT_AT} count=1 2>/dev/null | head -n 1");
+    run(console, &read, text).unwrap();
+}
+
+/// A VM that runs, whose guest has written, with a snapshot.
+fn source(policy: &str) -> (Installation, Console) {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, "web", policy, &[]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write(&mut console, "TEXT-OF-BASE");
+    here.vmseal(&["snapshot", "create", "web", "base"]).unwrap();
+    (here, console)
+}
+
+fn clone(here: &Installation, name: &str) {
+    here.vmseal(&["vm", "clone", "web", name, "--linked", "--snapshot", "base"]).unwrap();
+}
+
+fn started(here: &Installation, vm: &str) -> Console {
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    booted(here, vm).unwrap()
+}
+
+fn stop(here: &Installation, vm: &str, console: Console) {
+    here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    drop(console);
+}
+
+/// The files of a VM.
+fn files(here: &Installation, vm: &str) -> Vec<PathBuf> {
+    let images = here.images(vm).unwrap();
+    let home = images[0].parent().unwrap();
+    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+fn is_base(file: &PathBuf) -> bool {
+    file.extension().is_some_and(|it| it.to_string_lossy().starts_with("base"))
+}
+
+/// The names of what clones stand on, anywhere on the datastore.
+fn bases(here: &Installation) -> usize {
+    let datastore = here.path("datastore");
+    let homes = std::fs::read_dir(datastore).unwrap().map(|home| home.unwrap().path());
+    let homes = homes.filter(|home| home.is_dir());
+    homes
+        .flat_map(|home| std::fs::read_dir(home).unwrap().map(|it| it.unwrap().path()))
+        .filter(is_base)
+        .count()
+}
+
+/// The room that a clone takes itself, in bytes.
+fn room(here: &Installation, vm: &str) -> u64 {
+    let own = files(here, vm).into_iter().filter(|file| !is_base(file));
+    own.map(|file| file.metadata().unwrap().blocks() * 512).sum()
+}
+
+fn is_in_the_clear(here: &Installation, vm: &str, text: &str) -> bool {
+    files(here, vm).iter().any(|file| {
+        std::fs::read(file).unwrap().windows(text.len()).any(|part| part == text.as_bytes())
+    })
+}
+
+fn key_of(here: &Installation, vm: &str) -> String {
+    here.vm(vm).unwrap()["key"]["key_id"].to_string()
+}
+
+/// What is refused while clones stand on it, and whom the error names.
+fn is_refused(here: &Installation, arguments: &[&str], names: &[&str]) {
+    let said = here.refused(arguments).unwrap();
+    for name in names {
+        assert!(said.contains(&format!("'{name}'")), "{arguments:?}: {said}");
+    }
+    assert!(said.contains("linked clones stand on"), "{arguments:?}: {said}");
+}
+
+#[test]
+fn two_linked_clones_of_a_running_vm_run_at_once_with_data_of_their_own() {
+    let (here, mut web) = source("encrypted");
+    count(&mut web);
+    let linked = ["vm", "clone", "web", "one", "--linked", "--snapshot", "base"];
+    let planned = here.try_vmseal(&[&linked[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
+    assert!(
+        warned.contains("shares the data key and the data of VM 'web', snapshot 'base'"),
+        "{warned}"
+    );
+    let refused = here.refused(&["vm", "clone", "web", "one", "--linked"]).unwrap();
+    assert!(refused.contains("--snapshot"), "{refused}");
+    clone(&here, "one");
+    clone(&here, "two");
+    stop_counting(&mut web);
+    write(&mut web, "TEXT-OF-NOW");
+
+    for vm in ["one", "two"] {
+        assert!(room(&here, vm) < 2 << 20, "{vm} takes {} bytes", room(&here, vm));
+        let shown = here.vm(vm).unwrap();
+        assert_eq!(shown["linked"]["vm"], "web", "{shown}");
+        assert_eq!(shown["linked"]["snapshot"], "base", "{shown}");
+        assert_eq!(shown["linked"]["shares_data_key"], true, "{shown}");
+        assert_ne!(shown["nics"][0]["mac"], here.vm("web").unwrap()["nics"][0]["mac"]);
+        assert_ne!(key_of(&here, vm), key_of(&here, "web"));
+    }
+    assert_eq!(here.vm("web").unwrap()["clones"], serde_json::json!(["one", "two"]));
+    assert_ne!(key_of(&here, "one"), key_of(&here, "two"));
+
+    let (mut one, mut two) = (started(&here, "one"), started(&here, "two"));
+    for console in [&mut one, &mut two] {
+        reads(console, "TEXT-OF-BASE");
+    }
+    write(&mut one, "TEXT-OF-ONE");
+    write(&mut two, "TEXT-OF-TWO");
+    reads(&mut one, "TEXT-OF-ONE");
+    reads(&mut two, "TEXT-OF-TWO");
+    reads(&mut web, "TEXT-OF-NOW");
+    for vm in ["web", "one", "two"] {
+        for text in ["TEXT-OF-BASE", "TEXT-OF-NOW", "TEXT-OF-ONE", "TEXT-OF-TWO"] {
+            assert!(!is_in_the_clear(&here, vm, text), "{text} is in the clear at {vm}");
+        }
+        // Others have the data key: no guest finds ciphertext in its memory.
+        assert!(bounced_bytes(&here, vm) > 0, "{vm} decrypts in its guest's memory");
+    }
+    for refused in [
+        &["snapshot", "delete", "web", "base"][..],
+        &["vm", "recrypt", "web", "--deep"],
+        &["vm", "decrypt", "web", "--yes"],
+    ] {
+        is_refused(&here, refused, &["one", "two"]);
+    }
+    // Each has a header of its own.
+    for vm in ["web", "one"] {
+        let before = key_of(&here, vm);
+        here.vmseal(&["vm", "recrypt", vm]).unwrap();
+        assert_ne!(key_of(&here, vm), before);
+    }
+    stop(&here, "one", one);
+    let mut one = started(&here, "one");
+    reads(&mut one, "TEXT-OF-ONE");
+    // The source goes back, and its clones do not.
+    stop(&here, "web", web);
+    here.vmseal(&["snapshot", "revert", "web", "base"]).unwrap();
+    let mut web = started(&here, "web");
+    reads(&mut web, "TEXT-OF-BASE");
+    reads(&mut two, "TEXT-OF-TWO");
+
+    // What is shared stays when the source goes, and goes with the last clone.
+    stop(&here, "web", web);
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    stop(&here, "one", one);
+    stop(&here, "two", two);
+    reads(&mut started(&here, "one"), "TEXT-OF-ONE");
+    here.vmseal(&["vm", "stop", "one", "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", "two"]).unwrap();
+    here.vmseal(&["vm", "delete", "one"]).unwrap();
+    assert_eq!(bases(&here), 0);
+}
+
+/// How much the filter of a VM has read for its guest into memory of its own.
+fn bounced_bytes(here: &Installation, vm: &str) -> u64 {
+    let id = here.vm(vm).unwrap()["id"].as_str().unwrap().to_owned();
+    let socket = here.path("run/vms").join(id).join("filter.sock");
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.write_all(b"{\"do\":\"figures\"}\n").unwrap();
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).unwrap();
+    let ControlReply::Figures(figures) = serde_json::from_str(&line).unwrap() else {
+        panic!("{line}")
+    };
+    let layers = figures.disks.iter().flat_map(|disk| &disk.layers);
+    layers.filter_map(|layer| layer.counters.get("bounced_bytes")).sum()
+}
+
+/// All that is done with a VM is done with a linked clone; with new data keys it is a VM of its own.
+#[test]
+fn a_linked_clone_is_a_vm_like_others() {
+    let (here, web) = source("encrypted");
+    stop(&here, "web", web);
+    here.vmseal(&["vm", "set", "web", "--template", "on"]).unwrap();
+    clone(&here, "one");
+    let mut one = started(&here, "one");
+    write(&mut one, "TEXT-OF-ONE");
+    here.vmseal(&["snapshot", "create", "one", "kept"]).unwrap();
+    write(&mut one, "TEXT-OF-TWO");
+    // All of it as ciphertext, with the header of the clone.
+    let sealed = here.path("sealed");
+    let to = sealed.to_str().unwrap();
+    let export = ["disk", "export", "one", "disk0", "--format", "sealed", "--to", to];
+    here.vmseal(&[&export[..], &["--snapshot", "kept"]].concat()).unwrap();
+    let file = std::fs::read(&sealed).unwrap();
+    let head = |file: &[u8]| file[..1 << 20].to_vec();
+    let own = std::fs::read(&here.images("one").unwrap()[0]).unwrap();
+    let other = std::fs::read(&here.images("web").unwrap()[0]).unwrap();
+    assert!(head(&file) == head(&own) && head(&file) != head(&other), "it has another header");
+    assert!(file[DATA_AT..].iter().any(|byte| *byte != 0), "nothing of the base is in it");
+    let raw = here.path("raw");
+    let to = raw.to_str().unwrap();
+    let export = ["disk", "export", "one", "disk0", "--format", "raw", "--plaintext", "--to", to];
+    here.vmseal(&[&export[..], &["--snapshot", "kept"]].concat()).unwrap();
+    let file = std::fs::read(&raw).unwrap();
+    assert!(file[(TEXT_AT as usize) << 20..].starts_with(b"TEXT-OF-ONE"));
+
+    here.vmseal(&["vm", "suspend", "one"]).unwrap();
+    here.vmseal(&["vm", "resume", "one"]).unwrap();
+    // Its serial line is another one.
+    let mut one = here.console("one").unwrap();
+    reads(&mut one, "TEXT-OF-TWO");
+    here.vmseal(&["vm", "prove", "one"]).unwrap();
+    stop(&here, "one", one);
+    here.vmseal(&["snapshot", "revert", "one", "kept"]).unwrap();
+    let mut one = started(&here, "one");
+    reads(&mut one, "TEXT-OF-ONE");
+    here.vmseal(&["snapshot", "delete", "one", "kept"]).unwrap();
+    reads(&mut one, "TEXT-OF-ONE");
+    let refused = here.refused(&["disk", "resize", "one", "disk0", "128MiB"]).unwrap();
+    assert!(refused.contains("linked clone"), "{refused}");
+
+    // A clone of the clone, and a full one.
+    here.vmseal(&["snapshot", "create", "one", "again"]).unwrap();
+    here.vmseal(&["vm", "clone", "one", "deeper", "--linked", "--snapshot", "again"]).unwrap();
+    here.vmseal(&["vm", "clone", "one", "full", "--snapshot", "again"]).unwrap();
+    let mut deeper = started(&here, "deeper");
+    reads(&mut deeper, "TEXT-OF-ONE");
+    write(&mut deeper, "TEXT-OF-DEEPER");
+    is_refused(&here, &["vm", "recrypt", "one", "--deep"], &["deeper"]);
+
+    // While its guest runs it gets data and a data key of its own.
+    here.vmseal(&["vm", "recrypt", "deeper", "--deep"]).unwrap();
+    assert_eq!(here.vm("deeper").unwrap()["linked"], serde_json::Value::Null);
+    assert!(!files(&here, "deeper").iter().any(is_base));
+    reads(&mut deeper, "TEXT-OF-DEEPER");
+    here.vmseal(&["vm", "recrypt", "one", "--deep"]).unwrap();
+    reads(&mut one, "TEXT-OF-ONE");
+    assert_eq!(bases(&here), 0);
+    here.vmseal(&["snapshot", "delete", "web", "base"]).unwrap();
+    stop(&here, "one", one);
+    stop(&here, "deeper", deeper);
+    for (vm, text) in
+        [("one", "TEXT-OF-ONE"), ("deeper", "TEXT-OF-DEEPER"), ("full", "TEXT-OF-ONE")]
+    {
+        let mut console = started(&here, vm);
+        reads(&mut console, text);
+        stop(&here, vm, console);
+    }
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    reads(&mut started(&here, "one"), "TEXT-OF-ONE");
+    here.vmseal(&["vm", "stop", "one", "--force"]).unwrap();
+}
+
+/// A clone of what is not encrypted is not either, until it is encrypted; the other VM is not before.
+#[test]
+fn a_linked_clone_of_a_plain_vm_is_plain_and_is_encrypted_alone() {
+    let (here, web) = source("plain");
+    stop(&here, "web", web);
+    clone(&here, "one");
+    let mut one = started(&here, "one");
+    reads(&mut one, "TEXT-OF-BASE");
+    write(&mut one, "TEXT-OF-ONE");
+    is_refused(&here, &["vm", "encrypt", "web"], &["one"]);
+    here.vmseal(&["vm", "encrypt", "one"]).unwrap();
+    reads(&mut one, "TEXT-OF-ONE");
+    for text in ["TEXT-OF-BASE", "TEXT-OF-ONE"] {
+        assert!(!is_in_the_clear(&here, "one", text), "{text} is in the clear");
+    }
+    assert!(is_in_the_clear(&here, "web", "TEXT-OF-BASE"), "the other VM's files were overwritten");
+    here.vmseal(&["vm", "encrypt", "web"]).unwrap();
+    assert!(!is_in_the_clear(&here, "web", "TEXT-OF-BASE"));
+    stop(&here, "one", one);
+    reads(&mut started(&here, "web"), "TEXT-OF-BASE");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
+
+/// Whatever dies while clones are made: each is whole or not there, and the guest of the source counts on.
+#[test]
+fn clones_are_whole_or_not_there_whatever_dies() {
+    let (mut here, mut web) = source("encrypted");
+    count(&mut web);
+    for round in 0..6u64 {
+        let name = format!("clone{round}");
+        let begin = ["vm", "clone", "web", &name, "--linked", "--snapshot", "base", "--no-wait"];
+        here.vmseal(&begin).unwrap();
+        sleep(Duration::from_millis(40 * (round / 3) + 15 * (round % 3)));
+        match round % 3 {
+            0 => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+                here.wait_host().unwrap();
+            }
+            1 => {
+                here.kill_server();
+                here.start_server().unwrap();
+                here.wait_host().unwrap();
+            }
+            _ => {
+                let filters = here.processes_of("web", "vmseal-filter").unwrap();
+                filters.into_iter().for_each(kill_hard);
+            }
+        }
+        eventually("the clone is whole", || {
+            here.vm(&name).ok().filter(|vm| vm["lifecycle"] == "ready")
+        })
+        .unwrap();
+        let mut console = started(&here, &name);
+        reads(&mut console, "TEXT-OF-BASE");
+        write(&mut console, "TEXT-OF-CLONE");
+        reads(&mut console, "TEXT-OF-CLONE");
+        if round % 2 == 0 {
+            stop(&here, &name, console);
+            here.vmseal(&["vm", "delete", &name]).unwrap();
+        } else {
+            stop(&here, &name, console);
+        }
+    }
+    drop(web);
+    let mut web = here.console("web").unwrap();
+    stop_counting(&mut web);
+    assert!(bounced_bytes(&here, "web") > 0, "it decrypts in its guest's memory");
+    reads(&mut web, "TEXT-OF-BASE");
+    stop(&here, "web", web);
+    assert_eq!(bases(&here), 3);
+    let left = here.vm("web").unwrap();
+    assert_eq!(left["clones"], serde_json::json!(["clone1", "clone3", "clone5"]));
+}
