@@ -111,9 +111,17 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
         }
         arguments::Vm::Clone { vm, name, snapshot, linked, first_boot, dry_run, wait } => {
             let cloud_init = first_boot::asked(&first_boot)?;
+            let of = snapshot.clone().filter(|_| linked && !dry_run.dry_run);
+            let shares = of.map(|of| {
+                format!(
+                    "'{name}' shares the data, and the data key of what is encrypted, of VM '{vm}', snapshot '{of}'"
+                )
+            });
             let request = CloneVm { name, snapshot, linked, cloud_init };
             let path = format!("vms/{vm}/clone");
-            task::begin(server, output, &path, &request, &dry_run, &wait).await
+            task::begin(server, output, &path, &request, &dry_run, &wait).await?;
+            shares.into_iter().for_each(say);
+            Ok(())
         }
         arguments::Vm::Suspend { name, dry_run, wait } => {
             let path = format!("vms/{name}/suspend");
