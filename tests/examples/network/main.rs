@@ -65,6 +65,7 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
         seconds: sample.seconds,
         iops: count / sample.seconds,
         throughput: count / sample.seconds,
+        read_bytes: f64::NAN,
         cpu_per_io: sample.cpu * 1e9 / count,
         p50: f64::NAN,
         p99: f64::NAN,
