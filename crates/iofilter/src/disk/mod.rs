@@ -99,6 +99,7 @@ impl Disk {
     ) -> Self {
         let most = match &storage {
             DiskStorage::File(file) if !file.works_at_once() => DEVICE_POOL_BYTES,
+            DiskStorage::Qcow2(image) if image.has_rings() => DEVICE_POOL_BYTES,
             _ => QUEUE_POOL_BYTES,
         };
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
@@ -367,7 +368,8 @@ impl Disk {
     fn units(&self) -> (u32, u32) {
         let (block, memory) = match &self.storage {
             DiskStorage::File(file) => (file.block(), file.memory_alignment()),
-            DiskStorage::Qcow2(_) | DiskStorage::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+            DiskStorage::Qcow2(image) => (image.block(), image.memory_alignment()),
+            DiskStorage::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         (if self.encryption.is_some() { block.max(CRYPT_SECTOR) } else { block }, memory)
     }

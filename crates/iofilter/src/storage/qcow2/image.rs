@@ -1,5 +1,5 @@
 //! A qcow2 image and the files below it, used by one thread: imago tells where the guest's bytes are,
-//! and the bytes themselves go straight between memory and file.
+//! and the bytes themselves go straight between memory and file. Bytes that stay where they are are read by who asks.
 //!
 //! Clusters are never given up: a discard punches a hole in the file where a cluster is, and the cluster
 //! stays the guest's. So a cluster that may still be needed after a crash is never reused. The
@@ -10,11 +10,12 @@ use std::sync::Arc;
 
 use imago::{FormatAccess, Mapping};
 
-use super::known::KnownClusters;
-use super::storage::ImageFile;
+use super::known::{self, KnownClusters};
+use super::storage::{AlignedBuffer, ImageFile};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation};
 use crate::storage::extent::{Extent, Own, OwnExtent};
+use crate::storage::target::Place;
 
 /// How much is held back before it goes to the file, in bytes.
 const HELD_BACK_MAX: usize = 2 << 20;
@@ -44,9 +45,9 @@ pub(super) struct Qcow2Image {
     /// Whether clusters were given up and may not be used again yet: the file had no room to record that.
     release_due: bool,
     /// A buffer for a cluster that is written in part.
-    bounce: Vec<u8>,
-    /// Clusters of the image itself that requests found or made since the last commit.
-    met: Vec<(u64, u64)>,
+    bounce: AlignedBuffer,
+    /// Clusters that requests found or made since the last commit: where each is, or that it is no longer where it was.
+    met: Vec<(u64, Option<(usize, u64)>)>,
     known: Arc<KnownClusters>,
 }
 
@@ -82,19 +83,20 @@ impl Qcow2Image {
             changed: false,
             durable: false,
             release_due: false,
-            bounce: Vec::new(),
+            bounce: AlignedBuffer::default(),
             met: Vec::new(),
             known: Arc::new(KnownClusters::new(cluster)),
         })
     }
 
-    /// Does a request. A change must be answered only after [`Qcow2Image::commit`].
+    /// Does a request. A change must be answered only after [`Qcow2Image::commit`]. What of a read is left to
+    /// who asks is added to `places`.
     pub(super) fn perform(
         &mut self,
         operation: Operation,
-        offset: u64,
-        length: u64,
+        (offset, length): (u64, u64),
         data: &Segments,
+        places: &mut Vec<Place>,
     ) -> Result<(), IoError> {
         let at = self.offset + offset;
         if operation.changes() {
@@ -105,7 +107,7 @@ impl Qcow2Image {
             self.settle()?;
         }
         match operation {
-            Operation::Read => self.read(at, data)?,
+            Operation::Read => self.read(at, data, Some(places))?,
             Operation::Write => self.write(at, length, Some(data))?,
             Operation::Discard => self.empty(at, length, true, true)?,
             Operation::WriteZeroes { unmap } => self.empty(at, length, unmap, false)?,
@@ -144,9 +146,11 @@ impl Qcow2Image {
     /// process.
     pub(super) fn commit(&mut self) -> Result<(), IoError> {
         let committed = self.commit_tables();
-        for (at, host) in self.met.drain(..) {
-            if committed.is_ok() {
-                self.known.put(at, host);
+        for (at, place) in self.met.drain(..) {
+            match place {
+                Some((file, place)) if committed.is_ok() => self.known.put(at, file, place),
+                Some(_) => {}
+                None => self.known.forget(at),
             }
         }
         committed
@@ -162,7 +166,7 @@ impl Qcow2Image {
         Ok(())
     }
 
-    /// The clusters of the image itself that are known to be at a place for good.
+    /// The clusters that are known to be at their places.
     pub(super) fn known(&self) -> Arc<KnownClusters> {
         Arc::clone(&self.known)
     }
@@ -172,17 +176,36 @@ impl Qcow2Image {
         self.offset
     }
 
-    /// Notes the clusters of the image itself that hold `length` bytes from `at` on, at `place` of the file.
-    fn meet(&mut self, at: u64, place: u64, length: u64) {
-        let inside = at % self.cluster;
-        let Some(place) = place.checked_sub(inside).filter(|at| at.is_multiple_of(self.cluster))
-        else {
-            return;
-        };
-        let count = (inside + length).div_ceil(self.cluster);
+    /// Notes the clusters whose content is in this file: `length` bytes from `at` on are at `place`. Of the image itself,
+    /// all of each cluster is; of others, those count that are there as a whole.
+    fn meet(&mut self, at: u64, file: usize, place: u64, length: u64) {
         let cluster = self.cluster;
-        let all = (0..count).map(|index| (at - inside + index * cluster, place + index * cluster));
-        self.met.extend(all);
+        let inside = at % cluster;
+        let (first, end) = if file == 0 {
+            (at - inside, at + length)
+        } else {
+            let end = at + length;
+            let last = if end == self.format.size() { end } else { end / cluster * cluster };
+            (at.next_multiple_of(cluster), last)
+        };
+        let mut begin = first;
+        while begin < end {
+            if let Some(place) = (place + begin).checked_sub(at) {
+                self.met.push((begin, Some((file, place))));
+            }
+            begin += cluster;
+        }
+    }
+
+    /// Notes that clusters from `at` on are no longer where they were; queues do not look there any more.
+    fn part(&mut self, at: u64, length: u64) {
+        let mut begin = at / self.cluster * self.cluster;
+        while begin < at + length {
+            self.known.forget(begin);
+            // Behind what this batch has noted before.
+            self.met.push((begin, None));
+            begin += self.cluster;
+        }
     }
 
     /// Makes everything durable.
@@ -222,8 +245,14 @@ impl Qcow2Image {
     }
 
     /// The image itself.
+    #[cfg(test)]
     pub(super) fn file(&self) -> &ImageFile {
         &self.file
+    }
+
+    /// All files, the image itself first.
+    pub(super) fn files(&self) -> &[ImageFile] {
+        &self.layers
     }
 
     fn mapping(&self, at: u64, most: u64) -> Result<(Mapping<'_, ImageFile>, u64), IoError> {
@@ -234,22 +263,53 @@ impl Qcow2Image {
         Ok((mapping, length.min(most)))
     }
 
-    fn read(&mut self, mut at: u64, data: &Segments) -> Result<(), IoError> {
-        let (mut cursor, end) = (Cursor::default(), at + data.bytes() as u64);
+    /// What is at `at`, `most` bytes at most; from the beginning of the cluster on where that is one mapping: then all of
+    /// it gets known. Also how far before `at` it begins.
+    fn mapping_of_cluster(
+        &self,
+        at: u64,
+        most: u64,
+    ) -> Result<(Mapping<'_, ImageFile>, u64, u64), IoError> {
+        let inside = at % self.cluster;
+        let end = (at + most).next_multiple_of(self.cluster).min(self.format.size());
+        let (mapping, run) = self.mapping(at - inside, end.max(at + most) - (at - inside))?;
+        if run > inside {
+            return Ok((mapping, inside, run - inside));
+        }
+        let (mapping, run) = self.mapping(at, most)?;
+        Ok((mapping, 0, run))
+    }
+
+    /// Reads what is at `at`. What queues can read themselves is left to them where there is a list of `places`.
+    fn read(
+        &mut self,
+        mut at: u64,
+        data: &Segments,
+        mut places: Option<&mut Vec<Place>>,
+    ) -> Result<(), IoError> {
+        let (mut cursor, begin, end) = (Cursor::default(), at, at + data.bytes() as u64);
         let mut part = Segments::default();
         while at < end {
-            let (mapping, mut length) = self.mapping(at, end - at)?;
+            let (mapping, before, run) = self.mapping_of_cluster(at, end - at)?;
+            let mut length = run.min(end - at);
             if matches!(mapping, Mapping::Special { .. }) {
                 // One cluster at a time, as it has to be unpacked.
                 length = length.min(self.cluster - at % self.cluster);
             }
             part.clear();
             part.push_from(data, &mut cursor, length as usize);
-            let mut own = None;
+            let mut found = None;
             match mapping {
                 Mapping::Raw { storage, offset, writable, .. } => {
-                    storage.read_data(&part, offset)?;
-                    own = (writable && storage.is(&self.file)).then_some(offset);
+                    let place = offset + before;
+                    found = self.stays(storage, writable, (place, length)).map(|file| (file, offset));
+                    match (found, &mut places) {
+                        (Some((file, _)), Some(places)) => {
+                            let (from, length) = ((at - begin) as usize, length as usize);
+                            known::push(places, Place { from, length, file, at: place });
+                        }
+                        _ => storage.read_data(&part, place)?,
+                    }
                 }
                 Mapping::Zero { .. } | Mapping::Eof { .. } => {
                     part.as_slice().iter().for_each(Segment::clear);
@@ -261,12 +321,21 @@ impl Qcow2Image {
                 }
                 _ => return Err(IoError::Damaged),
             }
-            if let Some(place) = own {
-                self.meet(at, place, length);
+            if let Some((file, place)) = found {
+                self.meet(at - before, file, place, before + run);
             }
             at += length;
         }
         Ok(())
+    }
+
+    /// The number of a file whose data stays at its place, of this much that it has, and which queues read.
+    fn stays(&self, file: &ImageFile, writable: bool, place: (u64, u64)) -> Option<usize> {
+        let number = self.layers.iter().position(|layer| layer.is(file))?;
+        // A cluster that others share is given up when it is written.
+        let stays = number > 0 || writable;
+        let read = file.takes_rings() == self.file.takes_rings();
+        (stays && read && file.holds(place.0, place.1)).then_some(number)
     }
 
     fn old(&self, mapping: &Mapping<'_, ImageFile>) -> Old {
@@ -295,7 +364,7 @@ impl Qcow2Image {
                 part.push_from(data, &mut cursor, run as usize);
                 self.file.write_data(&part, *place)?;
                 let place = *place;
-                self.meet(at, place, run);
+                self.meet(at, 0, place, run);
                 done += run;
             } else if let Old::Own(place) = old {
                 self.file.zero_data(place, run, true)?;
@@ -332,10 +401,12 @@ impl Qcow2Image {
             content.push_from(data, &mut cursor, (end - at) as usize);
             (end - at, end - at)
         } else {
-            bounce.resize((stop - start) as usize, 0);
-            // SAFETY: `bounce` lives until the end of this function and is not moved or resized again.
-            content.push(unsafe { Segment::new(bounce.as_mut_ptr(), bounce.len()) });
-            self.read(start, &content)?;
+            if bounce.len() != (stop - start) as usize {
+                bounce = AlignedBuffer::new((stop - start) as usize);
+            }
+            // Lives until the end of this function.
+            content = bounce.segments();
+            self.read(start, &content, None)?;
             let moved = run.min(stop - at);
             let mut target = Cursor::default();
             target.skip(&content, (at - start) as usize);
@@ -381,7 +452,8 @@ impl Qcow2Image {
             return Err(error);
         }
         self.format.commit_data_mapping(mapping).map_err(table_error)?;
-        self.meet(start, place, length);
+        self.part(start, length);
+        self.meet(start, 0, place, length);
         (self.changed, self.durable) = (true, self.durable || !fresh || !was_empty);
         self.given_up(freed)?;
         Ok(length)
@@ -433,6 +505,7 @@ impl Qcow2Image {
         let (first, last) =
             if self.marks_zeroes && first < last { (first, last) } else { (end, end) };
         if first < last {
+            self.part(first, last - first);
             self.format.write_zeroes(first, last - first).map_err(table_error)?;
             self.changed = true;
             self.given_up(frees)?;

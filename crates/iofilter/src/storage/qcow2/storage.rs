@@ -1,5 +1,8 @@
 //! The image's file, as imago uses it: imago's writes, which are the image's tables, are held back until
 //! [`super::commit`]; data goes straight to the file.
+//!
+//! Where the file system allows it, all of the file is used past the page cache, tables too, so that the two never mix. What is
+//! not aligned for that goes through a buffer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
@@ -16,8 +19,12 @@ use vmseal_qcow2::Layout;
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
+use crate::storage::file::{past_page_cache, takes_rings};
 use crate::storage::sync;
 use crate::storage::target::FileTarget;
+
+/// The largest alignment that direct I/O needs ([`past_page_cache`]), in bytes.
+pub(super) const DIRECT_BLOCK: u64 = 4096;
 
 /// The file of a layer; clones share it.
 #[derive(Clone, Debug)]
@@ -33,6 +40,11 @@ pub(super) struct Inner {
     /// The unit of allocation, in bytes; 1 of a raw file.
     pub(super) cluster: u64,
     pub(super) order: u32,
+    /// What direct I/O needs memory and offsets to be multiples of, in bytes; 1 where the page cache is used.
+    pub(super) memory: u32,
+    pub(super) block: u32,
+    /// Whether queues move its data by their rings.
+    pub(super) rings: bool,
     pub(super) tables: Mutex<Tables>,
     pub(super) helper: CommonStorageHelper,
     /// The changes of the file, in order: for tests, which interrupt it anywhere.
@@ -84,27 +96,41 @@ pub(super) fn damaged(what: &'static str) -> io::Error {
 }
 
 impl ImageFile {
-    /// A raw file below an image.
-    pub(super) fn raw(fd: OwnedFd) -> io::Result<Self> {
-        Self::new(fd, 1, 0, Tables::default())
+    /// A raw file below an image. With `direct`, past the page cache if that is possible.
+    pub(super) fn raw(fd: OwnedFd, direct: bool) -> io::Result<Self> {
+        Self::new(fd, (1, 0), Tables::default(), direct)
     }
 
     /// A qcow2 image.
-    pub(super) fn qcow2(fd: OwnedFd, layout: &Layout) -> io::Result<Self> {
+    pub(super) fn qcow2(fd: OwnedFd, layout: &Layout, direct: bool) -> io::Result<Self> {
         let cluster = layout.header.cluster_size;
         let tables = Tables {
             refcount_table: (layout.refcount_offset / cluster, layout.refcount_clusters.into()),
             l1: (layout.l1_offset / cluster, (u64::from(layout.l1_entries) * 8).div_ceil(cluster)),
             ..Tables::default()
         };
-        Self::new(fd, cluster, layout.refcount_order, tables)
+        // The end of the disk is the end of a request.
+        let direct = direct && layout.header.size.is_multiple_of(DIRECT_BLOCK);
+        Self::new(fd, (cluster, layout.refcount_order), tables, direct)
     }
 
-    fn new(fd: OwnedFd, cluster: u64, order: u32, tables: Tables) -> io::Result<Self> {
+    fn new(
+        fd: OwnedFd,
+        (cluster, order): (u64, u32),
+        tables: Tables,
+        direct: bool,
+    ) -> io::Result<Self> {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
         let (length, tables) = (length.unwrap_or(0), tables.into());
         let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
-        let target = Arc::new(FileTarget::whole(fd));
+        let whole = length.load(Ordering::Relaxed).is_multiple_of(DIRECT_BLOCK);
+        let (rings, clusters) = (takes_rings(&fd)?, cluster == 1 || cluster >= DIRECT_BLOCK);
+        // Where rings are no use the page cache is: the pages are in memory, or a process has them.
+        let alignment =
+            if direct && whole && clusters && rings { past_page_cache(&fd) } else { None };
+        let (memory, block) = alignment.unwrap_or((1, 1));
+        let direct = alignment.is_some();
+        let target = Arc::new(FileTarget { direct, ..FileTarget::whole(fd) });
         let helper = CommonStorageHelper::default();
         Ok(Self(Arc::new(Inner {
             target,
@@ -112,6 +138,9 @@ impl ImageFile {
             used,
             cluster,
             order,
+            memory,
+            block,
+            rings,
             tables,
             helper,
             #[cfg(test)]
@@ -126,9 +155,14 @@ impl ImageFile {
         &self.0.target
     }
 
-    /// Its descriptor.
-    pub(super) fn fd(&self) -> &OwnedFd {
-        &self.0.target.fd
+    /// The alignment that requests to it need, of memory and of offsets.
+    pub(super) fn alignment(&self) -> (u32, u32) {
+        (self.0.memory, self.0.block)
+    }
+
+    /// Whether queues move its data by their rings.
+    pub(super) fn takes_rings(&self) -> bool {
+        self.0.rings
     }
 
     /// Whether both are the same file.
@@ -269,6 +303,9 @@ impl ImageFile {
             Cursor::default().gather(data, &mut bytes);
             self.note(FileEvent::Write { at, bytes });
         }
+        if !self.suits(data, at) {
+            return self.through_buffer(write, data, at);
+        }
         let mut rest = Segments::default();
         let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;
         while done < data.bytes() {
@@ -277,6 +314,40 @@ impl ImageFile {
             rest.clear();
             rest.push_from(data, &mut cursor, data.bytes() - done);
             done += sync::once(&self.0.target, write, at + done as u64, rest.as_slice())?;
+        }
+        Ok(())
+    }
+
+    /// Whether the file takes this memory at this place.
+    fn suits(&self, data: &Segments, at: u64) -> bool {
+        let Inner { memory, block, .. } = *self.0;
+        block == 1
+            || (at | data.bytes() as u64).is_multiple_of(block.into())
+                && data.aligned_to(memory as usize)
+    }
+
+    /// Moves data that is not aligned for direct I/O.
+    fn through_buffer(&self, write: bool, data: &Segments, at: u64) -> Result<(), IoError> {
+        let block = u64::from(self.0.block);
+        let (first, end) = (at / block * block, (at + data.bytes() as u64).next_multiple_of(block));
+        let inside = (at - first) as usize;
+        if write && end - first != data.bytes() as u64 {
+            // Tables are written in whole clusters, and data in whole blocks.
+            return Err(IoError::Device(libc::EINVAL));
+        }
+        let mut buffer = AlignedBuffer::new((end - first) as usize);
+        if write {
+            Cursor::default().gather(data, buffer.bytes());
+        }
+        let aligned = buffer.segments();
+        let mut done = 0;
+        while done < aligned.bytes() {
+            let rest = aligned.as_slice()[0].part(done, usize::MAX);
+            done += sync::once(&self.0.target, write, first + done as u64, &[rest])?;
+        }
+        if !write {
+            let bytes = &buffer.bytes()[inside..inside + data.bytes()];
+            Cursor::default().scatter(data, bytes);
         }
         Ok(())
     }
@@ -390,6 +461,41 @@ impl ImageFile {
             tables.touched.insert(number);
         }
         Ok(())
+    }
+}
+
+/// Memory that direct I/O takes.
+#[derive(Debug, Default)]
+pub(super) struct AlignedBuffer {
+    memory: Vec<u8>,
+    start: usize,
+    length: usize,
+}
+
+impl AlignedBuffer {
+    /// So many zeroes.
+    pub(super) fn new(length: usize) -> Self {
+        let memory = vec![0; length + DIRECT_BLOCK as usize];
+        let start = memory.as_ptr().align_offset(DIRECT_BLOCK as usize);
+        Self { memory, start, length }
+    }
+
+    /// Its length, in bytes.
+    pub(super) fn len(&self) -> usize {
+        self.length
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + self.length]
+    }
+
+    /// All of it, as one segment. It is not used otherwise while that is in use.
+    pub(super) fn segments(&mut self) -> Segments {
+        let mut all = Segments::default();
+        let bytes = self.bytes();
+        // SAFETY: the memory stays where it is until the buffer is dropped, which callers do after the transfer.
+        all.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+        all
     }
 }
 

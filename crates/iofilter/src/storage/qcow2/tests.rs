@@ -185,7 +185,7 @@ fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allow
                 data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
             }
             let (at, length) = (first as u64 * BLOCK, count as u64 * BLOCK);
-            let done = image.perform(operation, at, length, &data);
+            let done = image.perform(operation, (at, length), &data, &mut Vec::new());
             assert!(done.is_ok() || full && done == Err(IoError::NoSpace), "{done:?}");
             steps.extend(image.file().events().into_iter().map(Step::File));
             flush |= operation == Operation::Flush && done.is_ok();
@@ -311,17 +311,17 @@ fn after_a_failed_flush_nothing_is_changed_any_more_and_reads_go_on() {
     let mut data = Segments::default();
     // SAFETY: `bytes` lives until the requests are done.
     data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
-    assert_eq!(image.perform(Operation::Write, 0, 4096, &data), Ok(()));
-    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Ok(()));
+    assert_eq!(image.perform(Operation::Write, (0, 4096), &data, &mut Vec::new()), Ok(()));
+    assert_eq!(image.perform(Operation::Flush, (0, 0), &Segments::default(), &mut Vec::new()), Ok(()));
     let failed = image.file().0.target.flushed(Err(IoError::Device(libc::EIO)));
     assert_eq!(failed, Err(IoError::Device(libc::EIO)));
-    assert_eq!(image.perform(Operation::Write, 8192, 4096, &data), Err(IoError::Lost));
+    assert_eq!(image.perform(Operation::Write, (8192, 4096), &data, &mut Vec::new()), Err(IoError::Lost));
     assert_eq!(
-        image.perform(Operation::Discard, 0, 4096, &Segments::default()),
+        image.perform(Operation::Discard, (0, 4096), &Segments::default(), &mut Vec::new()),
         Err(IoError::Lost)
     );
-    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Err(IoError::Lost));
-    assert_eq!(image.perform(Operation::Read, 0, 4096, &data), Ok(()));
+    assert_eq!(image.perform(Operation::Flush, (0, 0), &Segments::default(), &mut Vec::new()), Err(IoError::Lost));
+    assert_eq!(image.perform(Operation::Read, (0, 4096), &data, &mut Vec::new()), Ok(()));
 }
 
 fn seed() -> u64 {
