@@ -140,6 +140,11 @@ fn fallocate(target: &FileTarget, mode: i32, offset: u64, length: u64) -> Result
     }
 }
 
+/// Takes room for a part of the file without making it longer; false if the file system does not.
+pub(super) fn allocate(target: &FileTarget, offset: u64, length: u64) -> bool {
+    fallocate(target, libc::FALLOC_FL_KEEP_SIZE, offset, length).is_ok()
+}
+
 /// Punches a hole; does nothing where the file system cannot, as discard is a hint.
 pub(super) fn discard(target: &FileTarget, offset: u64, length: u64) -> Result<(), IoError> {
     if !target.punches.load(Ordering::Relaxed) {

@@ -124,10 +124,7 @@ impl UringFile {
     }
 
     /// The same with further files, whose data it reads: their numbers are from 1 on.
-    pub(super) fn of_files(
-        target: Arc<FileTarget>,
-        below: &[Arc<FileTarget>],
-    ) -> io::Result<Self> {
+    pub(super) fn of_files(target: Arc<FileTarget>, below: &[Arc<FileTarget>]) -> io::Result<Self> {
         let files: Vec<RawFd> =
             std::iter::once(&target).chain(below).map(|target| target.fd.as_raw_fd()).collect();
         let ring = rings::lend(&files).or_else(|error| {

@@ -9,7 +9,7 @@ use super::refcounts;
 use super::storage::{ImageFile, damaged, io_error};
 
 /// Where entries of the L1 and refcount tables point, without flags.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(super) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 impl ImageFile {
     /// Checks the tables of an image that will be written: each is in the file, in a place of its own,

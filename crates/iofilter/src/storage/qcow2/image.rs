@@ -5,13 +5,16 @@
 //! stays the guest's. So a cluster that may still be needed after a crash is never reused. The
 //! exceptions (a compressed cluster that is written, a refcount table that moves) are made durable at once.
 
+use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use imago::{FormatAccess, Mapping};
 
 use super::known::{self, KnownClusters};
 use super::storage::{AlignedBuffer, ImageFile};
+use super::together::{Mover, Transfer};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation};
 use crate::storage::extent::{Extent, Own, OwnExtent};
@@ -19,6 +22,12 @@ use crate::storage::target::Place;
 
 /// How much is held back before it goes to the file, in bytes.
 const HELD_BACK_MAX: usize = 2 << 20;
+
+/// How much is fetched, and how much is put off, at a time, in bytes.
+const TOGETHER_MAX: u64 = 4 << 20;
+
+/// How much room the file takes ahead of what is written, in bytes: as much as is counted ahead.
+const ROOM_AHEAD: u64 = 16 << 20;
 
 /// What imago's caches of all layers may hold, in bytes. It has no limit in bytes of its own.
 const CACHES_MAX: u64 = 6 << 20;
@@ -44,8 +53,15 @@ pub(super) struct Qcow2Image {
     durable: bool,
     /// Whether clusters were given up and may not be used again yet: the file had no room to record that.
     release_due: bool,
-    /// A buffer for a cluster that is written in part.
-    bounce: AlignedBuffer,
+    /// What is below clusters that this batch writes in part, by where they begin.
+    fetched: BTreeMap<u64, AlignedBuffer>,
+    /// Data of new clusters that is written before the next commit.
+    put_off: Vec<Transfer>,
+    mover: Mover,
+    /// The part of the file whose room was taken ahead.
+    room: Range<u64>,
+    /// Whether data that was put off could not be written: nothing may point to it.
+    broken: bool,
     /// Clusters that requests found or made since the last commit: where each is, or that it is no longer where it was.
     met: Vec<(u64, Option<(usize, u64)>)>,
     known: Arc<KnownClusters>,
@@ -72,6 +88,7 @@ impl Qcow2Image {
     ) -> Option<Self> {
         let file = layers.first()?.clone();
         let fresh_from = file.length().next_multiple_of(cluster);
+        let mover = Mover::new(&layers);
         Some(Self {
             format,
             file,
@@ -83,13 +100,17 @@ impl Qcow2Image {
             changed: false,
             durable: false,
             release_due: false,
-            bounce: AlignedBuffer::default(),
+            fetched: BTreeMap::new(),
+            put_off: Vec::new(),
+            mover,
+            room: 0..0,
+            broken: false,
             met: Vec::new(),
             known: Arc::new(KnownClusters::new(cluster)),
         })
     }
 
-    /// Does a request. A change must be answered only after [`Qcow2Image::commit`]. What of a read is left to
+    /// Does a request. A change must be answered only after [`Qcow2Image::commit`], and its memory be there until then. What of a read is left to
     /// who asks is added to `places`.
     pub(super) fn perform(
         &mut self,
@@ -99,6 +120,9 @@ impl Qcow2Image {
         places: &mut Vec<Place>,
     ) -> Result<(), IoError> {
         let at = self.offset + offset;
+        if self.broken {
+            return Err(IoError::Lost);
+        }
         if operation.changes() {
             self.file.intact()?;
             if self.file.is_lost() {
@@ -107,7 +131,10 @@ impl Qcow2Image {
             self.settle()?;
         }
         match operation {
-            Operation::Read => self.read(at, data, Some(places))?,
+            Operation::Read => {
+                self.finish()?;
+                self.read(at, data, Some(places))?;
+            }
             Operation::Write => self.write(at, length, Some(data))?,
             Operation::Discard => self.empty(at, length, true, true)?,
             Operation::WriteZeroes { unmap } => self.empty(at, length, unmap, false)?,
@@ -117,6 +144,62 @@ impl Qcow2Image {
             self.commit()?;
         }
         self.trim()
+    }
+
+    /// Reads what is below clusters that these writes, offsets and lengths, cover in part: all at a time. What cannot be
+    /// read is read again by the write, which says why.
+    pub(super) fn fetch(&mut self, writes: impl Iterator<Item = (u64, u64)>) {
+        self.fetched.clear();
+        let (mut transfers, mut starts) = (Vec::new(), Vec::new());
+        let (cluster, size) = (self.cluster, self.format.size());
+        for (offset, length) in writes.filter(|&(_, length)| length > 0) {
+            let (at, end) = (self.offset + offset, self.offset + offset + length);
+            for start in [at / cluster * cluster, (end - 1) / cluster * cluster] {
+                let stop = (start + cluster).min(size);
+                let whole = at <= start && end >= stop;
+                let much = (transfers.len() as u64 + 1) * cluster > TOGETHER_MAX;
+                if whole || much || starts.contains(&start) {
+                    continue;
+                }
+                if let Some((file, place)) = self.below(start, stop - start) {
+                    let mut buffer = AlignedBuffer::new((stop - start) as usize);
+                    let data = buffer.segments();
+                    let buffer = Some(buffer);
+                    transfers.push(Transfer { write: false, file, at: place, data, buffer });
+                    starts.push(start);
+                }
+            }
+        }
+        let outcomes = self.mover.run(&transfers);
+        for ((start, transfer), outcome) in starts.into_iter().zip(transfers).zip(outcomes) {
+            if let (Ok(()), Some(buffer)) = (outcome, transfer.buffer) {
+                self.fetched.insert(start, buffer);
+            }
+        }
+    }
+
+    /// The file below that has all of this part, and where.
+    fn below(&self, at: u64, length: u64) -> Option<(usize, u64)> {
+        let (mapping, run) = self.mapping(at, length).ok()?;
+        let Mapping::Raw { storage, offset, writable, .. } = mapping else { return None };
+        let file = self.stays(storage, writable, (offset, length))?;
+        (file > 0 && run == length).then_some((file, offset))
+    }
+
+    /// Writes what was put off.
+    fn finish(&mut self) -> Result<(), IoError> {
+        if self.put_off.is_empty() {
+            return if self.broken { Err(IoError::Lost) } else { Ok(()) };
+        }
+        let outcomes = self.mover.run(&self.put_off);
+        self.put_off.clear();
+        let outcome: Result<(), IoError> = outcomes.into_iter().collect();
+        if let Err(error) = outcome {
+            // Imago has the clusters in its tables, which are not written any more.
+            self.broken = true;
+            tracing::error!(%error, "new clusters of the image cannot be written; the disk fails until it is opened again, and has lost nothing that was flushed");
+        }
+        outcome
     }
 
     /// The content at `offset` of the disk, `length` bytes at most: zeroes that need no reading, or data.
@@ -157,6 +240,7 @@ impl Qcow2Image {
     }
 
     fn commit_tables(&mut self) -> Result<(), IoError> {
+        self.finish()?;
         if !self.changed {
             return Ok(());
         }
@@ -219,6 +303,7 @@ impl Qcow2Image {
         self.flush()?;
         self.file.release()?;
         self.file.sync_file()?;
+        self.room = 0..0;
         self.file.shorten()
     }
 
@@ -227,6 +312,7 @@ impl Qcow2Image {
     pub(super) fn settle_for_readers(&mut self) -> Result<(), IoError> {
         self.flush()?;
         self.file.release()?;
+        self.room = 0..0;
         self.file.shorten()?;
         self.fresh_from = self.fresh_from.min(self.file.length().next_multiple_of(self.cluster));
         Ok(())
@@ -302,7 +388,8 @@ impl Qcow2Image {
             match mapping {
                 Mapping::Raw { storage, offset, writable, .. } => {
                     let place = offset + before;
-                    found = self.stays(storage, writable, (place, length)).map(|file| (file, offset));
+                    found =
+                        self.stays(storage, writable, (place, length)).map(|file| (file, offset));
                     match (found, &mut places) {
                         (Some((file, _)), Some(places)) => {
                             let (from, length) = ((at - begin) as usize, length as usize);
@@ -334,7 +421,8 @@ impl Qcow2Image {
         let number = self.layers.iter().position(|layer| layer.is(file))?;
         // A cluster that others share is given up when it is written.
         let stays = number > 0 || writable;
-        let read = file.takes_rings() == self.file.takes_rings();
+        let whole = (place.0 | place.1).is_multiple_of(file.alignment().1.into());
+        let read = whole && file.takes_rings() == self.file.takes_rings();
         (stays && read && file.holds(place.0, place.1)).then_some(number)
     }
 
@@ -362,11 +450,12 @@ impl Qcow2Image {
             if let (Old::Own(place), Some(data)) = (&old, data) {
                 part.clear();
                 part.push_from(data, &mut cursor, run as usize);
-                self.file.write_data(&part, *place)?;
                 let place = *place;
+                self.write_own(&part, place)?;
                 self.meet(at, 0, place, run);
                 done += run;
             } else if let Old::Own(place) = old {
+                self.finish()?;
                 self.file.zero_data(place, run, true)?;
                 done += run;
             } else {
@@ -378,6 +467,18 @@ impl Qcow2Image {
             }
         }
         Ok(())
+    }
+
+    /// Writes to a cluster that the image has, or will have when what was put off is written.
+    fn write_own(&mut self, data: &Segments, place: u64) -> Result<(), IoError> {
+        let length = data.bytes() as u64;
+        let mut meets = self.put_off.iter().filter(|transfer| transfer.meets(place, length));
+        match (meets.next(), meets.next()) {
+            (Some(one), None) if one.patch(place, data) => return Ok(()),
+            (None, _) => {}
+            _ => self.finish()?,
+        }
+        self.file.write_data(data, place)
     }
 
     /// Writes to new clusters at `at`; returns how many bytes, at most `run`.
@@ -394,19 +495,21 @@ impl Qcow2Image {
         let stop = (start + self.cluster).min(size);
         let whole = at == start && at + run >= stop && data.is_some();
         let mut content = Segments::default();
-        let mut bounce = std::mem::take(&mut self.bounce);
+        let mut buffer = None;
         let (covered, moved) = if let (true, Some(data)) = (whole, data) {
             let end =
                 if at + run == size { size } else { (at + run) / self.cluster * self.cluster };
             content.push_from(data, &mut cursor, (end - at) as usize);
             (end - at, end - at)
         } else {
-            if bounce.len() != (stop - start) as usize {
-                bounce = AlignedBuffer::new((stop - start) as usize);
+            let fetched = self.fetched.remove(&start);
+            let found = fetched.is_some();
+            let mut whole = fetched.unwrap_or_else(|| AlignedBuffer::new((stop - start) as usize));
+            content = whole.segments();
+            buffer = Some(whole);
+            if !found {
+                self.read(start, &content, None)?;
             }
-            // Lives until the end of this function.
-            content = bounce.segments();
-            self.read(start, &content, None)?;
             let moved = run.min(stop - at);
             let mut target = Cursor::default();
             target.skip(&content, (at - start) as usize);
@@ -423,8 +526,7 @@ impl Qcow2Image {
             }
             (stop - start, moved)
         };
-        let placed = self.place(start, covered, old, &content);
-        self.bounce = bounce;
+        let placed = self.place(start, covered, old, (content, buffer));
         placed.map(|placed| if placed < covered { placed } else { moved })
     }
 
@@ -434,7 +536,7 @@ impl Qcow2Image {
         start: u64,
         covered: u64,
         old: &Old,
-        content: &Segments,
+        (content, buffer): (Segments, Option<AlignedBuffer>),
     ) -> Result<u64, IoError> {
         let freed = matches!(old, Old::Other { frees: true });
         let was_empty = matches!(old, Old::Zeroes);
@@ -442,9 +544,12 @@ impl Qcow2Image {
         let mapping =
             self.format.prepare_data_mapping(start, covered, true).map_err(table_error)?;
         let (place, length) = (mapping.offset(), mapping.length());
-        written.push_from(content, &mut Cursor::default(), length as usize);
+        written.push_from(&content, &mut Cursor::default(), length as usize);
         let fresh = place >= self.fresh_from;
-        if let Err(error) = self.file.write_data(&written, place) {
+        let puts_off = fresh
+            && !freed
+            && has_room(&mut self.room, &self.file, &self.mover, place..place + length);
+        if !puts_off && let Err(error) = self.file.write_data(&written, place) {
             drop(mapping);
             // The place is free again, but may hold data now.
             self.fresh_from = self.file.length().next_multiple_of(self.cluster);
@@ -455,6 +560,15 @@ impl Qcow2Image {
         self.part(start, length);
         self.meet(start, 0, place, length);
         (self.changed, self.durable) = (true, self.durable || !fresh || !was_empty);
+        if puts_off {
+            let (write, file, at, data) = (true, 0, place, written);
+            self.put_off.push(Transfer { write, file, at, data, buffer });
+            if self.put_off.iter().map(|put_off| put_off.data.bytes() as u64).sum::<u64>()
+                > TOGETHER_MAX
+            {
+                self.finish()?;
+            }
+        }
         self.given_up(freed)?;
         Ok(length)
     }
@@ -486,6 +600,7 @@ impl Qcow2Image {
             let (at, left) = (at + done, length - done);
             let (mapping, run) = self.mapping(at, left)?;
             let old = self.old(&mapping);
+            self.finish()?;
             match old {
                 Old::Zeroes => {}
                 Old::Own(place) if discard => self.file.discard_data(place, run)?,
@@ -504,6 +619,8 @@ impl Qcow2Image {
         let last = if end == self.format.size() { end } else { end / self.cluster * self.cluster };
         let (first, last) =
             if self.marks_zeroes && first < last { (first, last) } else { (end, end) };
+        // What was fetched no longer shows.
+        self.fetched.clear();
         if first < last {
             self.part(first, last - first);
             self.format.write_zeroes(first, last - first).map_err(table_error)?;
@@ -516,6 +633,27 @@ impl Qcow2Image {
         }
         Ok(())
     }
+}
+
+/// Whether this part of an image's file has its room already, or can have it with more ahead.
+fn has_room(room: &mut Range<u64>, file: &ImageFile, mover: &Mover, part: Range<u64>) -> bool {
+    #[cfg(test)]
+    if file.has_little_room() {
+        return false;
+    }
+    if room.start <= part.start && part.end <= room.end {
+        return true;
+    }
+    // One after the other they are written as well at once; tests put them off all the same.
+    if !mover.has_ring() && !cfg!(test) {
+        return false;
+    }
+    let end = part.end.max(part.start + if cfg!(test) { 1 << 16 } else { ROOM_AHEAD });
+    if !file.take_room_ahead(part.start, end - part.start) {
+        return false;
+    }
+    *room = part.start..end;
+    true
 }
 
 /// The result of an imago error. Its own words go to the log: they are about the image, not the request.

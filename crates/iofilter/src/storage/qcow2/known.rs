@@ -50,7 +50,10 @@ impl KnownClusters {
             let inside = (at + done) % self.cluster;
             let piece = (self.cluster - inside).min(length - done);
             let Some((file, begin)) = self.find((at + done) / self.cluster) else { return false };
-            push(places, Place { from: done as usize, length: piece as usize, file, at: begin + inside });
+            push(
+                places,
+                Place { from: done as usize, length: piece as usize, file, at: begin + inside },
+            );
             done += piece;
         }
         length > 0

@@ -18,6 +18,7 @@ mod refcounts;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod together;
 mod worker;
 
 use std::collections::{BTreeMap, HashSet};
@@ -321,6 +322,11 @@ fn open_layer(
         .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
     drop(look);
     // From here on nothing reads it but what is aligned for that.
+    let end = length.next_multiple_of(layout.header.cluster_size);
+    if writable && end > length {
+        // The last cluster is whole from now on: direct I/O does not end within a block.
+        file.set_len(end).map_err(failed)?;
+    }
     let storage = ImageFile::qcow2(file.into(), &layout, direct).map_err(failed)?;
     storage.tables().reachable = counted;
     let image = Qcow2::<ImageFile>::builder(storage.clone())

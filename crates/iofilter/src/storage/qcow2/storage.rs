@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -77,6 +77,8 @@ pub(super) struct Tables {
     pub(super) refcount_table: (u64, u64),
     /// Where the L1 table is, likewise. It has the disk's full length and stays where it is.
     pub(super) l1: (u64, u64),
+    /// Tables that lead to data as they are in the file: of the next change only what differs is written.
+    pub(super) written: BTreeMap<u64, Vec<u8>>,
     /// The clusters that tables were read from or written to since imago's caches were last emptied.
     pub(super) touched: BTreeSet<u64>,
 }
@@ -84,6 +86,8 @@ pub(super) struct Tables {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) exact: Vec<u8>,
+    /// What the file has, where that was read or written.
+    pub(super) written: Option<Vec<u8>>,
     pub(super) dirty: bool,
 }
 
@@ -123,11 +127,9 @@ impl ImageFile {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
         let (length, tables) = (length.unwrap_or(0), tables.into());
         let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
-        let whole = length.load(Ordering::Relaxed).is_multiple_of(DIRECT_BLOCK);
         let (rings, clusters) = (takes_rings(&fd)?, cluster == 1 || cluster >= DIRECT_BLOCK);
         // Where rings are no use the page cache is: the pages are in memory, or a process has them.
-        let alignment =
-            if direct && whole && clusters && rings { past_page_cache(&fd) } else { None };
+        let alignment = if direct && clusters && rings { past_page_cache(&fd) } else { None };
         let (memory, block) = alignment.unwrap_or((1, 1));
         let direct = alignment.is_some();
         let target = Arc::new(FileTarget { direct, ..FileTarget::whole(fd) });
@@ -158,6 +160,11 @@ impl ImageFile {
     /// The alignment that requests to it need, of memory and of offsets.
     pub(super) fn alignment(&self) -> (u32, u32) {
         (self.0.memory, self.0.block)
+    }
+
+    /// The number of its descriptor.
+    pub(super) fn number(&self) -> RawFd {
+        self.0.target.fd.as_raw_fd()
     }
 
     /// Whether queues move its data by their rings.
@@ -206,15 +213,20 @@ impl ImageFile {
 
     /// Writes data.
     pub(super) fn write_data(&self, data: &Segments, at: u64) -> Result<(), IoError> {
-        self.settle(at, data.bytes() as u64)?;
+        self.before_data(at, data.bytes() as u64)?;
         self.transfer(true, data, at)?;
         self.grown(at + data.bytes() as u64);
         Ok(())
     }
 
+    /// Takes room in the file for data that comes later; false if there is none, or the file system does not do that.
+    pub(super) fn take_room_ahead(&self, at: u64, length: u64) -> bool {
+        sync::allocate(&self.0.target, at, length)
+    }
+
     /// Makes data zeroes.
     pub(super) fn zero_data(&self, at: u64, length: u64, unmap: bool) -> Result<(), IoError> {
-        self.settle(at, length)?;
+        self.before_data(at, length)?;
         // Neither way extends the file, and everything beyond its end is zero.
         let there = self.length().saturating_sub(at).min(length);
         if there == 0 {
@@ -227,7 +239,7 @@ impl ImageFile {
 
     /// Gives back the space of data, if the file system can.
     pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
-        self.settle(at, length)?;
+        self.before_data(at, length)?;
         #[cfg(test)]
         self.note(FileEvent::Zero { at, length: length.min(self.length().saturating_sub(at)) });
         sync::discard(&self.0.target, at, length)
@@ -243,6 +255,12 @@ impl ImageFile {
     #[cfg(test)]
     pub(super) fn note(&self, event: FileEvent) {
         self.0.events.lock().unwrap().push(event);
+    }
+
+    /// Whether a test has limited its room.
+    #[cfg(test)]
+    pub(super) fn has_little_room(&self) -> bool {
+        self.0.room.load(Ordering::Relaxed) != i64::MAX
     }
 
     /// Counts a change of the file against its room.
@@ -280,7 +298,9 @@ impl ImageFile {
 
     /// Imago's caches are empty now.
     pub(super) fn forget_touched(&self) {
-        self.tables().touched.clear();
+        let mut tables = self.tables();
+        tables.touched.clear();
+        tables.written.clear();
     }
 
     /// Whether the header must be written: the refcount table has moved.
@@ -319,7 +339,7 @@ impl ImageFile {
     }
 
     /// Whether the file takes this memory at this place.
-    fn suits(&self, data: &Segments, at: u64) -> bool {
+    pub(super) fn suits(&self, data: &Segments, at: u64) -> bool {
         let Inner { memory, block, .. } = *self.0;
         block == 1
             || (at | data.bytes() as u64).is_multiple_of(block.into())
@@ -341,7 +361,8 @@ impl ImageFile {
         }
         let aligned = buffer.segments();
         let mut done = 0;
-        while done < aligned.bytes() {
+        // The file may end within the last block.
+        while done < inside + data.bytes() {
             let rest = aligned.as_slice()[0].part(done, usize::MAX);
             done += sync::once(&self.0.target, write, first + done as u64, &[rest])?;
         }
@@ -352,19 +373,23 @@ impl ImageFile {
         Ok(())
     }
 
-    fn grown(&self, end: u64) {
+    pub(super) fn grown(&self, end: u64) {
         self.0.used.fetch_max(end, Ordering::Relaxed);
         self.0.length.fetch_max(end, Ordering::Relaxed);
     }
 
     /// imago fills the part of a new cluster that a write does not cover. Nothing points to that cluster yet, so
     /// its held-back part goes to the file before the data does.
-    fn settle(&self, at: u64, length: u64) -> Result<(), IoError> {
+    pub(super) fn before_data(&self, at: u64, length: u64) -> Result<(), IoError> {
         let mut tables = self.tables();
+        let (first, end) = (at / self.0.cluster, (at + length).div_ceil(self.0.cluster));
+        // Whatever was a table there is none any more.
+        while let Some((&number, _)) = tables.written.range(first..end).next() {
+            tables.written.remove(&number);
+        }
         if tables.pending.is_empty() {
             return Ok(());
         }
-        let (first, end) = (at / self.0.cluster, (at + length).div_ceil(self.0.cluster));
         let copied: Vec<u64> =
             tables.pending.range(first..end).map(|(&number, _)| number).collect();
         for number in copied {
@@ -375,10 +400,20 @@ impl ImageFile {
     }
 
     pub(super) fn put(&self, number: u64, content: &[u8]) -> Result<(), IoError> {
+        self.put_part(number, 0, content)
+    }
+
+    /// Writes a part of a cluster, from `start` on.
+    pub(super) fn put_part(
+        &self,
+        number: u64,
+        start: usize,
+        content: &[u8],
+    ) -> Result<(), IoError> {
         let mut data = Segments::default();
         // SAFETY: `content` outlives the call, and writing it to a file only reads it.
         data.push(unsafe { Segment::new(content.as_ptr().cast_mut(), content.len()) });
-        let at = number * self.0.cluster;
+        let at = number * self.0.cluster + start as u64;
         self.transfer(true, &data, at)?;
         self.grown(at + content.len() as u64);
         Ok(())
@@ -441,12 +476,17 @@ impl ImageFile {
             // After a failed commit there may be blocks that nothing points to yet.
             let block =
                 tables.reachable.contains_key(&number) || tables.blocks.contains_key(&number);
+            let now = |whole: bool| match whole {
+                true => Ok(vec![0; cluster as usize]),
+                false => self.cluster(number).map_err(io_error),
+            };
+            let whole = part.len() as u64 == cluster;
             if !block && !tables.pending.contains_key(&number) {
-                tables.pending.insert(number, self.cluster(number).map_err(io_error)?);
+                tables.pending.insert(number, now(whole)?);
             }
             if block && !tables.blocks.contains_key(&number) {
-                let exact = self.cluster(number).map_err(io_error)?;
-                tables.blocks.insert(number, Block { exact, dirty: true });
+                let exact = now(whole)?;
+                tables.blocks.insert(number, Block { exact, written: None, dirty: true });
             }
             let content = match tables.blocks.get_mut(&number) {
                 Some(block) => {
@@ -478,11 +518,6 @@ impl AlignedBuffer {
         let memory = vec![0; length + DIRECT_BLOCK as usize];
         let start = memory.as_ptr().align_offset(DIRECT_BLOCK as usize);
         Self { memory, start, length }
-    }
-
-    /// Its length, in bytes.
-    pub(super) fn len(&self) -> usize {
-        self.length
     }
 
     fn bytes(&mut self) -> &mut [u8] {

@@ -95,6 +95,10 @@ impl Work for ImageOwner {
 }
 
 fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
+    image.fetch(batch.iter().map(|job| &job.request).filter_map(|request| match request.asked {
+        ImageQuery::Operation(Operation::Write) => Some((request.offset, request.length)),
+        _ => None,
+    }));
     for Job { request, .. } in batch.iter_mut() {
         let Request { asked, offset, length, data, places, .. } = request;
         request.result = match asked {
