@@ -68,7 +68,7 @@ impl Work for ImageOwner {
     type Request = Request;
     type Event = Waker;
 
-    const BATCH: usize = 64;
+    const BATCH: usize = 16;
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
         let span = tracing::Span::current();
