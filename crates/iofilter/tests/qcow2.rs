@@ -300,6 +300,108 @@ fn room_is_given_back_where_the_guest_discards() {
     place.run("qemu-img", &["check", "-f", "qcow2", "image"]);
 }
 
+/// Whether an open file of this process is used past the page cache.
+fn is_direct(path: &Path) -> bool {
+    let of = |entry: std::fs::DirEntry| {
+        let is = std::fs::read_link(entry.path()).is_ok_and(|target| target == path);
+        let info = format!("/proc/self/fdinfo/{}", entry.file_name().to_string_lossy());
+        let info = if is { std::fs::read_to_string(info).ok()? } else { return None };
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
+        i32::from_str_radix(flags.trim(), 8).ok()
+    };
+    let mut flags = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| of(entry.ok()?));
+    flags.any(|flags| flags & libc::O_DIRECT != 0)
+}
+
+/// Whether the file system takes direct I/O at all.
+fn takes_direct(at: &Path) -> bool {
+    let mut open = File::options();
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut open, libc::O_DIRECT);
+    let probe = at.join("probe");
+    File::create(&probe).unwrap();
+    open.read(true).open(probe).is_ok()
+}
+
+/// Many requests at a time, within and across clusters of an image over others with smaller clusters, the last of which
+/// ends within a block: the disk is what a list of bytes is, and QEMU reads the same.
+fn agrees_with_a_list_of_bytes(at: &Path) {
+    const STRIPS: usize = 8;
+    const STRIP: usize = SIZE as usize / STRIPS;
+    let place = Place(tempfile::tempdir_in(at).unwrap());
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut model: Vec<u8> = (0..SIZE).map(|_| random.u8(..)).collect();
+    model[SIZE as usize - 1000..].fill(0);
+    std::fs::write(place.path("base"), &model[..SIZE as usize - 1000]).unwrap();
+    let over = |below, format, size| ["-b", below, "-F", format, "-o", size];
+    place.create("below", &over("base", "raw", "cluster_size=4k"));
+    for _ in 0..40 {
+        let (first, with) = (random.usize(0..1000), random.u8(..));
+        place.write("below", &format!("write -P {with} {} 4k", first * 4096));
+        model[first * 4096..][..4096].fill(with);
+    }
+    place.create("image", &over("below", "qcow2", "cluster_size=64k"));
+    let below = [("below", ImageFormat::Qcow2), ("base", ImageFormat::Raw)];
+    for _ in 0..2 {
+        let disk = place.open(&below, false).unwrap();
+        if at != Path::new("/dev/shm") && takes_direct(at) {
+            let all = ["image", "below", "base"].map(|name| is_direct(&place.path(name)));
+            assert_eq!(all, [true; 3], "the page cache is used");
+        }
+        let mut chain = disk.chain().unwrap();
+        for _ in 0..60 {
+            let mut asked = Vec::new();
+            for strip in 0..STRIPS {
+                let first = random.usize(0..STRIP / 512);
+                let most = if random.bool() { 16 } else { 400 };
+                let count = random.usize(1..=most);
+                let length = count.min(STRIP / 512 - first) * 512;
+                let (what, with) = match random.u8(..5) {
+                    0 => (Operation::WriteZeroes { unmap: random.bool() }, 0),
+                    1..3 => (Operation::Write, random.u8(..)),
+                    _ => (Operation::Read, 0),
+                };
+                let at = strip * STRIP + first * 512;
+                asked.push((what, at, vec![with; length]));
+            }
+            for (what, at, bytes) in &mut asked {
+                let id = chain.begin().unwrap();
+                if matches!(what, Operation::Read | Operation::Write) {
+                    // SAFETY: the buffers outlive the drained chain.
+                    chain
+                        .data_mut(id)
+                        .push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+                }
+                chain.submit(id, *what, *at as u64, bytes.len() as u64, 0);
+            }
+            blocking::drain(&mut chain).unwrap();
+            for (what, at, bytes) in asked {
+                let there = &mut model[at..at + bytes.len()];
+                match what {
+                    Operation::Read => assert!(there == bytes, "a read of {} at {at}", bytes.len()),
+                    _ => there.copy_from_slice(&bytes),
+                }
+            }
+        }
+        drop((chain, disk));
+        place.run("qemu-img", &["check", "-q", "-f", "qcow2", "image"]);
+        place.run("qemu-img", &["convert", "-f", "qcow2", "-O", "raw", "image", "content"]);
+        assert!(
+            std::fs::read(place.path("content")).unwrap() == model,
+            "QEMU reads something else"
+        );
+    }
+}
+
+#[test]
+fn layers_on_storage_agree_with_a_list_of_bytes() {
+    agrees_with_a_list_of_bytes(Path::new(env!("CARGO_TARGET_TMPDIR")));
+}
+
+#[test]
+fn layers_in_memory_agree_with_a_list_of_bytes() {
+    agrees_with_a_list_of_bytes(Path::new("/dev/shm"));
+}
+
 /// A filter that is served over NBD.
 struct Filter(Child);
 

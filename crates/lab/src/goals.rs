@@ -61,6 +61,7 @@ impl Metric {
             Self::IdleWakeups => "wake-ups without work",
             Self::Neighbour => "work of a neighbour",
             Self::Seconds => "time",
+            Self::ReadBytes => "bytes read",
             Self::Spread => "99th percentile by median",
         }
     }

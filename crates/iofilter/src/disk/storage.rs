@@ -38,8 +38,9 @@ impl DiskStorage {
     pub fn is_a_device(&self) -> bool {
         match self {
             Self::File(file) => !file.works_at_once(),
+            Self::Qcow2(image) => image.has_rings(),
             Self::Nbd(_) => true,
-            Self::Qcow2(_) | Self::Mem(_) => false,
+            Self::Mem(_) => false,
         }
     }
 
@@ -49,7 +50,8 @@ impl DiskStorage {
         let (block, memory) = match self {
             Self::File(file) => (file.block(), file.memory_alignment()),
             Self::Nbd(export) => (export.block(), 1),
-            Self::Qcow2(_) | Self::Mem(_) => (LOGICAL_BLOCK as u32, 1),
+            Self::Qcow2(image) => (image.block(), image.memory_alignment()),
+            Self::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         Boundary { size, block, memory }
     }

@@ -152,8 +152,8 @@ pub fn can_be_mirrored(disk: &DiskConfig) -> bool {
 #[must_use]
 pub fn spare_rings(disk: &DiskConfig) -> usize {
     match (can_change(disk), can_be_mirrored(disk)) {
-        (_, true) => 2 * queues(disk) + 2,
-        (true, false) => queues(disk),
+        (_, true) => 2 * queues(disk) + 4,
+        (true, false) => queues(disk) + 1,
         (false, false) => 0,
     }
 }

@@ -250,6 +250,22 @@ fn is_in_memory(kind: FsType) -> bool {
     kind == nix::sys::statfs::TMPFS_MAGIC || matches!(kind.0, HUGETLBFS_MAGIC | RAMFS_MAGIC)
 }
 
+/// Has a file be used past the page cache, if its file system allows that; the alignment that it needs then, of memory
+/// and of offsets.
+pub(super) fn past_page_cache(fd: &OwnedFd) -> Option<(u32, u32)> {
+    set_direct(fd).ok()?;
+    Some(direct_alignment(fd))
+}
+
+/// Has a file be used through the page cache.
+pub(super) fn through_page_cache(fd: &OwnedFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    if flags.contains(OFlag::O_DIRECT) {
+        fcntl(fd, FcntlArg::F_SETFL(flags - OFlag::O_DIRECT))?;
+    }
+    Ok(())
+}
+
 fn set_direct(fd: &OwnedFd) -> io::Result<()> {
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
     fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT))?;

@@ -7,7 +7,7 @@
 //!  sealed:  lend ──> a spare one, or none ┘                        └──> spare, its file taken away
 //! ```
 //! The filter of system calls does not see a ring's operations, so each ring is restricted before it is enabled: to
-//! four operations, on its registered file, and to exchanging that file.
+//! four operations, on its registered files, and to exchanging those files.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
@@ -15,9 +15,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use io_uring::register::Restriction;
 use io_uring::{IoUring, opcode, squeue};
+use vmseal_api::filter::BACKING_MAX;
 
 /// Entries of the submission queue: the most that a pass hands over in one go.
 const ENTRIES: u32 = 256;
+
+/// The most files of a ring: an image and all that may be below it ([`BACKING_MAX`]).
+pub(super) const FILES_MAX: usize = 1 + BACKING_MAX;
 
 /// `IORING_REGISTER_FILES_UPDATE` of linux/io_uring.h.
 pub const FILES_UPDATE: u8 = 6;
@@ -40,7 +44,7 @@ fn rings() -> MutexGuard<'static, Rings> {
 /// Makes rings for storage that comes later. Where the kernel has none, that storage blocks its queue.
 pub fn make_spare(count: usize) {
     for _ in 0..count {
-        match restricted(NONE) {
+        match restricted(&[]) {
             Ok(ring) => rings().spare.push(ring),
             Err(error) => return tracing::warn!(%error, "no spare rings"),
         }
@@ -52,33 +56,41 @@ pub fn seal() {
     rings().sealed = true;
 }
 
-/// A ring for this file.
+/// A ring for these files, [`FILES_MAX`] at most.
 ///
 /// # Errors
 /// The kernel's; `OutOfMemory` when there is none left.
-pub(super) fn lend(file: RawFd) -> io::Result<LentRing> {
+pub(super) fn lend(files: &[RawFd]) -> io::Result<LentRing> {
     let spare = {
         let mut rings = rings();
         if rings.sealed { Some(rings.spare.pop()) } else { None }
     };
     let ring = match spare {
-        None => restricted(file)?,
+        None => restricted(files)?,
         Some(None) => return Err(io::ErrorKind::OutOfMemory.into()),
         Some(Some(ring)) => {
-            ring.submitter().register_files_update(0, &[file])?;
+            ring.submitter().register_files_update(0, &table(files)?)?;
             ring
         }
     };
     Ok(LentRing { ring: Some(ring), in_use: false })
 }
 
-/// A ring that can do these operations with this file or one that takes its place, and nothing else (Linux 5.10).
-pub(super) fn restricted(file: RawFd) -> io::Result<IoUring> {
+/// The files of a ring, and nothing in the other places.
+fn table(files: &[RawFd]) -> io::Result<[RawFd; FILES_MAX]> {
+    let mut table = [NONE; FILES_MAX];
+    let places = table.get_mut(..files.len()).ok_or(io::ErrorKind::InvalidInput)?;
+    places.copy_from_slice(files);
+    Ok(table)
+}
+
+/// A ring that can do these operations with these files or those that take their places, and nothing else (Linux 5.10).
+pub(super) fn restricted(files: &[RawFd]) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_r_disabled().dontfork();
     let ring = builder.clone().setup_coop_taskrun().build(ENTRIES);
     let ring = ring.or_else(|_| builder.build(ENTRIES))?;
-    ring.submitter().register_files(&[file])?;
+    ring.submitter().register_files(&table(files)?)?;
     let registered = squeue::Flags::FIXED_FILE.bits();
     let operations =
         [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
@@ -125,12 +137,12 @@ pub struct LentRing {
 
 impl LentRing {
     /// A ring that does not go back.
-    pub(super) fn unrestricted(file: RawFd) -> io::Result<Self> {
+    pub(super) fn unrestricted(files: &[RawFd]) -> io::Result<Self> {
         if rings().sealed {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
         let ring = IoUring::builder().dontfork().build(ENTRIES)?;
-        ring.submitter().register_files(&[file])?;
+        ring.submitter().register_files(&table(files)?)?;
         Ok(Self { ring: Some(ring), in_use: true })
     }
 
@@ -149,7 +161,7 @@ impl Drop for LentRing {
             return;
         }
         ring.completion().for_each(drop);
-        match ring.submitter().register_files_update(0, &[NONE]) {
+        match ring.submitter().register_files_update(0, &[NONE; FILES_MAX]) {
             Ok(_) => rings().spare.push(ring),
             Err(error) => tracing::warn!(%error, "a ring is not used again"),
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::target::{FileTarget, LengthCheck, ZERO, ZEROES};
+use crate::storage::target::{FileTarget, LengthCheck, Place, ZERO, ZEROES};
 
 /// See the module.
 pub struct SyncFile {
@@ -39,24 +39,28 @@ pub(super) fn transfer(
     request: &Request,
     rest: &mut Segments,
 ) -> Result<(), IoError> {
-    transfer_at(target, request, target.offset + request.offset, rest)
+    let (length, at) = (request.data.bytes(), target.offset + request.offset);
+    transfer_part(target, request, &Place { from: 0, length, file: 0, at }, rest)
 }
 
-/// The same at `at` of the file, wherever the disk begins.
-pub(super) fn transfer_at(
+/// The same for a part of it, at its place in this file.
+pub(super) fn transfer_part(
     target: &FileTarget,
     request: &Request,
-    at: u64,
+    part: &Place,
     rest: &mut Segments,
 ) -> Result<(), IoError> {
     let write = request.operation == Operation::Write;
-    let mut done = once(target, write, at, request.data.as_slice())?;
-    while done < request.data.bytes() {
+    let mut done = 0;
+    if part.length == request.data.bytes() {
+        done = once(target, write, part.at, request.data.as_slice())?;
+    }
+    while done < part.length {
         let mut cursor = Cursor::default();
-        cursor.skip(&request.data, done);
+        cursor.skip(&request.data, part.from + done);
         rest.clear();
-        rest.push_from(&request.data, &mut cursor, request.data.bytes() - done);
-        done += once(target, write, at + done as u64, rest.as_slice())?;
+        rest.push_from(&request.data, &mut cursor, part.length - done);
+        done += once(target, write, part.at + done as u64, rest.as_slice())?;
     }
     Ok(())
 }
@@ -134,6 +138,11 @@ fn fallocate(target: &FileTarget, mode: i32, offset: u64, length: u64) -> Result
             return Err(errno());
         }
     }
+}
+
+/// Takes room for a part of the file without making it longer; false if the file system does not.
+pub(super) fn allocate(target: &FileTarget, offset: u64, length: u64) -> bool {
+    fallocate(target, libc::FALLOC_FL_KEEP_SIZE, offset, length).is_ok()
 }
 
 /// Punches a hole; does nothing where the file system cannot, as discard is a hint.

@@ -48,6 +48,19 @@ pub struct FileTarget {
     pub(super) changed: AtomicBool,
 }
 
+/// Where a part of a request's data is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Where the part begins within the request, in bytes.
+    pub(super) from: usize,
+    /// How long it is, in bytes.
+    pub(super) length: usize,
+    /// Which of the ring's files has it.
+    pub(super) file: usize,
+    /// Where it begins in that file.
+    pub(super) at: u64,
+}
+
 impl FileTarget {
     /// All of a file, through the page cache, however long it is.
     pub(super) fn whole(fd: OwnedFd) -> Self {

@@ -1,4 +1,4 @@
-//! The file engine on io_uring: one ring per queue, the file registered.
+//! The file engine on io_uring: one ring per queue, the files registered.
 //!
 //! ```text
 //!  submit: entry into the submission queue     poll: io_uring_enter, reap, until nothing is left to hand over
@@ -7,6 +7,8 @@
 //! ```
 //! A request's memory and its list of segments stay in place until its completion is reaped: the chain
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
+//!
+//! A request whose data is in several places is moved place by place: a place that is done is like a short answer.
 //!
 //! The owner of the chain sleeps until the ring is readable, and it becomes readable only for entries that the kernel
 //! has. So `poll` leaves no entry outside the kernel, unless it also says when it must be called
@@ -19,7 +21,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -31,9 +33,9 @@ use crate::stack::memory::{Cursor, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
 use crate::storage::rings::{self, LentRing, Ring};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
-use crate::storage::target::{FileTarget, LengthCheck};
+use crate::storage::target::{FileTarget, LengthCheck, Place};
 
-/// The index of the only registered file.
+/// The index of the disk's own file.
 const FILE: types::Fixed = types::Fixed(0);
 
 /// How often requests are handed over in one call of `poll`: a file that gives a page at a time must not keep
@@ -56,8 +58,11 @@ const LAST_TRIES: u32 = 1000;
 #[derive(Debug, Default)]
 struct InFlight {
     id: Option<RequestId>,
-    /// Where the request begins in the file.
-    at: u64,
+    /// Where its data is; for requests without data, where its range begins.
+    places: Vec<Place>,
+    /// Which place is under way.
+    place: usize,
+    /// How much of that one is done.
     done: usize,
     /// How often in a row it came back without progress.
     tries: u32,
@@ -82,11 +87,48 @@ pub struct UringFile<R: Ring = LentRing> {
     failing: bool,
 }
 
+impl InFlight {
+    fn begin(&mut self, places: impl IntoIterator<Item = Place>) {
+        self.places.clear();
+        self.places.extend(places);
+        (self.place, self.done, self.tries) = (0, 0, 0);
+    }
+
+    /// Lists the memory of what is left of the place that is under way, unless that is all of the request's.
+    fn take_up(&mut self, request: &Request) {
+        let Some(left) = self.left() else { return };
+        if left.length < request.data.bytes() {
+            let mut cursor = Cursor::default();
+            cursor.skip(&request.data, left.from);
+            self.rest.clear();
+            self.rest.push_from(&request.data, &mut cursor, left.length);
+        }
+    }
+
+    /// What is left of the place that is under way: from where in the request, and the rest of it.
+    fn left(&self) -> Option<Place> {
+        let place = self.places.get(self.place)?;
+        let done = self.done;
+        Some(Place {
+            from: place.from + done,
+            length: place.length - done,
+            at: place.at + done as u64,
+            ..*place
+        })
+    }
+}
+
 impl UringFile {
     pub(super) fn new(target: Arc<FileTarget>) -> io::Result<Self> {
-        let file = target.fd.as_raw_fd();
-        let ring = rings::lend(file).or_else(|error| {
-            let ring = LentRing::unrestricted(file)?;
+        Self::of_files(target, &[])
+    }
+
+    /// The same with further files, whose data it reads: their numbers are from 1 on.
+    pub(super) fn of_files(target: Arc<FileTarget>, below: &[Arc<FileTarget>]) -> io::Result<Self> {
+        let files: Vec<RawFd> =
+            std::iter::once(&target).chain(below).map(|target| target.fd.as_raw_fd()).collect();
+        let ring = rings::lend(&files).or_else(|error| {
+            let ring = LentRing::unrestricted(&files)?;
             tracing::warn!(%error, "what a ring may do cannot be restricted");
             Ok::<_, io::Error>(ring)
         })?;
@@ -110,28 +152,28 @@ impl<R: Ring> UringFile<R> {
         }
     }
 
-    /// Reads or writes at `at` of the file, wherever the disk begins. The caller has checked the file's length.
-    pub(super) fn transfer_at(&mut self, id: RequestId, at: u64, io: &Io<'_>) {
+    /// Reads or writes at these places, wherever the disk begins. The caller has checked the files' lengths.
+    pub(super) fn transfer_at(&mut self, id: RequestId, places: &[Place], io: &Io<'_>) {
         let flight = &mut self.flights[id.index()];
-        (flight.done, flight.tries, flight.at) = (0, 0, at);
+        flight.begin(places.iter().copied());
+        flight.take_up(io.request(id));
         self.in_flight += 1;
         self.push(id, io);
     }
 
     fn entry(&self, request: &Request, id: RequestId) -> squeue::Entry {
         let flight = &self.flights[id.index()];
-        let at = flight.at;
-        let (list, at) = if flight.done == 0 {
-            (request.data.as_slice(), at)
-        } else {
-            (flight.rest.as_slice(), at + flight.done as u64)
-        };
+        let left = flight.left();
+        let at = left.map_or(0, |place| place.at);
+        let file = left.map_or(FILE, |place| types::Fixed(place.file as u32));
+        let whole = left.is_some_and(|place| place.length == request.data.bytes());
+        let list = if whole { request.data.as_slice() } else { flight.rest.as_slice() };
         let (iovecs, count) = (list.as_ptr().cast::<libc::iovec>(), list.len() as u32);
         let allocate =
             |mode| opcode::Fallocate::new(FILE, request.length).offset(at).mode(mode).build();
         let entry = match request.operation {
-            Operation::Read => opcode::Readv::new(FILE, iovecs, count).offset(at).build(),
-            Operation::Write => opcode::Writev::new(FILE, iovecs, count).offset(at).build(),
+            Operation::Read => opcode::Readv::new(file, iovecs, count).offset(at).build(),
+            Operation::Write => opcode::Writev::new(file, iovecs, count).offset(at).build(),
             Operation::Flush => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
             Operation::Discard | Operation::WriteZeroes { unmap: true } => allocate(PUNCH),
             Operation::WriteZeroes { unmap: false } => allocate(ZERO_RANGE),
@@ -233,14 +275,12 @@ impl<R: Ring> UringFile<R> {
             0 => Err(IoError::Truncated),
             moved if moved > 0 => {
                 let flight = &mut self.flights[id.index()];
-                flight.done += moved as usize;
-                flight.tries = 0;
-                let total = request.data.bytes();
-                if flight.done < total {
-                    let mut cursor = Cursor::default();
-                    cursor.skip(&request.data, flight.done);
-                    flight.rest.clear();
-                    flight.rest.push_from(&request.data, &mut cursor, total - flight.done);
+                (flight.done, flight.tries) = (flight.done + moved as usize, 0);
+                if flight.left().is_some_and(|left| left.length == 0) {
+                    (flight.place, flight.done) = (flight.place + 1, 0);
+                }
+                if flight.left().is_some() {
+                    flight.take_up(request);
                     flight.id = Some(id);
                     self.progress = true;
                     return self.again.push_back(id);
@@ -289,9 +329,10 @@ impl<R: Ring> Storage for UringFile<R> {
         if let Err(refusal) = self.intact.allows(&self.target, io.request(id)) {
             return io.complete(id, Err(refusal));
         }
+        let request = io.request(id);
         let flight = &mut self.flights[id.index()];
-        (flight.done, flight.tries) = (0, 0);
-        flight.at = self.target.offset + io.request(id).offset;
+        let (length, at) = (request.data.bytes(), self.target.offset + request.offset);
+        flight.begin([Place { from: 0, length, file: 0, at }]);
         if self.target.fuse && matches!(operation, Operation::Read | Operation::Write) {
             let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
             return io.complete(id, result);

@@ -440,11 +440,7 @@ pub fn open_lower(
 ///
 /// # Errors
 /// As [`open_upper`].
-pub fn open_served(
-    home: &Home,
-    disk: DiskId,
-    layers: &Layers,
-) -> Result<Files, Problem> {
+pub fn open_served(home: &Home, disk: DiskId, layers: &Layers) -> Result<Files, Problem> {
     open_chain(home, disk, layers, layers.active, true)
 }
 

@@ -1,5 +1,6 @@
 //! Checks the tables of an image that will be written.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use vmseal_qcow2::Layout;
@@ -8,13 +9,14 @@ use super::refcounts;
 use super::storage::{ImageFile, damaged, io_error};
 
 /// Where entries of the L1 and refcount tables point, without flags.
-const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub(super) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 
 impl ImageFile {
     /// Checks the tables of an image that will be written: each is in the file, in a place of its own,
-    /// and is counted, so that nothing is ever written over it.
-    pub(super) fn check(&self, layout: &Layout) -> io::Result<()> {
-        let mut tables = self.tables();
+    /// and is counted, so that nothing is ever written over it. Returns the refcount blocks, and which entry of the
+    /// refcount table points to each.
+    pub(super) fn check(&self, layout: &Layout) -> io::Result<BTreeMap<u64, u64>> {
+        let tables = self.tables();
         let table = tables.refcount_table;
         let counting = self.entries(layout.refcount_offset, table.1 * self.0.cluster / 8)?;
         let maps = self.entries(layout.l1_offset, layout.l1_entries.into())?;
@@ -51,8 +53,7 @@ impl ImageFile {
             }
         }
         let blocks = counting.iter().zip(0..).filter(|&(&at, _)| at != 0);
-        tables.reachable = blocks.map(|(at, index)| (at / self.0.cluster, index)).collect();
-        Ok(())
+        Ok(blocks.map(|(at, index)| (at / self.0.cluster, index)).collect())
     }
 
     /// Offsets in a table of 8-byte entries.

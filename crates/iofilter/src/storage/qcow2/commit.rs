@@ -5,9 +5,9 @@
 //!  imago ── writes tables ──> pending, blocks        data: straight to the file
 //!                                   │ commit
 //!  1  refcount blocks, only raised, and the length of the
-//!     file with them; a new refcount table                 ── sync, if there were any
+//!     file with them; a new refcount table; new L2 tables  ── sync, if there were any
 //!  2  what points to new refcount blocks                    ── sync, if there was any
-//!  3  L2 tables                                             ── sync, if 4 has any
+//!  3  other L2 tables                                       ── sync, if 4 has a header
 //!  4  L1 table, header
 //!
 //!  release: refcount blocks as they are (reserved clusters are no longer needed)
@@ -19,6 +19,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
+use super::check::OFFSET_MASK;
 use super::refcounts;
 #[cfg(test)]
 use super::storage::FileEvent;
@@ -30,6 +31,12 @@ const RESERVE_BYTES: u64 = 16 << 20;
 
 /// And at least this many clusters.
 const RESERVE_MIN: usize = 16;
+
+/// The unit in which changed tables are written, in bytes: that of direct I/O.
+const WRITTEN_UNIT: usize = 4096;
+
+/// The limit for tables that are kept as they are in the file, in bytes: at 64 KiB a cluster, those of 16 GiB.
+const WRITTEN_MAX: usize = 2 << 20;
 
 /// The limit for exact refcount blocks, in bytes, before they are released: at 64 KiB a cluster, those of
 /// 64 GiB.
@@ -55,17 +62,23 @@ impl ImageFile {
             tables.pending.keys().copied().filter(|number| known.contains_key(number)).collect();
         for number in blocks {
             if let Some(exact) = tables.pending.remove(&number) {
-                tables.blocks.insert(number, Block { exact, dirty: true });
+                tables.blocks.insert(number, Block { exact, written: None, dirty: true });
             }
         }
-        let mut wrote = self.raise(tables, known)? || durable;
+        let mut wrote = self.raise(tables, reachable.as_ref())? || durable;
         for &number in counting.iter().filter(|&&number| table != old && within(number, table)) {
             self.put(number, &tables.pending[&number])?;
+            wrote = true;
+        }
+        let new = self.new_maps(tables)?;
+        for &number in &new {
+            self.put_changed(number, tables)?;
             wrote = true;
         }
         if wrote {
             self.sync_file()?;
         }
+        new.iter().for_each(|number| drop(tables.pending.remove(number)));
         if let Some(reachable) = reachable {
             let leads = if table == old { &counting[..] } else { &[0] };
             for number in leads {
@@ -89,9 +102,9 @@ impl ImageFile {
         let (last, maps): (Vec<u64>, Vec<u64>) =
             tables.pending.keys().partition(|&&number| number == 0 || within(number, l1));
         for number in &maps {
-            self.put(*number, &tables.pending[number])?;
+            self.put_changed(*number, tables)?;
         }
-        if !last.is_empty() {
+        if tables.pending.contains_key(&0) {
             self.sync_file()?;
         }
         for number in &last {
@@ -101,21 +114,82 @@ impl ImageFile {
         Ok(())
     }
 
-    /// Raises refcounts in the file to their exact values; true if any were too low.
-    fn raise(&self, tables: &Tables, known: &BTreeMap<u64, u64>) -> Result<bool, IoError> {
+    /// The L2 tables that nothing in the file points to yet, but the L1 table will.
+    fn new_maps(&self, tables: &Tables) -> Result<Vec<u64>, IoError> {
+        let mut new = Vec::new();
+        for (&number, now) in
+            tables.pending.iter().filter(|&(&number, _)| within(number, tables.l1))
+        {
+            let before = self.cluster(number)?;
+            let offset = |entry: &[u8; 8]| u64::from_be_bytes(*entry) & OFFSET_MASK;
+            let entries = now.as_chunks().0.iter().zip(before.as_chunks().0);
+            let moved = entries.map(|(now, before)| (offset(now), offset(before)));
+            let moved = moved.filter(|&(now, before)| now != 0 && now != before);
+            new.extend(moved.map(|(now, _)| now / self.0.cluster));
+        }
+        Ok(new)
+    }
+
+    /// Writes the part of a table that differs from what the file has.
+    fn put_changed(&self, number: u64, tables: &mut Tables) -> Result<(), IoError> {
+        let Some(content) = tables.pending.get(&number) else { return Ok(()) };
+        let differs = |(now, before): (&[u8], &[u8])| now != before;
+        let parts = tables.written.get(&number).map(|before| {
+            content.chunks(WRITTEN_UNIT).zip(before.chunks(WRITTEN_UNIT)).map(differs)
+        });
+        let changed = parts.map(|parts| {
+            let parts: Vec<bool> = parts.collect();
+            let first = parts.iter().position(|&part| part).unwrap_or(0);
+            let last = parts.iter().rposition(|&part| part).map_or(0, |last| last + 1);
+            (first * WRITTEN_UNIT, (last * WRITTEN_UNIT).min(content.len()))
+        });
+        // Until it is written it is not known what the file has.
+        let before = tables.written.remove(&number);
+        let (first, end) = changed.unwrap_or((0, content.len()));
+        if first < end {
+            self.put_part(number, first, &content[first..end])?;
+        }
+        let mut now = before.unwrap_or_default();
+        now.clear();
+        now.extend_from_slice(content);
+        while (tables.written.len() + 1) * now.len() > WRITTEN_MAX {
+            if tables.written.pop_first().is_none() {
+                return Ok(());
+            }
+        }
+        tables.written.insert(number, now);
+        Ok(())
+    }
+
+    /// Raises refcounts in the file to their exact values; true if any were too low. `next` are the blocks that there
+    /// will be, if that changes.
+    fn raise(
+        &self,
+        tables: &mut Tables,
+        next: Option<&BTreeMap<u64, u64>>,
+    ) -> Result<bool, IoError> {
         let per_block = refcounts::count(self.0.cluster as usize, self.0.order) as u64;
         let reserve = ((RESERVE_BYTES / self.0.cluster) as usize).max(RESERVE_MIN);
         let mut wrote = false;
-        for (&number, block) in tables.blocks.iter().filter(|(_, block)| block.dirty) {
+        let known = next.unwrap_or(&tables.reachable);
+        for (&number, block) in tables.blocks.iter_mut().filter(|(_, block)| block.dirty) {
             // Nothing points to a new one: its present content counts nothing.
             let new = !tables.reachable.contains_key(&number);
-            let disk = if new { vec![0; block.exact.len()] } else { self.cluster(number)? };
+            let disk = match block.written.take() {
+                _ if new => vec![0; block.exact.len()],
+                Some(written) => written,
+                None => self.cluster(number)?,
+            };
             let raised = refcounts::raised(&disk, &block.exact, self.0.order, reserve);
-            if let Some((content, end)) = raised.or_else(|| new.then_some((disk, 0))) {
+            if raised.is_none() && !new {
+                block.written = Some(disk);
+            } else {
+                let (content, end) = raised.unwrap_or((disk, 0));
                 self.put(number, &content)?;
                 // Nothing may point past the end of the file, whatever happens to the data there.
                 let before = known.get(&number).map_or(0, |index| index * per_block);
                 self.lengthen((before + end as u64) * self.0.cluster)?;
+                block.written = Some(content);
                 wrote = true;
             }
         }

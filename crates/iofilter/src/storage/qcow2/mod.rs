@@ -2,11 +2,12 @@
 //!
 //! ```text
 //!  queues ──> worker (one thread) ──> image: where is it? ──> imago: tables ──> storage: held back, ordered
-//!     │                                  └── data ──────────────────────────────────────> file
-//!     └── data of clusters that the worker has said to be there ([`known`]) ──────────────> file, by the queue's own ring
+//!     │ ^                                └── data of new clusters ──────────────────────> file
+//!     │ └── places ─────────────────────────┘
+//!     └── data at places that the worker has told, now or before ([`known`]) ──> file or one below, by the queue's own ring
 //! ```
 //! Nothing is opened by name: every file of the chain is given, with its format, and an image whose header
-//! differs from that is refused. The page cache is used.
+//! differs from that is refused. Files are used past the page cache where the file system allows it.
 
 mod check;
 mod commit;
@@ -17,9 +18,10 @@ mod refcounts;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod together;
 mod worker;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
@@ -33,14 +35,13 @@ use vmseal_api::transfer::ImageFormat;
 use vmseal_qcow2::{Layout, Refusal};
 
 use self::image::Qcow2Image;
-use self::storage::ImageFile;
+use self::storage::{DIRECT_BLOCK, ImageFile};
 pub use self::worker::Extents;
-use self::worker::{DataFile, ImageWorker};
+use self::worker::{DataFiles, ImageWorker};
 use crate::stack::chain::Storage;
 use crate::stack::memory::Segments;
-use crate::stack::request::IoError;
-use crate::storage::file::{OpenError, check_mode, takes_rings};
-use crate::storage::target::FileTarget;
+use crate::stack::request::{IoError, LOGICAL_BLOCK};
+use crate::storage::file::{OpenError, check_mode, through_page_cache};
 use crate::storage::uring::UringFile;
 
 /// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
@@ -126,10 +127,8 @@ impl fmt::Display for ChainFile {
 #[derive(Clone)]
 pub struct Qcow2Disk {
     worker: ImageWorker,
-    /// The image itself.
-    file: ImageFile,
-    /// Its file, where rings move data.
-    data: Option<Arc<FileTarget>>,
+    /// The image itself, and the files below it.
+    files: Arc<[ImageFile]>,
 }
 
 impl Debug for Qcow2Disk {
@@ -154,11 +153,32 @@ impl Qcow2Disk {
         check_mode(&file, read_only)?;
         let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
-        let file = image.file().clone();
-        // Rings must not move data of FUSE files (docs/decisions/052), and are slower where pages are in memory.
-        let rings = takes_rings(file.fd()).map_err(Qcow2Error::System)?;
-        let data = rings.then(|| Arc::clone(file.target()));
-        Ok(Self { worker: ImageWorker::new(image), file, data })
+        let files = image.files().into();
+        Ok(Self { worker: ImageWorker::new(image), files })
+    }
+
+    /// The smallest unit that its files take, in bytes.
+    #[must_use]
+    pub fn block(&self) -> u32 {
+        let blocks = self.files.iter().map(|file| file.alignment().1);
+        blocks.fold(LOGICAL_BLOCK as u32, u32::max)
+    }
+
+    /// The alignment of addresses and lengths of memory.
+    #[must_use]
+    pub fn memory_alignment(&self) -> u32 {
+        self.files.iter().map(|file| file.alignment().0).fold(1, u32::max)
+    }
+
+    /// Whether its queues have rings, so that requests are in flight while others are handed over.
+    #[must_use]
+    pub fn has_rings(&self) -> bool {
+        self.file().takes_rings()
+    }
+
+    /// The image itself.
+    fn file(&self) -> &ImageFile {
+        &self.files[0]
     }
 
     /// For callers that ask where the disk's zeroes are.
@@ -174,7 +194,7 @@ impl Qcow2Disk {
     /// # Errors
     /// As a queue's flush.
     pub fn flush_beside(&self) -> Result<(), IoError> {
-        self.file.sync_file()
+        self.file().sync_file()
     }
 
     /// Leaves the image in its file as if it were closed; it can be used on.
@@ -188,25 +208,23 @@ impl Qcow2Disk {
     /// A backend for one queue.
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
-        let data = match &self.data {
-            Some(target) => match UringFile::new(Arc::clone(target)) {
-                Ok(ring) => Some(DataFile::Ring(Box::new(ring))),
-                Err(error) => {
-                    tracing::warn!(%error, "no io_uring; each request blocks its queue");
-                    None
+        let targets: Vec<_> = self.files.iter().map(|file| Arc::clone(file.target())).collect();
+        // Rings must not move data of FUSE files (docs/decisions/052), and are slower where pages are in memory.
+        if self.has_rings() {
+            match UringFile::of_files(Arc::clone(&targets[0]), &targets[1..]) {
+                Ok(ring) => {
+                    return self.worker.queue(&self.files, DataFiles::Ring(Box::new(ring)));
                 }
-            },
-            None => None,
-        };
-        let calls = || DataFile::Calls(Arc::clone(self.file.target()), Segments::default());
-        self.worker.queue(&self.file, data.unwrap_or_else(calls))
+                Err(error) => tracing::warn!(%error, "no io_uring; each request blocks its queue"),
+            }
+        }
+        self.blocking_queue()
     }
 
     /// The same without a ring.
     #[must_use]
     pub fn blocking_queue(&self) -> Box<dyn Storage> {
-        let target = Arc::clone(self.file.target());
-        self.worker.queue(&self.file, DataFile::Calls(target, Segments::default()))
+        self.worker.queue(&self.files, DataFiles::Calls(Segments::default()))
     }
 }
 
@@ -218,21 +236,22 @@ fn open(
     read_only: bool,
 ) -> Result<Qcow2Image, Qcow2Error> {
     check_apart(&file, &backing)?;
+    let direct = offset.is_multiple_of(DIRECT_BLOCK);
     let mut layers = Vec::new();
     let mut below: Option<FormatAccess<ImageFile>> = None;
     for (index, (fd, format)) in backing.into_iter().enumerate().rev() {
         let which = ChainFile::Below(index + 1);
         let opened = match format {
-            ImageFormat::Raw => open_raw(fd, which)?,
+            ImageFormat::Raw => open_raw(fd, direct, which)?,
             ImageFormat::Qcow2 => {
-                let (file, opened, _) = open_layer(fd, below.take(), false, which)?;
+                let (file, opened, _) = open_layer(fd, below.take(), (false, direct), which)?;
                 (file, opened)
             }
         };
         layers.insert(0, opened.0);
         below = Some(opened.1);
     }
-    let (file, format, layout) = open_layer(file, below, !read_only, ChainFile::Top)?;
+    let (file, format, layout) = open_layer(file, below, (!read_only, direct), ChainFile::Top)?;
     layers.insert(0, file);
     let needs = offset.saturating_add(size);
     if format.size() < needs {
@@ -259,10 +278,11 @@ fn check_apart(file: &OwnedFd, backing: &[(OwnedFd, ImageFormat)]) -> Result<(),
 
 fn open_raw(
     fd: OwnedFd,
+    direct: bool,
     which: ChainFile,
 ) -> Result<(ImageFile, FormatAccess<ImageFile>), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
-    let file = ImageFile::raw(fd).map_err(failed)?;
+    let file = ImageFile::raw(fd, direct).map_err(failed)?;
     let raw = Raw::open_image(file.clone(), false).map_err(failed)?;
     Ok((file, FormatAccess::new(raw)))
 }
@@ -270,10 +290,12 @@ fn open_raw(
 fn open_layer(
     fd: OwnedFd,
     below: Option<FormatAccess<ImageFile>>,
-    writable: bool,
+    (writable, direct): (bool, bool),
     which: ChainFile,
 ) -> Result<(ImageFile, FormatAccess<ImageFile>, Layout), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
+    // Until its header is read: whoever had it before may have gone past it.
+    through_page_cache(&fd).map_err(failed)?;
     let file = File::from(fd);
     if !file.metadata().map_err(failed)?.is_file() {
         return Err(Qcow2Error::Kind(which));
@@ -289,12 +311,24 @@ fn open_layer(
     }
     let length = file.metadata().map_err(failed)?.len();
     let look = file.try_clone().map_err(failed)?;
-    let storage = ImageFile::qcow2(file.into(), &layout).map_err(failed)?;
-    if writable {
-        storage.check(&layout).map_err(failed)?;
-    }
+    let counted = if writable {
+        let clone = look.try_clone().map_err(failed)?;
+        let storage = ImageFile::qcow2(clone.into(), &layout, false).map_err(failed)?;
+        storage.check(&layout).map_err(failed)?
+    } else {
+        BTreeMap::new()
+    };
     vmseal_qcow2::check_reach(&look, &layout, length)
         .map_err(|refusal| Qcow2Error::Refused { which, refusal })?;
+    drop(look);
+    // From here on nothing reads it but what is aligned for that.
+    let end = length.next_multiple_of(layout.header.cluster_size);
+    if writable && end > length {
+        // The last cluster is whole from now on: direct I/O does not end within a block.
+        file.set_len(end).map_err(failed)?;
+    }
+    let storage = ImageFile::qcow2(file.into(), &layout, direct).map_err(failed)?;
+    storage.tables().reachable = counted;
     let image = Qcow2::<ImageFile>::builder(storage.clone())
         .backing(below)
         .data_file(None)

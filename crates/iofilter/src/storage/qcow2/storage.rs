@@ -1,10 +1,13 @@
 //! The image's file, as imago uses it: imago's writes, which are the image's tables, are held back until
 //! [`super::commit`]; data goes straight to the file.
+//!
+//! Where the file system allows it, all of the file is used past the page cache, tables too, so that the two never mix. What is
+//! not aligned for that goes through a buffer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,8 +19,12 @@ use vmseal_qcow2::Layout;
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
+use crate::storage::file::{past_page_cache, takes_rings};
 use crate::storage::sync;
 use crate::storage::target::FileTarget;
+
+/// The largest alignment that direct I/O needs ([`past_page_cache`]), in bytes.
+pub(super) const DIRECT_BLOCK: u64 = 4096;
 
 /// The file of a layer; clones share it.
 #[derive(Clone, Debug)]
@@ -33,6 +40,11 @@ pub(super) struct Inner {
     /// The unit of allocation, in bytes; 1 of a raw file.
     pub(super) cluster: u64,
     pub(super) order: u32,
+    /// What direct I/O needs memory and offsets to be multiples of, in bytes; 1 where the page cache is used.
+    pub(super) memory: u32,
+    pub(super) block: u32,
+    /// Whether queues move its data by their rings.
+    pub(super) rings: bool,
     pub(super) tables: Mutex<Tables>,
     pub(super) helper: CommonStorageHelper,
     /// The changes of the file, in order: for tests, which interrupt it anywhere.
@@ -65,6 +77,8 @@ pub(super) struct Tables {
     pub(super) refcount_table: (u64, u64),
     /// Where the L1 table is, likewise. It has the disk's full length and stays where it is.
     pub(super) l1: (u64, u64),
+    /// Tables that lead to data as they are in the file: of the next change only what differs is written.
+    pub(super) written: BTreeMap<u64, Vec<u8>>,
     /// The clusters that tables were read from or written to since imago's caches were last emptied.
     pub(super) touched: BTreeSet<u64>,
 }
@@ -72,6 +86,8 @@ pub(super) struct Tables {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) exact: Vec<u8>,
+    /// What the file has, where that was read or written.
+    pub(super) written: Option<Vec<u8>>,
     pub(super) dirty: bool,
 }
 
@@ -84,27 +100,39 @@ pub(super) fn damaged(what: &'static str) -> io::Error {
 }
 
 impl ImageFile {
-    /// A raw file below an image.
-    pub(super) fn raw(fd: OwnedFd) -> io::Result<Self> {
-        Self::new(fd, 1, 0, Tables::default())
+    /// A raw file below an image. With `direct`, past the page cache if that is possible.
+    pub(super) fn raw(fd: OwnedFd, direct: bool) -> io::Result<Self> {
+        Self::new(fd, (1, 0), Tables::default(), direct)
     }
 
     /// A qcow2 image.
-    pub(super) fn qcow2(fd: OwnedFd, layout: &Layout) -> io::Result<Self> {
+    pub(super) fn qcow2(fd: OwnedFd, layout: &Layout, direct: bool) -> io::Result<Self> {
         let cluster = layout.header.cluster_size;
         let tables = Tables {
             refcount_table: (layout.refcount_offset / cluster, layout.refcount_clusters.into()),
             l1: (layout.l1_offset / cluster, (u64::from(layout.l1_entries) * 8).div_ceil(cluster)),
             ..Tables::default()
         };
-        Self::new(fd, cluster, layout.refcount_order, tables)
+        // The end of the disk is the end of a request.
+        let direct = direct && layout.header.size.is_multiple_of(DIRECT_BLOCK);
+        Self::new(fd, (cluster, layout.refcount_order), tables, direct)
     }
 
-    fn new(fd: OwnedFd, cluster: u64, order: u32, tables: Tables) -> io::Result<Self> {
+    fn new(
+        fd: OwnedFd,
+        (cluster, order): (u64, u32),
+        tables: Tables,
+        direct: bool,
+    ) -> io::Result<Self> {
         let length = u64::try_from(nix::unistd::lseek(&fd, 0, nix::unistd::Whence::SeekEnd)?);
         let (length, tables) = (length.unwrap_or(0), tables.into());
         let (length, used) = (AtomicU64::new(length), AtomicU64::new(length));
-        let target = Arc::new(FileTarget::whole(fd));
+        let (rings, clusters) = (takes_rings(&fd)?, cluster == 1 || cluster >= DIRECT_BLOCK);
+        // Where rings are no use the page cache is: the pages are in memory, or a process has them.
+        let alignment = if direct && clusters && rings { past_page_cache(&fd) } else { None };
+        let (memory, block) = alignment.unwrap_or((1, 1));
+        let direct = alignment.is_some();
+        let target = Arc::new(FileTarget { direct, ..FileTarget::whole(fd) });
         let helper = CommonStorageHelper::default();
         Ok(Self(Arc::new(Inner {
             target,
@@ -112,6 +140,9 @@ impl ImageFile {
             used,
             cluster,
             order,
+            memory,
+            block,
+            rings,
             tables,
             helper,
             #[cfg(test)]
@@ -126,9 +157,19 @@ impl ImageFile {
         &self.0.target
     }
 
-    /// Its descriptor.
-    pub(super) fn fd(&self) -> &OwnedFd {
-        &self.0.target.fd
+    /// The alignment that requests to it need, of memory and of offsets.
+    pub(super) fn alignment(&self) -> (u32, u32) {
+        (self.0.memory, self.0.block)
+    }
+
+    /// The number of its descriptor.
+    pub(super) fn number(&self) -> RawFd {
+        self.0.target.fd.as_raw_fd()
+    }
+
+    /// Whether queues move its data by their rings.
+    pub(super) fn takes_rings(&self) -> bool {
+        self.0.rings
     }
 
     /// Whether both are the same file.
@@ -172,15 +213,20 @@ impl ImageFile {
 
     /// Writes data.
     pub(super) fn write_data(&self, data: &Segments, at: u64) -> Result<(), IoError> {
-        self.settle(at, data.bytes() as u64)?;
+        self.before_data(at, data.bytes() as u64)?;
         self.transfer(true, data, at)?;
         self.grown(at + data.bytes() as u64);
         Ok(())
     }
 
+    /// Takes room in the file for data that comes later; false if there is none, or the file system does not do that.
+    pub(super) fn take_room_ahead(&self, at: u64, length: u64) -> bool {
+        sync::allocate(&self.0.target, at, length)
+    }
+
     /// Makes data zeroes.
     pub(super) fn zero_data(&self, at: u64, length: u64, unmap: bool) -> Result<(), IoError> {
-        self.settle(at, length)?;
+        self.before_data(at, length)?;
         // Neither way extends the file, and everything beyond its end is zero.
         let there = self.length().saturating_sub(at).min(length);
         if there == 0 {
@@ -193,7 +239,7 @@ impl ImageFile {
 
     /// Gives back the space of data, if the file system can.
     pub(super) fn discard_data(&self, at: u64, length: u64) -> Result<(), IoError> {
-        self.settle(at, length)?;
+        self.before_data(at, length)?;
         #[cfg(test)]
         self.note(FileEvent::Zero { at, length: length.min(self.length().saturating_sub(at)) });
         sync::discard(&self.0.target, at, length)
@@ -209,6 +255,12 @@ impl ImageFile {
     #[cfg(test)]
     pub(super) fn note(&self, event: FileEvent) {
         self.0.events.lock().unwrap().push(event);
+    }
+
+    /// Whether a test has limited its room.
+    #[cfg(test)]
+    pub(super) fn has_little_room(&self) -> bool {
+        self.0.room.load(Ordering::Relaxed) != i64::MAX
     }
 
     /// Counts a change of the file against its room.
@@ -246,7 +298,9 @@ impl ImageFile {
 
     /// Imago's caches are empty now.
     pub(super) fn forget_touched(&self) {
-        self.tables().touched.clear();
+        let mut tables = self.tables();
+        tables.touched.clear();
+        tables.written.clear();
     }
 
     /// Whether the header must be written: the refcount table has moved.
@@ -269,6 +323,9 @@ impl ImageFile {
             Cursor::default().gather(data, &mut bytes);
             self.note(FileEvent::Write { at, bytes });
         }
+        if !self.suits(data, at) {
+            return self.through_buffer(write, data, at);
+        }
         let mut rest = Segments::default();
         let mut done = sync::once(&self.0.target, write, at, data.as_slice())?;
         while done < data.bytes() {
@@ -281,19 +338,58 @@ impl ImageFile {
         Ok(())
     }
 
-    fn grown(&self, end: u64) {
+    /// Whether the file takes this memory at this place.
+    pub(super) fn suits(&self, data: &Segments, at: u64) -> bool {
+        let Inner { memory, block, .. } = *self.0;
+        block == 1
+            || (at | data.bytes() as u64).is_multiple_of(block.into())
+                && data.aligned_to(memory as usize)
+    }
+
+    /// Moves data that is not aligned for direct I/O.
+    fn through_buffer(&self, write: bool, data: &Segments, at: u64) -> Result<(), IoError> {
+        let block = u64::from(self.0.block);
+        let (first, end) = (at / block * block, (at + data.bytes() as u64).next_multiple_of(block));
+        let inside = (at - first) as usize;
+        if write && end - first != data.bytes() as u64 {
+            // Tables are written in whole clusters, and data in whole blocks.
+            return Err(IoError::Device(libc::EINVAL));
+        }
+        let mut buffer = AlignedBuffer::new((end - first) as usize);
+        if write {
+            Cursor::default().gather(data, buffer.bytes());
+        }
+        let aligned = buffer.segments();
+        let mut done = 0;
+        // The file may end within the last block.
+        while done < inside + data.bytes() {
+            let rest = aligned.as_slice()[0].part(done, usize::MAX);
+            done += sync::once(&self.0.target, write, first + done as u64, &[rest])?;
+        }
+        if !write {
+            let bytes = &buffer.bytes()[inside..inside + data.bytes()];
+            Cursor::default().scatter(data, bytes);
+        }
+        Ok(())
+    }
+
+    pub(super) fn grown(&self, end: u64) {
         self.0.used.fetch_max(end, Ordering::Relaxed);
         self.0.length.fetch_max(end, Ordering::Relaxed);
     }
 
     /// imago fills the part of a new cluster that a write does not cover. Nothing points to that cluster yet, so
     /// its held-back part goes to the file before the data does.
-    fn settle(&self, at: u64, length: u64) -> Result<(), IoError> {
+    pub(super) fn before_data(&self, at: u64, length: u64) -> Result<(), IoError> {
         let mut tables = self.tables();
+        let (first, end) = (at / self.0.cluster, (at + length).div_ceil(self.0.cluster));
+        // Whatever was a table there is none any more.
+        while let Some((&number, _)) = tables.written.range(first..end).next() {
+            tables.written.remove(&number);
+        }
         if tables.pending.is_empty() {
             return Ok(());
         }
-        let (first, end) = (at / self.0.cluster, (at + length).div_ceil(self.0.cluster));
         let copied: Vec<u64> =
             tables.pending.range(first..end).map(|(&number, _)| number).collect();
         for number in copied {
@@ -304,10 +400,20 @@ impl ImageFile {
     }
 
     pub(super) fn put(&self, number: u64, content: &[u8]) -> Result<(), IoError> {
+        self.put_part(number, 0, content)
+    }
+
+    /// Writes a part of a cluster, from `start` on.
+    pub(super) fn put_part(
+        &self,
+        number: u64,
+        start: usize,
+        content: &[u8],
+    ) -> Result<(), IoError> {
         let mut data = Segments::default();
         // SAFETY: `content` outlives the call, and writing it to a file only reads it.
         data.push(unsafe { Segment::new(content.as_ptr().cast_mut(), content.len()) });
-        let at = number * self.0.cluster;
+        let at = number * self.0.cluster + start as u64;
         self.transfer(true, &data, at)?;
         self.grown(at + content.len() as u64);
         Ok(())
@@ -370,12 +476,17 @@ impl ImageFile {
             // After a failed commit there may be blocks that nothing points to yet.
             let block =
                 tables.reachable.contains_key(&number) || tables.blocks.contains_key(&number);
+            let now = |whole: bool| match whole {
+                true => Ok(vec![0; cluster as usize]),
+                false => self.cluster(number).map_err(io_error),
+            };
+            let whole = part.len() as u64 == cluster;
             if !block && !tables.pending.contains_key(&number) {
-                tables.pending.insert(number, self.cluster(number).map_err(io_error)?);
+                tables.pending.insert(number, now(whole)?);
             }
             if block && !tables.blocks.contains_key(&number) {
-                let exact = self.cluster(number).map_err(io_error)?;
-                tables.blocks.insert(number, Block { exact, dirty: true });
+                let exact = now(whole)?;
+                tables.blocks.insert(number, Block { exact, written: None, dirty: true });
             }
             let content = match tables.blocks.get_mut(&number) {
                 Some(block) => {
@@ -390,6 +501,36 @@ impl ImageFile {
             tables.touched.insert(number);
         }
         Ok(())
+    }
+}
+
+/// Memory that direct I/O takes.
+#[derive(Debug, Default)]
+pub(super) struct AlignedBuffer {
+    memory: Vec<u8>,
+    start: usize,
+    length: usize,
+}
+
+impl AlignedBuffer {
+    /// So many zeroes.
+    pub(super) fn new(length: usize) -> Self {
+        let memory = vec![0; length + DIRECT_BLOCK as usize];
+        let start = memory.as_ptr().align_offset(DIRECT_BLOCK as usize);
+        Self { memory, start, length }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + self.length]
+    }
+
+    /// All of it, as one segment. It is not used otherwise while that is in use.
+    pub(super) fn segments(&mut self) -> Segments {
+        let mut all = Segments::default();
+        let bytes = self.bytes();
+        // SAFETY: the memory stays where it is until the buffer is dropped, which callers do after the transfer.
+        all.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
+        all
     }
 }
 

@@ -152,6 +152,14 @@ fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allow
         let full = rng.u8(..) < 32;
         let room = if full { rng.i64(0..12) } else { i64::MAX };
         image.file().0.room.store(room, Ordering::Relaxed);
+        // As of requests of the batch, and more that are not in it.
+        let any = |rng: &mut Rng| {
+            let first = rng.u64(0..BLOCKS as u64);
+            (first * BLOCK, rng.u64(1..=700).min(BLOCKS as u64 - first) * BLOCK)
+        };
+        let fetched: Vec<_> = (0..rng.usize(0..4)).map(|_| any(rng)).collect();
+        image.fetch(fetched.into_iter());
+        let mut memory = Vec::new();
         for _ in 0..rng.usize(1..6) {
             let first = rng.usize(0..BLOCKS);
             let most = if rng.u8(..) < 200 { 24 } else { 700 };
@@ -181,11 +189,12 @@ fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allow
             let mut bytes = number.to_le_bytes().repeat(count * BLOCK as usize / 4);
             let mut data = Segments::default();
             if operation == Operation::Write {
-                // SAFETY: `bytes` lives until the request is done.
+                // SAFETY: `bytes` lives until the batch is committed.
                 data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
             }
+            memory.push(bytes);
             let (at, length) = (first as u64 * BLOCK, count as u64 * BLOCK);
-            let done = image.perform(operation, at, length, &data);
+            let done = image.perform(operation, (at, length), &data, &mut Vec::new());
             assert!(done.is_ok() || full && done == Err(IoError::NoSpace), "{done:?}");
             steps.extend(image.file().events().into_iter().map(Step::File));
             flush |= operation == Operation::Flush && done.is_ok();
@@ -194,6 +203,7 @@ fn history(image: &mut Qcow2Image, rng: &mut Rng, number: &mut u32, now: &[Allow
             }
         }
         let committed = image.commit();
+        drop(memory);
         assert!(committed.is_ok() || full && committed == Err(IoError::NoSpace), "{committed:?}");
         flush &= committed.is_ok();
         steps.extend(image.file().events().into_iter().map(Step::File));
@@ -311,17 +321,26 @@ fn after_a_failed_flush_nothing_is_changed_any_more_and_reads_go_on() {
     let mut data = Segments::default();
     // SAFETY: `bytes` lives until the requests are done.
     data.push(unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });
-    assert_eq!(image.perform(Operation::Write, 0, 4096, &data), Ok(()));
-    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Ok(()));
+    assert_eq!(image.perform(Operation::Write, (0, 4096), &data, &mut Vec::new()), Ok(()));
+    assert_eq!(
+        image.perform(Operation::Flush, (0, 0), &Segments::default(), &mut Vec::new()),
+        Ok(())
+    );
     let failed = image.file().0.target.flushed(Err(IoError::Device(libc::EIO)));
     assert_eq!(failed, Err(IoError::Device(libc::EIO)));
-    assert_eq!(image.perform(Operation::Write, 8192, 4096, &data), Err(IoError::Lost));
     assert_eq!(
-        image.perform(Operation::Discard, 0, 4096, &Segments::default()),
+        image.perform(Operation::Write, (8192, 4096), &data, &mut Vec::new()),
         Err(IoError::Lost)
     );
-    assert_eq!(image.perform(Operation::Flush, 0, 0, &Segments::default()), Err(IoError::Lost));
-    assert_eq!(image.perform(Operation::Read, 0, 4096, &data), Ok(()));
+    assert_eq!(
+        image.perform(Operation::Discard, (0, 4096), &Segments::default(), &mut Vec::new()),
+        Err(IoError::Lost)
+    );
+    assert_eq!(
+        image.perform(Operation::Flush, (0, 0), &Segments::default(), &mut Vec::new()),
+        Err(IoError::Lost)
+    );
+    assert_eq!(image.perform(Operation::Read, (0, 4096), &data, &mut Vec::new()), Ok(()));
 }
 
 /// The stack of a disk is exchanged for another one with the same file.

@@ -30,7 +30,7 @@ use crate::stack::request::{IoError, Operation, RequestId, Requests};
 use crate::stack::waker::Waker;
 use crate::storage::extent::{Extent, OwnExtent};
 use crate::storage::sync;
-use crate::storage::target::{FileTarget, LOOK_EVERY};
+use crate::storage::target::{LOOK_EVERY, Place};
 use crate::storage::uring::UringFile;
 
 /// imago recurses a frame or two for each layer.
@@ -56,6 +56,8 @@ struct Request {
     length: u64,
     /// The list is reused for the next one.
     data: Segments,
+    /// What of a read is left to the queue.
+    places: Vec<Place>,
     result: Result<(), IoError>,
 }
 
@@ -66,7 +68,7 @@ impl Work for ImageOwner {
     type Request = Request;
     type Event = Waker;
 
-    const BATCH: usize = 64;
+    const BATCH: usize = 16;
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
         let span = tracing::Span::current();
@@ -93,10 +95,16 @@ impl Work for ImageOwner {
 }
 
 fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
+    image.fetch(batch.iter().map(|job| &job.request).filter_map(|request| match request.asked {
+        ImageQuery::Operation(Operation::Write) => Some((request.offset, request.length)),
+        _ => None,
+    }));
     for Job { request, .. } in batch.iter_mut() {
-        let Request { asked, offset, length, data, .. } = request;
+        let Request { asked, offset, length, data, places, .. } = request;
         request.result = match asked {
-            ImageQuery::Operation(operation) => image.perform(*operation, *offset, *length, data),
+            ImageQuery::Operation(operation) => {
+                image.perform(*operation, (*offset, *length), data, places)
+            }
             ImageQuery::Extent(found) => {
                 image.extent(*offset, *length).map(|extent| *found = Some(extent))
             }
@@ -158,8 +166,8 @@ impl ImageWorker {
         Self { exchange, known, offset }
     }
 
-    /// A backend for one queue, which moves the data of known clusters of the image's `file` itself.
-    pub(super) fn queue(&self, file: &ImageFile, data: DataFile) -> Box<dyn Storage> {
+    /// A backend for one queue, which moves data of known places in the image's files, itself first, by itself.
+    pub(super) fn queue(&self, files: &Arc<[ImageFile]>, data: DataFiles) -> Box<dyn Storage> {
         Box::new(ImageQueue {
             exchange: Arc::clone(&self.exchange),
             end: None,
@@ -167,8 +175,10 @@ impl ImageWorker {
             lists: Vec::new(),
             known: Arc::clone(&self.known),
             offset: self.offset,
-            file: file.clone(),
+            files: Arc::clone(files),
             data,
+            places: Vec::new(),
+            left: Vec::new(),
             looked: None,
         })
     }
@@ -226,8 +236,9 @@ impl Extents {
 
     fn ask(&self, asked: ImageQuery, at: u64, end: u64) -> io::Result<ImageQuery> {
         let mut queue = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        let (id, data) = (self.id, Segments::default());
-        queue.push(Request { id, asked, offset: at, length: end - at, data, result: Ok(()) });
+        let (id, data, places) = (self.id, Segments::default(), Vec::new());
+        let (offset, length, result) = (at, end - at, Ok(()));
+        queue.push(Request { id, asked, offset, length, data, places, result });
         if let Err(error) = queue.hand_over() {
             // The request is taken back.
             queue.refuse(|_| ());
@@ -267,71 +278,119 @@ struct ImageQueue {
     end: Option<End<ImageOwner>>,
     capacity: usize,
     /// Lists of memory, by request, kept so that none is allocated.
-    lists: Vec<Segments>,
+    lists: Vec<(Segments, Vec<Place>)>,
     known: Arc<KnownClusters>,
     /// Where the guest's first byte is in the image's disk.
     offset: u64,
-    file: ImageFile,
-    data: DataFile,
+    files: Arc<[ImageFile]>,
+    data: DataFiles,
+    /// Where the data of the request at hand is.
+    places: Vec<Place>,
+    /// Requests whose data the thread has left to the queue, while they are taken up.
+    left: Vec<RequestId>,
     /// When the file's length was last checked.
     looked: Option<Instant>,
 }
 
 /// How a queue moves data itself.
-pub(super) enum DataFile {
+pub(super) enum DataFiles {
     /// By a ring.
     Ring(Box<UringFile>),
-    /// By a system call, where the file's pages are in memory or there is no ring.
-    Calls(Arc<FileTarget>, Segments),
+    /// By system calls, where the files' pages are in memory or there is no ring.
+    Calls(Segments),
 }
 
 impl ImageQueue {
-    /// Where the request's data is, if the queue can move it itself.
-    fn place(&mut self, request: &crate::stack::request::Request) -> Option<u64> {
+    /// Finds where the request's data is; false if the queue cannot move it itself.
+    fn find(&mut self, request: &crate::stack::request::Request) -> bool {
         let (operation, offset, length) = (request.operation, request.offset, request.length);
-        if !matches!(operation, Operation::Read | Operation::Write) {
-            return None;
+        if !matches!(operation, Operation::Read | Operation::Write)
+            || !self.known.places(self.offset + offset, length, &mut self.places)
+        {
+            return false;
         }
-        let place = self.known.find(self.offset + offset, length)?;
-        if !self.file.holds(place, length) {
-            return None;
+        let there = |place: &Place| self.files[place.file].holds(place.at, place.length as u64);
+        if !self.places.iter().all(there) {
+            return false;
         }
         if operation == Operation::Write {
-            if self.file.is_lost() {
-                return None;
+            let own = self.places.iter().all(|place| place.file == 0);
+            if !own || self.files[0].is_lost() {
+                return false;
             }
             // As often as with a raw file: a file that was cut is not made longer again.
             if self.looked.is_none_or(|looked| looked.elapsed() > LOOK_EVERY) {
-                self.file.intact().ok()?;
+                if self.files[0].intact().is_err() {
+                    return false;
+                }
                 self.looked = Some(Instant::now());
             }
         }
-        Some(place)
+        true
+    }
+
+    /// Hands requests over to the thread, and takes its answers; data that these leave to the queue is moved.
+    fn take_answers(&mut self, io: &mut Io<'_>) {
+        let Some(end) = &mut self.end else { return };
+        if let Err(error) = end.hand_over() {
+            tracing::error!(%error, "no thread for an image: its requests fail");
+            let failed = IoError::Device(error.raw_os_error().unwrap_or(libc::EAGAIN));
+            end.refuse(|request| request.result = Err(failed));
+        }
+        let mut left = mem::take(&mut self.left);
+        for Request { id, result, data, places, .. } in end.collect() {
+            let moves = result.is_ok() && !places.is_empty();
+            self.lists[id.index()] = (data, places);
+            if moves {
+                left.push(id);
+            } else {
+                io.complete(id, result);
+            }
+        }
+        for id in left.drain(..) {
+            let places = mem::take(&mut self.lists[id.index()].1);
+            self.transfer(id, &places, io);
+            self.lists[id.index()].1 = places;
+        }
+        self.left = left;
+    }
+
+    /// Moves the request's data.
+    fn transfer(&mut self, id: RequestId, places: &[Place], io: &mut Io<'_>) {
+        match &mut self.data {
+            DataFiles::Ring(ring) => ring.transfer_at(id, places, io),
+            DataFiles::Calls(rest) => {
+                let moved = places.iter().try_for_each(|place| {
+                    let target = self.files[place.file].target();
+                    sync::transfer_part(target, io.request(id), place, rest)
+                });
+                io.complete(id, moved);
+            }
+        }
     }
 }
 
 impl Storage for ImageQueue {
     fn prepare(&mut self, capacity: usize) {
-        self.lists.resize_with(capacity, Segments::default);
+        self.lists.resize_with(capacity, Default::default);
+        self.left.reserve(capacity);
         self.capacity = capacity;
-        if let DataFile::Ring(ring) = &mut self.data {
+        if let DataFiles::Ring(ring) = &mut self.data {
             ring.prepare(capacity);
         }
     }
 
     fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
-        if let Some(place) = self.place(io.request(id)) {
-            return match &mut self.data {
-                DataFile::Ring(ring) => ring.transfer_at(id, place, io),
-                DataFile::Calls(target, rest) => {
-                    let result = sync::transfer_at(target, io.request(id), place, rest);
-                    io.complete(id, result);
-                }
-            };
+        if self.find(io.request(id)) {
+            let places = mem::take(&mut self.places);
+            self.transfer(id, &places, io);
+            self.places = places;
+            return;
         }
         let request = io.request(id);
-        let mut data = mem::take(&mut self.lists[id.index()]);
+        let (mut data, mut places) = mem::take(&mut self.lists[id.index()]);
         data.clear();
+        places.clear();
         data.push_from(&request.data, &mut Cursor::default(), request.data.bytes());
         let (operation, offset, length) = (request.operation, request.offset, request.length);
         let asked = ImageQuery::Operation(operation);
@@ -340,29 +399,21 @@ impl Storage for ImageQueue {
             end.reserve(self.capacity);
             end
         });
-        end.push(Request { id, asked, offset, length, data, result: Ok(()) });
+        end.push(Request { id, asked, offset, length, data, places, result: Ok(()) });
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
-        if let DataFile::Ring(ring) = &mut self.data {
+        self.take_answers(io);
+        // Last, as answers leave data to it.
+        if let DataFiles::Ring(ring) = &mut self.data {
             ring.poll(io);
-        }
-        let Some(end) = &mut self.end else { return };
-        if let Err(error) = end.hand_over() {
-            tracing::error!(%error, "no thread for an image: its requests fail");
-            let failed = IoError::Device(error.raw_os_error().unwrap_or(libc::EAGAIN));
-            end.refuse(|request| request.result = Err(failed));
-        }
-        for Request { id, result, data, .. } in end.collect() {
-            self.lists[id.index()] = data;
-            io.complete(id, result);
         }
     }
 
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
         match &self.data {
-            DataFile::Ring(ring) => ring.wait_handle(),
-            DataFile::Calls(..) => None,
+            DataFiles::Ring(ring) => ring.wait_handle(),
+            DataFiles::Calls(..) => None,
         }
     }
 
@@ -372,15 +423,15 @@ impl Storage for ImageQueue {
 
     fn deadline(&self) -> Option<Instant> {
         match &self.data {
-            DataFile::Ring(ring) => ring.deadline(),
-            DataFile::Calls(..) => None,
+            DataFiles::Ring(ring) => ring.deadline(),
+            DataFiles::Calls(..) => None,
         }
     }
 
     fn finish(&mut self) -> bool {
         match &mut self.data {
-            DataFile::Ring(ring) => ring.finish(),
-            DataFile::Calls(..) => true,
+            DataFiles::Ring(ring) => ring.finish(),
+            DataFiles::Calls(..) => true,
         }
     }
 }
@@ -413,7 +464,7 @@ mod tests {
             data.push(unsafe {
                 crate::stack::memory::Segment::new(bytes.as_mut_ptr(), bytes.len())
             });
-            image.perform(Operation::Write, 0, 65536, &data).unwrap();
+            image.perform(Operation::Write, (0, 65536), &data, &mut Vec::new()).unwrap();
             panic!("a defect");
         });
         let outcome: Option<()> = outcome;
@@ -428,6 +479,7 @@ mod tests {
             offset: 0,
             length: 0,
             data: Segments::default(),
+            places: Vec::new(),
             result: Ok(()),
         });
         end.hand_over().unwrap();

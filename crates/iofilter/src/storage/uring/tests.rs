@@ -297,7 +297,7 @@ fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> i32 {
 #[test]
 fn a_ring_does_what_a_disk_needs_with_its_file_and_nothing_else() {
     let (file, other) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let mut ring = restricted(file.as_raw_fd()).unwrap();
+    let mut ring = restricted(&[file.as_raw_fd()]).unwrap();
     let flush = opcode::Fsync::new(FILE).build();
     assert_eq!(answer(&mut ring, &flush), 0);
     let path = c"/etc/passwd".as_ptr();

@@ -141,7 +141,8 @@ fn qemu_img(arguments: &[&str]) -> Output {
     let until = Instant::now() + TIMEOUT;
     loop {
         let ran = Command::new("qemu-img").args(arguments).output().unwrap();
-        let locked = String::from_utf8_lossy(&ran.stderr).contains("Failed to lock");
+        let said = String::from_utf8_lossy(&ran.stderr);
+        let locked = said.contains("Failed to lock") || said.contains("lock\nIs another process");
         if !locked || Instant::now() > until {
             return ran;
         }
