@@ -147,7 +147,7 @@ pub fn can_be_mirrored(disk: &DiskConfig) -> bool {
     can_change(disk) && written
 }
 
-/// How many rings a disk takes while it is served, beyond those of its queues: those of another stack, which is opened
+/// How many rings a disk takes while it is served, beyond those of its queues: those of another stack (and of its image's thread), opened
 /// before the former is closed, or those of a copy and of its two sides.
 #[must_use]
 pub fn spare_rings(disk: &DiskConfig) -> usize {
