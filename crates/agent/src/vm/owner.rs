@@ -2,6 +2,7 @@
 
 mod backups;
 mod bitmaps;
+mod convert;
 mod delete_disk;
 mod described;
 mod dumps;

@@ -84,7 +84,8 @@ pub use self::disk::{
     ImageSource, NewDisk,
 };
 pub use self::job::{
-    BackupJob, BackupKey, CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror,
+    BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
+    DiskToCreate, DiskToMirror,
     DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState,
     JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob,
     VerifyBackupJob, export_info,

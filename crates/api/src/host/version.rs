@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 26] = [
+pub const FEATURES: [&str; 27] = [
     "job-create",
     "job-export",
     NICS,
@@ -51,6 +51,7 @@ pub const FEATURES: [&str; 26] = [
     BACKUP,
     MIRROR_LAYERS,
     PACE,
+    IN_PLACE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -123,6 +124,9 @@ pub const BACKUP: &str = "job-backup";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";
+
+/// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
+pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";

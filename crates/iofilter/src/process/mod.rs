@@ -1,14 +1,15 @@
 //! The running filter: a thread per disk, and its shutdown.
 //!
 //! ```text
-//!  disk:  [Importing | Exporting | Merging] → Idle ⇄ Connected → stopped: drained, flushed
-//!              └─────────── any of them ──> Failed (says why; the other disks go on)
+//!  disk:  [Importing | Exporting | Merging | Converting] → Idle ⇄ Connected → stopped: drained, flushed
+//!              └──────────────── any of them ──> Failed (says why; the other disks go on)
 //! ```
 //! A mirrored disk is copied meanwhile, and its thread exchanges its chains when it is told to pivot.
 
 pub mod config;
 pub mod confinement;
 pub mod control;
+mod convert;
 mod descriptors;
 mod mirror;
 pub mod slice;
@@ -32,6 +33,7 @@ use crate::copy::export;
 use crate::copy::export::{ExportError, Sparse, Target};
 use crate::copy::import;
 use crate::copy::import::ImportError;
+use crate::copy::in_place::{InPlace, InPlaceError};
 use crate::copy::merge::{Merge, Parts};
 use crate::copy::source::Source;
 use crate::copy::sums::Sums;
@@ -118,6 +120,14 @@ pub enum StartError {
         /// Why.
         error: ExportError,
     },
+    /// How a disk is to be in its file.
+    #[error("disk {disk}: {error}")]
+    Convert {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: InPlaceError,
+    },
     /// No thread or no descriptor.
     #[error("the system refuses what the process needs: {0}")]
     System(#[from] std::io::Error),
@@ -129,6 +139,7 @@ struct Prepared {
     import: Option<ImportSource>,
     export: Option<ExportTarget>,
     merge: Option<LayerToMerge>,
+    convert: Option<InPlace>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
@@ -302,6 +313,12 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         Some(spec) => Some(layer_to_merge(config, spec, (&storage, encryption.as_ref()), handles)?),
         None => None,
     };
+    let convert = match &config.convert {
+        Some(spec) => {
+            Some(convert::open(config, spec, (&storage, encryption.as_ref()), handles)?)
+        }
+        None => None,
+    };
     // Without a cipher, or if the cipher reads a hole as zeroes, too.
     let zeroes = encryption.as_ref().is_none_or(|encryption| encryption.holes == Holes::Zero);
     let sparse = sparse.filter(|_| zeroes);
@@ -395,6 +412,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     if merge.is_some() {
         served.state.set(DiskActivity::Merging { done: 0, total: config.size });
     }
+    if convert.is_some() {
+        served.state.set(DiskActivity::Converting { done: 0, total: config.size });
+    }
     if import.is_some() {
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
@@ -437,6 +457,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         import,
         export,
         merge,
+        convert,
         front_end,
         beside,
         replica,
@@ -685,6 +706,11 @@ impl Prepared {
         if let (Some(mut layer), Some(chain)) = (self.merge.take(), self.chains.first_mut()) {
             layer.merge.run(chain, state, stop).map_err(|error| error.to_string())?;
             tracing::info!("the layer is merged and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let Some(conversion) = self.convert.take() {
+            conversion.run(self.disk, state, stop).map_err(|error| error.to_string())?;
+            tracing::info!("the disk is converted and flushed");
             state.set(DiskActivity::Idle);
         }
         if let Some(front_end) = &self.front_end {
