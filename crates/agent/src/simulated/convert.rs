@@ -135,10 +135,10 @@ impl Inside {
     pub fn convert(&mut self, vm: VmId, job: &ConvertJob) {
         for wanted in &job.disks {
             let (disk, encrypted) = (wanted.disk, wanted.encrypted);
+            let fails = self.full || self.fail_disks.contains(&disk);
             let Ok(known) = self.known(vm) else { return };
-            if self.full || self.fail_disks.contains(&disk) {
+            if fails {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated datastore is full");
-                let Ok(known) = self.known(vm) else { return };
                 known.jobs.failed(disk, problem);
                 return;
             }

@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 
 use vmseal_api::atomic_file;
 use vmseal_api::filter::{Holes, IN_PLACE_JOURNAL, IN_PLACE_SLOT, IN_PLACE_SLOT_HEADER};
-use vmseal_api::host::{DiskFacts, DiskSpec, DiskToConvert, HEADER_AREA, VmSpec};
-use vmseal_api::id::{DiskId, TaskId, VmId};
+use vmseal_api::host::{DiskFacts, DiskSpec, DiskToConvert, HEADER_AREA, IN_PLACE_ROOM, VmSpec};
+use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
 use vmseal_secret::{DEK_LEN, SecretBytes};
@@ -39,10 +39,6 @@ use crate::storage::locked::{Access, open_locked};
 use crate::storage::mark::failed;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{check_length, data_offset, header_problem};
-
-/// What a conversion takes beside the data while it goes on, in bytes: the part that moves, and what is not in whole parts
-/// (the header, the note, the file system's own tables).
-const ROOM: u64 = (16 << 20) + (4 << 20);
 
 /// A disk to convert.
 pub struct Wanted {
@@ -189,15 +185,7 @@ impl Wanted {
         } else {
             0
         };
-        home.check_room(ROOM.min(self.disk.size + (4 << 20)) + self.journal_room() + keeps)
-    }
-
-    /// What the journal takes, in bytes: where data stays, two slots with what they save.
-    fn journal_room(&self) -> u64 {
-        match self.facts == DiskFacts::Raw || !self.wanted.encrypted {
-            true => 2 * IN_PLACE_SLOT_HEADER,
-            false => IN_PLACE_JOURNAL.min(2 * self.disk.size),
-        }
+        home.check_room(IN_PLACE_ROOM + keeps)
     }
 
     /// Makes what a conversion needs, and notes it; one that is under way stays as it is. Blocks.

@@ -81,7 +81,7 @@ use std::time::Duration;
 pub use self::description::HostDescription;
 pub use self::disk::{
     Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,
-    ImageSource, NewDisk,
+    IN_PLACE_ROOM, ImageSource, NewDisk,
 };
 pub use self::job::{
     BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
