@@ -16,7 +16,7 @@ mod sealing;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use vmseal_api::atomic_file;
 use vmseal_api::filter::{Holes, IN_PLACE_JOURNAL, IN_PLACE_SLOT, IN_PLACE_SLOT_HEADER};
@@ -382,7 +382,7 @@ impl Wanted {
     fn make_longer(
         &self,
         home: &Home,
-        path: &PathBuf,
+        path: &Path,
         file: &File,
         offset: u64,
     ) -> Result<(), Problem> {
@@ -411,8 +411,9 @@ impl Wanted {
 
     fn note_stage(&self, stage: Stage) -> Result<(), Problem> {
         let home = self.home()?;
-        let note = self.known(&home)?.ok_or_else(|| rules::nothing_to_commit(self.task))?;
-        conversion::write(&home, self.id(), &Note { stage, ..note })
+        let mut note = self.known(&home)?.ok_or_else(|| rules::nothing_to_commit(self.task))?;
+        note.stage = stage;
+        conversion::write(&home, self.id(), &note)
     }
 
     /// Puts the header or the end of the file right, and opens the disk with its key; what it is then. Blocks.
@@ -462,6 +463,3 @@ fn is_empty(journal: &File) -> bool {
         journal.read_exact_at(&mut header, at).is_ok() && header.iter().all(|byte| *byte == 0)
     })
 }
-
-#[cfg(test)]
-mod tests;
