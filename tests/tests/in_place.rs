@@ -208,7 +208,10 @@ fn disks_are_converted_where_there_is_no_room_for_a_copy() {
     here.refused(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
     rig.is(false);
     let planned = here.vmseal(&[ENCRYPT, &["--dry-run"]].concat()).unwrap();
-    assert!(planned.contains("in its own file") && planned.contains("goes forward only"), "{planned}");
+    assert!(
+        planned.contains("in its own file") && planned.contains("goes forward only"),
+        "{planned}"
+    );
     rig.is(false);
     let said = here.try_vmseal(ENCRYPT).unwrap();
     let said = String::from_utf8(said.stderr).unwrap();
@@ -218,7 +221,10 @@ fn disks_are_converted_where_there_is_no_room_for_a_copy() {
     let head = |rig: &Rig| {
         let mut images = rig.images();
         images.sort();
-        images.iter().map(|image| std::fs::read(image).unwrap()[..1 << 20].to_vec()).collect::<Vec<_>>()
+        images
+            .iter()
+            .map(|image| std::fs::read(image).unwrap()[..1 << 20].to_vec())
+            .collect::<Vec<_>>()
     };
     let before = head(&rig);
     here.vmseal(RECRYPT).unwrap();

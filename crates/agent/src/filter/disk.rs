@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, ConvertSpec, Direct, DiskConfig, ExportSpec,
-    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec, MirrorSpec,
-    ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
+    BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, ConvertSpec, Direct, DiskConfig,
+    ExportSpec, FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec,
+    MirrorSpec, ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::DiskId;
@@ -179,8 +179,7 @@ pub struct Conversion {
 impl Conversion {
     fn spec(&self, keeps_room: bool) -> ConvertSpec {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
-        let crypt =
-            |key: &SecretFd| FilterSpec::Crypt { key: fd(key.as_fd()), holes: Holes::Zero };
+        let crypt = |key: &SecretFd| FilterSpec::Crypt { key: fd(key.as_fd()), holes: Holes::Zero };
         ConvertSpec {
             into: StackSpec {
                 chain: self.key.iter().map(crypt).collect(),

@@ -64,7 +64,8 @@ impl Inside {
             let there = self.persisted.conversions.0.get(&wanted.disk)?;
             Some((wanted, *there))
         });
-        let other = known.find(|(wanted, there)| there.begun && there.encrypted != wanted.encrypted);
+        let other =
+            known.find(|(wanted, there)| there.begun && there.encrypted != wanted.encrypted);
         if let Some((wanted, _)) = other {
             return self.check_no_conversion(vm, &[wanted.disk]);
         }
@@ -87,7 +88,8 @@ impl Inside {
         for wanted in &job.disks {
             let all = &mut self.persisted.conversions.0;
             let before = all.get(&wanted.disk).filter(|before| before.begun).copied();
-            let new = Conversion { task, encrypted: wanted.encrypted, begun: false, finished: false };
+            let new =
+                Conversion { task, encrypted: wanted.encrypted, begun: false, finished: false };
             let now = before.map_or(new, |before| Conversion { task, ..before });
             goes_on |= now.begun;
             all.insert(wanted.disk, now);
@@ -170,7 +172,10 @@ impl Inside {
         if disks.iter().filter_map(of_task).any(|there| there.begun) {
             return Err(rules::is_converted(&self.known(vm)?.spec));
         }
-        self.persisted.conversions.0.retain(|disk, there| !disks.contains(disk) || there.task != task);
+        self.persisted
+            .conversions
+            .0
+            .retain(|disk, there| !disks.contains(disk) || there.task != task);
         Ok(())
     }
 

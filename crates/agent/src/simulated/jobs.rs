@@ -222,12 +222,7 @@ impl Inside {
         }
     }
 
-    pub fn commit_job(
-        &mut self,
-        vm: VmId,
-        task: TaskId,
-        job: JobSpec,
-    ) -> Result<Later, Problem> {
+    pub fn commit_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
         match job {
             JobSpec::Convert(job) => self.commit_convert(vm, task, &job),
             job => self.commit_result(vm, task, job).map(|()| None),

@@ -91,7 +91,9 @@ pub fn parse(text: &[u8]) -> Result<Note, String> {
     match serde_json::from_slice::<Note>(text) {
         Ok(note) if note.version != VERSION => Err(format!("it has version {}", note.version)),
         // Nothing would have to be converted.
-        Ok(note) if (&note.source_facts, &note.target_facts) == (&DiskFacts::Raw, &DiskFacts::Raw) => {
+        Ok(note)
+            if (&note.source_facts, &note.target_facts) == (&DiskFacts::Raw, &DiskFacts::Raw) =>
+        {
             Err("it is of no conversion".to_owned())
         }
         Ok(note) => Ok(note),

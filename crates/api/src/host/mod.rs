@@ -85,10 +85,9 @@ pub use self::disk::{
 };
 pub use self::job::{
     BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
-    DiskToCreate, DiskToMirror,
-    DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState,
-    JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob,
-    VerifyBackupJob, export_info,
+    DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind,
+    JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
+    RevertJob, SnapshotJob, VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{

@@ -36,12 +36,8 @@ pub async fn encrypt(
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
-    let operation = Operation::EncryptVm {
-        vm: vm.id,
-        policy: policy.id,
-        provider,
-        in_place: request.in_place,
-    };
+    let operation =
+        Operation::EncryptVm { vm: vm.id, policy: policy.id, provider, in_place: request.in_place };
     let rate = request.rate;
     let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
     begin(services, caller, wanted, dry_run).await
@@ -59,7 +55,8 @@ pub async fn decrypt(
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
-    let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place: request.in_place };
+    let operation =
+        Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place: request.in_place };
     let rate = request.rate;
     let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
     begin(services, caller, wanted, dry_run).await

@@ -6,8 +6,9 @@ use std::io::Read;
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Holes, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, OperationKind,
-    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat, VERSION, check_caches,
+    FilterSpec, FrontEndSpec, Holes, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack,
+    OperationKind, QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat,
+    VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -417,9 +418,7 @@ fn check_convert(disk: &DiskConfig) -> Result<(), String> {
     if !from.abs_diff(to).is_multiple_of(u64::from(CRYPT_SECTOR)) {
         return Err(format!("its data cannot move from {from} to {to}"));
     }
-    let noise = |link: &FilterSpec| {
-        matches!(link, FilterSpec::Crypt { holes, .. } if *holes != Holes::Zero)
-    };
+    let noise = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { holes, .. } if *holes != Holes::Zero);
     if convert.into.chain.iter().any(noise) {
         return Err("its holes would be noise: what it is to be must read them as zeroes".into());
     }

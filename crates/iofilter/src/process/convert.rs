@@ -37,9 +37,10 @@ pub(super) fn open(
     let opened = FileDisk::open(journal, 0, IN_PLACE_JOURNAL, Direct::Auto, false);
     let journal = opened.map_err(|error| StartError::Open { disk: id, error })?;
     let again = |encryption: &Encryption| {
-        let key = encryption.key.try_clone().map_err(|error| {
-            StartError::System(std::io::Error::other(error.to_string()))
-        })?;
+        let key = encryption
+            .key
+            .try_clone()
+            .map_err(|error| StartError::System(std::io::Error::other(error.to_string())))?;
         Ok::<_, StartError>(Encryption { key, holes: encryption.holes })
     };
     let was_encrypted = from_encryption.is_some();

@@ -314,9 +314,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let convert = match &config.convert {
-        Some(spec) => {
-            Some(convert::open(config, spec, (&storage, encryption.as_ref()), handles)?)
-        }
+        Some(spec) => Some(convert::open(config, spec, (&storage, encryption.as_ref()), handles)?),
         None => None,
     };
     // Without a cipher, or if the cipher reads a hole as zeroes, too.

@@ -170,10 +170,15 @@ impl Step for InPlaceStep {
 }
 
 /// The job that converts disks.
-pub(crate) fn job(operation: &Operation, disks: &[DiskId], known: &[crate::store::disks::Disk], rate: Option<u64>) -> JobSpec {
+pub(crate) fn job(
+    operation: &Operation,
+    disks: &[DiskId],
+    known: &[crate::store::disks::Disk],
+    rate: Option<u64>,
+) -> JobSpec {
     let converted = known.iter().filter(|disk| disks.contains(&disk.id));
-    let disks = converted
-        .map(|disk| DiskToConvert { disk: disk.id, encrypted: encrypts(operation, disk) });
+    let disks =
+        converted.map(|disk| DiskToConvert { disk: disk.id, encrypted: encrypts(operation, disk) });
     JobSpec::Convert(ConvertJob { disks: disks.collect(), bytes_per_second: rate })
 }
 

@@ -4,7 +4,9 @@
 //! Two slots are written in turn, so that the last one that is whole is there whatever write the power cut. A slot counts
 //! only with the right sum over its header and what it saves.
 
-use vmseal_api::filter::{IN_PLACE_JOURNAL, IN_PLACE_SAVED_MAX, IN_PLACE_SLOT, IN_PLACE_SLOT_HEADER};
+use vmseal_api::filter::{
+    IN_PLACE_JOURNAL, IN_PLACE_SAVED_MAX, IN_PLACE_SLOT, IN_PLACE_SLOT_HEADER,
+};
 use vmseal_secret::digest::{SHA256_LEN, Sha256};
 
 use crate::stack::blocking;
@@ -85,7 +87,8 @@ impl Slot {
     #[must_use]
     pub fn parse(header: &[u8; HEADER]) -> Option<Self> {
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| header[at + index]));
-        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| header[at + index]));
+        let number =
+            |at: usize| u64::from_le_bytes(std::array::from_fn(|index| header[at + index]));
         let disk = std::array::from_fn(|index| header[24 + index]);
         let rest = &header[80..SUM];
         let ends_with_zeroes = |part: &[u8]| part.iter().all(|byte| *byte == 0);
