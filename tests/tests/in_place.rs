@@ -94,7 +94,7 @@ impl Rig {
             "name=data,datastore=small,format=raw,image={}",
             here.path("data.raw").display()
         );
-        here.vmseal(&["disk", "add", VM, &disk]).unwrap();
+        here.vmseal(&["disk", "add", VM, "--disk", &disk]).unwrap();
         Self { here, small, content, random }
     }
 
@@ -135,10 +135,10 @@ impl Rig {
         }
         let to = self.here.path("exported.raw");
         let _ = std::fs::remove_file(&to);
-        let export = ["disk", "export", VM, "data", "--format", "raw"];
-        let plaintext = if encrypted { &["--plaintext"][..] } else { &[] };
-        let place = ["--to", text(&to).unwrap()];
-        self.here.vmseal(&[&export[..], plaintext, &place].concat()).unwrap();
+        let place = text(&to).unwrap();
+        let export =
+            ["disk", "export", VM, "data", "--format", "raw", "--plaintext", "--to", place];
+        self.here.vmseal(&export).unwrap();
         assert!(std::fs::read(&to).unwrap() == self.content, "the disk holds something else");
         let sparse = |image: &PathBuf| {
             use std::os::unix::fs::MetadataExt;

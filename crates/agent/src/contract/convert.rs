@@ -26,6 +26,8 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.register_vm(session.spec.clone()).await, "registering without the replica");
     let none = JobSpec::Convert(ConvertJob { disks: Vec::new(), bytes_per_second: None });
     refused(put(TaskId::new(), none).await, ErrorCode::InvalidRequest, "a conversion of no disk");
+    let plain = put(TaskId::new(), conversion(data, false)).await;
+    refused(plain, ErrorCode::InvalidRequest, "decrypting a plain disk");
     let strange = put(TaskId::new(), conversion(DiskId::new(), true)).await;
     refused(strange, ErrorCode::NotFound, "a disk that the VM does not have");
     before_the_commit(agent, session, data).await;

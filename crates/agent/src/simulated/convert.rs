@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vmseal_api::host::{ConvertJob, DiskToMirror, JobSpec, JobState};
+use vmseal_api::host::{ConvertJob, DiskToConvert, DiskToMirror, JobSpec, JobState};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -69,10 +69,18 @@ impl Inside {
         if let Some((wanted, _)) = other {
             return self.check_no_conversion(vm, &[wanted.disk]);
         }
-        let begun = |wanted: &vmseal_api::host::DiskToConvert| {
-            self.persisted.conversions.0.get(&wanted.disk).is_some_and(|there| there.begun)
+        let begun = |inside: &Self, wanted: &DiskToConvert| {
+            inside.persisted.conversions.0.get(&wanted.disk).is_some_and(|there| there.begun)
         };
-        if self.full && !job.disks.iter().any(begun) {
+        let spec = self.known(vm)?.spec.clone();
+        for wanted in &job.disks {
+            let disk = find_disk(&spec, wanted.disk)?;
+            if !disk.encrypted && !wanted.encrypted && !begun(self, wanted) {
+                let what = format!("disk '{}' is not encrypted already", disk.name);
+                return Err(Problem::invalid("encrypted", what));
+            }
+        }
+        if self.full && !job.disks.iter().any(|wanted| begun(self, wanted)) {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
         }
         Ok(())

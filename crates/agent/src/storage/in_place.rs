@@ -167,6 +167,10 @@ impl Wanted {
         if self.known(&home)?.is_some() {
             return Ok(());
         }
+        if self.facts == DiskFacts::Raw && !self.wanted.encrypted {
+            let what = format!("disk '{}' is not encrypted already", self.disk.name);
+            return Err(Problem::invalid("encrypted", what));
+        }
         if Mirror::find(&home, self.id())?.is_some() {
             let what = format!(
                 "disk '{}' has a copy, or its former image is there: finish that first (the same without --in-place)",
@@ -463,3 +467,6 @@ fn is_empty(journal: &File) -> bool {
         journal.read_exact_at(&mut header, at).is_ok() && header.iter().all(|byte| *byte == 0)
     })
 }
+
+#[cfg(test)]
+mod tests;

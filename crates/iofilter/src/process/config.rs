@@ -1,14 +1,15 @@
 //! Reads and checks the configuration that the process gets at its start.
 
+mod convert;
+
 use std::collections::HashSet;
 use std::io::Read;
 
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, CacheSpec, DELAY_MAX, DISKS_MAX,
     DelaySpec, DiskConfig, FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterConfig,
-    FilterSpec, FrontEndSpec, Holes, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack,
-    OperationKind, QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat,
-    VERSION, check_caches,
+    FilterSpec, FrontEndSpec, LimitSpec, MirrorSpec, NBD_CONNECTIONS, NewStack, OperationKind,
+    QUEUES_MAX, REPLICATE_RATE_MIN, ReplicateSpec, SERIAL_MAX, TargetFormat, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
@@ -251,7 +252,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     }
     check_mirror(disk)
         .and_then(|()| check_merge(disk))
-        .and_then(|()| check_convert(disk))
+        .and_then(|()| convert::check(disk))
         .or_else(refuse)?;
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
@@ -392,40 +393,6 @@ fn check_merge(disk: &DiskConfig) -> Result<(), String> {
         return Err("a layer is merged through no filter but encryption".into());
     }
     check_chain(&merge.into.chain).and_then(|()| check_backend(&merge.into.backend))
-}
-
-/// Checks what is converted, and that nothing else is done with the disk.
-fn check_convert(disk: &DiskConfig) -> Result<(), String> {
-    let Some(convert) = &disk.convert else { return Ok(()) };
-    let used = disk.front_end.is_some()
-        || disk.import.is_some()
-        || disk.export.is_some()
-        || disk.merge.is_some();
-    if disk.read_only || used || !encrypts_only(&disk.chain) || !encrypts_only(&convert.into.chain)
-    {
-        return Err(
-            "a disk that is converted must be writable, without filters but encryption, and neither served, filled, exported nor merged"
-                .into(),
-        );
-    }
-    let offset = |backend: &BackendSpec| match backend {
-        BackendSpec::File { offset, .. } => Some(*offset),
-        BackendSpec::Qcow2 { .. } | BackendSpec::Mem {} => None,
-    };
-    let (Some(from), Some(to)) = (offset(&disk.backend), offset(&convert.into.backend)) else {
-        return Err("only a raw file can be converted in its place".into());
-    };
-    if !from.abs_diff(to).is_multiple_of(u64::from(CRYPT_SECTOR)) {
-        return Err(format!("its data cannot move from {from} to {to}"));
-    }
-    let noise = |link: &FilterSpec| matches!(link, FilterSpec::Crypt { holes, .. } if *holes != Holes::Zero);
-    if convert.into.chain.iter().any(noise) {
-        return Err("its holes would be noise: what it is to be must read them as zeroes".into());
-    }
-    if convert.bytes_per_second == Some(0) {
-        return Err("a conversion of 0 bytes a second has no end".into());
-    }
-    Ok(())
 }
 
 fn encrypts_only(chain: &[FilterSpec]) -> bool {
