@@ -157,7 +157,7 @@ impl Rig {
 
     /// Begins a task, and kills one process after the other until it has ended.
     fn amid_kills(&mut self, change: &[&str]) {
-        let begun = [change, &["--rate", "24M", "--no-wait"]].concat();
+        let begun = [change, &["--rate", "6M", "--no-wait"]].concat();
         let task = self.here.json(&begun).unwrap();
         let id = task["id"].as_str().unwrap().to_owned();
         let (mut kills, give_up) = (0, Instant::now() + Duration::from_secs(240));
