@@ -11,6 +11,7 @@
 pub mod backup_manifest;
 pub mod filter_config;
 pub mod filter_control;
+pub mod in_place;
 pub mod join_token;
 pub mod key_file;
 pub mod kmip_ttlv;
@@ -50,6 +51,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("backup_manifest", backup_manifest::run),
     ("filter_config", filter_config::run),
     ("filter_control", filter_control::run),
+    ("in_place", in_place::run),
     ("join_token", join_token::run),
     ("key_file", key_file::run),
     ("kmip_ttlv", kmip_ttlv::run),

@@ -167,6 +167,7 @@ replayed! {
     backup_manifest
     filter_config
     filter_control
+    in_place
     join_token
     key_file
     kmip_ttlv

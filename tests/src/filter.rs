@@ -190,6 +190,7 @@ fn configuration(
             import: None,
             export: None,
             merge: None,
+            convert: None,
         }],
     })
 }

@@ -7,6 +7,7 @@ mod backups;
 mod bitmaps;
 mod cdrom;
 mod cloud_init;
+mod convert;
 mod dumps;
 mod exclusion;
 mod jobs;
@@ -255,6 +256,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     tpm::disks(agent, &session).await;
     jobs::disks(agent, &mut session).await;
     mirror::disks(agent, &mut session).await;
+    convert::disks(agent, &mut session).await;
     snapshots::disks(agent, &mut session).await;
     proofs::disks(agent, &session).await;
     backups::disks(agent, &session).await;

@@ -78,7 +78,10 @@ impl Job {
     /// Whether it keeps its disks from other work: the copy of a mirrored disk goes on until the job is committed.
     fn holds_disks(&self) -> bool {
         // So does a restored image.
-        let copies = matches!(self.spec, JobSpec::Mirror(_) | JobSpec::RestoreBackup(_));
+        let copies = matches!(
+            self.spec,
+            JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Convert(_)
+        );
         self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
     }
 
@@ -237,6 +240,14 @@ impl Jobs {
         }
     }
 
+    /// Records that the work of a job begins, which was ready for that.
+    pub fn begun(&mut self, task: TaskId) {
+        if let Some(job) = self.0.get_mut(&task) {
+            job.state = JobState::Running;
+            job.parts.iter_mut().for_each(|part| part.finished = false);
+        }
+    }
+
     /// Records that a job is cancelled; returns the disks whose work must be stopped.
     pub fn cancel(&mut self, task: TaskId) -> Vec<DiskId> {
         let Some(job) = self.0.get_mut(&task) else { return Vec::new() };
@@ -265,7 +276,9 @@ impl Jobs {
     pub fn activities(&self) -> impl Iterator<Item = (DiskId, Activity)> {
         self.0.values().filter(|job| job.holds_disks()).flat_map(|job| {
             let activity = match job.spec {
-                JobSpec::Create(_) | JobSpec::RestoreBackup(_) => Activity::Creating,
+                JobSpec::Create(_) | JobSpec::RestoreBackup(_) | JobSpec::Convert(_) => {
+                    Activity::Creating
+                }
                 JobSpec::Export(_) | JobSpec::Backup(_) => Activity::Exporting,
                 JobSpec::Mirror(_)
                 | JobSpec::DropSources(_)
@@ -278,7 +291,9 @@ impl Jobs {
                 | JobSpec::VerifyBackup(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
-                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) => job.spec.disks(),
+                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Convert(_) => {
+                    job.spec.disks()
+                }
                 _ => job.unfinished(),
             };
             disks.into_iter().map(move |disk| (disk, activity))

@@ -248,6 +248,26 @@ pub fn check_job(
                     .map_err(|problem| Problem { field: field_of(index, &problem), ..problem })
             })
         }
+        JobSpec::Convert(job) => {
+            each_once(job.disks.iter().map(|disk| disk.disk))?;
+            if job.bytes_per_second == Some(0) {
+                return Err(Problem::invalid("bytes_per_second", "is 0: such a job has no end"));
+            }
+            job.disks.iter().enumerate().try_for_each(|(index, wanted)| {
+                let disk = find_disk(spec, wanted.disk)?;
+                needs_to_be_made(spec, disk, made(disk))?;
+                let (disk_, encrypted) = (wanted.disk, wanted.encrypted);
+                let as_copy = DiskToMirror { disk: disk_, encrypted, datastore: None };
+                // A disk that was decrypted, and is not known to be, is as it is to be.
+                let again = !disk.encrypted && !encrypted;
+                match check_mirror(spec, disk, &as_copy, key) {
+                    Err(problem) if !again => {
+                        Err(Problem { field: field_of(index, &problem), ..problem })
+                    }
+                    _ => Ok(()),
+                }
+            })
+        }
         JobSpec::Prove(job) => {
             each_once(job.disks.iter().copied())?;
             job.disks.iter().try_for_each(|disk| {
@@ -342,6 +362,16 @@ fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
 pub fn no_snapshot(vm: &str, disk: &DiskSpec, snapshot: SnapshotId) -> Problem {
     let what = format!("disk '{}' of VM '{vm}' has no snapshot {snapshot}", disk.name);
     Problem::new(ErrorCode::NotFound, what)
+}
+
+/// A disk with layers is not converted in its file.
+#[must_use]
+pub fn no_layers_in_place(spec: &VmSpec, disk: &DiskSpec) -> Problem {
+    let what = format!(
+        "has snapshots of its disk '{}', or layers of deleted ones: without --in-place these are copied as well; or delete all of them first (vmseal snapshot list {})",
+        disk.name, spec.name
+    );
+    wrong_state(spec, &what)
 }
 
 /// What is about to be done with a disk cannot be, as it has snapshots, or layers that are not merged.
@@ -654,6 +684,16 @@ pub fn copies_are_paused(spec: &VmSpec, task: TaskId) -> Problem {
 #[must_use]
 pub fn is_mirrored(spec: &VmSpec) -> Problem {
     let what = format!("VM '{}' uses the copies of its disks already", spec.name);
+    Problem::new(ErrorCode::AlreadyExists, what)
+}
+
+/// Data of a disk that is converted in its file has moved: that does not go back.
+#[must_use]
+pub fn is_converted(spec: &VmSpec) -> Problem {
+    let what = format!(
+        "data of a disk of VM '{}' has moved in its file already: that goes on, and does not go back",
+        spec.name
+    );
     Problem::new(ErrorCode::AlreadyExists, what)
 }
 

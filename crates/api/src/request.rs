@@ -553,6 +553,9 @@ pub struct EncryptVm {
     /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Converts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_place: bool,
 }
 
 /// Decrypts a VM, off or running.
@@ -568,6 +571,9 @@ pub struct DecryptVm {
     /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Converts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_place: bool,
 }
 
 /// Moves disks of a VM, off or running, to another datastore of its host.
@@ -601,6 +607,9 @@ pub struct RecryptVm {
     /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// With `deep`: encrypts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_place: bool,
 }
 
 /// Changes a task that copies disks.

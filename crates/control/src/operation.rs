@@ -298,6 +298,9 @@ pub enum Operation {
         /// The provider of its key; none where it has one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         provider: Option<ProviderId>,
+        /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        in_place: bool,
     },
     /// Decrypts the disks of a VM, and gives it a policy that does not encrypt.
     DecryptVm {
@@ -305,11 +308,17 @@ pub enum Operation {
         vm: VmId,
         /// Its policy after that.
         policy: PolicyId,
+        /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        in_place: bool,
     },
     /// Gives the encrypted disks of a VM new data keys. Its KEK stays.
     DeepRecryptVm {
         /// The VM.
         vm: VmId,
+        /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        in_place: bool,
     },
     /// Moves disks of a VM to another datastore of its host. Encrypted ones get new data keys; the VM's KEK stays.
     MoveVm {
@@ -423,7 +432,7 @@ impl Operation {
             | Self::RecryptVm { vm, .. }
             | Self::EncryptVm { vm, .. }
             | Self::DecryptVm { vm, .. }
-            | Self::DeepRecryptVm { vm }
+            | Self::DeepRecryptVm { vm, .. }
             | Self::MoveVm { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
@@ -451,6 +460,17 @@ impl Operation {
                 | Self::DecryptVm { .. }
                 | Self::DeepRecryptVm { .. }
                 | Self::MoveVm { .. }
+        )
+    }
+
+    /// Whether it converts disks in their own files.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        matches!(
+            self,
+            Self::EncryptVm { in_place: true, .. }
+                | Self::DecryptVm { in_place: true, .. }
+                | Self::DeepRecryptVm { in_place: true, .. }
         )
     }
 

@@ -14,6 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
 use super::backups::{back_up, restore, verify};
+use super::convert::conversion;
 use super::dumps::{decryption, dump_of};
 use super::jobs::{creation, image};
 use super::mirror::copy;
@@ -221,6 +222,11 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
                     agent.cancel_job(vm, task, copy(disk, true)).await
                 }
             }
+        }
+        Action::ConvertDisk => {
+            let task = TaskId::new();
+            agent.put_job(vm, task, conversion(disk, true)).await?;
+            agent.cancel_job(vm, task, conversion(disk, true)).await
         }
         Action::DropSource => {
             let job = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });

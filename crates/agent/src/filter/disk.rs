@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 
 use vmseal_api::filter::{
-    BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, Direct, DiskConfig, ExportSpec,
-    FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec, MirrorSpec,
-    ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
+    BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, ConvertSpec, Direct, DiskConfig,
+    ExportSpec, FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec,
+    MirrorSpec, ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::DiskId;
@@ -160,6 +160,8 @@ pub enum Work {
         /// The lock of the merge.
         lock: File,
     },
+    /// Encrypts, decrypts or re-encrypts it in its own file.
+    Convert(Box<Conversion>),
     /// Writes all of it to a file.
     Export {
         /// The file, which is new.
@@ -169,6 +171,35 @@ pub enum Work {
         /// The files of the sums of its blocks.
         sums: Sums,
     },
+}
+
+/// How a disk is to be in its own file.
+pub struct Conversion {
+    /// The disk's image once more, with the same lock.
+    pub file: File,
+    /// Where the guest's first byte is to be in it, in bytes.
+    pub offset: u64,
+    /// The DEK that it is to have, as a descriptor; none for a plain disk.
+    pub key: Option<SecretFd>,
+    /// The journal, which belongs to this conversion alone.
+    pub journal: File,
+    /// The highest rate, in bytes a second.
+    pub bytes_per_second: Option<u64>,
+}
+
+impl Conversion {
+    fn spec(&self, keeps_room: bool) -> ConvertSpec {
+        let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
+        let crypt = |key: &SecretFd| FilterSpec::Crypt { key: fd(key.as_fd()), holes: Holes::Zero };
+        ConvertSpec {
+            into: StackSpec {
+                chain: self.key.iter().map(crypt).collect(),
+                backend: backend(&self.file, &[], self.offset, keeps_room, Direct::Auto),
+            },
+            journal: fd(self.journal.as_fd()),
+            bytes_per_second: self.bytes_per_second,
+        }
+    }
 }
 
 /// What a layer is written to: an image, and the layers above it, of which the first is written; the image, where there are none.
@@ -285,6 +316,14 @@ impl Work {
             let files = [&lower.file, lock].into_iter().chain(&lower.layers);
             files.map(AsFd::as_fd).chain(lower.key.as_ref().map(AsFd::as_fd))
         });
+        let convert = match self {
+            Self::Convert(it) => Some(it),
+            _ => None,
+        };
+        let convert = convert.into_iter().flat_map(|it| {
+            let files = [it.file.as_fd(), it.journal.as_fd()].into_iter();
+            files.chain(it.key.as_ref().map(AsFd::as_fd))
+        });
         let sums = match self {
             Self::Export { sums, .. } => Some(sums),
             _ => None,
@@ -293,7 +332,7 @@ impl Work {
             .into_iter()
             .flat_map(|sums| sums.written.iter().chain(&sums.except).chain(&sums.changed));
         let (one, other) = match self {
-            Self::Mirror | Self::Merge { .. } => (None, None),
+            Self::Mirror | Self::Merge { .. } | Self::Convert(_) => (None, None),
             Self::Serve { socket, connected, .. } => {
                 (Some(socket.as_fd()), Some(connected.as_fd()))
             }
@@ -305,7 +344,7 @@ impl Work {
                 (Some(target.as_fd()), format.key().map(AsFd::as_fd))
             }
         };
-        one.into_iter().chain(other).chain(merge).chain(sums.map(AsFd::as_fd))
+        one.into_iter().chain(other).chain(merge).chain(convert).chain(sums.map(AsFd::as_fd))
     }
 }
 
@@ -378,9 +417,11 @@ impl Disk {
                     let peer_uid = Some(user.unwrap_or(peer));
                     Some(FrontEndSpec::Nbd { listen: fd(socket.as_fd()), peer_uid })
                 }
-                Work::Import { .. } | Work::Export { .. } | Work::Mirror | Work::Merge { .. } => {
-                    None
-                }
+                Work::Import { .. }
+                | Work::Export { .. }
+                | Work::Mirror
+                | Work::Merge { .. }
+                | Work::Convert(_) => None,
             },
             beside: self
                 .beside
@@ -425,6 +466,10 @@ impl Disk {
                 }
                 _ => None,
             },
+            convert: match &self.work {
+                Work::Convert(it) => Some(it.spec(self.keeps_room)),
+                _ => None,
+            },
         }
     }
 
@@ -438,6 +483,7 @@ impl Disk {
         let volume = match self.work {
             Work::Export { format, .. } => format.into_key(),
             Work::Merge { lower, .. } => lower.key,
+            Work::Convert(it) => it.key,
             _ => None,
         };
         let mirror = self.mirror.and_then(|mirror| mirror.key);

@@ -27,6 +27,8 @@ pub enum Action {
     ExportKept,
     /// To copy a disk and use the copy in its place. The same job again is not an action.
     MirrorDisk,
+    /// To encrypt, decrypt or re-encrypt a disk in its file. The same job again is not an action.
+    ConvertDisk,
     /// To remove the image that a disk had before it was mirrored. The same job again is not an action.
     DropSource,
     /// To keep what a disk holds.
@@ -139,7 +141,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 32] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 33] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -150,6 +152,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 32] = [
     (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExportKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ConvertDisk,   [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
@@ -275,6 +278,9 @@ impl Situation<'_> {
             }
             (Action::Revert, Starting | Running | Stopping | Paused) => {
                 "is not off: its disks cannot be reverted. Stop it first"
+            }
+            (Action::ConvertDisk, Starting | Running | Stopping | Paused) => {
+                "is not off: its disks are converted in their files only then. Stop it first, or leave out --in-place: a copy is made while it runs, where there is room"
             }
             (Action::Restore, Starting | Running | Stopping | Paused) => {
                 "is not off: its disks cannot be restored. Stop it first"

@@ -319,6 +319,8 @@ impl Inside {
         if self.situation(vm)?.may(Action::PowerOn, None)? == Permission::Already {
             return Ok(None);
         }
+        let disks: Vec<_> = self.known(vm)?.spec.disks().map(|disk| disk.disk).collect();
+        self.check_no_conversion(vm, &disks)?;
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
@@ -643,7 +645,8 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
-        self.call(Call::CommitJob, |inside| inside.commit_job(vm, task, spec))
+        let begin = |inside: &mut Inside| inside.commit_job(vm, task, spec);
+        self.begin(Call::CommitJob, begin, Inside::worked)
     }
 
     async fn cancel_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

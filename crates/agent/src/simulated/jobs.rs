@@ -32,12 +32,14 @@ impl Exports {
 impl Inside {
     /// Checks that a job can begin.
     pub fn ready(&mut self, vm: VmId, task: TaskId, job: &JobSpec) -> Result<(), Problem> {
+        self.check_not_converted(vm, job)?;
         let situation = self.situation(vm)?;
         let action = match job {
             JobSpec::Create(_) => Action::CreateDisk,
             JobSpec::Export(job) if job.snapshot.is_some() => Action::ExportKept,
             JobSpec::Export(_) => Action::ExportDisk,
             JobSpec::Mirror(_) => Action::MirrorDisk,
+            JobSpec::Convert(_) => Action::ConvertDisk,
             JobSpec::DropSources(_) => Action::DropSource,
             JobSpec::Snapshot(_) => Action::TakeSnapshot,
             JobSpec::Revert(_) => Action::Revert,
@@ -60,6 +62,7 @@ impl Inside {
         self.ready_to_copy(job)?;
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
+            JobSpec::Convert(job) => return self.ready_to_convert(vm, job),
             _ => match job.exported() {
                 Some(export) => export,
                 None => return Ok(()),
@@ -89,6 +92,9 @@ impl Inside {
             self.known(vm)?.jobs.give_up_restores(task, &job.disks);
         }
         self.ready(vm, task, &job)?;
+        if let JobSpec::Convert(job) = &job {
+            return self.put_convert(vm, task, job);
+        }
         if let JobSpec::Mirror(mirror) = &job {
             self.begin_mirror(task, mirror);
         }
@@ -178,6 +184,7 @@ impl Inside {
                 known.jobs.written(job.disk);
                 self.persisted.exports.unnamed.insert(task);
             }
+            (Some(JobSpec::Convert(job)), _) => self.convert(vm, job),
             (_, JobKind::Mirror) => {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
             }
@@ -218,7 +225,14 @@ impl Inside {
         }
     }
 
-    pub fn commit_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
+    pub fn commit_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
+        match job {
+            JobSpec::Convert(job) => self.commit_convert(vm, task, &job),
+            job => self.commit_result(vm, task, job).map(|()| None),
+        }
+    }
+
+    fn commit_result(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
         let known = self.known(vm)?;
         let state = known.jobs.same(task, &job)?.cloned();
         if matches!(state, Some(JobState::Waiting | JobState::Running)) {
@@ -251,6 +265,9 @@ impl Inside {
     }
 
     pub fn cancel_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
+        if let JobSpec::Convert(job) = &job {
+            self.cancel_convert(vm, task, job)?;
+        }
         let known = self.known(vm)?;
         let state = known.jobs.same(task, &job)?.cloned();
         let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));

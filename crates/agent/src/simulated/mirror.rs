@@ -127,7 +127,7 @@ impl Inside {
         Ok(())
     }
 
-    fn use_copy(
+    pub(super) fn use_copy(
         &mut self,
         vm: VmId,
         spec: &VmSpec,
@@ -182,11 +182,13 @@ impl Inside {
     }
 
     pub fn drop_source(&mut self, disk: DiskId) {
+        self.settle_conversion(disk);
         self.persisted.copies.sources.remove(&disk);
     }
 
     /// A disk is removed, with all of it.
     pub fn forget_copies(&mut self, disk: DiskId) {
+        self.settle_conversion(disk);
         self.persisted.copies.sources.remove(&disk);
         self.persisted.copies.unfinished.remove(&disk);
     }

@@ -12,6 +12,7 @@ mod backups;
 mod bitmaps;
 mod calls;
 mod console;
+mod convert;
 mod exposed;
 mod faults;
 mod jobs;
@@ -54,6 +55,7 @@ use crate::rules::exclusion::{Activity, Situation};
 use crate::vm::state_store::StateStore;
 
 use backups::Backups;
+use convert::Conversions;
 use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
@@ -100,6 +102,7 @@ struct Persisted {
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
     copies: Copies,
+    conversions: Conversions,
     snapshots: Snapshots,
     links: Links,
     backups: Backups,

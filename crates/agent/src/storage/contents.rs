@@ -47,8 +47,8 @@ const CLAIMS_MAX: usize = 4;
 /// The most bytes of paths and key ids in all: even at six bytes each in JSON, the answer is accepted.
 const TEXT_MAX: usize = 1536 * 1024;
 
-/// The extensions of files beside a disk that are not images, and of those that come and go with a mirror.
-const OURS: [&str; 10] = [
+/// The extensions of files beside a disk that are not images, and of those that come and go with a mirror or a conversion.
+const OURS: [&str; 14] = [
     "importing",
     "map",
     "pair",
@@ -59,6 +59,10 @@ const OURS: [&str; 10] = [
     "source",
     "copy-layers",
     "source-layers",
+    "in-place",
+    "in-place-header",
+    "in-place-journal",
+    "converting",
 ];
 
 /// The magic numbers of the two copies of a LUKS header, and their places.

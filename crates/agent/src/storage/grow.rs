@@ -8,6 +8,7 @@ use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::builder::{internal, is_preallocated};
+use crate::storage::conversion;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::Access;
@@ -44,6 +45,9 @@ pub fn grow(
     }
     let path = home.image(disk.disk);
     let file = match holder {
+        Holder::Nobody if let Some(refused) = conversion::refusal(&home, &spec.name, disk)? => {
+            return Err(refused);
+        }
         Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {
             let what = format!("disk '{}' has no image: {}", disk.name, path.display());
             Problem::new(ErrorCode::NotFound, what)

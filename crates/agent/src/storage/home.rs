@@ -14,6 +14,10 @@
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack
 //! <datastore>/<vm id>/<disk id>.mirror-pace   how fast it is copied, where something holds it back
 //! <datastore>/<vm id>/<disk id>.source        what the disk was before
+//! <datastore>/<vm id>/<disk id>.in-place      the note of a disk that is converted in its file ([`crate::storage::in_place`])
+//! <datastore>/<vm id>/<disk id>.in-place-header   the header that it gets, or had
+//! <datastore>/<vm id>/<disk id>.in-place-journal  how far that is
+//! <datastore>/<vm id>/<disk id>.converting    its image meanwhile
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
@@ -252,6 +256,30 @@ impl Home {
     #[must_use]
     pub fn mirror_pace(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.mirror-pace"))
+    }
+
+    /// The note of a disk that is converted in its own file.
+    #[must_use]
+    pub fn in_place_note(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.in-place"))
+    }
+
+    /// The header that such a disk gets, or had.
+    #[must_use]
+    pub fn in_place_header(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.in-place-header"))
+    }
+
+    /// How far its conversion is.
+    #[must_use]
+    pub fn in_place_journal(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.in-place-journal"))
+    }
+
+    /// Its image meanwhile: no version opens it as a disk.
+    #[must_use]
+    pub fn converting(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.converting"))
     }
 
     /// The image that a disk had before its copy took its place.
@@ -668,7 +696,16 @@ impl Home {
     pub fn delete(&self, disk: DiskId) -> Result<(), Problem> {
         self.remove_note(&self.mirror_note(disk))?;
         self.remove_note(&self.mirror_pace(disk))?;
-        let files = [self.image(disk), self.copy(disk), self.source(disk), self.mirror_map(disk)];
+        self.remove_note(&self.in_place_note(disk))?;
+        let files = [
+            self.image(disk),
+            self.copy(disk),
+            self.source(disk),
+            self.mirror_map(disk),
+            self.converting(disk),
+            self.in_place_header(disk),
+            self.in_place_journal(disk),
+        ];
         for path in files.into_iter().chain(self.all_restored(disk)) {
             self.remove_file(&path)?;
         }

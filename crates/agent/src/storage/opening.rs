@@ -15,6 +15,7 @@ use crate::filter::Shared;
 use crate::keys;
 use crate::rules;
 use crate::storage::builder::internal;
+use crate::storage::conversion;
 use crate::storage::facts::from_api;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files, LayerId};
@@ -121,6 +122,11 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
         Access::Write => home.open(disk.disk)?,
         Access::BesideGuest => home.open_beside_guest(disk.disk)?,
     };
+    if file.is_none()
+        && let Some(problem) = conversion::refusal(&home, &spec.name, disk)?
+    {
+        return Err(problem);
+    }
     file.ok_or_else(|| {
         let path = home.image(disk.disk);
         let (name, path) = (&disk.name, path.display());

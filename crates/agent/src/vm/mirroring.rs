@@ -24,6 +24,7 @@ use crate::process::Process;
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
+use crate::storage::in_place;
 use crate::storage::mirror::{self, source};
 
 /// How often a filter is asked how far its copies are.
@@ -364,6 +365,8 @@ pub async fn remove_source(
         let ended = is_cancelled.clone();
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
+            // One that was converted in its file gets its name.
+            in_place::settle(&spec, &disk)?;
             source::remove(&spec, &disk, progress, is_cancelled)
         };
         match spawn_blocking(work).await.map_err(internal)? {

@@ -19,6 +19,7 @@
 //! gone.
 
 mod adopt;
+mod converting;
 mod dumping;
 mod exposed;
 mod images;

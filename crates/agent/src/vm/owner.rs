@@ -3,6 +3,7 @@
 mod backup_tracking;
 mod backups;
 mod bitmaps;
+mod convert;
 mod delete_disk;
 mod described;
 mod dumps;

@@ -24,6 +24,8 @@ pub enum Report {
     Lacking(u64),
     /// Its copy is as good as complete, or cannot be made.
     Copied(Result<(), Problem>),
+    /// It is converted in its file, or could not be.
+    Converted(Result<DiskFacts, Problem>),
     /// Its former image is removed, or cannot be.
     SourceRemoved(Result<(), Problem>),
     /// A layer of it has been merged, or could not be.
@@ -49,6 +51,7 @@ impl Report {
             | Self::Written(_)
             | Self::TreeCopied(_)
             | Self::Copied(_)
+            | Self::Converted(_)
             | Self::SourceRemoved(_)
             | Self::Merged(..)
             | Self::Proved(_)

@@ -15,6 +15,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
 use super::Shared;
+use super::converting::Converting;
 use super::dumping::{Decrypting, Dumping};
 use super::exposed::Exposure;
 use super::merging::Merging;
@@ -92,6 +93,16 @@ impl Workers {
             let copied = copying.copy(&show, cancelled).await;
             Report::Copied(copied.inspect_err(
                 |problem| tracing::warn!(%disk, %problem, "a disk could not be copied"),
+            ))
+        });
+    }
+
+    /// Begins to convert a disk in its file.
+    pub fn begin_conversion(&mut self, disk: DiskId, converting: Converting) {
+        self.spawn(disk, |cancelled, show| async move {
+            let converted = converting.run(&show, cancelled).await;
+            Report::Converted(converted.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "a disk could not be converted"),
             ))
         });
     }

@@ -296,6 +296,13 @@ pub enum DiskActivity {
         /// All bytes.
         total: u64,
     },
+    /// It is encrypted, decrypted or encrypted anew in the file that it has.
+    Converting {
+        /// Bytes of the disk that are converted.
+        done: u64,
+        /// Bytes of the disk.
+        total: u64,
+    },
     /// An export runs.
     Exporting {
         /// Bytes of the disk that are processed.
@@ -303,7 +310,7 @@ pub enum DiskActivity {
         /// Bytes of the disk.
         total: u64,
     },
-    /// Nobody is connected; an import, export or merge, if one was asked for, is finished and flushed.
+    /// Nobody is connected; an import, export, merge or conversion, if one was asked for, is finished and flushed.
     Idle,
     /// A front end is connected.
     Connected,

@@ -134,6 +134,9 @@ pub struct DiskConfig {
     /// served, filled nor exported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeSpec>,
+    /// How the disk is to be in the file that it has. It has no filter but encryption then, and nothing else is done with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub convert: Option<ConvertSpec>,
 }
 
 /// A layer of the chain.
@@ -623,6 +626,32 @@ pub struct MergeSpec {
     /// A file whose lock is held for as long as this process may write.
     pub lock: Handle,
 }
+
+/// Encrypts, decrypts or re-encrypts a disk in the file that it has, which is long enough for both. What is cut off in the
+/// middle goes on with the same journal. The header is not written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConvertSpec {
+    /// How it is to be: the same file, perhaps with another offset; no filter but encryption.
+    pub into: StackSpec,
+    /// The journal: a file of [`IN_PLACE_JOURNAL`] bytes of its own, zeroes before the conversion begins.
+    pub journal: Handle,
+    /// The highest rate, in bytes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+/// The length of the header of a slot in the journal of a conversion, in bytes.
+pub const IN_PLACE_SLOT_HEADER: u64 = 4096;
+
+/// The most that a slot saves, in bytes: enough that two flushes for each take little of the time.
+pub const IN_PLACE_SAVED_MAX: u64 = 4 << 20;
+
+/// The length of a slot, in bytes.
+pub const IN_PLACE_SLOT: u64 = IN_PLACE_SLOT_HEADER + IN_PLACE_SAVED_MAX;
+
+/// The length of the journal of a conversion, in bytes: two slots.
+pub const IN_PLACE_JOURNAL: u64 = 2 * IN_PLACE_SLOT;
 
 /// The format of an export's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

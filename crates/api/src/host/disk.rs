@@ -13,6 +13,10 @@ use crate::transfer::ImageFormat;
 /// The room that the header of an encrypted disk takes before the guest's first byte, in bytes.
 pub const HEADER_AREA: u64 = 16 << 20;
 
+/// The room that a disk needs beside its data while it is converted in its file, in bytes: the part that moves, the journal, and
+/// the header, which is sparse.
+pub const IN_PLACE_ROOM: u64 = 28 << 20;
+
 /// A disk as a host opens it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

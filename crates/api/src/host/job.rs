@@ -6,6 +6,8 @@
 //!                      │              │
 //!                      ├── cancel ────┴─► Cancelled: nothing is left of it
 //!                      └── an error ────► Failed:    nothing is left of it
+//!
+//! put ─► ReadyToCommit ── commit ─► Running ─► Done                  (a conversion in place)
 //! ```
 //! Putting the same job again continues it, or begins it again if it failed or was cancelled. A job that an
 //! agent has lost with a restart is put again, too, and continues with what it had written. A task has one job at
@@ -39,6 +41,8 @@ pub enum JobSpec {
     Export(ExportJob),
     /// Copy disks, and use the copies in their place.
     Mirror(MirrorJob),
+    /// Encrypt, decrypt or re-encrypt disks in the files that they have.
+    Convert(ConvertJob),
     /// Remove the images that disks had before they were mirrored.
     DropSources(DropSourcesJob),
     /// Keep what disks hold now.
@@ -156,7 +160,34 @@ pub struct DiskToMirror {
     pub datastore: Option<DatastoreSpec>,
 }
 
-/// Overwrites and removes the images that disks had before they were mirrored, as far as they are there.
+/// Encrypts, decrypts or re-encrypts disks of a VM that is off, each in the file that it has: there is room for no copy. The
+/// disks have no snapshots and no replicas. What it needs beside the data is made when it is put; then it is ready to be
+/// committed, and nothing of the disks has been changed. Committing it begins the work: it runs, and is done when all disks
+/// are as they are to be and have opened with the VM's key. From then on they cannot be used meanwhile, and the job can be
+/// cancelled only as long as no data has moved. It outlives the agent: put again, it goes on where it was, also after it has
+/// failed. What the disks are is in the state of the VM; [`DropSourcesJob`] ends it, when the disks are registered as they are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConvertJob {
+    /// The disks, each once.
+    pub disks: Vec<DiskToConvert>,
+    /// The highest rate for each disk, in bytes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+/// A disk to convert.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskToConvert {
+    /// The disk.
+    pub disk: DiskId,
+    /// Whether it is encrypted afterwards, with a new key of its own under the VM's key.
+    pub encrypted: bool,
+}
+
+/// Overwrites and removes the images that disks had before they were mirrored, as far as they are there. Disks that were
+/// converted in their files, and are registered as they are since, get their names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DropSourcesJob {
@@ -366,6 +397,7 @@ impl JobSpec {
             Self::Create(_) => JobKind::Create,
             Self::Export(_) => JobKind::Export,
             Self::Mirror(_) => JobKind::Mirror,
+            Self::Convert(_) => JobKind::Convert,
             Self::DropSources(_) => JobKind::DropSources,
             Self::Snapshot(_) => JobKind::Snapshot,
             Self::Revert(_) => JobKind::Revert,
@@ -384,6 +416,7 @@ impl JobSpec {
     pub fn is_same_work(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Mirror(one), Self::Mirror(other)) => one.disks == other.disks,
+            (Self::Convert(one), Self::Convert(other)) => one.disks == other.disks,
             (one, other) => one == other,
         }
     }
@@ -395,6 +428,7 @@ impl JobSpec {
             Self::Create(create) => create.disks.iter().map(|disk| disk.disk).collect(),
             Self::Export(export) => vec![export.disk],
             Self::Mirror(mirror) => mirror.disks.iter().map(|disk| disk.disk).collect(),
+            Self::Convert(job) => job.disks.iter().map(|disk| disk.disk).collect(),
             Self::DropSources(job) => job.disks.clone(),
             Self::Snapshot(job) => job.disks.clone(),
             Self::Revert(job) => job.disks.clone(),
@@ -432,6 +466,8 @@ pub enum JobKind {
     Export,
     /// [`MirrorJob`]
     Mirror,
+    /// [`ConvertJob`]
+    Convert,
     /// [`DropSourcesJob`]
     DropSources,
     /// [`SnapshotJob`]

@@ -81,13 +81,13 @@ use std::time::Duration;
 pub use self::description::HostDescription;
 pub use self::disk::{
     Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,
-    ImageSource, NewDisk,
+    IN_PLACE_ROOM, ImageSource, NewDisk,
 };
 pub use self::job::{
-    BackupJob, BackupKey, CopyOf, CreateJob, DecryptDumpJob, DiskToCreate, DiskToMirror,
-    DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind, JobProgress, JobSpec, JobState,
-    JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob, RevertJob, SnapshotJob, Tracked,
-    VerifyBackupJob, export_info,
+    BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
+    DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind,
+    JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
+    RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::state::{

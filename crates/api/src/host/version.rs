@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 28] = [
+pub const FEATURES: [&str; 29] = [
     "job-create",
     "job-export",
     NICS,
@@ -53,6 +53,7 @@ pub const FEATURES: [&str; 28] = [
     MIRROR_LAYERS,
     PACE,
     LINKED_CLONES,
+    IN_PLACE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -131,6 +132,9 @@ pub const TRACKED_BACKUP: &str = "tracked-backup";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";
+
+/// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
+pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";

@@ -196,6 +196,10 @@ pub enum Vm {
         /// The provider of their keys [default: the policy's]
         #[arg(long, value_name = "NAME")]
         provider: Option<String>,
+        /// Convert each disk in its own file: for a VM that is off, where there is no room for copies; it cannot start before the
+        /// end
+        #[arg(long)]
+        in_place: bool,
         #[command(flatten)]
         rate: CopyRate,
         #[command(flatten)]
@@ -219,6 +223,10 @@ pub enum Vm {
         /// Do not ask
         #[arg(short, long)]
         yes: bool,
+        /// Convert each disk in its own file: for a VM that is off, where there is no room for copies; it cannot start before the
+        /// end
+        #[arg(long)]
+        in_place: bool,
         #[command(flatten)]
         rate: CopyRate,
         #[command(flatten)]
@@ -264,6 +272,9 @@ pub enum Vm {
         /// Encrypt all data again with new keys of the disks, and keep the VM's key
         #[arg(long)]
         deep: bool,
+        /// With --deep: encrypt each disk in its own file: for a VM that is off, where there is no room for copies
+        #[arg(long, requires = "deep")]
+        in_place: bool,
         /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
         #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "deep")]
         rate: Option<u64>,

@@ -14,6 +14,9 @@ use crate::stream::{printable, say};
 /// What the removal of a former image promises, and what it does not.
 const REMOVED: &str = "The former images were overwritten with zeroes once and removed. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.";
 
+/// The same of disks that were encrypted in their own files.
+const OVERWRITTEN: &str = "The data was overwritten in its own files. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of it may remain.";
+
 /// Encrypts VMs.
 pub async fn encrypt(
     server: &ServerClient,
@@ -25,7 +28,7 @@ pub async fn encrypt(
 ) -> anyhow::Result<()> {
     begin(server, output, vms, "encrypt", request, dry_run, wait).await?;
     if !dry_run.dry_run && !wait.no_wait {
-        say(REMOVED);
+        say(if request.in_place { OVERWRITTEN } else { REMOVED });
     }
     Ok(())
 }

@@ -131,21 +131,21 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let path = format!("vms/{name}/resume");
             task::begin(server, output, &path, &serde_json::json!({}), &dry_run, &wait).await
         }
-        arguments::Vm::Encrypt { vms, policy, provider, rate, dry_run, wait } => {
-            let request = EncryptVm { policy, provider, rate: rate.rate };
+        arguments::Vm::Encrypt { vms, policy, provider, in_place, rate, dry_run, wait } => {
+            let request = EncryptVm { policy, provider, rate: rate.rate, in_place };
             mirror::encrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Decrypt { vms, policy, yes, rate, dry_run, wait } => {
-            let request = DecryptVm { policy, rate: rate.rate };
+        arguments::Vm::Decrypt { vms, policy, yes, in_place, rate, dry_run, wait } => {
+            let request = DecryptVm { policy, rate: rate.rate, in_place };
             mirror::decrypt(server, output, &vms, &request, yes, &dry_run, &wait).await
         }
         arguments::Vm::Move { vms, datastore, disks, rate, dry_run, wait } => {
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Recrypt { name, provider, deep, rate, dry_run, wait } => {
+        arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
             let path = format!("vms/{name}/recrypt");
-            let request = RecryptVm { provider, deep, rate };
+            let request = RecryptVm { provider, deep, rate, in_place };
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Prove(prove) => super::prove::run(server, output, prove).await,

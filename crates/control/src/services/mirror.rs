@@ -1,7 +1,7 @@
 //! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
 //! copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::{MIRROR, MIRROR_LAYERS, MOVE, PACE};
+use vmseal_api::host::version::{IN_PLACE, MIRROR, MIRROR_LAYERS, MOVE, PACE};
 use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
@@ -20,6 +20,7 @@ use crate::store::policies::{self, Policy};
 use crate::store::tasks as store_tasks;
 use crate::store::vms::{self, Vm};
 use crate::store::{Part, alarms, datastores, providers, snapshots};
+use crate::tasks::mirror_vm::in_place;
 use crate::tasks::{Engine, mirror_vm};
 
 /// Encrypts the disks of a VM, and gives it a policy that encrypts.
@@ -35,7 +36,8 @@ pub async fn encrypt(
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
-    let operation = Operation::EncryptVm { vm: vm.id, policy: policy.id, provider };
+    let operation =
+        Operation::EncryptVm { vm: vm.id, policy: policy.id, provider, in_place: request.in_place };
     let rate = request.rate;
     let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
     begin(services, caller, wanted, dry_run).await
@@ -53,7 +55,8 @@ pub async fn decrypt(
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
-    let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id };
+    let operation =
+        Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place: request.in_place };
     let rate = request.rate;
     let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
     begin(services, caller, wanted, dry_run).await
@@ -64,12 +67,12 @@ pub(super) async fn recrypt_deep(
     services: &Services,
     caller: &Caller,
     name: &str,
-    rate: Option<u64>,
+    (rate, in_place): (Option<u64>, bool),
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
-    let operation = Operation::DeepRecryptVm { vm: vm.id };
+    let operation = Operation::DeepRecryptVm { vm: vm.id, in_place };
     let wanted = Wanted { vm, known, operation, policy: None, place: None, rate };
     begin(services, caller, wanted, dry_run).await
 }
@@ -176,6 +179,10 @@ impl Wanted {
             Some(place) => format!("{disks}, to go to datastore '{place}'"),
             None => disks,
         };
+        let disks = match self.operation.is_in_place() {
+            true => format!("{disks}, each in its own file"),
+            false => disks,
+        };
         let disks = match self.rate.filter(|rate| *rate > 0) {
             Some(rate) => format!("{disks}, each copied at {} a second at most", Size(rate)),
             None => disks,
@@ -238,10 +245,12 @@ async fn begin(
         let what = "they would not be encrypted as the VM is";
         super::dumps::require_none(services, &wanted.vm, what).await?;
     }
-    require_power(services, &wanted.vm).await?;
+    require_power(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     let pace = super::tasks::pace_of(wanted.rate)?;
-    if !pace.is_free() {
+    if wanted.operation.is_in_place() {
+        features::require(services, &wanted.vm, IN_PLACE, "convert disks in their own files")?;
+    } else if !pace.is_free() {
         features::require(services, &wanted.vm, PACE, super::tasks::CANNOT_PACE)?;
     }
     require_work(services, &wanted).await?;
@@ -281,6 +290,13 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
     if known.is_empty() {
         return Ok(0);
     }
+    if wanted.operation.is_in_place() {
+        let detail = format!(
+            "VM '{0}' has snapshots: its disks are not converted in place. Leave out --in-place, and they are copied as well, where there is room; or delete them first (vmseal snapshot list {0})",
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     features::require(services, vm, MIRROR_LAYERS, "copy disks that have snapshots")?;
     // Under the key of the VM, which a deep recryption keeps, and with the disks as they are for the guest.
     let stays = matches!(wanted.operation, Operation::DeepRecryptVm { .. });
@@ -295,9 +311,12 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
 }
 
 /// A VM that is on its way from one state to another is not copied.
-async fn require_power(services: &Services, vm: &Vm) -> Result<(), Problem> {
+async fn require_power(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
+    let vm = &wanted.vm;
     match power(services, vm).await? {
-        None | Some(Power::Off | Power::Running) => Ok(()),
+        None | Some(Power::Off) => Ok(()),
+        Some(_) if wanted.operation.is_in_place() => Err(in_place::is_not_off(&vm.name)),
+        Some(Power::Running) => Ok(()),
         Some(power) => {
             let detail = format!(
                 "VM '{}' is {}: its disks are copied while it runs or is off",
@@ -350,8 +369,7 @@ async fn examine(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let made: Vec<Disk> = copied.iter().map(|disk| wanted.copy(disk)).collect();
-    let mut warnings = room::examine_copies(services, vm, &made).await?;
+    let mut warnings = examine_room(services, wanted, &copied).await?;
     let asks = vm.key.is_some() || wanted.place.is_some();
     if asks && !copied.is_empty() {
         if dry_run && vm.key.is_some() {
@@ -359,7 +377,11 @@ async fn examine(
         }
         let ids: Vec<_> = copied.iter().map(|disk| disk.id).collect();
         let agent = services.hosts.connected(vm.host)?;
-        match agent.examine_job(vm.id, mirror_vm::mirror(operation, &ids, &wanted.known)).await {
+        let job = match operation.is_in_place() {
+            true => in_place::job(operation, &ids, &wanted.known, None),
+            false => mirror_vm::mirror(operation, &ids, &wanted.known),
+        };
+        match agent.examine_job(vm.id, job).await {
             // Its agent has just restarted: the task gives it the VM and the key.
             Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => {}
             other => other?,
@@ -379,6 +401,40 @@ async fn examine(
         _ => {}
     }
     Ok(warnings)
+}
+
+/// Compares the room of the VM's datastores with what the copies take, or with what is needed in place.
+async fn examine_room(
+    services: &Services,
+    wanted: &Wanted,
+    copied: &[&Disk],
+) -> Result<Vec<String>, Problem> {
+    let Wanted { vm, operation, .. } = wanted;
+    if operation.is_in_place() {
+        room::examine_in_place(services, vm, copied).await?;
+        return Ok(vec![
+            "once it has begun it goes forward only, and the VM cannot start before the end; it goes on after the death of any process, and after a power cut".to_owned(),
+            "a backup of the disks is the only way back if the storage itself fails meanwhile".to_owned(),
+        ]);
+    }
+    let made: Vec<Disk> = copied.iter().map(|disk| wanted.copy(disk)).collect();
+    let examined = room::examine_copies(services, vm, &made).await;
+    if matches!(operation, Operation::MoveVm { .. }) {
+        return examined;
+    }
+    let hint = "where there is no room for copies, the disks of a VM that is off can be converted in place (--in-place)";
+    match examined {
+        Ok(mut warnings) => {
+            if !warnings.is_empty() {
+                warnings.push(hint.to_owned());
+            }
+            Ok(warnings)
+        }
+        Err(problem) if problem.code == ErrorCode::NoSpace => {
+            Err(Problem { detail: format!("{}; {hint}", problem.detail), ..problem })
+        }
+        Err(problem) => Err(problem),
+    }
 }
 
 /// The policy of a VM after it is encrypted or decrypted: the one that was named; else the one that it has, or the only

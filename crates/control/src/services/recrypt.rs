@@ -29,11 +29,16 @@ pub async fn recrypt(
             let detail = "is not given with `deep`, which keeps the key-encryption key: recrypt the VM again without it";
             return Err(Problem::invalid("provider", detail));
         }
-        return super::mirror::recrypt_deep(services, caller, name, request.rate, dry_run).await;
+        let how = (request.rate, request.in_place);
+        return super::mirror::recrypt_deep(services, caller, name, how, dry_run).await;
     }
     if request.rate.is_some() {
         let detail = "is given with `deep` only: without it no disk is copied";
         return Err(Problem::invalid("rate", detail));
+    }
+    if request.in_place {
+        let detail = "is given with `deep` only: without it no data is rewritten";
+        return Err(Problem::invalid("in_place", detail));
     }
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{Allocation, DatastoreSpec, HEADER_AREA, HostAgent};
+use vmseal_api::host::{Allocation, DatastoreSpec, HEADER_AREA, HostAgent, IN_PLACE_ROOM};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
@@ -103,6 +103,38 @@ pub(super) async fn examine_copies(
         warnings.extend(warning);
     }
     Ok(warnings)
+}
+
+/// Checks that there is room for what disks of a VM need beside their data while they are converted in their files.
+pub(super) async fn examine_in_place(
+    services: &Services,
+    vm: &vms::Vm,
+    disks: &[&Disk],
+) -> Result<(), Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    let mut needed = HashMap::<DatastoreId, (&Disk, u64)>::new();
+    for disk in disks {
+        let grows = disk.allocation == Allocation::Preallocated && !disk.encrypted;
+        let header = if grows { HEADER_AREA } else { 0 };
+        needed.entry(disk.datastore.datastore).or_insert((disk, 0)).1 += IN_PLACE_ROOM + header;
+    }
+    for (disk, needed) in needed.into_values() {
+        let DatastoreCondition::Available { usage } =
+            agent.measure_datastore(disk.datastore.clone()).await?
+        else {
+            continue;
+        };
+        if usage.free < needed {
+            let detail = format!(
+                "{} are needed on datastore '{}' beside the disks to convert them in place, and {} are free: free some room",
+                Size(needed),
+                disk.datastore_name,
+                Size(usage.free)
+            );
+            return Err(Problem::new(ErrorCode::NoSpace, detail));
+        }
+    }
+    Ok(())
 }
 
 /// What images of disks, each with whether it is encrypted, take of their datastores.

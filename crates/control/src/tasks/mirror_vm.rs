@@ -19,6 +19,7 @@
 //! the VM is encrypted with it ([`keys`]); a TPM's disk always is.
 
 mod copying;
+pub(crate) mod in_place;
 mod keys;
 
 use async_trait::async_trait;
@@ -490,9 +491,10 @@ async fn tell(
     if told.iter().any(|event| event.detail.ends_with(&by)) {
         return Ok(());
     }
-    let disks = match names {
-        [] => "no disk had to be copied".to_owned(),
-        names => format!("disks {}", names.join(", ")),
+    let disks = match (names, run.task.operation.is_in_place()) {
+        ([], _) => "no disk had to be copied".to_owned(),
+        (names, false) => format!("disks {}", names.join(", ")),
+        (names, true) => format!("disks {}, in place", names.join(", ")),
     };
     let policy = policy.map(|name| format!("; policy '{name}' in place of '{}'", vm.policy_name));
     let place = match target(&run.task.operation) {

@@ -276,7 +276,16 @@ impl Runner<'_> {
                     }
                     let pause_for = retry.pause(tries);
                     tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), ?pause_for, "again");
+                    // It goes on until it succeeds: people see why it does not.
+                    let told = committed && tries > 0;
+                    if told {
+                        let waiting = waiter.shown().await;
+                        self.note_waiting(waiting).await;
+                    }
                     pause(pause_for, &run.requests).await;
+                    if told {
+                        self.note_running().await;
+                    }
                     tries = tries.saturating_add(1);
                 }
                 FailureKind::Final => return Ok(Err(Self::failure(step, error, sent))),

@@ -3,6 +3,7 @@
 use vmseal_api::model::TaskState;
 use vmseal_api::problem::Problem;
 
+use super::mirror_vm::in_place;
 use super::step::Step;
 use super::{
     add_disk, adopt_vm, backups, change_nics, create_vm, delete_vm, dumps, export_disk, grow_disk,
@@ -42,6 +43,12 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::RemoveNic { .. } => change_nics::REMOVE,
         Operation::ExportDisk { format, .. } => export_disk::steps(*format),
         Operation::RecryptVm { .. } => recrypt_vm::STEPS,
+        Operation::EncryptVm { provider: Some(_), in_place: true, .. } => in_place::ENCRYPT,
+        Operation::EncryptVm { provider: None, in_place: true, .. } => {
+            in_place::ENCRYPT_WITH_ITS_KEY
+        }
+        Operation::DecryptVm { in_place: true, .. } => in_place::DECRYPT,
+        Operation::DeepRecryptVm { in_place: true, .. } => in_place::DEEP_RECRYPT,
         Operation::EncryptVm { provider: Some(_), .. } => mirror_vm::ENCRYPT,
         Operation::EncryptVm { provider: None, .. } => mirror_vm::ENCRYPT_WITH_ITS_KEY,
         Operation::DecryptVm { .. } => mirror_vm::DECRYPT,
@@ -57,6 +64,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
+        converts if converts.is_in_place() => in_place::unfinished(converts, target, cause),
         mirrors if mirrors.mirrors_disks() => mirror_vm::unfinished(mirrors, target, cause),
         Operation::RemoveDisk { .. } | Operation::RemoveTpm { .. } => {
             remove_disk::unfinished(operation, target, cause)

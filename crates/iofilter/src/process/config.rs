@@ -1,6 +1,7 @@
 //! Reads and checks the configuration that the process gets at its start.
 
 mod chain;
+mod convert;
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -87,6 +88,8 @@ pub fn pools(disk: &DiskConfig) -> usize {
         {
             2 * queues(disk)
         }
+        // Its own, as it was, as it is to be, as it is stored, and the journal.
+        None if disk.convert.is_some() => 5,
         Some(FrontEndSpec::VhostUserBlk { .. }) | None => queues(disk),
     }
 }
@@ -135,7 +138,10 @@ pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
 /// meanwhile, and not what is in memory only.
 #[must_use]
 pub fn can_change(disk: &DiskConfig) -> bool {
-    let works = disk.import.is_some() || disk.export.is_some() || disk.merge.is_some();
+    let works = disk.import.is_some()
+        || disk.export.is_some()
+        || disk.merge.is_some()
+        || disk.convert.is_some();
     let fixed = replica(disk).is_some() || disk.backend == (BackendSpec::Mem {});
     disk.front_end.is_some() && !works && !fixed
 }
@@ -256,7 +262,10 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     if replica(disk).is_some() && disk.backend == (BackendSpec::Mem {}) {
         return refuse("a disk in memory cannot have a replica".into());
     }
-    check_mirror(disk).and_then(|()| check_merge(disk)).or_else(refuse)?;
+    check_mirror(disk)
+        .and_then(|()| check_merge(disk))
+        .and_then(|()| convert::check(disk))
+        .or_else(refuse)?;
     if disk.read_only && disk.import.is_some() {
         return refuse("an image cannot be imported to a read-only disk".into());
     }

@@ -1,14 +1,15 @@
 //! The running filter: a thread per disk, and its shutdown.
 //!
 //! ```text
-//!  disk:  [Importing | Exporting | Merging] → Idle ⇄ Connected → stopped: drained, flushed
-//!              └─────────── any of them ──> Failed (says why; the other disks go on)
+//!  disk:  [Importing | Exporting | Merging | Converting] → Idle ⇄ Connected → stopped: drained, flushed
+//!              └──────────────── any of them ──> Failed (says why; the other disks go on)
 //! ```
 //! A mirrored disk is copied meanwhile, and its thread exchanges its chains when it is told to pivot.
 
 pub mod config;
 pub mod confinement;
 pub mod control;
+mod convert;
 mod descriptors;
 mod mirror;
 mod open_stack;
@@ -33,6 +34,7 @@ use crate::copy::export;
 use crate::copy::export::{ExportError, Sparse, Target};
 use crate::copy::import;
 use crate::copy::import::ImportError;
+use crate::copy::in_place::{InPlace, InPlaceError};
 use crate::copy::merge::{Merge, Parts};
 use crate::copy::source::Source;
 use crate::copy::sums::Sums;
@@ -128,6 +130,14 @@ pub enum StartError {
         /// Why.
         error: ExportError,
     },
+    /// How a disk is to be in its file.
+    #[error("disk {disk}: {error}")]
+    Convert {
+        /// Which disk.
+        disk: DiskId,
+        /// Why.
+        error: InPlaceError,
+    },
     /// No thread or no descriptor.
     #[error("the system refuses what the process needs: {0}")]
     System(#[from] std::io::Error),
@@ -139,6 +149,7 @@ struct Prepared {
     import: Option<ImportSource>,
     export: Option<ExportTarget>,
     merge: Option<LayerToMerge>,
+    convert: Option<InPlace>,
     front_end: Option<FrontEnd>,
     beside: Option<Beside>,
     replica: Option<(Replicate, Copier)>,
@@ -356,6 +367,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         _ => opened.as_ref().map(|mirror| mirror.layer()),
     })?;
     let disk = Disk::of(Stack::new(layers, storage, size), read_only, all);
+    let convert = config.convert.as_ref();
+    let convert = convert.map(|spec| convert::open(config, spec, &disk, handles)).transpose()?;
     let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Chain { disk: id, error })?;
@@ -402,6 +415,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     if merge.is_some() {
         served.state.set(DiskActivity::Merging { done: 0, total: config.size });
     }
+    if convert.is_some() {
+        served.state.set(DiskActivity::Converting { done: 0, total: config.size });
+    }
     if import.is_some() {
         served.state.set(DiskActivity::Importing { done: 0, total: 0, durable: 0 });
     }
@@ -444,6 +460,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         import,
         export,
         merge,
+        convert,
         front_end,
         beside,
         replica,
@@ -613,6 +630,11 @@ impl Prepared {
         if let (Some(mut layer), Some(chain)) = (self.merge.take(), self.chains.first_mut()) {
             layer.merge.run(chain, state, stop).map_err(|error| error.to_string())?;
             tracing::info!("the layer is merged and flushed");
+            state.set(DiskActivity::Idle);
+        }
+        if let Some(conversion) = self.convert.take() {
+            conversion.run(self.disk, state, stop).map_err(|error| error.to_string())?;
+            tracing::info!("the disk is converted and flushed");
             state.set(DiskActivity::Idle);
         }
         if let Some(front_end) = &self.front_end {

@@ -5,6 +5,7 @@
 
 mod cache;
 mod history;
+mod in_place;
 mod layers;
 mod model;
 mod nbd;

@@ -66,9 +66,14 @@ impl Platter {
     }
 
     pub fn queue(&self) -> Box<dyn Storage> {
+        self.queue_at(0)
+    }
+
+    /// A queue whose disk begins here, in bytes.
+    pub fn queue_at(&self, offset: usize) -> Box<dyn Storage> {
         let awake = Stop::new().unwrap();
         awake.ask();
-        Box::new(Queue { platter: self.clone(), waiting: Vec::new(), awake })
+        Box::new(Queue { platter: self.clone(), offset, waiting: Vec::new(), awake })
     }
 
     /// The power fails. The queues so far must not be used any more.
@@ -168,6 +173,7 @@ struct Waiting {
 
 struct Queue {
     platter: Platter,
+    offset: usize,
     waiting: Vec<Waiting>,
     /// Always readable: a caller that waits for a request checks again.
     awake: Stop,
@@ -194,7 +200,7 @@ impl Storage for Queue {
         let inside = &mut *self.platter.inside();
         let key = inside.random.u64(..);
         if let Some(bytes) = written(id, io) {
-            let offset = io.request(id).offset as usize;
+            let offset = self.offset + io.request(id).offset as usize;
             inside.cached.push(Cached { done: None, key, offset, bytes });
         }
         self.waiting.push(Waiting { id, since: inside.clock, key });
@@ -211,7 +217,7 @@ impl Storage for Queue {
                 Operation::Read => {
                     let old = inside.strikes(Fault::ReadsTheOld);
                     let from = if old { &inside.old } else { &inside.visible };
-                    let start = request.offset as usize;
+                    let start = self.offset + request.offset as usize;
                     let range = start..start + request.length as usize;
                     request.copy_from(0, &from[range]);
                 }

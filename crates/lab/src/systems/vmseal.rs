@@ -80,6 +80,7 @@ impl Vmseal {
             import: None,
             export: None,
             merge: None,
+            convert: None,
         }
     }
 

@@ -122,7 +122,7 @@ fn overwrite(
 
 /// Zeroes, and where they are written: past the page cache where the file system can, as nobody reads them. There they would
 /// take the place of what others use, and on a host whose memory is full of it that takes longer than writing them.
-struct Zeroes<'a> {
+pub(crate) struct Zeroes<'a> {
     file: &'a File,
     bytes: Vec<u8>,
     /// Where those in `bytes` begin that are aligned for direct I/O.
@@ -130,13 +130,14 @@ struct Zeroes<'a> {
 }
 
 impl<'a> Zeroes<'a> {
-    fn new(file: &'a File) -> Self {
+    pub(crate) fn new(file: &'a File) -> Self {
         let bytes = vec![0; PIECE + BLOCK];
         let aligned = bytes.as_ptr().align_offset(BLOCK).min(BLOCK);
         Self { file, bytes, aligned }
     }
 
-    fn write(&self, length: usize, at: u64) -> io::Result<()> {
+    /// Writes so many, at most [`PIECE`], at `at`.
+    pub(crate) fn write(&self, length: usize, at: u64) -> io::Result<()> {
         let zeroes = &self.bytes[self.aligned..][..length];
         let whole = length.is_multiple_of(BLOCK) && at.is_multiple_of(BLOCK as u64);
         if whole && set_direct(self.file, true).is_ok() {
@@ -163,7 +164,11 @@ fn set_direct(file: &File, direct: bool) -> io::Result<()> {
 }
 
 /// The first range of a file that may hold data, from `at` on and before `end`.
-fn next_data(file: &File, at: u64, end: u64) -> io::Result<Option<std::ops::Range<u64>>> {
+pub(crate) fn next_data(
+    file: &File,
+    at: u64,
+    end: u64,
+) -> io::Result<Option<std::ops::Range<u64>>> {
     use nix::errno::Errno;
     use nix::unistd::{Whence, lseek};
     let seek = |at: u64, whence| {

@@ -41,14 +41,15 @@ pub fn name_of(name: &str) -> Named {
     let image = |kind| Named::Image(kind, disk);
     match rest {
         "raw" => image(ImageKind::Image),
-        "raw.creating" => image(ImageKind::HalfMade),
+        "raw.creating" | "converting" => image(ImageKind::HalfMade),
         "replica" => image(ImageKind::Replica),
         "copy" | "restoring" => image(ImageKind::Copy),
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer || is_base(rest) => image(ImageKind::Layer),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
-        | "copy-layers" | "source-layers" | "merge" => Named::Other(FileKind::Note),
+        | "copy-layers" | "source-layers" | "merge" | "in-place" | "in-place-header"
+        | "in-place-journal" => Named::Other(FileKind::Note),
         _ => Named::Other(FileKind::Unknown),
     }
 }

@@ -32,6 +32,7 @@ enum Ready {
 impl Owner {
     /// Checks whether a job could begin.
     pub(super) async fn examine_job(&self, spec: JobSpec) -> Result<(), Problem> {
+        self.check_not_converted(&spec).await?;
         self.ready(TaskId::new(), &spec, Vec::new()).await.map(drop)
     }
 
@@ -78,8 +79,10 @@ impl Owner {
                 };
             }
         }
+        self.check_not_converted(&spec).await?;
         match &spec {
             JobSpec::Mirror(job) => return self.put_mirror(task, &job.clone(), spec).await,
+            JobSpec::Convert(job) => return self.put_convert(task, &job.clone(), spec).await,
             JobSpec::DropSources(job) => return self.put_drop_sources(task, &job.clone(), spec),
             JobSpec::Snapshot(job) => return self.put_snapshot(task, &job.clone(), spec).await,
             JobSpec::Revert(job) => return self.put_revert(task, &job.clone(), spec).await,
@@ -122,6 +125,9 @@ impl Owner {
             }
             JobSpec::Mirror(job) => {
                 self.ready_to_mirror(task, job, spec).await.map(|_| Ready::Nothing)
+            }
+            JobSpec::Convert(job) => {
+                self.ready_to_convert(task, job, spec).await.map(|()| Ready::Nothing)
             }
             JobSpec::DropSources(_) => {
                 self.may_work(Action::DropSource, spec).map(|()| Ready::Nothing)
@@ -220,11 +226,15 @@ impl Owner {
 
     pub(super) async fn commit_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
         let state = self.jobs.same(task, &spec)?.cloned();
+        if let JobSpec::Convert(job) = &spec {
+            return self.commit_convert(task, job, state.as_ref()).await;
+        }
         if matches!(state, Some(JobState::Waiting | JobState::Running)) {
             return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
         }
         match spec {
             JobSpec::Create(_)
+            | JobSpec::Convert(_)
             | JobSpec::DropSources(_)
             | JobSpec::Snapshot(_)
             | JobSpec::Revert(_)
@@ -260,8 +270,10 @@ impl Owner {
 
     pub(super) async fn cancel_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
         let state = self.jobs.same(task, &spec)?.cloned();
-        if let JobSpec::Mirror(job) = &spec {
-            return self.cancel_mirror(task, job).await;
+        match &spec {
+            JobSpec::Mirror(job) => return self.cancel_mirror(task, job).await,
+            JobSpec::Convert(job) => return self.cancel_convert(task, job).await,
+            _ => {}
         }
         self.stop_keeping(task).await;
         let at_work = matches!(state, Some(JobState::Waiting | JobState::Running));
@@ -314,6 +326,8 @@ impl Owner {
             }
             Report::TreeCopied(copied) => self.tree_copied(disk, copied).await,
             Report::Copied(Ok(())) => self.jobs.written(disk),
+            Report::Converted(Ok(facts)) => self.converted(disk, facts),
+            Report::Converted(Err(problem)) => self.give_up(disk, problem).await,
             Report::SourceRemoved(Ok(())) => self.jobs.made(disk),
             Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,
             Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,

@@ -16,6 +16,8 @@ use crate::store::{datastores, keys, policies};
 pub(super) struct Mirror {
     pub(super) what: What,
     pub(super) runs: bool,
+    /// Whether the disks are converted in their files.
+    pub(super) in_place: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,14 +29,14 @@ pub(super) enum What {
 }
 
 const ALL: [Mirror; 8] = [
-    Mirror { what: What::Encrypt, runs: false },
-    Mirror { what: What::Encrypt, runs: true },
-    Mirror { what: What::Decrypt, runs: false },
-    Mirror { what: What::Decrypt, runs: true },
-    Mirror { what: What::DeepRecrypt, runs: false },
-    Mirror { what: What::DeepRecrypt, runs: true },
-    Mirror { what: What::Move, runs: false },
-    Mirror { what: What::Move, runs: true },
+    Mirror { what: What::Encrypt, runs: false, in_place: false },
+    Mirror { what: What::Encrypt, runs: true, in_place: false },
+    Mirror { what: What::Decrypt, runs: false, in_place: false },
+    Mirror { what: What::Decrypt, runs: true, in_place: false },
+    Mirror { what: What::DeepRecrypt, runs: false, in_place: false },
+    Mirror { what: What::DeepRecrypt, runs: true, in_place: false },
+    Mirror { what: What::Move, runs: false, in_place: false },
+    Mirror { what: What::Move, runs: true, in_place: false },
 ];
 
 /// The datastore that disks are moved to, beside that of the fixture.
@@ -54,7 +56,12 @@ async fn second(fixture: &Fixture) -> datastores::Datastore {
     second
 }
 
-const COMMIT: &str = "switch";
+/// The same in the disks' own files.
+const IN_PLACE: [Mirror; 3] = [
+    Mirror { what: What::Encrypt, runs: false, in_place: true },
+    Mirror { what: What::Decrypt, runs: false, in_place: true },
+    Mirror { what: What::DeepRecrypt, runs: false, in_place: true },
+];
 
 async fn policy(fixture: &Fixture, name: &str) -> vmseal_api::id::PolicyId {
     let mut read = fixture.store.read().await.unwrap();
@@ -62,6 +69,11 @@ async fn policy(fixture: &Fixture, name: &str) -> vmseal_api::id::PolicyId {
 }
 
 impl Mirror {
+    /// The commit step.
+    fn commit(self) -> &'static str {
+        if self.in_place { "begin" } else { "switch" }
+    }
+
     fn power(self) -> Power {
         if self.runs { Power::Running } else { Power::Off }
     }
@@ -78,14 +90,19 @@ impl Mirror {
     }
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
+        let in_place = self.in_place;
         match self.what {
             What::Encrypt => {
                 let has_key = fixture.vm(vm).await.unwrap().key.is_some();
                 let provider = (!has_key).then_some(fixture.provider());
-                Operation::EncryptVm { vm, policy: policy(fixture, "encrypted").await, provider }
+                let policy = policy(fixture, "encrypted").await;
+                Operation::EncryptVm { vm, policy, provider, in_place }
             }
-            What::Decrypt => Operation::DecryptVm { vm, policy: policy(fixture, "plain").await },
-            What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+            What::Decrypt => {
+                let policy = policy(fixture, "plain").await;
+                Operation::DecryptVm { vm, policy, in_place }
+            }
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place },
             What::Move => {
                 let (disks, to) = (fixture.disks(vm).await, second(fixture).await);
                 Operation::MoveVm {
@@ -100,13 +117,14 @@ impl Mirror {
 
     fn any(self) -> Operation {
         let (vm, policy) = (VmId::new(), vmseal_api::id::PolicyId::new());
+        let in_place = self.in_place;
         match self.what {
             What::Encrypt => {
                 let provider = Some(vmseal_api::id::ProviderId::new());
-                Operation::EncryptVm { vm, policy, provider }
+                Operation::EncryptVm { vm, policy, provider, in_place }
             }
-            What::Decrypt => Operation::DecryptVm { vm, policy },
-            What::DeepRecrypt => Operation::DeepRecryptVm { vm },
+            What::Decrypt => Operation::DecryptVm { vm, policy, in_place },
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place },
             What::Move => {
                 let location = DatastoreLocation::Dir { path: "/second".into() };
                 let to = DatastoreSpec { datastore: vmseal_api::id::DatastoreId::new(), location };
@@ -122,7 +140,7 @@ impl Mirror {
     /// The steps that can be undone: up to the commit step.
     fn undone_steps(self) -> Vec<&'static str> {
         let mut steps = self.steps();
-        let commit = steps.iter().position(|step| *step == COMMIT).unwrap();
+        let commit = steps.iter().position(|step| *step == self.commit()).unwrap();
         steps.truncate(commit + 1);
         steps
     }
@@ -147,6 +165,7 @@ impl Mirror {
             assert_eq!(disk.encrypted, encrypted, "{what}: {disk:?}");
         }
         assert_eq!(fixture.agent.mirrored(), (vec![], vec![]), "{what}: images are left");
+        assert_eq!(fixture.agent.converted(), (vec![], vec![]), "{what}: disks have no name");
         let kept: Vec<_> = snapshots::rows(fixture, vm).await.iter().map(|row| row.id).collect();
         assert_eq!(snapshots::on_host(fixture, vm).await, kept, "{what}: its snapshots");
         let known = keys::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
@@ -190,11 +209,14 @@ impl Mirror {
         problem: &Problem,
         what: &str,
     ) {
-        let told = problem.detail.contains("is whole") && problem.detail.contains("begin it again");
+        let lost = if self.in_place { "nothing is lost" } else { "is whole" };
+        let told = problem.detail.contains(lost) && problem.detail.contains("begin it again");
         assert!(told, "{what}: {problem}");
         let alarm = "task-unfinished web".to_owned();
         assert!(fixture.alarms().await.contains(&alarm), "{what}");
-        assert_agrees(fixture, vm, what).await;
+        if !self.in_place {
+            assert_agrees(fixture, vm, what).await;
+        }
         fixture.restart(|engine| engine.environment.faults = None).await;
         let task = self.begin(fixture, vm).await;
         let ended = fixture.ended(task).await;
@@ -260,6 +282,13 @@ async fn a_move_survives_every_fault_at_every_step() {
     matrix(Kind::Mirror(ALL[7])).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_conversion_in_place_survives_every_fault_at_every_step() {
+    for kind in IN_PLACE {
+        matrix(Kind::Mirror(kind)).await;
+    }
+}
+
 /// A move of one disk leaves the others where they are, and what cannot be moved is refused.
 #[tokio::test]
 async fn the_disks_that_are_named_move_and_others_stay() {
@@ -294,7 +323,7 @@ async fn the_disks_that_are_named_move_and_others_stay() {
 /// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_survives_every_fault_at_every_step() {
-    for kind in ALL {
+    for kind in ALL.into_iter().chain(IN_PLACE) {
         for step in kind.undone_steps() {
             for (point, fault) in [
                 (FaultPoint::Before, Fault::Crash),
@@ -306,7 +335,7 @@ async fn undoing_survives_every_fault_at_every_step() {
                 let what = format!("{kind:?}, {fault:?} {point:?} undoing {step:?}");
                 let crashes = matches!(fault, Fault::Crash);
                 let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
-                let both = failing_and(undoing);
+                let both = failing_and(kind.commit(), undoing);
                 let (fixture, vm, task) = carry_out(Kind::Mirror(kind), both, &done, crashes).await;
                 let ended = fixture.task(task).await;
                 assert_eq!(ended.state, TaskState::Failed, "{what}: {:?}", ended.problem);
@@ -317,9 +346,9 @@ async fn undoing_survives_every_fault_at_every_step() {
 }
 
 /// Fails the commit step before it does anything, and has other faults beside.
-fn failing_and(others: Faults) -> Faults {
+fn failing_and(commit: &'static str, others: Faults) -> Faults {
     let (failing, _) =
-        at(COMMIT, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
+        at(commit, TaskState::Running, FaultPoint::Before, Fault::Fail(refused()), 1);
     Arc::new(move |step, state, point| match failing(step, state, point) {
         Fault::None => others(step, state, point),
         fault => fault,
@@ -329,7 +358,7 @@ fn failing_and(others: Faults) -> Faults {
 /// What can be neither finished nor undone leaves a whole VM, and any of the operations removes what it has left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_stuck_leaves_a_whole_vm_and_is_cleared_by_the_next() {
-    for kind in ALL {
+    for kind in ALL.into_iter().chain(IN_PLACE) {
         for step in kind.undone_steps() {
             let what = format!("{kind:?}, undoing {step:?} fails for good");
             let mut fixture = Fixture::new().await;
@@ -341,7 +370,8 @@ async fn what_is_stuck_leaves_a_whole_vm_and_is_cleared_by_the_next() {
                 Fault::Fail(refused()),
                 u32::MAX,
             );
-            fixture.restart(|engine| engine.environment.faults = Some(failing_and(stuck))).await;
+            let both = failing_and(kind.commit(), stuck);
+            fixture.restart(|engine| engine.environment.faults = Some(both)).await;
             let task = kind.begin(&fixture, vm).await;
             assert_eq!(fixture.ended(task).await.state, TaskState::Unknown, "{what}");
             assert_agrees(&fixture, vm, &what).await;
@@ -358,7 +388,7 @@ async fn what_is_stuck_leaves_a_whole_vm_and_is_cleared_by_the_next() {
 async fn former_images_that_stay_are_removed_before_the_next_copy() {
     for runs in [false, true] {
         let fixture = Fixture::new().await;
-        let encrypt = Mirror { what: What::Encrypt, runs };
+        let encrypt = Mirror { what: What::Encrypt, runs, in_place: false };
         let vm = encrypt.before(&fixture).await;
         // To clear, to copy, to remove.
         fixture.agent.inject(Call::PutJob, 3, HostFault::Refuse(ErrorCode::Damaged));
@@ -369,7 +399,7 @@ async fn former_images_that_stay_are_removed_before_the_next_copy() {
         assert!(problem.detail.contains("vmseal vm encrypt web"), "{problem}");
         assert_eq!(fixture.agent.mirrored().1.len(), 2, "the former images are gone");
         assert_agrees(&fixture, vm, "encrypted").await;
-        let decrypt = Mirror { what: What::Decrypt, runs };
+        let decrypt = Mirror { what: What::Decrypt, runs, in_place: false };
         done(&fixture, decrypt.operation(&fixture, vm).await).await;
         decrypt.assert_is(&fixture, vm, false, "decrypted after").await;
         assert!(fixture.alarms().await.is_empty());
@@ -584,7 +614,7 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
         (What::Encrypt, true),
         (What::Decrypt, false),
     ] {
-        let kind = Mirror { what, runs: false };
+        let kind = Mirror { what, runs: false, in_place: false };
         done(&fixture, kind.operation(&fixture, vm).await).await;
         let mut after = encrypted().await;
         after.sort_by_key(|(role, _)| roles.iter().position(|known| known == role));

@@ -14,7 +14,7 @@ use crate::tasks::limits::HOST_WORK;
 use crate::tasks::pacing::PaceChange;
 use crate::tasks::run::Seen;
 
-const ENCRYPT: Mirror = Mirror { what: What::Encrypt, runs: true };
+const ENCRYPT: Mirror = Mirror { what: What::Encrypt, runs: true, in_place: false };
 const PAUSED: CopyPace = CopyPace { bytes_per_second: None, paused: true };
 
 impl Fixture {
@@ -69,7 +69,7 @@ impl Fixture {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paused_copy_waits_whatever_is_started_again_and_is_then_done() {
     for what in [What::Encrypt, What::Decrypt, What::DeepRecrypt, What::Move] {
-        let kind = Mirror { what, runs: what != What::Decrypt };
+        let kind = Mirror { what, runs: what != What::Decrypt, in_place: false };
         let mut fixture = Fixture::new().await;
         let (vm, task) = fixture.copying(kind).await;
         fixture.change_pace(task, PaceChange::Pause).await.unwrap();

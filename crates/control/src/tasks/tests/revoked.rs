@@ -134,12 +134,13 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         here.done(stop, &on).await;
         here.until("vm-locked", &on, Some(fault)).await;
         // New data keys are not put under it, and what it has encrypted is decrypted.
-        let deep = fixture.begin(Operation::DeepRecryptVm { vm: running }, &on).await;
+        let deep =
+            fixture.begin(Operation::DeepRecryptVm { vm: running, in_place: false }, &on).await;
         let problem = fixture.ended(deep).await.problem.unwrap();
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         let plain = policies::find(&mut fixture.store.read().await.unwrap(), "plain").await;
         let policy = plain.unwrap().unwrap().id;
-        here.done(Operation::DecryptVm { vm: running, policy }, &on).await;
+        here.done(Operation::DecryptVm { vm: running, policy, in_place: false }, &on).await;
         assert_eq!(fixture.vm(running).await.unwrap().key, None);
         here.until("vm-locked", &on, None).await;
         // Longer than the watch's interval, so that it does not see by chance that they are gone.
