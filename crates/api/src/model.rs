@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::dump::DumpFormat;
+use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
 use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
@@ -403,7 +403,10 @@ pub struct Dump {
     pub vm: String,
     /// Its format.
     pub format: DumpFormat,
-    /// When it was asked for.
+    /// Why it was written.
+    #[serde(default)]
+    pub reason: DumpReason,
+    /// When it was asked for, or was whole where its host wrote it by itself.
     #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
     pub created: Timestamp,
     /// The length of its file; none while a task makes it.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
 use crate::dump::DumpFormat;
-use crate::hardware::Hardware;
+use crate::hardware::{Hardware, OnCrash};
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::model::Replication;
@@ -265,6 +265,12 @@ pub struct SetVm {
     /// order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Vec<BootDevice>>,
+    /// What its host does when its guest panics; of a VM that runs, at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_crash: Option<OnCrash>,
+    /// The format of the core dumps that its host writes then; of a VM that runs, at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crash_dump_format: Option<DumpFormat>,
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,

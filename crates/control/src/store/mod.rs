@@ -16,6 +16,7 @@ pub mod key_requests;
 pub mod keys;
 pub mod kmip;
 pub mod nics;
+pub mod panics;
 pub mod policies;
 pub mod proofs;
 pub mod providers;
