@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use vmseal_tests::eventually;
@@ -16,6 +16,9 @@ use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
+
+/// Generous: the machine may be busy with other tests.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
 const SECRET: (&str, &str) = ("MARKER-IN-", "A-PANIC-5127");
@@ -42,15 +45,20 @@ fn panics_in(console: &mut Console, seconds: u32) {
 /// The guest has booted again: its shell knows nothing of the one before.
 fn boots_again(here: &Installation) -> Console {
     static ASKED: AtomicU32 = AtomicU32::new(1000);
-    eventually("another shell", || {
+    let begun = Instant::now();
+    loop {
         // A new number each time: what was said before is shown again.
         let number = ASKED.fetch_add(1, Ordering::Relaxed);
-        let mut console = here.console(VM).ok()?;
-        console.type_text(&format!("echo SHELL-${{m:-NEW}}-$(({number} + 1))\n")).ok()?;
-        std::thread::sleep(Duration::from_secs(2));
-        console.has_said(&format!("SHELL-NEW-{}", number + 1)).then_some(console)
-    })
-    .unwrap()
+        if let Ok(mut console) = here.console(VM)
+            && console.type_text(&format!("echo SHELL-${{m:-NEW}}-$(({number} + 1))\n")).is_ok()
+        {
+            std::thread::sleep(Duration::from_secs(2));
+            if console.has_said(&format!("SHELL-NEW-{}", number + 1)) {
+                return console;
+            }
+        }
+        assert!(begun.elapsed() < BOOT_TIMEOUT, "the guest does not boot again");
+    }
 }
 
 fn has_secret(file: &Path) -> bool {

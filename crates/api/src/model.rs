@@ -373,9 +373,23 @@ pub struct VmBackup {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     pub verified: Option<Timestamp>,
+    /// Its last verification, where that failed and none has succeeded since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verification_failed: Option<FailedVerification>,
     /// The key that opens it; none where it is in the clear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<KeyReference>,
+}
+
+/// A verification of a backup that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct FailedVerification {
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// Why, for people.
+    pub why: String,
 }
 
 /// How a backup stands.

@@ -615,6 +615,19 @@ pub struct SetTask {
     pub rate: u64,
 }
 
+/// Restores a backup.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RestoreBackup {
+    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// A datastore of the backup's host, by name or id, for all disks of such a VM; without it, they are where they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<String>,
+}
+
 /// Starts a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

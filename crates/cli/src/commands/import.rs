@@ -163,6 +163,8 @@ mod tests {
             cpu_model: Some("max".to_owned()),
             memory_backing: clap::ValueEnum::from_str("pages", true).ok(),
             tpm: false,
+            on_crash: clap::ValueEnum::from_str("destroy", true).ok(),
+            crash_dump_format: None,
         };
         let expected = Hardware { tpm: true, ..Hardware::from(asked()) };
         assert_eq!(expected.firmware, Firmware::Bios);

@@ -116,7 +116,10 @@ impl Row for VmBackup {
         usual("state", |it| word(&it.state).into()),
         usual("parent", |it| it.parent.clone().into()),
         usual("size", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
-        usual("verified", |it| it.verified.map_or(Cell::Nothing, Cell::Time)),
+        usual("verified", |it| match &it.verification_failed {
+            Some(failed) => format!("failed at {:.0}: {}", failed.at, failed.why).into(),
+            None => it.verified.map_or(Cell::Nothing, Cell::Time),
+        }),
         more("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
         more("encrypted", |it| Cell::YesNo(it.key.is_some())),
         more("vm-deleted", |it| Cell::YesNo(it.vm_deleted)),
