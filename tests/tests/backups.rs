@@ -14,6 +14,7 @@ use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
+const OTHER: &str = "again";
 
 /// A place of the guest's disk that its system does not use, in MiB.
 const TEXT_AT: u32 = 58;
@@ -154,11 +155,73 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     let mut console = restarted(&here);
     reads(&mut console, "TEXT-OF-TWO");
     stop(&here, console);
+    let elsewhere = ["restore", VM, "two", "--name", OTHER, "--datastore", "second"];
+    let there = here.refused(&[&["backup"], &elsewhere[..]].concat()).unwrap();
+    assert!(there.contains("is there"), "{there}");
+    // Another time, by another name and on another datastore.
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    let unknown = here.refused(&[&["backup"], &elsewhere[..]].concat()).unwrap();
+    assert!(unknown.contains("no datastore 'second'"), "{unknown}");
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let second = second.to_str().unwrap();
+    here.vmseal(&["datastore", "add", "second", "--host", "here", "--path", second]).unwrap();
+    backup(&here, &elsewhere);
+    let shown = here.vm(OTHER).unwrap();
+    let disks = shown["disks"].as_array().unwrap();
+    assert!(disks.iter().all(|disk| disk["datastore"] == "second"), "{shown}");
+    here.vmseal(&["vm", "start", OTHER]).unwrap();
+    let mut console = booted(&here, OTHER).unwrap();
+    reads(&mut console, "TEXT-OF-TWO");
     for name in NAMES.into_iter().rev() {
-        backup(&here, &["delete", VM, name]);
+        backup(&here, &["delete", OTHER, name]);
     }
     assert_eq!(std::fs::read_dir(to).unwrap().count(), 0, "something of a backup is left");
-    reads(&mut restarted(&here), "TEXT-OF-TWO");
+    reads(&mut console, "TEXT-OF-TWO");
+}
+
+/// A file system of this size that is gone with this.
+struct Small(PathBuf);
+
+impl Small {
+    fn mounted(at: PathBuf, size: &str) -> Self {
+        std::fs::create_dir(&at).unwrap();
+        let options = format!("size={size},mode=0755");
+        let mut mount = Command::new("mount");
+        let mounted = mount.args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(&at).status();
+        assert!(mounted.unwrap().success(), "this test needs root");
+        Self(at)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["--lazy"]).arg(&self.0).status();
+    }
+}
+
+/// Where the directory of backups is full, nothing is said to be damaged.
+#[test]
+fn a_full_directory_is_no_damage() {
+    let (here, console) = started(VM, "encrypted");
+    let small = Small::mounted(here.path("small"), "200m");
+    backup(&here, &["create", VM, "one", "--to", small.0.to_str().unwrap()]);
+    stop(&here, console);
+    let filler = small.0.join("filler");
+    let from = std::fs::File::open("/dev/zero").unwrap();
+    let filled = std::io::copy(&mut &from, &mut std::fs::File::create(&filler).unwrap());
+    assert_eq!(filled.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
+    for verb in ["verify", "restore"] {
+        let told = here.refused(&["backup", verb, VM, "one"]).unwrap();
+        let says = told.contains("no space on the directory of backups");
+        assert!(says && !told.contains("damaged"), "{verb}: {told}");
+    }
+    assert!(listed(&here)[0]["verification_failed"].is_null());
+    let told = here.refused(&["backup", "create", VM, "two", "--full"]).unwrap();
+    assert!(told.contains("needed for the backup"), "{told}");
+    std::fs::remove_file(filler).unwrap();
+    backup(&here, &["verify", VM, "one"]);
+    backup(&here, &["restore", VM, "one"]);
 }
 
 /// How much of its disks was read for a backup, in bytes.
@@ -273,8 +336,20 @@ fn a_backup_that_was_changed_is_found() {
         let told = here.refused(&["backup", verb, VM, "one"]).unwrap();
         assert!(told.contains("is damaged") && told.contains(&at.to_string()), "{verb}: {told}");
     }
+    // It is not forgotten until it is found whole, and nothing is put above it.
+    let failed = listed(&here).remove(0)["verification_failed"].clone();
+    assert!(failed["why"].as_str().unwrap().contains("is damaged"), "{failed}");
+    assert!(here.vmseal(&["backup", "list", VM]).unwrap().contains("failed at 2"));
+    let told = here.json(&["events"]).unwrap().to_string();
+    assert_eq!(told.matches("backup.verification-failed").count(), 1, "{told}");
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    backup(&here, &["create", VM, "three"]);
+    assert!(listed(&here)[2]["parent"].is_null(), "it is above a backup that is damaged");
+    backup(&here, &["delete", VM, "three"]);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     file.write_all_at(&byte, at).unwrap();
     backup(&here, &["verify", VM, "one"]);
+    assert!(listed(&here)[0]["verification_failed"].is_null());
     let text = std::fs::read_to_string(&manifest).unwrap();
     std::fs::write(&manifest, text.replacen("\"one\"", "\"eno\"", 1)).unwrap();
     let told = here.refused(&["backup", "restore", VM, "one"]).unwrap();

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::boot::{self, BootDevice, Cdrom};
+use crate::dump::DumpFormat;
 
 /// The name of the disk with the firmware's variables.
 pub const VARIABLES_DISK: &str = "uefi-variables";
@@ -51,6 +52,31 @@ pub struct Hardware {
     /// drive.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub boot: Vec<BootDevice>,
+    /// What its host does when its guest panics.
+    #[serde(default, skip_serializing_if = "OnCrash::is_usual")]
+    pub on_crash: OnCrash,
+    /// The format of the core dumps that its host writes then. None is kdump where the host's QEMU writes that, and else
+    /// ELF.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crash_dump_format: Option<DumpFormat>,
+}
+
+/// What a VM's host does when its guest panics and says so (pvpanic).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum OnCrash {
+    /// The VM is stopped.
+    #[default]
+    Destroy,
+    /// A core dump is written, and the VM is stopped.
+    CoredumpDestroy,
+    /// A core dump is written, and the guest is reset: it boots again.
+    CoredumpRestart,
+    /// The guest is reset: it boots again.
+    Restart,
+    /// The guest is left as it is, paused.
+    Preserve,
 }
 
 /// The firmware of a VM.
@@ -123,6 +149,12 @@ impl Hardware {
         std::iter::once(BootDevice::Disk).chain(drive).collect()
     }
 
+    /// Without what its host does when its guest panics: what that says is no part of the machine that the guest sees.
+    #[must_use]
+    pub fn without_crash(self) -> Self {
+        Self { on_crash: OnCrash::default(), crash_dump_format: None, ..self }
+    }
+
     /// Without what is in its CD-ROM drive, which is of its host alone.
     #[must_use]
     pub fn without_medium(self) -> Self {
@@ -143,6 +175,42 @@ pub fn check_cpu_model(model: &str) -> Result<(), String> {
     Err(format!(
         "is no name of a processor model: it has 1 to {CPU_MODEL_MAX} letters, digits, dashes, dots and underscores"
     ))
+}
+
+impl OnCrash {
+    /// All, as people write them.
+    pub const NAMES: [(&'static str, Self); 5] = [
+        ("destroy", Self::Destroy),
+        ("coredump-destroy", Self::CoredumpDestroy),
+        ("coredump-restart", Self::CoredumpRestart),
+        ("restart", Self::Restart),
+        ("preserve", Self::Preserve),
+    ];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        let mut names = Self::NAMES.into_iter();
+        names.find(|(_, known)| *known == self).map_or("destroy", |(name, _)| name)
+    }
+
+    /// Whether it is what hosts of every version do.
+    #[must_use]
+    pub fn is_usual(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether a core dump is written.
+    #[must_use]
+    pub fn dumps(self) -> bool {
+        matches!(self, Self::CoredumpDestroy | Self::CoredumpRestart)
+    }
+
+    /// Whether the guest boots again.
+    #[must_use]
+    pub fn restarts(self) -> bool {
+        matches!(self, Self::CoredumpRestart | Self::Restart)
+    }
 }
 
 impl Firmware {
@@ -193,6 +261,12 @@ mod tests {
         let from_network = Hardware { boot: vec![BootDevice::Network], ..Hardware::default() };
         assert!(!from_network.is_usual());
         assert_eq!(from_network.boot_order(), [BootDevice::Network]);
+        for (name, on_crash) in OnCrash::NAMES {
+            let hardware = Hardware { on_crash, ..Hardware::default() };
+            assert_eq!(hardware.is_usual(), name == "destroy");
+            assert_eq!((on_crash.name(), hardware.without_crash()), (name, Hardware::default()));
+            assert_eq!(serde_json::to_value(on_crash).unwrap(), name);
+        }
         for (_, firmware) in Firmware::NAMES {
             let hardware = Hardware { firmware, ..Hardware::default() };
             assert_eq!(hardware.is_usual(), !firmware.has_variables());

@@ -22,5 +22,9 @@ pub const BACKUP_CHAIN_MAX: usize = crate::filter::BACKING_MAX;
 /// The most core dumps of a VM: each is as long as the guest's memory.
 pub const DUMPS_MAX: usize = 16;
 
+/// The most core dumps that a host writes of a VM by itself and keeps: the first ones of a guest that panics again and again say
+/// why it does. No other is written until one of them is deleted; none is deleted without being asked for.
+pub const PANIC_DUMPS_MAX: usize = 4;
+
 /// The most snapshots of a VM: a tree that people can still read.
 pub const SNAPSHOTS_MAX: usize = 64;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::dump::DumpFormat;
+use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
 use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
@@ -394,9 +394,23 @@ pub struct VmBackup {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     pub verified: Option<Timestamp>,
+    /// Its last verification, where that failed and none has succeeded since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verification_failed: Option<FailedVerification>,
     /// The key that opens it; none where it is in the clear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<KeyReference>,
+}
+
+/// A verification of a backup that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct FailedVerification {
+    /// When.
+    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
+    pub at: Timestamp,
+    /// Why, for people.
+    pub why: String,
 }
 
 /// How a backup stands.
@@ -424,7 +438,10 @@ pub struct Dump {
     pub vm: String,
     /// Its format.
     pub format: DumpFormat,
-    /// When it was asked for.
+    /// Why it was written.
+    #[serde(default)]
+    pub reason: DumpReason,
+    /// When it was asked for, or was whole where its host wrote it by itself.
     #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
     pub created: Timestamp,
     /// The length of its file; none while a task makes it.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
 use crate::dump::DumpFormat;
-use crate::hardware::Hardware;
+use crate::hardware::{Hardware, OnCrash};
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::model::Replication;
@@ -265,6 +265,12 @@ pub struct SetVm {
     /// order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Vec<BootDevice>>,
+    /// What its host does when its guest panics; of a VM that runs, at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_crash: Option<OnCrash>,
+    /// The format of the core dumps that its host writes then; of a VM that runs, at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crash_dump_format: Option<DumpFormat>,
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,
@@ -620,6 +626,19 @@ pub struct SetTask {
     /// The highest rate at which each disk is copied from now on, in bytes a second; 0 is no limit. At
     /// least 1 MiB otherwise.
     pub rate: u64,
+}
+
+/// Restores a backup.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RestoreBackup {
+    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// A datastore of the backup's host, by name or id, for all disks of such a VM; without it, they are where they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<String>,
 }
 
 /// Starts a VM.

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use super::panics::Panics;
 use vmseal_api::host::{Attachment, Device, NicState, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 
@@ -25,6 +26,8 @@ pub struct Live {
     pub disks: Vec<DiskInUse>,
     /// Whether QEMU was started with ports for devices that are plugged in later.
     pub spare_ports: bool,
+    /// The panics of the guest.
+    pub panics: Panics,
 }
 
 /// How QEMU has a disk.
@@ -77,6 +80,7 @@ impl Live {
             nic_ports: spec.nics().map(|nic| nic.nic).zip(0..).collect(),
             disks: disks.collect(),
             spare_ports: false,
+            panics: Panics::default(),
         }
     }
 

@@ -8,6 +8,7 @@
 pub(crate) mod died;
 pub mod live;
 pub(crate) mod machine;
+pub mod panics;
 pub(crate) mod restarts;
 pub(crate) mod run_dir;
 pub mod run_record;

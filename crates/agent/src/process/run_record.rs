@@ -6,12 +6,14 @@
 //! caller then leaves the VM alone.
 
 mod hardware;
+mod panics;
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use vmseal_api::dump::Panic;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskLimits, DiskRole,
@@ -22,7 +24,9 @@ use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward, Pr
 use vmseal_api::replica::ReplicaPlace;
 
 use self::hardware::StoredHardware;
+use self::panics::{StoredPanic, StoredPanicNow};
 use super::live::{DiskInUse, Live};
+use super::panics::{PanicNow, Panics};
 
 /// The version that is written.
 pub const VERSION: u32 = 5;
@@ -182,6 +186,12 @@ struct Version5 {
     /// The port that each network card is plugged into.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     ports: BTreeMap<NicId, u32>,
+    /// The panics of the guest after which it was restarted or left as it is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    panics: Vec<StoredPanic>,
+    /// The one that is being handled, or after which it stands still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    panic: Option<StoredPanicNow>,
 }
 
 /// A VM, in records of VMs that run.
@@ -421,6 +431,10 @@ impl Record {
                     nic_ports: record.ports,
                     disks: record.disks.into_iter().map(DiskInUse::from).collect(),
                     nics: record.nics.into_iter().map(NicState::from).collect(),
+                    panics: Panics {
+                        past: record.panics.into_iter().map(Panic::from).collect(),
+                        now: record.panic.map(PanicNow::from),
+                    },
                 };
                 let hardware = record.hardware.into();
                 let spec = VmSpec { hardware, ..record.vm.into() };
@@ -452,6 +466,8 @@ impl Record {
             nics: live.nics.iter().map(NicInUse::from).collect(),
             disks: live.disks.iter().map(StoredDiskInUse::from).collect(),
             ports: live.nic_ports.clone(),
+            panics: live.panics.past.iter().map(StoredPanic::from).collect(),
+            panic: live.panics.now.as_ref().map(StoredPanicNow::from),
         })
     }
 

@@ -237,6 +237,7 @@ impl Inside {
                 known.power = Power::Suspended;
             }
             self.agent.vms.insert(vm, known);
+            self.list_panic_dumps(vm);
         }
         self.describe_on_datastores(vm)?;
         self.agent.publish(vm);
@@ -352,6 +353,7 @@ impl Inside {
                     ..RunningGuest::new(known.spec.clone())
                 });
                 known.power = guest.power();
+                known.panics = guest.panics.clone();
                 known.in_use.clone_from(&guest.disks);
                 // Left by an earlier run.
                 self.persisted.bitmaps.remove(&vm);
@@ -489,11 +491,19 @@ impl Inside {
         }
     }
 
-    fn console(&mut self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
+    fn console(
+        &mut self,
+        vm: VmId,
+        claim: ConsoleClaim,
+        panic: impl Fn() + Send + 'static,
+    ) -> Result<ConsoleStream, Problem> {
         self.situation(vm)?.may(Action::Console, None)?;
         let spec = self.known(vm)?.spec.clone();
         match self.persisted.guests.get(&vm) {
-            Some(guest) => guest.guest.console(claim).ok_or_else(|| rules::console_in_use(&spec)),
+            Some(guest) => {
+                let console = guest.guest.console(claim, panic);
+                console.ok_or_else(|| rules::console_in_use(&spec))
+            }
             None => Err(rules::wrong_state(&spec, "does not run: it has no console")),
         }
     }
@@ -708,6 +718,9 @@ impl HostAgent for SimulatedHost {
         self.call(Call::DiscardDump, |inside| {
             inside.known(vm)?;
             inside.persisted.dumps.remove(&dump);
+            inside.persisted.panic_dumps.retain(|(_, known)| known.dump != dump);
+            inside.list_panic_dumps(vm);
+            inside.agent.publish(vm);
             Ok(())
         })
     }
@@ -744,6 +757,8 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn console(&self, vm: VmId, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {
-        self.call(Call::Console, |inside| inside.console(vm, claim))
+        let host = self.clone();
+        let panic = move || host.panic_guest(vm);
+        self.call(Call::Console, |inside| inside.console(vm, claim, panic))
     }
 }

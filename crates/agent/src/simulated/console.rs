@@ -12,6 +12,9 @@ use vmseal_api::guest::{GuestAnswer, GuestCommand};
 /// The first output of a simulated guest: the same as the contract suite's.
 const BANNER: &str = "vmseal contract guest\r\n";
 
+/// What a simulated guest reads to panic: the same as the contract suite's.
+const PANIC: u8 = b'~';
+
 /// The buffer of a console, each way, in bytes.
 const BUFFER: usize = 64 * 1024;
 
@@ -35,7 +38,12 @@ impl Guest {
     }
 
     /// A console for a client; none while another one has it and it may not be taken over.
-    pub fn console(&self, claim: ConsoleClaim) -> Option<ConsoleStream> {
+    /// The guest calls `panic` where it is told to panic.
+    pub fn console(
+        &self,
+        claim: ConsoleClaim,
+        panic: impl Fn() + Send + 'static,
+    ) -> Option<ConsoleStream> {
         let mut client = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(present) = client.as_ref().filter(|present| !present.echo.is_finished()) {
             match claim {
@@ -44,7 +52,7 @@ impl Guest {
             }
         }
         let (ours, ending, theirs) = pair(BUFFER);
-        *client = Some(Client { echo: tokio::spawn(echo(ours)), ending });
+        *client = Some(Client { echo: tokio::spawn(echo(ours, panic)), ending });
         Some(theirs)
     }
 }
@@ -77,7 +85,7 @@ pub fn answer(command: GuestCommand) -> GuestAnswer {
     }
 }
 
-async fn echo(mut stream: DuplexStream) {
+async fn echo(mut stream: DuplexStream, panic: impl Fn()) {
     if stream.write_all(BANNER.as_bytes()).await.is_err() {
         return;
     }
@@ -85,6 +93,13 @@ async fn echo(mut stream: DuplexStream) {
     while let Ok(length) = stream.read(&mut typed).await {
         if length == 0 || stream.write_all(&typed[..length]).await.is_err() {
             return;
+        }
+        if typed[..length].contains(&PANIC) {
+            panic();
+            // It boots again, or is never heard of.
+            if stream.write_all(BANNER.as_bytes()).await.is_err() {
+                return;
+            }
         }
     }
 }

@@ -142,7 +142,8 @@ impl Inside {
     pub fn worked(&mut self, vm: VmId, work: Work) {
         let Work::Job(task) = work else { return };
         let full = self.full;
-        let dumps = self.persisted.dumps.clone();
+        let own = self.persisted.panic_dumps.iter().map(|(_, known)| known.dump);
+        let dumps: BTreeSet<_> = self.persisted.dumps.iter().copied().chain(own).collect();
         let Ok(known) = self.known(vm) else { return };
         let Ok(status) = known.jobs.status(task) else { return };
         if !matches!(status.state, JobState::Waiting | JobState::Running) {

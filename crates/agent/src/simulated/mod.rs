@@ -18,6 +18,7 @@ mod faults;
 mod jobs;
 mod keys;
 mod mirror;
+mod panics;
 mod proofs;
 mod replica;
 mod running;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
+use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
@@ -49,6 +51,7 @@ use vmseal_secret::SecretBytes;
 use crate::hypervisor::network;
 use crate::jobs::Jobs;
 use crate::keys::KeyBox;
+use crate::process::panics::Panics;
 use crate::process::restarts::Restarts;
 use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
@@ -98,6 +101,8 @@ struct Persisted {
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
     dumps: BTreeSet<DumpId>,
+    /// The core dumps that it has written by itself, and whose they are.
+    panic_dumps: Vec<(VmId, PanicDump)>,
     /// The bitmaps of running guests, lost when the filter ends.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
@@ -130,6 +135,10 @@ struct Known {
     notices: Vec<Notice>,
     /// The filters that have died under the running guest.
     restarts: Restarts,
+    /// The panics of its guest.
+    panics: Panics,
+    /// The core dumps that the host has written by itself.
+    panic_dumps: Vec<PanicDump>,
     /// The request that it was started or stopped for.
     request: Option<RequestId>,
     /// The number of the latest work that may still change the VM; work with an older number is ignored.
@@ -161,6 +170,8 @@ impl Known {
             notices: Vec::new(),
             boot_once: None,
             restarts: Restarts::default(),
+            panics: Panics::default(),
+            panic_dumps: Vec::new(),
             request: None,
             work: BTreeMap::new(),
         }
@@ -184,11 +195,14 @@ impl Known {
                 .iter()
                 .cloned()
                 .chain(self.restarts.notice(&self.spec, false))
+                .chain(self.notice_of_panics())
                 .collect(),
             jobs: self.jobs.statuses(),
             nics: self.nics(),
             started_with: self.started_with(),
             not_suspended: None,
+            panics: self.panics.past.clone(),
+            panic_dumps: self.panic_dumps.clone(),
             request_id: self.request.as_ref().map(ToString::to_string),
         }
     }
@@ -462,7 +476,9 @@ impl SimulatedHost {
     /// The core dumps that it has.
     #[must_use]
     pub fn dumps(&self) -> Vec<DumpId> {
-        self.inside().persisted.dumps.iter().copied().collect()
+        let inside = self.inside();
+        let own = inside.persisted.panic_dumps.iter().map(|(_, known)| known.dump);
+        inside.persisted.dumps.iter().copied().chain(own).collect()
     }
 
     /// The running guests.
@@ -509,7 +525,8 @@ impl Inside {
         before.ended.send_replace(true);
         for (vm, guest) in &self.persisted.guests {
             let (power, in_use) = (guest.power(), guest.disks.clone());
-            let known = Known { power, in_use, ..Known::new(guest.spec.clone()) };
+            let panics = guest.panics.clone();
+            let known = Known { power, in_use, panics, ..Known::new(guest.spec.clone()) };
             self.agent.vms.insert(*vm, known);
         }
         for (vm, guest) in &self.persisted.suspended {
@@ -531,7 +548,10 @@ impl Inside {
             }
         }
         let vms: Vec<VmId> = self.agent.vms.keys().copied().collect();
-        vms.into_iter().for_each(|vm| self.agent.publish(vm));
+        for vm in vms {
+            self.list_panic_dumps(vm);
+            self.agent.publish(vm);
+        }
     }
 
     fn describe(&self) -> HostDescription {

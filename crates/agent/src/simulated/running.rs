@@ -10,6 +10,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::console::Guest;
 use super::{Inside, Known, SimulatedHost};
+use crate::process::panics::Panics;
 use crate::rules::exclusion::{Action, Permission};
 use crate::rules::{self, set_running};
 use crate::storage::medium;
@@ -29,13 +30,16 @@ pub struct RunningGuest {
     pub resets: u32,
     /// What it was started from, where that was for this start alone.
     pub boot_once: Option<BootDevice>,
+    /// Its panics.
+    pub panics: Panics,
 }
 
 impl RunningGuest {
     pub fn new(spec: VmSpec) -> Self {
         let disks: BTreeSet<_> = spec.disks().map(|disk| disk.disk).collect();
         let (guest, first_disks) = (Guest::new(), disks.clone());
-        Self { spec, guest, paused: false, disks, first_disks, resets: 0, boot_once: None }
+        let panics = Panics::default();
+        Self { spec, guest, paused: false, disks, first_disks, resets: 0, boot_once: None, panics }
     }
 
     pub fn power(&self) -> Power {
@@ -131,8 +135,12 @@ impl Inside {
                 GuestControl::Unpause => guest.paused = false,
                 GuestControl::Reset => guest.resets += 1,
             }
-            let power = guest.power();
+            if what != GuestControl::Pause {
+                guest.panics.over();
+            }
+            let (power, panics) = (guest.power(), guest.panics.clone());
             let known = self.known(vm)?;
+            known.panics = panics;
             if what != GuestControl::Reset {
                 known.power = power;
             }

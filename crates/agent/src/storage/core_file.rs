@@ -4,23 +4,28 @@
 //! ```text
 //! <datastore>/<vm id>/vm.core-<dump id>.creating  it is being written, or debris of that
 //! <datastore>/<vm id>/vm.core-<dump id>           whole
+//! <datastore>/<vm id>/vm.core-<dump id>.panic-elf, .panic-kdump   one that the host wrote by itself, as the guest panicked
 //! ```
+//! Those that the host writes by itself have their format in their names: the server may learn of them much later.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
+use jiff::Timestamp;
 use vmseal_api::atomic_file;
+use vmseal_api::dump::{DumpFormat, PanicDump};
 use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::id::{DumpId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_seal::file::{Identity, Kind};
+use vmseal_seal::file::{Header, Identity, Kind};
 use vmseal_seal::frame::CONTENT_MAX;
 use vmseal_seal::stream::{SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
 use crate::rules;
-use crate::storage::home::Home;
+use crate::storage::home::{CORE, Home};
 use crate::storage::locked::make_locked;
 use crate::storage::mark::failed;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
@@ -33,6 +38,76 @@ const REMEDY: &str = "It cannot be decrypted any more: delete it (vmseal dump de
 pub struct CoreFile {
     vm: VmId,
     path: PathBuf,
+}
+
+/// How the endings of those begin that the host writes by itself.
+const PANIC: &str = "panic-";
+
+/// The core dumps of a VM that its host has written by itself, oldest first.
+///
+/// # Errors
+/// `wrong-state` where a datastore is not there; those of the file system.
+pub fn of_panics(spec: &VmSpec) -> Result<Vec<PanicDump>, Problem> {
+    let mut found = Vec::new();
+    for path in in_homes(spec)? {
+        let Some((dump, format)) = path.file_name().and_then(|it| named(it.to_str()?)) else {
+            continue;
+        };
+        let read = File::open(&path).and_then(|mut file| {
+            let metadata = file.metadata()?;
+            let created = Timestamp::try_from(metadata.modified()?).map_err(io::Error::other)?;
+            // Whether a damaged one was encrypted is not known; nothing of it can be read in either case.
+            let encrypted =
+                Header::read(&mut file).map_or(true, |header| !header.keys().is_empty());
+            Ok(PanicDump { dump, format, created, bytes: metadata.len(), encrypted })
+        });
+        match read {
+            Ok(known) => found.push(known),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(&path, "read", &error)),
+        }
+    }
+    found.sort_by_key(|known| known.created);
+    Ok(found)
+}
+
+/// Removes what the host has begun to write by itself and never ended.
+///
+/// # Errors
+/// As [`of_panics`].
+pub fn sweep_panics(spec: &VmSpec) -> Result<(), Problem> {
+    for path in in_homes(spec)? {
+        let name = path.file_name().and_then(|it| it.to_str()?.strip_suffix(".creating"));
+        if name.and_then(named).is_some() {
+            remove_if_there(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// The id and format of one that the host wrote by itself, by its name.
+fn named(name: &str) -> Option<(DumpId, DumpFormat)> {
+    let (dump, format) = name.strip_prefix(CORE)?.split_once('.')?;
+    let format = match format.strip_prefix(PANIC)? {
+        "elf" => DumpFormat::Elf,
+        "kdump" => DumpFormat::Kdump,
+        _ => return None,
+    };
+    Some((dump.parse().ok()?, format))
+}
+
+/// The files in the homes of a VM's disks.
+fn in_homes(spec: &VmSpec) -> Result<BTreeSet<PathBuf>, Problem> {
+    let mut files = BTreeSet::new();
+    for disk in spec.disks() {
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        match std::fs::read_dir(home.path()) {
+            Ok(entries) => files.extend(entries.flatten().map(|entry| entry.path())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(home.path(), "listed", &error)),
+        }
+    }
+    Ok(files)
 }
 
 /// One that is being written.
@@ -50,8 +125,12 @@ impl CoreFile {
         };
         for disk in spec.disks() {
             let here = of_disk(disk)?;
-            if here.length()?.is_some() {
-                return Ok(here);
+            for named in
+                [here.of_a_panic(DumpFormat::Elf), here.of_a_panic(DumpFormat::Kdump), here]
+            {
+                if named.length()?.is_some() {
+                    return Ok(named);
+                }
             }
         }
         let first = spec.disks().next().ok_or_else(|| {
@@ -59,6 +138,13 @@ impl CoreFile {
             rules::wrong_state(spec, what)
         })?;
         of_disk(first)
+    }
+
+    /// The same that the host writes by itself.
+    #[must_use]
+    pub fn of_a_panic(&self, format: DumpFormat) -> Self {
+        let ending = format!("{PANIC}{}", format.name());
+        Self { vm: self.vm, path: self.path.with_added_extension(ending) }
     }
 
     /// Where it is.
@@ -248,6 +334,42 @@ mod tests {
         assert_eq!(file.length().unwrap(), None);
         assert_eq!(bench.read(&file).unwrap_err().code, ErrorCode::NotFound);
         file.remove().unwrap();
+    }
+
+    #[test]
+    fn those_of_panics_are_listed_with_what_their_names_say_and_half_ones_are_swept() {
+        let bench = Bench::new();
+        let home = Home::of(&bench.spec.disk_at(0).unwrap().datastore, bench.spec.vm).unwrap();
+        let (asked, own) = (DumpId::new(), DumpId::new());
+        bench.write(asked, b"asked for");
+        for format in [DumpFormat::Elf, DumpFormat::Kdump] {
+            let file = bench.file(own).of_a_panic(format);
+            let mut writer = file.create(&bench.spec, Some(&bench.kek)).unwrap();
+            writer.write(b"half").unwrap();
+            drop(writer);
+            assert_eq!(of_panics(&bench.spec).unwrap(), []);
+            let mut writer = file.create(&bench.spec, Some(&bench.kek)).unwrap();
+            writer.write(b"whole").unwrap();
+            let bytes = file.finish(writer).unwrap();
+            let [known] = &of_panics(&bench.spec).unwrap()[..] else { panic!("one") };
+            assert_eq!((known.dump, known.format, known.bytes), (own, format, bytes));
+            assert!(known.encrypted);
+            // It is found by its id alone.
+            let found = bench.file(own);
+            assert_eq!(bench.read(&found).unwrap(), b"whole");
+            let half = bench.file(DumpId::new()).of_a_panic(format);
+            drop(half.create(&bench.spec, Some(&bench.kek)).unwrap());
+            drop(bench.file(DumpId::new()).create(&bench.spec, Some(&bench.kek)).unwrap());
+            let count = || std::fs::read_dir(home.path()).unwrap().count();
+            let before = count();
+            sweep_panics(&bench.spec).unwrap();
+            assert_eq!(count(), before - 1, "that of a task stays: the task removes it");
+            found.remove().unwrap();
+        }
+        let plain = VmSpec { key: None, ..bench.spec.clone() };
+        let file = bench.file(own).of_a_panic(DumpFormat::Elf);
+        file.finish(file.create(&plain, None).unwrap()).unwrap();
+        assert!(!of_panics(&plain).unwrap()[0].encrypted);
     }
 
     #[test]

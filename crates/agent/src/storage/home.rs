@@ -21,7 +21,7 @@
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
-//! <datastore>/<vm id>/vm.core-<dump id>       a core dump ([`crate::storage::core_file`])
+//! <datastore>/<vm id>/vm.core-<dump id>*      a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
 //! <datastore>/<vm id>/<disk id>.layer-<id>    a layer
 //! <datastore>/<vm id>/<disk id>.base          the image that a linked clone stands on ([`crate::storage::linking`])

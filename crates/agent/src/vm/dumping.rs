@@ -42,13 +42,14 @@ pub struct Dumping {
 }
 
 impl Dumping {
-    /// Writes it, unless an attempt before has; returns its length. When this returns, nothing writes any more.
+    /// Writes it, unless an attempt before has; returns its length. When this returns, nothing writes any more. `progress` gets
+    /// the bytes that are dumped, and those in all.
     ///
     /// # Errors
     /// `cancelled`, `no-space`, QEMU's; nothing is left of it then.
     pub async fn run(
         self,
-        show: &Progress,
+        progress: impl Fn(u64, u64),
         cancelled: oneshot::Receiver<()>,
     ) -> Result<u64, Problem> {
         let file = self.file.clone();
@@ -57,7 +58,7 @@ impl Dumping {
             return Ok(length);
         }
         let file = self.file.clone();
-        let written = self.write(show, cancelled).await;
+        let written = self.write(progress, cancelled).await;
         if written.is_err() {
             let removed = spawn_blocking(move || file.remove()).await.map_err(internal)?;
             if let Err(problem) = removed {
@@ -69,7 +70,7 @@ impl Dumping {
 
     async fn write(
         self,
-        show: &Progress,
+        progress: impl Fn(u64, u64),
         mut cancelled: oneshot::Receiver<()>,
     ) -> Result<u64, Problem> {
         let Self { file, spec, kek, qmp, format } = self;
@@ -115,7 +116,7 @@ impl Dumping {
                 () = sleep(ASK_INTERVAL) => {
                     if let Ok(state) = qmp.execute("query-dump", Value::Null).await {
                         let bytes = |name: &str| state[name].as_u64().unwrap_or_default();
-                        show.progress(Report::Progress(bytes("completed"), bytes("total")));
+                        progress(bytes("completed"), bytes("total"));
                     }
                 }
             }

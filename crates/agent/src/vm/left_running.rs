@@ -116,6 +116,8 @@ impl LeftRunning {
             nics: Vec::new(),
             started_with: None,
             not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
             request_id: None,
         };
         self.shared.states.publish(self.spec.vm, Some(state));

@@ -27,6 +27,7 @@ mod left_running;
 mod merging;
 mod mirroring;
 mod owner;
+mod panicking;
 mod proving;
 mod reconnect;
 mod report;

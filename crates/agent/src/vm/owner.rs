@@ -17,6 +17,7 @@ mod merge_served;
 mod mirror;
 mod mirror_served;
 mod pace;
+mod panics;
 mod proofs;
 mod replicas;
 mod set_running;
@@ -32,12 +33,12 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{
-    Attachment, ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyReference, KeyState,
-    NicState, Notice, Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    Attachment, ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyState, NicState, Notice,
+    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -52,7 +53,7 @@ use super::serve::Plan;
 use super::service::{Attempt, Service, ServiceEvent};
 use super::start::start;
 use super::workers::Workers;
-use super::{Call, Change, Initial, Request, Shared, images, internal};
+use super::{Call, Initial, Request, Shared, images, internal};
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
@@ -64,8 +65,6 @@ use crate::process::{Exit, Process};
 use crate::rules;
 use crate::rules::exclusion::{Action, Activity, Permission, Situation};
 use crate::storage::builder;
-use crate::storage::disk_keys::DiskKeys;
-use crate::storage::locked::Access;
 
 /// How often running processes are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -135,6 +134,7 @@ pub struct Owner {
     not_suspended: Option<String>,
     /// The snapshot for which the memory is being saved.
     keeping: Option<memory_snapshots::Keeping>,
+    panics: panics::Known,
 }
 
 impl Owner {
@@ -191,6 +191,7 @@ impl Owner {
             suspended,
             not_suspended: None,
             keeping: None,
+            panics: panics::Known::default(),
         }
     }
 
@@ -202,6 +203,8 @@ impl Owner {
     pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
         self.serve_again();
         self.sweep_memory().await;
+        self.find_panics().await;
+        self.publish();
         let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -271,6 +274,8 @@ impl Owner {
             nics: self.nics().to_vec(),
             started_with: self.started_with(),
             not_suspended: self.not_suspended.clone(),
+            panics: self.panics.past.clone(),
+            panic_dumps: self.panics.dumps.clone(),
             request_id: self.request.as_ref().map(ToString::to_string),
         };
         self.shared.states.publish(self.spec.vm, Some(state));
@@ -296,7 +301,7 @@ impl Owner {
             }
             State::Off | State::Starting { .. } => None,
         };
-        known.cloned().chain(restarted).chain(tpm).collect()
+        known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics()).collect()
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
@@ -312,7 +317,11 @@ impl Owner {
         }
         match call {
             Call::Register(spec, to) => reply!(to, self.register(spec).await),
-            Call::OfferKey(key, to) => reply!(to, self.offer_key(&key)),
+            Call::OfferKey(key, to) => {
+                let offered = self.offer_key(&key);
+                self.dump_waiting_panic().await;
+                reply!(to, offered)
+            }
             Call::ChangeKeys(key, change, to) => match self.change_keys(&key, *change) {
                 Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
                 refused => reply!(to, refused.map(drop)),
@@ -354,7 +363,11 @@ impl Owner {
             }
             Event::Process(ProcessEvent::Reported(event)) => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
+                    let panicked = event == qmp::Event::GuestPanicked { stays: true };
                     running.qemu_end.note(event);
+                    if panicked {
+                        self.guest_panicked().await;
+                    }
                 }
             }
             Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
@@ -377,6 +390,7 @@ impl Owner {
             Event::Process(ProcessEvent::MemorySaved(saved)) => {
                 request_id::during(self.request.clone(), self.memory_saved(saved)).await;
             }
+            Event::Process(ProcessEvent::PanicDumped(dumped)) => self.panic_dumped(dumped).await,
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::ShutdownTimedOut => {
@@ -390,6 +404,7 @@ impl Owner {
                 if let Some(change) = self.changing_keys.take() {
                     let _ = change.reply.send(result);
                 }
+                self.dump_waiting_panic().await;
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
@@ -405,6 +420,7 @@ impl Owner {
                 }
                 self.tell_of_growth().await;
                 self.go_on_with_merges().await;
+                self.dump_waiting_panic().await;
             }
             Event::Call(_) => {}
         }
@@ -526,6 +542,7 @@ impl Owner {
         if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
+        self.sweep_panic_dumps().await;
         self.look_for_memory().await;
         self.go_on_copying().await;
         self.go_on_with_merges().await;
@@ -538,6 +555,7 @@ impl Owner {
                 self.died = None;
                 self.suspended = false;
                 self.not_suspended = None;
+                self.panics.past.clone_from(&running.live.panics.past);
                 self.header_notices = notices;
                 self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
@@ -606,39 +624,6 @@ impl Owner {
 
     fn clone_kek(&self) -> Result<Option<SecretBytes>, Problem> {
         self.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)
-    }
-
-    /// Begins to check or change the keys of the disks.
-    fn change_keys(
-        &self,
-        registered: &KeyReference,
-        change: Change,
-    ) -> Result<JoinHandle<Result<(), Problem>>, Problem> {
-        self.situation().may(Action::ChangeKeys, None)?;
-        rules::check_key_change(&self.spec, self.key(), registered)?;
-        let kek = self.clone_kek()?.ok_or_else(|| internal("the key that is held is not there"))?;
-        let other = match &change {
-            Change::Add(key, sealed) => {
-                Some((key.clone(), self.shared.key_box.open(self.spec.vm, key, sealed)?))
-            }
-            Change::None | Change::DropOthers => None,
-        };
-        let (spec, registered) = (self.spec.clone(), registered.clone());
-        let in_use = matches!(self.power(), Power::Running | Power::Paused);
-        let work = move || {
-            let access = match change {
-                _ if in_use => Access::BesideGuest,
-                Change::None => Access::Read,
-                Change::Add(..) | Change::DropOthers => Access::Write,
-            };
-            let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
-            match (change, &other) {
-                (Change::DropOthers, _) => opened.drop_others(),
-                (_, Some((key, other))) => opened.add(key, other),
-                (_, None) => Ok(()),
-            }
-        };
-        Ok(spawn_blocking(work))
     }
 
     /// What to start; the rules have checked that all disks are made.

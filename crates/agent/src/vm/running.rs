@@ -11,6 +11,7 @@ use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use super::panicking::PanicDumping;
 use super::serve::stays_connected;
 use super::service::{Service, ServiceEvent, answers};
 use super::suspend::Saving;
@@ -55,6 +56,10 @@ pub struct Running {
     pub live: Live,
     /// The saving of the guest's memory, while the VM is being suspended.
     pub saving: Option<Saving>,
+    /// Whether its guest has panicked and stands still.
+    pub panicked: bool,
+    /// The writing of a core dump of a guest that has panicked.
+    pub dumping: Option<PanicDumping>,
 }
 
 /// QEMU's events about its end.
@@ -68,7 +73,7 @@ impl QemuEnd {
     pub fn note(&mut self, event: Event) {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
-            Event::GuestPanicked => self.panicked = true,
+            Event::GuestPanicked { .. } => self.panicked = true,
             Event::DeviceDeleted(_) | Event::Other(_) => {}
         }
     }
@@ -94,6 +99,8 @@ pub enum ProcessEvent {
     Service(ServiceEvent),
     /// The guest's memory is in a file that has no name yet; or why it is not.
     MemorySaved(Result<(), Problem>),
+    /// The core dump of a guest that panicked is written or is not, for people.
+    PanicDumped(String),
     /// QEMU reports something.
     Reported(Event),
     /// The connection to QEMU's monitor ended; QEMU ends, or must be ended.
@@ -104,6 +111,14 @@ pub enum ProcessEvent {
 async fn saved(saving: &mut Option<Saving>) -> Result<(), Problem> {
     match saving {
         Some(saving) => saving.finished().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until a core dump is written. While nobody writes one, this never returns.
+async fn dumped(dumping: &mut Option<PanicDumping>) -> String {
+    match dumping {
+        Some(dumping) => dumping.finished().await,
         None => std::future::pending().await,
     }
 }
@@ -123,6 +138,10 @@ impl Running {
                 self.saving = None;
                 ProcessEvent::MemorySaved(saved)
             }
+            dumped = dumped(&mut self.dumping) => {
+                self.dumping = None;
+                ProcessEvent::PanicDumped(dumped)
+            }
             event = self.service.next() => ProcessEvent::Service(event),
             exit = self.tpm.ended() => ProcessEvent::TpmEnded(exit),
         }
@@ -135,6 +154,13 @@ impl Running {
     pub fn write(&self, spec: &VmSpec) -> Result<(), Problem> {
         let slot = self.slot.number();
         self.directory.write(spec, slot, Phase::Running, &self.live).map_err(super::internal)
+    }
+
+    /// The guest that had panicked goes on, or boots again.
+    pub fn goes_on(&mut self) {
+        self.live.panics.over();
+        self.panicked = false;
+        self.qemu_end.panicked = false;
     }
 
     /// Asks the guest to shut down (ACPI).
@@ -195,6 +221,11 @@ impl Running {
 
     /// Cuts the power. The VM's directory remains.
     pub async fn force_off(self) -> Ending {
+        self.force_off_because("an operator cut the power").await
+    }
+
+    /// The same for this reason.
+    pub async fn force_off_because(self, why: &str) -> Ending {
         if let Err(error) = self.qmp.execute("quit", Value::Null).await {
             tracing::info!(%error, "QEMU does not take 'quit' and is killed");
             self.qemu.kill();
@@ -202,7 +233,7 @@ impl Running {
         self.qemu.end_within(QUIT_TIMEOUT).await;
         self.tpm.end().await;
         let flushed = self.end_filter().await;
-        let mut detail = "an operator cut the power".to_owned();
+        let mut detail = why.to_owned();
         if let Err(error) = flushed {
             detail = format!("{detail}. Then: {error}");
         }
@@ -451,7 +482,10 @@ mod tests {
         let panic = Event::Shutdown(ShutdownReason::Panic);
         assert_eq!(after(&[panic]), StopReason::GuestPanicked);
         let host = Event::Shutdown(ShutdownReason::Host);
-        assert_eq!(after(&[Event::GuestPanicked, host.clone()]), StopReason::GuestPanicked);
+        assert_eq!(
+            after(&[Event::GuestPanicked { stays: false }, host.clone()]),
+            StopReason::GuestPanicked
+        );
         assert_eq!(after(&[host]), StopReason::QemuDied);
     }
 }

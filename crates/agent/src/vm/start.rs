@@ -13,6 +13,7 @@ use vmseal_api::id::NicId;
 use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::panicking::{self, PANICKED};
 use super::running::{QemuEnd, Running};
 use super::serve::{self, Plan, filter, socket, wait_connected};
 use super::service::Service;
@@ -101,6 +102,9 @@ pub async fn start(
     for nic in spec.nics().filter(|nic| nic.link == NicLink::Down) {
         set_link(&qmp, nic.nic, NicLink::Down).await?;
     }
+    if !spec.hardware.on_crash.is_usual() {
+        panicking::tell_qemu(&qmp, spec.hardware.on_crash).await.map_err(internal)?;
+    }
     if plan.boot_once.is_some() {
         usual_order::restore(&qmp, spec).await.map_err(internal)?;
     }
@@ -130,6 +134,8 @@ pub async fn start(
         left: false,
         live,
         saving: None,
+        panicked: false,
+        dumping: None,
     };
     // In this order: a VM on record as running that is found dead then has no older death on record.
     shared.died.forget(spec.vm).map_err(internal)?;
@@ -241,7 +247,7 @@ pub async fn reconnect(
     if filter.is_some() && !log_level::pass_on(&control).await {
         tracing::info!(vm = %spec.vm, "a filter of an earlier vmseal keeps its log levels");
     }
-    let (spec, live) = arrived(&qmp, record).await?;
+    let (spec, mut live) = arrived(&qmp, record).await?;
     let spec = &spec;
     // An agent may have ended between putting it on record and doing it.
     for nic in spec.nics() {
@@ -254,8 +260,16 @@ pub async fn reconnect(
     // An earlier agent may not have known of it.
     network::backlog::lengthen(&qemu, &live.nics);
     let tpm = Tpm::adopt(directory, spec).map_err(internal)?;
+    if let Err(error) = panicking::tell_qemu(&qmp, spec.hardware.on_crash).await {
+        tracing::warn!(vm = %spec.vm, %error, "QEMU may do something else when its guest panics");
+    }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
-    if live.paused {
+    let panicked = status["status"] == PANICKED;
+    if !panicked {
+        // An agent may have ended before it noted that the guest boots again.
+        live.panics.over();
+    }
+    if live.paused || panicked {
         // QEMU would flush its disks again, and wait for a filter that may not be there.
         if status["running"] == Value::Bool(true) {
             qmp.execute("stop", Value::Null).await.map_err(internal)?;
@@ -285,8 +299,10 @@ pub async fn reconnect(
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
+        panicked: panicked && !live.paused,
         live,
         saving: None,
+        dumping: None,
     })
 }
 

@@ -126,6 +126,8 @@ mod tests {
             nics: Vec::new(),
             started_with: None,
             not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
             request_id: None,
         }
     }

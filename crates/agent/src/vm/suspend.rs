@@ -15,6 +15,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::sleep;
+use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{Device, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -177,7 +178,11 @@ fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
         })
     };
     let devices = saved.devices.iter().map(known).collect::<Result<_, _>>()?;
-    let (vcpus, memory, hardware) = (saved.vcpus, saved.memory, saved.hardware);
+    // What is done when the guest panics may have changed meanwhile.
+    let (on_crash, crash_dump_format) =
+        (registered.hardware.on_crash, registered.hardware.crash_dump_format);
+    let hardware = Hardware { on_crash, crash_dump_format, ..saved.hardware };
+    let (vcpus, memory) = (saved.vcpus, saved.memory);
     Ok(VmSpec { vcpus, memory, hardware, devices, ..registered.clone() })
 }
 

@@ -153,7 +153,8 @@ impl Workers {
     /// Begins to write a core dump of the guest; the work counts as that of this disk.
     pub fn begin_dump(&mut self, disk: DiskId, dumping: Dumping) {
         self.spawn(disk, |cancelled, show| async move {
-            let dumped = dumping.run(&show, cancelled).await;
+            let progress = |done, total| show.progress(Report::Progress(done, total));
+            let dumped = dumping.run(progress, cancelled).await;
             Report::Dumped(
                 dumped.inspect_err(|problem| tracing::warn!(%problem, "no core dump was written")),
             )

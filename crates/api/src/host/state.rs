@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::disk::{DiskFacts, DiskLimits};
 use super::job::JobStatus;
 use crate::boot::BootDevice;
+use crate::dump::{Panic, PanicDump};
 use crate::id::{DatastoreId, DiskId, Incarnation, VmId};
 use crate::nic::NicState;
 
@@ -94,6 +95,12 @@ pub struct VmState {
     /// Why the last attempt to suspend it failed; none until then, and when another one begins.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_suspended: Option<String>,
+    /// The last panics of its guest after which it was restarted or left as it is, oldest first; until it is started.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub panics: Vec<Panic>,
+    /// The core dumps that the host has written by itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub panic_dumps: Vec<PanicDump>,
     /// The id of the request that it was last started or stopped for; none when it stopped by itself.
     #[serde(default)]
     pub request_id: Option<String>,
@@ -262,6 +269,8 @@ pub enum NoticeCode {
     FilterRestarted,
     /// The process that is the VM's TPM ended; its guest goes on without a TPM that works.
     TpmDied,
+    /// Its guest has panicked, and was restarted or stands still.
+    GuestPanicked,
     /// The VM runs, and the agent that was started meanwhile cannot take it over.
     NotAdopted,
     /// Something that a newer agent says and this side does not know; its detail tells it.
@@ -286,6 +295,8 @@ mod tests {
             nics: vec![],
             started_with: None,
             not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
             request_id: None,
         }
     }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 29] = [
+pub const FEATURES: [&str; 30] = [
     "job-create",
     "job-export",
     NICS,
@@ -54,6 +54,7 @@ pub const FEATURES: [&str; 29] = [
     PACE,
     LINKED_CLONES,
     IN_PLACE,
+    PANIC,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -64,6 +65,9 @@ pub const CLOUD_INIT: &str = "cloud-init";
 
 /// The feature of agents that pause, unpause and reset guests.
 pub const GUEST_CONTROL: &str = "guest-control";
+
+/// The feature of agents that write a core dump of a guest that panics, restart it, or leave it as it is, as its VM says.
+pub const PANIC: &str = "panic";
 
 /// The feature of agents to which a VM may be registered anew while it runs: what can change then is changed, and the
 /// rest at its next start.

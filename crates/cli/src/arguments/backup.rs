@@ -77,6 +77,12 @@ pub enum Backup {
         vm: String,
         /// The backup's name, or its id
         backup: String,
+        /// Another name for a deleted VM
+        #[arg(long, value_name = "NAME")]
+        name: Option<String>,
+        /// A datastore of the backup's host for all disks of a deleted VM [default: those where its disks were]
+        #[arg(long, value_name = "DATASTORE")]
+        datastore: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

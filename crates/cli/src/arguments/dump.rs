@@ -1,7 +1,7 @@
 //! `vmseal vm dump` and `vmseal dump`.
 
 use clap::{Subcommand, ValueEnum};
-use vmseal_api::model;
+use vmseal_api::{dump, model};
 
 use super::{DryRun, List, Wait};
 
@@ -30,6 +30,15 @@ pub enum DumpFormat {
     Elf,
     /// A compressed dump, flattened as by makedumpfile: for crash
     Kdump,
+}
+
+impl From<DumpFormat> for dump::DumpFormat {
+    fn from(format: DumpFormat) -> Self {
+        match format {
+            DumpFormat::Elf => Self::Elf,
+            DumpFormat::Kdump => Self::Kdump,
+        }
+    }
 }
 
 #[derive(Subcommand)]

@@ -35,6 +35,34 @@ pub struct HardwareOptions {
     /// disks, then the CD-ROM drive]
     #[arg(long, value_name = "ORDER", value_delimiter = ',')]
     pub boot: Vec<BootDevice>,
+    /// What its host does when its guest panics: stop it, reset it, or leave it as it is, paused; `coredump-` writes an
+    /// encrypted core dump first [default: destroy; of an imported libvirt domain, its own]
+    #[arg(long, value_enum)]
+    pub on_crash: Option<OnCrash>,
+    /// The format of the core dumps that are written then [default: kdump where the host's QEMU writes that, else elf]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub crash_dump_format: Option<super::DumpFormat>,
+}
+
+/// What is done when a guest panics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OnCrash(pub hardware::OnCrash);
+
+impl ValueEnum for OnCrash {
+    fn value_variants<'a>() -> &'a [Self] {
+        const ALL: [OnCrash; 5] = [
+            OnCrash(hardware::OnCrash::Destroy),
+            OnCrash(hardware::OnCrash::CoredumpDestroy),
+            OnCrash(hardware::OnCrash::CoredumpRestart),
+            OnCrash(hardware::OnCrash::Restart),
+            OnCrash(hardware::OnCrash::Preserve),
+        ];
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.0.name()))
+    }
 }
 
 /// A firmware.
@@ -77,6 +105,8 @@ impl From<HardwareOptions> for hardware::Hardware {
             tpm: options.tpm,
             cdrom: options.cdrom.map(|medium| Cdrom { medium: Some(medium) }),
             boot: options.boot.into_iter().map(|device| device.0).collect(),
+            on_crash: options.on_crash.unwrap_or_default().0,
+            crash_dump_format: options.crash_dump_format.map(Into::into),
         }
     }
 }

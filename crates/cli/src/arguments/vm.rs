@@ -7,9 +7,11 @@ use clap::{Args, Subcommand, ValueEnum};
 use vmseal_api::model;
 use vmseal_api::transfer::ImageFormat;
 
-use super::hardware::HardwareOptions;
+use super::hardware::{HardwareOptions, OnCrash};
 use super::wait::duration;
-use super::{BootDevice, Cdrom, Console, DryRun, Guest, List, Prove, Show, TakeDump, Vnc, Wait};
+use super::{
+    BootDevice, Cdrom, Console, DryRun, DumpFormat, Guest, List, Prove, Show, TakeDump, Vnc, Wait,
+};
 use crate::size::parse_size;
 
 #[derive(Subcommand)]
@@ -379,13 +381,20 @@ pub struct SetVm {
     /// runs, at its next start
     #[arg(long, value_name = "ORDER", value_delimiter = ',', group = "change")]
     pub boot: Vec<BootDevice>,
+    /// What its host does when its guest panics: stop it, reset it, or leave it as it is, paused; `coredump-` writes an
+    /// encrypted core dump first
+    #[arg(long, value_enum, group = "change")]
+    pub on_crash: Option<OnCrash>,
+    /// The format of the core dumps that are written then
+    #[arg(long, value_enum, value_name = "FORMAT", group = "change")]
+    pub crash_dump_format: Option<DumpFormat>,
     /// Another policy, which asks the same of disks and keys and may have other limits and another cache
     #[arg(long, value_name = "NAME", group = "change")]
     pub policy: Option<String>,
     /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
     /// is changed together with it
     #[arg(long, value_enum, value_name = "on|off", group = "change",
-        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "template", "boot", "policy"])]
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
     pub tpm: Option<OnOff>,
     /// Do not ask before a TPM is taken away
     #[arg(long, requires = "tpm")]

@@ -2,7 +2,7 @@
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::model;
-use vmseal_api::request::CreateBackup;
+use vmseal_api::request::{CreateBackup, RestoreBackup};
 use vmseal_api::size::Size;
 
 use super::{list, task};
@@ -25,9 +25,10 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
             let path = format!("{}/verify", one(&vm, &backup));
             task::begin(server, output, &path, &(), &dry_run, &wait).await
         }
-        Backup::Restore { vm, backup, dry_run, wait } => {
+        Backup::Restore { vm, backup, name, datastore, dry_run, wait } => {
             let path = format!("{}/restore", one(&vm, &backup));
-            task::begin(server, output, &path, &(), &dry_run, &wait).await
+            let request = RestoreBackup { name, datastore };
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         Backup::Delete { vm, backup, dry_run, wait } => {
             task::begin_deletion(server, output, &one(&vm, &backup), &dry_run, &wait).await

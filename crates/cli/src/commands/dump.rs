@@ -1,7 +1,6 @@
 //! Core dumps of VMs.
 
 use vmseal_api::client::ServerClient;
-use vmseal_api::dump::DumpFormat;
 use vmseal_api::model;
 use vmseal_api::request::{DecryptDump, TakeDump};
 use vmseal_api::size::Size;
@@ -16,11 +15,7 @@ pub async fn take(
     options: arguments::TakeDump,
 ) -> anyhow::Result<()> {
     let arguments::TakeDump { vm, name, format, decrypt_to, dry_run, wait } = options;
-    let format = match format {
-        arguments::DumpFormat::Elf => DumpFormat::Elf,
-        arguments::DumpFormat::Kdump => DumpFormat::Kdump,
-    };
-    let request = TakeDump { name, format, decrypt_to };
+    let request = TakeDump { name, format: format.into(), decrypt_to };
     task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
 }
 

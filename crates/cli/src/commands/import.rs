@@ -65,6 +65,7 @@ fn without_network(mut of_domain: Hardware, cards: usize) -> Hardware {
 fn machine(of_domain: Hardware, options: HardwareOptions) -> Hardware {
     let (asked_firmware, asked_backing) =
         (options.firmware.is_some(), options.memory_backing.is_some());
+    let asked_crash = options.on_crash.is_some();
     let asked = Hardware::from(options);
     Hardware {
         firmware: if asked_firmware { asked.firmware } else { of_domain.firmware },
@@ -73,6 +74,8 @@ fn machine(of_domain: Hardware, options: HardwareOptions) -> Hardware {
         boot: if asked.boot.is_empty() { of_domain.boot } else { asked.boot },
         cpu_model: asked.cpu_model.or(of_domain.cpu_model),
         memory_backing: if asked_backing { asked.memory_backing } else { of_domain.memory_backing },
+        on_crash: if asked_crash { asked.on_crash } else { of_domain.on_crash },
+        crash_dump_format: asked.crash_dump_format.or(of_domain.crash_dump_format),
     }
 }
 
@@ -134,7 +137,7 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
 #[cfg(test)]
 mod tests {
     use vmseal_api::boot::Cdrom;
-    use vmseal_api::hardware::{Firmware, MemoryBacking};
+    use vmseal_api::hardware::{Firmware, MemoryBacking, OnCrash};
 
     use super::*;
 
@@ -148,6 +151,8 @@ mod tests {
             boot: vec![BootDevice::Cdrom, BootDevice::Network],
             cpu_model: Some("EPYC".to_owned()),
             memory_backing: MemoryBacking::Hugepages,
+            on_crash: OnCrash::CoredumpRestart,
+            crash_dump_format: None,
         };
         let usual = machine(of_domain.clone(), HardwareOptions::default());
         assert_eq!(usual, of_domain);
@@ -158,6 +163,8 @@ mod tests {
             cpu_model: Some("max".to_owned()),
             memory_backing: clap::ValueEnum::from_str("pages", true).ok(),
             tpm: false,
+            on_crash: clap::ValueEnum::from_str("destroy", true).ok(),
+            crash_dump_format: None,
         };
         let expected = Hardware { tpm: true, ..Hardware::from(asked()) };
         assert_eq!(expected.firmware, Firmware::Bios);

@@ -222,6 +222,8 @@ async fn set(
         boot: Some(options.boot)
             .filter(|order| !order.is_empty())
             .map(|order| order.into_iter().map(|device| device.0).collect()),
+        on_crash: options.on_crash.map(|wanted| wanted.0),
+        crash_dump_format: options.crash_dump_format.map(Into::into),
     };
     let path = format!("vms/{}", options.vm);
     if options.dry_run.dry_run {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail, ensure};
 use roxmltree::Node;
 use vmseal_api::boot::{BootDevice, Cdrom, check_medium};
-use vmseal_api::hardware::{Firmware, Hardware, MemoryBacking, check_cpu_model};
+use vmseal_api::hardware::{Firmware, Hardware, MemoryBacking, OnCrash, check_cpu_model};
 
 use super::node::{child, text_of, unknown};
 
@@ -37,7 +37,16 @@ pub fn machine(
     }
     let drive = drives.first().copied();
     let (cpu_model, memory_backing) = (cpu_model(domain, warnings), backing(domain, warnings));
-    let hardware = Hardware { firmware, cpu_model, memory_backing, tpm, cdrom, boot: Vec::new() };
+    let on_crash = on_crash(domain, warnings);
+    let hardware = Hardware {
+        firmware,
+        cpu_model,
+        memory_backing,
+        tpm,
+        cdrom,
+        on_crash,
+        ..Default::default()
+    };
     let boot = boot(os, devices, drive, warnings)?;
     // An order that is the usual one need not be said, and is one that hosts of every version have.
     let boot = if boot == hardware.boot_order() { Vec::new() } else { boot };
@@ -83,6 +92,19 @@ fn cpu_model(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> Option<String>
             None
         }
     }
+}
+
+/// What is done when the guest panics.
+fn on_crash(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> OnCrash {
+    let Some(asked) = text_of(domain, "on_crash") else { return OnCrash::default() };
+    let known = OnCrash::NAMES.into_iter().find(|(name, _)| *name == asked);
+    known.map_or_else(
+        || {
+            warnings.push(format!("what is done on a crash, {asked}: the VM is stopped then"));
+            OnCrash::default()
+        },
+        |(_, on_crash)| on_crash,
+    )
 }
 
 /// What the memory is made of.

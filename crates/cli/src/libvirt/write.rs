@@ -54,6 +54,7 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line("  <features><acpi/></features>".to_owned());
     line(cpu(vm.hardware.cpu_model.as_deref().unwrap_or(usual)));
     line("  <clock offset='utc'/>".to_owned());
+    line(format!("  <on_crash>{}</on_crash>", vm.hardware.on_crash.name()));
     line("  <devices>".to_owned());
     let order = Order::of(vm);
     // The firmware's variables are served to vmseal's own QEMU alone, and that of a TPM to nobody.

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
 use vmseal_api::boot::BootDevice;
+use vmseal_api::dump::DumpFormat;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
@@ -115,7 +116,10 @@ impl Row for VmBackup {
         usual("state", |it| word(&it.state).into()),
         usual("parent", |it| it.parent.clone().into()),
         usual("size", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
-        usual("verified", |it| it.verified.map_or(Cell::Nothing, Cell::Time)),
+        usual("verified", |it| match &it.verification_failed {
+            Some(failed) => format!("failed at {:.0}: {}", failed.at, failed.why).into(),
+            None => it.verified.map_or(Cell::Nothing, Cell::Time),
+        }),
         more("read", |it| it.read_bytes.map_or(Cell::Nothing, Cell::Bytes)),
         more("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
         more("encrypted", |it| Cell::YesNo(it.key.is_some())),
@@ -137,6 +141,7 @@ impl Row for Dump {
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("format", |it| it.format.name().into()),
+        usual("reason", |it| it.reason.name().into()),
         usual("created", |it| Cell::Time(it.created)),
         usual("file", |it| it.bytes.map_or(Cell::Nothing, Cell::Bytes)),
         usual("encrypted", |it| Cell::YesNo(it.encrypted)),
@@ -202,6 +207,8 @@ impl Row for Vm {
             let order = it.hardware.boot_order();
             Some(order.into_iter().map(BootDevice::name).collect::<Vec<_>>().join(",")).into()
         }),
+        more("on-crash", |it| it.hardware.on_crash.name().into()),
+        more("crash-dump-format", |it| it.hardware.crash_dump_format.map(DumpFormat::name).into()),
         more("provider", |it| it.provider.clone().into()),
         more("provider-id", |it| it.key.as_ref().map(|key| key.provider.to_string()).into()),
         more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),

@@ -120,6 +120,7 @@ fn of_vm(
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
         ("tpm-died", NoticeCode::TpmDied),
+        ("guest-panicked", NoticeCode::GuestPanicked),
         ("vm-not-adopted", NoticeCode::NotAdopted),
     ] {
         // One for each disk, so that a second one raises an alarm too.
@@ -188,6 +189,8 @@ mod tests {
             nics: Vec::new(),
             started_with: None,
             not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
             request_id: None,
         };
         let raised = of_vm(&vm, &seen, &disks, None);

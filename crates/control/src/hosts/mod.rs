@@ -9,6 +9,7 @@ pub mod join;
 mod key_delivery;
 pub mod keys;
 mod monitor;
+mod panics;
 mod registration;
 #[cfg(test)]
 mod tests;

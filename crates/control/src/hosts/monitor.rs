@@ -38,6 +38,7 @@ use vmseal_api::request_id::{self, RequestId};
 use super::alarms;
 use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
+use super::panics;
 use super::{HostView, is_silence, registration};
 use crate::locks::Locks;
 use crate::operation::Operation;
@@ -390,6 +391,7 @@ impl Monitor {
     async fn show(&self, description: &HostDescription, state: &HostState) {
         let told = self.tell(description, state).await;
         self.note(told);
+        self.tell_panics(state).await;
         let before = self.view.send_replace(HostView {
             connection: Connection::Connected,
             description: Some(Arc::new(description.clone())),
@@ -399,6 +401,25 @@ impl Monitor {
             || before.state.as_deref().map(HostState::known) != Some(state.known())
         {
             self.store.note_change(Kinds::OF_HOST);
+        }
+    }
+
+    /// Tells of the panics of guests.
+    async fn tell_panics(&self, state: &HostState) {
+        for seen in state.vms.iter().filter(|seen| panics::has_any(seen)) {
+            let _unchanged = match panics::is_told(&self.store, seen).await {
+                Ok(true) => continue,
+                Ok(false) => self.locks.lock(seen.vm).await,
+                Err(error) => {
+                    self.note(Err(error));
+                    continue;
+                }
+            };
+            // Asked again: a core dump may have been deleted since.
+            let Ok(state) = self.agent.state_now().await else { return };
+            if let Some(seen) = state.vms.iter().find(|now| now.vm == seen.vm) {
+                self.note(panics::tell(&self.store, seen).await);
+            }
         }
     }
 

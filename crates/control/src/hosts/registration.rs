@@ -1,6 +1,6 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::{DESCRIPTORS, SNAPSHOTS};
+use vmseal_api::host::version::{DESCRIPTORS, PANIC, SNAPSHOTS};
 use vmseal_api::host::{
     Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
 };
@@ -71,7 +71,8 @@ pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec 
     };
     let policy = spec.policy.filter(|_| knows(DESCRIPTORS));
     let snapshots = if knows(SNAPSHOTS) { spec.snapshots } else { Vec::new() };
-    VmSpec { policy, snapshots, ..spec }
+    let hardware = if knows(PANIC) { spec.hardware } else { spec.hardware.without_crash() };
+    VmSpec { policy, snapshots, hardware, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.

@@ -7,11 +7,11 @@ use jiff::Timestamp;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
 use vmseal_api::host::{DatastoreSpec, Device, DiskRole, DiskSpec, Power, VmSpec};
-use vmseal_api::id::{BackupId, DiskId, SnapshotId, VmId};
+use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
 use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::CreateBackup;
+use vmseal_api::request::{CreateBackup, RestoreBackup};
 
 use super::caller::{Caller, Privilege};
 use super::snapshots::{keepable, require_power};
@@ -106,6 +106,7 @@ fn shown(vm: Option<String>, all: &[Backup], backup: &Backup) -> model::VmBackup
         read_bytes: backup.read_bytes,
         quiesced: backup.quiesced,
         verified: backup.verified,
+        verification_failed: backup.failed.clone(),
         key: backup.key.clone(),
     }
 }
@@ -202,6 +203,7 @@ pub async fn create(
         bytes: None,
         read_bytes: None,
         verified: None,
+        failed: None,
         key: vm.key.clone(),
     };
     backups::insert(&mut write, &backup).await?;
@@ -223,16 +225,23 @@ fn directory(vm: &Vm, all: &[Backup], asked: Option<PathBuf>) -> Result<PathBuf,
     }
 }
 
-/// The backup that a new one can be above: the newest in its directory, unless too many are above each other.
+/// The backup that a new one can be above: the newest in its directory, unless too many are above each other, or one of them was
+/// not found whole.
 fn parent(vm: &Vm, all: &[Backup], directory: &Path) -> Option<BackupId> {
     let whole = all.iter().rev().filter(|it| it.state == BackupState::Ready);
     let newest = whole.into_iter().find(|it| it.host == vm.host && it.directory == directory)?;
     let (mut length, mut below) = (1, newest.parent);
+    let mut failed = newest.failed.is_some();
     while let Some(id) = below
         && length < BACKUP_CHAIN_MAX
     {
-        below = all.iter().find(|it| it.id == id).and_then(|it| it.parent);
+        let under = all.iter().find(|it| it.id == id);
+        failed |= under.is_some_and(|it| it.failed.is_some());
+        below = under.and_then(|it| it.parent);
         length += 1;
+    }
+    if failed {
+        return None;
     }
     (length < BACKUP_CHAIN_MAX).then_some(newest.id)
 }
@@ -319,9 +328,13 @@ pub async fn restore(
     caller: &Caller,
     vm: &str,
     name: &str,
+    request: RestoreBackup,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
+    if let Some(name) = &request.name {
+        check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    }
     let of = OfVm::find(services, vm).await?;
     let backup = of.one(name)?;
     require_whole(&of, backup)?;
@@ -335,8 +348,15 @@ pub async fn restore(
         return Err(Problem::new(ErrorCode::Damaged, detail));
     }
     let Some(vm) = &of.vm else {
-        return restore_deleted(services, caller, backup, manifest, dry_run).await;
+        return restore_deleted(services, caller, backup, manifest, &request, dry_run).await;
     };
+    if request != RestoreBackup::default() {
+        let detail = format!(
+            "VM '{}' is there, and its disks are restored where they are: another name or datastore is for a VM that was deleted",
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     require_host(vm, backup)?;
     require_ready(vm)?;
     require_no_template(vm)?;
@@ -390,6 +410,7 @@ async fn restore_deleted(
     caller: &Caller,
     backup: &Backup,
     manifest: BackupManifest,
+    request: &RestoreBackup,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let encrypted = manifest.vm.key.is_some();
@@ -402,7 +423,7 @@ async fn restore_deleted(
         return Err(Problem::new(ErrorCode::Unsupported, detail));
     }
     let mut write = services.store.write().await?;
-    let definition = define(&mut write, backup, &manifest).await?;
+    let definition = define(&mut write, backup, &manifest, request).await?;
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let disks = definition.spec.disks().map(|disk| disk.disk).collect();
@@ -411,11 +432,12 @@ async fn restore_deleted(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// The VM that a manifest describes, on the datastores that its host has still.
+/// The VM that a manifest describes, on the datastores that its host has still, or on the one that is asked for.
 pub(crate) async fn define(
     write: &mut Write<'_>,
     backup: &Backup,
     manifest: &BackupManifest,
+    request: &RestoreBackup,
 ) -> Result<Definition, Problem> {
     let of = &manifest.vm;
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
@@ -448,11 +470,23 @@ pub(crate) async fn define(
         )));
     }
     let known = datastores::of_host(write, backup.host).await?;
+    let wanted = request.datastore.as_ref().map(|wanted| {
+        let is_it =
+            |it: &&datastores::Datastore| it.name == *wanted || it.id.to_string() == *wanted;
+        known.iter().find(is_it).map(|it| it.id).ok_or_else(|| {
+            let what = format!("host '{}' has no datastore '{wanted}'", backup.host_name);
+            Problem {
+                field: Some("datastore".to_owned()),
+                ..Problem::new(ErrorCode::NotFound, what)
+            }
+        })
+    });
+    let wanted = wanted.transpose()?;
     let places: Vec<DatastoreSpec> = known
         .into_iter()
         .map(|it| DatastoreSpec { datastore: it.id, location: it.location })
         .collect();
-    let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, backup));
+    let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, wanted, backup));
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
     let nics = of.nics.iter().cloned().map(Device::Nic);
     let mut hardware = of.hardware.clone();
@@ -461,7 +495,7 @@ pub(crate) async fn define(
     Ok(Definition {
         spec: VmSpec {
             vm: of.vm,
-            name: of.name.clone(),
+            name: request.name.clone().unwrap_or_else(|| of.name.clone()),
             vcpus,
             memory,
             policy: Some(policy.name.clone()),
@@ -482,16 +516,18 @@ fn disk(
     manifest: &BackupManifest,
     entry: &BackedUpDisk,
     places: &[DatastoreSpec],
+    wanted: Option<DatastoreId>,
     backup: &Backup,
 ) -> Result<DiskSpec, Problem> {
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
     let of = manifest.vm.disks.iter().find(|disk| disk.disk == entry.disk);
     let of = of.ok_or_else(|| refused(format!("the manifest lacks disk '{}'", entry.name)))?;
-    let there = places.iter().find(|place| Some(place.datastore) == of.datastore);
+    let place = wanted.or(of.datastore);
+    let there = places.iter().find(|known| Some(known.datastore) == place);
     let datastore = there.cloned().ok_or_else(|| {
         let id = of.datastore.map(|id| id.to_string()).unwrap_or_default();
         refused(format!(
-            "disk '{}' was on datastore {id}, which host '{}' does not have: add it first (vmseal datastore add)",
+            "disk '{}' was on datastore {id}, which host '{}' does not have: add it first (vmseal datastore add), or name another one (--datastore)",
             of.name, backup.host_name
         ))
     })?;

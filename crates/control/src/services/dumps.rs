@@ -1,6 +1,7 @@
 //! Core dumps: what the memory of a guest holds, written encrypted beside its disks.
 
 use jiff::Timestamp;
+use vmseal_api::dump::DumpReason;
 use vmseal_api::host::version::DUMP;
 use vmseal_api::host::{DecryptDumpJob, JobSpec, Power};
 use vmseal_api::id::DumpId;
@@ -24,6 +25,7 @@ fn shown(vm: &Vm, dump: &Dump) -> model::Dump {
         name: dump.name.clone(),
         vm: vm.name.clone(),
         format: dump.format,
+        reason: dump.reason,
         created: dump.created,
         bytes: dump.bytes,
         encrypted: dump.encrypted,
@@ -115,13 +117,12 @@ pub async fn take(
         );
         return Err(Problem::new(ErrorCode::LimitExceeded, detail));
     }
-    let free = |name: &String| known.iter().all(|other| other.name != *name);
-    let made_up = (1..=known.len() + 1).map(|number| format!("dump-{number}")).find(free);
     let dump = Dump {
         id: DumpId::new(),
         vm: vm.id,
-        name: request.name.or(made_up).unwrap_or_default(),
+        name: request.name.unwrap_or_else(|| dumps::free_name(&known, "dump")),
         format: request.format,
+        reason: DumpReason::Request,
         created: Timestamp::now(),
         bytes: None,
         encrypted: vm.key.is_some(),

@@ -8,7 +8,7 @@ use vmseal_api::boot::{BootDevice, NO_DRIVE};
 use vmseal_api::hardware::{
     Firmware, Hardware, TPM_DISK, TPM_DISK_SIZE, VARIABLES_DISK, VARIABLES_SIZE,
 };
-use vmseal_api::host::version::{CDROM, HARDWARE, TPM};
+use vmseal_api::host::version::{CDROM, HARDWARE, PANIC, TPM};
 use vmseal_api::host::{Allocation, DiskLimits, DiskRole, NicSpec};
 use vmseal_api::id::{DiskId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -138,6 +138,15 @@ pub(super) async fn examine(
     if boots && !description.features.iter().any(|feature| feature == CDROM) {
         let field = if hardware.cdrom.is_some() { "hardware.cdrom" } else { "hardware.boot" };
         return Err(no_drives(host_name, &description.vmseal, field));
+    }
+    let of_crash = !hardware.on_crash.is_usual() || hardware.crash_dump_format.is_some();
+    if of_crash && !description.features.iter().any(|feature| feature == PANIC) {
+        let detail = format!(
+            "host '{host_name}' runs vmseal {}, which stops a VM when its guest panics, and does nothing else: upgrade it",
+            description.vmseal
+        );
+        let field = Some("hardware.on_crash".to_owned());
+        return Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) });
     }
     agent.examine_hardware(hardware.clone()).await.map_err(|problem| Problem {
         field: problem.field.map(|field| format!("hardware.{field}")),

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::Power;
-use vmseal_api::host::version::SET_RUNNING;
+use vmseal_api::host::version::{PANIC, SET_RUNNING};
 use vmseal_api::id::check_name;
 use vmseal_api::model::{Plan, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,7 +20,7 @@ use super::hardware::check_network_boot;
 use super::set_policy::{Need, needs};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
-use super::{Outcome, Services, room};
+use super::{Outcome, Services, features, room};
 use crate::store::events::NewEvent;
 use crate::store::{disks, nics, policies, tasks, vms};
 
@@ -37,6 +37,12 @@ pub async fn set(
     let found = vms::find(&mut *services.store.read().await?, name).await?;
     let found = found.ok_or_else(|| Problem::not_found("VM", name))?;
     let id = found.id;
+    if request.on_crash.is_some_and(|on_crash| !on_crash.is_usual())
+        || request.crash_dump_format.is_some()
+    {
+        let cannot = "do anything else than stop a VM when its guest panics";
+        features::require_unless_away(services, &found, PANIC, cannot)?;
+    }
     // No transaction is held during a call to a host.
     examine(services, &found, &request).await?;
     let unchanged = services.hosts.lock(id).await;
@@ -94,13 +100,17 @@ pub async fn set(
     // that a restored inventory lacks, and would lose them.
     let same =
         |vm: &vms::Vm| (vm.name.clone(), vm.vcpus, vm.memory, vm.policy, vm.hardware.clone());
-    let told = same(&before) != same(&after) || request.cdrom.is_some();
+    let at_once = request.cdrom.is_some() || request.on_crash.is_some();
+    let told = same(&before) != same(&after) || at_once;
     let learns = !runs || told && view.has(SET_RUNNING);
     if learns
         && let Err(problem) = crate::hosts::register(&services.store, &services.hosts, id).await
     {
         if runs && request.cdrom.is_some() {
             return Err(not_in_drive(&after, problem));
+        }
+        if runs && request.on_crash.is_some() {
+            return Err(not_told(&after, problem));
         }
         tracing::info!(vm = after.name, %problem, "its host learns of the change later");
     }
@@ -164,6 +174,14 @@ fn not_in_drive(vm: &vms::Vm, why: Problem) -> Problem {
     Problem { detail, ..why }
 }
 
+fn not_told(vm: &vms::Vm, why: Problem) -> Problem {
+    let detail = format!(
+        "what is to be done when the guest of VM '{}' panics is on record, and its host does not know it: {why}. Do it again",
+        vm.name
+    );
+    Problem { detail, ..why }
+}
+
 /// Refuses while a task works on the VM: it may depend on what would change.
 pub(super) async fn require_free(
     write: &mut sqlx::SqliteConnection,
@@ -218,6 +236,8 @@ fn machine(before: &vms::Vm, request: &SetVm) -> Hardware {
     let mut hardware = before.hardware.clone();
     hardware.cdrom = request.cdrom.clone().or(hardware.cdrom);
     hardware.boot = request.boot.clone().unwrap_or(hardware.boot);
+    hardware.on_crash = request.on_crash.unwrap_or(hardware.on_crash);
+    hardware.crash_dump_format = request.crash_dump_format.or(hardware.crash_dump_format);
     hardware
 }
 
@@ -275,6 +295,14 @@ fn told(before: &vms::Vm, after: &vms::Vm, runs: bool) -> Vec<String> {
         let order = after.hardware.boot_order();
         let order: Vec<_> = order.into_iter().map(BootDevice::name).collect();
         told.push(format!("set boot to {}{later}", order.join(",")));
+    }
+    if before.hardware.on_crash != after.hardware.on_crash {
+        told.push(format!("set on-crash to {}", after.hardware.on_crash.name()));
+    }
+    if let Some(format) = after.hardware.crash_dump_format
+        && before.hardware.crash_dump_format != Some(format)
+    {
+        told.push(format!("set crash-dump-format to {}", format.name()));
     }
     if before.description != after.description {
         told.push("set description".to_owned());

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{BackupId, HostId, VmId};
-use vmseal_api::model::BackupState;
+use vmseal_api::model::{BackupState, FailedVerification};
 
 use super::{StoreError, from_name, parse, taken, to_name};
 
@@ -41,6 +41,8 @@ pub struct Backup {
     pub read_bytes: Option<u64>,
     /// When it was last verified.
     pub verified: Option<Timestamp>,
+    /// Its last verification, where that failed and none has succeeded since.
+    pub failed: Option<FailedVerification>,
     /// The key that opens it; none where the VM had none.
     pub key: Option<KeyReference>,
 }
@@ -61,6 +63,8 @@ struct Row {
     bytes: Option<i64>,
     read_bytes: Option<i64>,
     verified: Option<String>,
+    failed: Option<String>,
+    failure: Option<String>,
     provider_id: Option<String>,
     key_id: Option<String>,
     check_value: Option<String>,
@@ -74,6 +78,8 @@ impl Row {
             }
             _ => None,
         };
+        let failed = self.failed.map(|at| parse(&at, "a time")).transpose()?;
+        let why = self.failure.unwrap_or_default();
         let parent = self.parent_id.as_deref().map(|id| parse(id, "a backup's id"));
         Ok(Backup {
             id: parse(&self.id, "a backup's id")?,
@@ -90,6 +96,7 @@ impl Row {
             bytes: self.bytes.map(i64::unsigned_abs),
             read_bytes: self.read_bytes.map(i64::unsigned_abs),
             verified: self.verified.map(|at| parse(&at, "a time")).transpose()?,
+            failed: failed.map(|at| FailedVerification { at, why }),
             key,
         })
     }
@@ -100,7 +107,7 @@ macro_rules! select {
     ($rest:literal) => {
         concat!(
             "SELECT id, vm_id, vm_name, host_id, host_name, name, directory, created, state, parent_id, quiesced,
-             bytes, read_bytes, verified, provider_id, key_id, check_value FROM backups ",
+             bytes, read_bytes, verified, failed, failure, provider_id, key_id, check_value FROM backups ",
             $rest
         )
     };
@@ -227,8 +234,23 @@ pub async fn set_verified(
     backup: BackupId,
     at: Option<Timestamp>,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE backups SET verified = $1 WHERE id = $2")
+    sqlx::query("UPDATE backups SET verified = $1, failed = NULL, failure = NULL WHERE id = $2")
         .bind(at.map(|at| at.to_string()))
+        .bind(backup.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records that the last verification of a backup failed.
+pub async fn set_failed(
+    to: &mut SqliteConnection,
+    backup: BackupId,
+    failed: &FailedVerification,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE backups SET failed = $1, failure = $2 WHERE id = $3")
+        .bind(failed.at.to_string())
+        .bind(&failed.why)
         .bind(backup.to_string())
         .execute(to)
         .await?;

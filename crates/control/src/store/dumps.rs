@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::dump::DumpFormat;
+use vmseal_api::dump::{DumpFormat, DumpReason};
 use vmseal_api::id::{DumpId, VmId};
 
 use super::{StoreError, from_name, parse, taken, to_name};
@@ -18,7 +18,9 @@ pub struct Dump {
     pub name: String,
     /// Its format.
     pub format: DumpFormat,
-    /// When it was asked for.
+    /// Why it was written.
+    pub reason: DumpReason,
+    /// When it was asked for, or was whole where its host wrote it by itself.
     pub created: Timestamp,
     /// The length of its file; none before it is whole.
     pub bytes: Option<u64>,
@@ -32,6 +34,7 @@ struct Row {
     vm_id: String,
     name: String,
     format: String,
+    reason: String,
     created: String,
     bytes: Option<i64>,
     encrypted: bool,
@@ -44,6 +47,7 @@ impl Row {
             vm: parse(&self.vm_id, "a VM's id")?,
             name: self.name,
             format: from_name(&self.format, "a core dump's format")?,
+            reason: from_name(&self.reason, "a reason of a core dump")?,
             created: parse(&self.created, "a time")?,
             bytes: self.bytes.map(i64::unsigned_abs),
             encrypted: self.encrypted,
@@ -57,13 +61,14 @@ impl Row {
 /// [`StoreError::Taken`]: the VM has another one of its name.
 pub async fn insert(to: &mut SqliteConnection, dump: &Dump) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO dumps (id, vm_id, name, format, created, bytes, encrypted)
-         VALUES ($1, $2, $3, $4, $5, $6, $7)",
+        "INSERT INTO dumps (id, vm_id, name, format, reason, created, bytes, encrypted)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
     )
     .bind(dump.id.to_string())
     .bind(dump.vm.to_string())
     .bind(&dump.name)
     .bind(to_name(&dump.format))
+    .bind(to_name(&dump.reason))
     .bind(dump.created.to_string())
     .bind(dump.bytes.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .bind(dump.encrypted)
@@ -76,7 +81,7 @@ pub async fn insert(to: &mut SqliteConnection, dump: &Dump) -> Result<(), StoreE
 /// The core dumps of a VM, in the order in which they were asked for.
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Dump>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, vm_id, name, format, created, bytes, encrypted
+        "SELECT id, vm_id, name, format, reason, created, bytes, encrypted
          FROM dumps WHERE vm_id = $1 ORDER BY id",
     )
     .bind(vm.to_string())
@@ -103,4 +108,12 @@ pub async fn set_written(
 pub async fn delete(to: &mut SqliteConnection, dump: DumpId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM dumps WHERE id = $1").bind(dump.to_string()).execute(to).await?;
     Ok(())
+}
+
+/// A name that no core dump among these has: `BEGIN-N`.
+#[must_use]
+pub fn free_name(known: &[Dump], begin: &str) -> String {
+    let free = |name: &String| known.iter().all(|other| other.name != *name);
+    let names = (1..=known.len() + 1).map(|number| format!("{begin}-{number}"));
+    names.into_iter().find(free).unwrap_or_default()
 }

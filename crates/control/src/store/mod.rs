@@ -17,6 +17,7 @@ pub mod keys;
 pub mod kmip;
 pub mod links;
 pub mod nics;
+pub mod panics;
 pub mod policies;
 pub mod proofs;
 pub mod providers;

@@ -20,7 +20,7 @@ use vmseal_api::host::{
     RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
-use vmseal_api::model::{BackupState, Lifecycle};
+use vmseal_api::model::{BackupState, FailedVerification, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
@@ -213,12 +213,15 @@ impl Step for BackupStep {
         .map(Output::from)
     }
 
-    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+    async fn back(&self, run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         match self {
             Self::Reserve => unreserve(run).await,
             Self::Take => drop_snapshot(run).await,
             Self::Write | Self::Name => remove_written(run).await,
-            Self::Verify => cancel(run, verification(run, None).await?).await,
+            Self::Verify => {
+                cancel(run, verification(run, None).await?).await?;
+                record_failed(run, cause).await
+            }
             Self::WriteImages => cancel(run, restoration(run, None).await?).await,
             Self::RecordVerified => set_verified(run, None).await,
             Self::UseFirstImages => remove_first_images(run).await,
@@ -464,6 +467,31 @@ async fn record_verified(run: &Run<'_>) -> Result<(), StepError> {
         None => String::new(),
     };
     let detail = format!("backup '{}' is whole{opens}", backup.name);
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Whether a verification that ended so has found something wrong with the backup.
+fn is_finding(cause: &Problem) -> bool {
+    matches!(
+        cause.code,
+        ErrorCode::Damaged | ErrorCode::NotFound | ErrorCode::Locked | ErrorCode::KeyMismatch
+    )
+}
+
+/// The backup's row says from now on that its verification failed, until one succeeds.
+async fn record_failed(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
+    let Some(backup) = find(run).await?.filter(|_| is_finding(cause)) else { return Ok(()) };
+    // This may be done again.
+    if backup.failed.as_ref().is_some_and(|known| known.at >= run.task.created) {
+        return Ok(());
+    }
+    let vm = run.vm().await?;
+    let failed = FailedVerification { at: Timestamp::now(), why: cause.to_string() };
+    let mut write = run.store().write().await?;
+    backups::set_failed(&mut write, backup.id, &failed).await?;
+    let (kind, actor) = ("backup.verification-failed", run.task.actor.as_str());
+    let detail = format!("backup '{}': {cause}", backup.name);
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)
 }

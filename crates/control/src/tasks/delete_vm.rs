@@ -115,6 +115,11 @@ async fn delete_dumps(run: &Run<'_>, vm: &vms::Vm, agent: &dyn HostAgent) -> Res
     for dump in dumps::of_vm(&mut *run.store().read().await?, vm.id).await? {
         absent_is_fine(agent.discard_dump(vm.id, dump.id).await)?;
     }
+    // The inventory may not have those yet that the host has written by itself.
+    let state = agent.state_now().await?;
+    for dump in state.vms.iter().filter(|seen| seen.vm == vm.id).flat_map(|it| &it.panic_dumps) {
+        absent_is_fine(agent.discard_dump(vm.id, dump.dump).await)?;
+    }
     Ok(())
 }
 

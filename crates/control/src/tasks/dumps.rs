@@ -193,6 +193,8 @@ async fn remove_file(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 async fn remove_row(run: &Run<'_>) -> Result<(), StepError> {
+    // The host's monitor records what the host has written by itself under the same lock.
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let Some(dump) = find(run).await? else { return Ok(()) };
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;

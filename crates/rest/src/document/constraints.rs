@@ -250,6 +250,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("CloneVm/properties/name", name()),
         ("TakeSnapshot/properties/name", name()),
         ("TakeDump/properties/name", name()),
+        ("RestoreBackup/properties/name", name()),
         ("TakeDump/properties/decrypt_to", file()),
         ("DecryptDump/properties/to", file()),
         ("ExportDisk/properties/to", file()),

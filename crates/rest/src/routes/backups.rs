@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use vmseal_api::model::{Page, Plan, Task, VmBackup};
 use vmseal_api::problem::Problem;
-use vmseal_api::request::CreateBackup;
+use vmseal_api::request::{CreateBackup, RestoreBackup};
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Accepted, Answer};
@@ -85,14 +85,18 @@ pub(super) async fn verify(
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/backups/{backup}/restore", tag = "backups",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("backup" = String, Path, description = "The backup's name, or its id"), DryRunQuery),
+    request_body = Option<RestoreBackup>,
     responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn restore(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     TwoPathSegments(vm, backup): TwoPathSegments,
     QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<RestoreBackup>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
-    accepted(services::backups::restore(&control, &caller, &vm, &backup, query.dry_run).await)
+    let restored =
+        services::backups::restore(&control, &caller, &vm, &backup, request, query.dry_run).await;
+    accepted(restored)
 }
 
 /// Deletes a backup that no other one is above. A key that nothing else needs is destroyed.

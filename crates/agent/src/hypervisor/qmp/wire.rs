@@ -48,7 +48,10 @@ pub enum Event {
     /// QEMU is about to end.
     Shutdown(ShutdownReason),
     /// The guest has panicked.
-    GuestPanicked,
+    GuestPanicked {
+        /// Whether it stands still now; else QEMU ends.
+        stays: bool,
+    },
     /// The guest has let a device go, and QEMU no longer has it; by its id.
     DeviceDeleted(String),
     /// Another event, by its name.
@@ -111,7 +114,10 @@ fn event(name: String, data: Option<&Value>) -> Event {
                 other => ShutdownReason::Other(other.to_owned()),
             })
         }
-        "GUEST_PANICKED" => Event::GuestPanicked,
+        "GUEST_PANICKED" => {
+            let action = data.and_then(|data| data["action"].as_str());
+            Event::GuestPanicked { stays: action == Some("pause") }
+        }
         "DEVICE_DELETED" => match data.and_then(|data| data["device"].as_str()) {
             Some(device) => Event::DeviceDeleted(device.to_owned()),
             None => Event::Other(name),

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::{BootDevice, Cdrom};
-use vmseal_api::hardware::{Firmware, Hardware, MemoryBacking};
+use vmseal_api::dump::DumpFormat;
+use vmseal_api::hardware::{Firmware, Hardware, MemoryBacking, OnCrash};
 
 /// What is not there is what every VM has.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +23,26 @@ pub struct StoredHardware {
     cdrom: Option<StoredCdrom>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     boot: Vec<StoredBootDevice>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    on_crash: Option<StoredOnCrash>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    crash_dump_format: Option<StoredDumpFormat>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum StoredOnCrash {
+    CoredumpDestroy,
+    CoredumpRestart,
+    Restart,
+    Preserve,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum StoredDumpFormat {
+    Elf,
+    Kdump,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,7 +74,9 @@ impl StoredHardware {
 }
 
 impl From<&Hardware> for StoredHardware {
-    fn from(Hardware { firmware, cpu_model, memory_backing, tpm, cdrom, boot }: &Hardware) -> Self {
+    fn from(of: &Hardware) -> Self {
+        let Hardware { firmware, cpu_model, memory_backing, tpm, cdrom, boot, .. } = of;
+        let Hardware { on_crash, crash_dump_format, .. } = of;
         Self {
             firmware: match firmware {
                 Firmware::Bios => None,
@@ -68,13 +91,25 @@ impl From<&Hardware> for StoredHardware {
             tpm: *tpm,
             cdrom: cdrom.as_ref().map(|Cdrom { medium }| StoredCdrom { medium: medium.clone() }),
             boot: boot.iter().map(|device| (*device).into()).collect(),
+            on_crash: match on_crash {
+                OnCrash::Destroy => None,
+                OnCrash::CoredumpDestroy => Some(StoredOnCrash::CoredumpDestroy),
+                OnCrash::CoredumpRestart => Some(StoredOnCrash::CoredumpRestart),
+                OnCrash::Restart => Some(StoredOnCrash::Restart),
+                OnCrash::Preserve => Some(StoredOnCrash::Preserve),
+            },
+            crash_dump_format: crash_dump_format.map(|format| match format {
+                DumpFormat::Elf => StoredDumpFormat::Elf,
+                DumpFormat::Kdump => StoredDumpFormat::Kdump,
+            }),
         }
     }
 }
 
 impl From<StoredHardware> for Hardware {
     fn from(stored: StoredHardware) -> Self {
-        let StoredHardware { firmware, cpu_model, hugepages, tpm, cdrom, boot } = stored;
+        let StoredHardware { firmware, cpu_model, hugepages, tpm, cdrom, boot, .. } = stored;
+        let StoredHardware { on_crash, crash_dump_format, .. } = stored;
         Self {
             firmware: match firmware {
                 None => Firmware::Bios,
@@ -86,6 +121,17 @@ impl From<StoredHardware> for Hardware {
             tpm,
             cdrom: cdrom.map(|StoredCdrom { medium }| Cdrom { medium }),
             boot: boot.into_iter().map(Into::into).collect(),
+            on_crash: match on_crash {
+                None => OnCrash::Destroy,
+                Some(StoredOnCrash::CoredumpDestroy) => OnCrash::CoredumpDestroy,
+                Some(StoredOnCrash::CoredumpRestart) => OnCrash::CoredumpRestart,
+                Some(StoredOnCrash::Restart) => OnCrash::Restart,
+                Some(StoredOnCrash::Preserve) => OnCrash::Preserve,
+            },
+            crash_dump_format: crash_dump_format.map(|format| match format {
+                StoredDumpFormat::Elf => DumpFormat::Elf,
+                StoredDumpFormat::Kdump => DumpFormat::Kdump,
+            }),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Records of all versions.
 
 use vmseal_api::boot::BootDevice;
-use vmseal_api::hardware::{Firmware, MemoryBacking};
+use vmseal_api::hardware::{Firmware, MemoryBacking, OnCrash};
 
 use super::*;
 
@@ -53,6 +53,10 @@ fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
     assert!(fifth.spec.nics().eq(fourth.spec.nics()));
     assert!(fifth.live.paused && fifth.live.spare_ports);
     assert_eq!(fifth.live.disks[2].port, Some(7));
+    let format = Some(vmseal_api::dump::DumpFormat::Elf);
+    assert_eq!((hardware.on_crash, hardware.crash_dump_format), (OnCrash::CoredumpRestart, format));
+    let panics = &fifth.live.panics;
+    assert!(panics.past[0].restarted && panics.now.as_ref().unwrap().kept, "{panics:?}");
     let written = String::from_utf8(fifth.to_text().unwrap()).unwrap();
     let this = format!("\"written_by\": \"{}\"", env!("CARGO_PKG_VERSION"));
     assert_eq!(written, GOLDEN_5.trim_end().replace("\"written_by\": \"0.1.0\"", &this));

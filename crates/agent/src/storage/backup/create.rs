@@ -301,8 +301,10 @@ impl Creating {
         let explain = |message| full_or_internal(&self.job.directory, message);
         let run = exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain);
         let read = run.await?;
+        let directory = self.job.directory.clone();
         let end = move || {
-            file.sync_all().and_then(|()| sums.sync_all()).map_err(internal)?;
+            let flushed = file.sync_all().and_then(|()| sums.sync_all());
+            flushed.map_err(|error| failed(&directory, "written", &error))?;
             let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
             Ok((BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry }, read))
         };

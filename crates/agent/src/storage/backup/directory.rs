@@ -12,8 +12,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+use nix::fcntl::{AT_FDCWD, FallocateFlags, RenameFlags, fallocate, renameat2};
 use vmseal_api::atomic_file;
+use vmseal_api::filter::{SUM_BLOCK, SUM_LEN};
 use vmseal_api::host::backup::{BackupManifest, BackupPlace, LENGTH_MAX, parse};
 use vmseal_api::id::BackupId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -201,18 +202,35 @@ impl Backups {
         })
     }
 
-    /// An empty file without a name in the directory; in memory where the directory cannot be written.
+    /// An empty file without a name in the directory, for the sums of a disk of this length; in memory where the directory cannot
+    /// be written. Its room is taken now: what fails later is no want of room.
     ///
     /// # Errors
-    /// No memory for one.
-    pub fn scratch(&self) -> Result<File, Problem> {
+    /// `no-space`; no memory for one.
+    pub fn scratch(&self, length: u64) -> Result<File, Problem> {
         let made = OpenOptions::new()
             .read(true)
             .write(true)
             .mode(0o600)
             .custom_flags(libc::O_TMPFILE)
             .open(self.open.path());
-        made.or_else(|_| in_memory()).map_err(|error| failed(&self.shown, "written", &error))
+        let file = match made {
+            Ok(file) => file,
+            Err(_) => in_memory().map_err(|error| failed(&self.shown, "written", &error))?,
+        };
+        let room = length.div_ceil(SUM_BLOCK as u64).max(1).saturating_mul(SUM_LEN as u64);
+        let room = i64::try_from(room).unwrap_or(i64::MAX);
+        match fallocate(&file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, room) {
+            Err(Errno::ENOSPC | Errno::EDQUOT) => Err(Problem::new(
+                ErrorCode::NoSpace,
+                format!(
+                    "there is no space on the directory of backups {}, where sums are noted while a backup is read: make room",
+                    self.shown.display()
+                ),
+            )),
+            // Not every file system can.
+            _ => Ok(file),
+        }
     }
 
     /// The path of the directory that is valid while this lives.

@@ -178,7 +178,7 @@ impl Restoring {
         if is_preallocated(disk) {
             home.allocate(disk.disk, &file, 0..length)?;
         }
-        let sums = opened.backups.scratch()?;
+        let sums = opened.backups.scratch(entry.length)?;
         let to_read = opened.to_read(&entry, entry.length, (&file, Volume::Raw), Some(&sums))?;
         Ok(Part { to_read, file, sums, entry })
     }

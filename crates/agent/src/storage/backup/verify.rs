@@ -92,7 +92,7 @@ impl Verifying {
     ) -> Result<(), Problem> {
         let (of, all) = (disk.clone(), Arc::clone(opened));
         let open = move || {
-            let sums = all.backups.scratch()?;
+            let sums = all.backups.scratch(of.length)?;
             let to_read = all.to_read(&of, of.length, (&sums, Volume::Sums), Some(&sums))?;
             Ok::<_, Problem>((sums, to_read))
         };

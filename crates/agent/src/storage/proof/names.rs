@@ -80,6 +80,7 @@ mod tests {
             ("vm.memory".to_owned(), Named::Other(FileKind::Sealed)),
             ("vm.memory.writing".to_owned(), Named::Other(FileKind::Sealed)),
             (format!("vm.core-{disk}"), Named::Other(FileKind::Sealed)),
+            (format!("vm.core-{disk}.panic-kdump"), Named::Other(FileKind::Sealed)),
             (format!("{disk}.raw"), image(ImageKind::Image)),
             (format!("{disk}.raw.creating"), image(ImageKind::HalfMade)),
             (format!("{disk}.replica"), image(ImageKind::Replica)),

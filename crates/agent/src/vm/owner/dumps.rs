@@ -69,9 +69,11 @@ impl Owner {
         Ok(())
     }
 
-    pub(super) async fn discard_dump(&self, dump: DumpId) -> Result<(), Problem> {
+    pub(super) async fn discard_dump(&mut self, dump: DumpId) -> Result<(), Problem> {
         let file = self.core_file(dump).await?;
-        spawn_blocking(move || file.remove()).await.map_err(internal)?
+        spawn_blocking(move || file.remove()).await.map_err(internal)??;
+        self.panics.dumps.retain(|known| known.dump != dump);
+        Ok(())
     }
 
     async fn core_file(&self, dump: DumpId) -> Result<CoreFile, Problem> {

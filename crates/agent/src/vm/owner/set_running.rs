@@ -28,6 +28,7 @@ use crate::rules::{self, set_running};
 use crate::storage::disk_keys;
 use crate::storage::medium;
 use crate::vm::internal;
+use crate::vm::panicking;
 use crate::vm::running::{ProcessEvent, Running};
 use crate::vm::serve;
 use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
@@ -44,13 +45,17 @@ impl Owner {
         if self.situation().may(action, None)? == Permission::Already {
             return Ok(());
         }
+        self.require_no_panic()?;
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
+        if what != GuestControl::Pause {
+            running.goes_on();
+        }
         if let Some(paused) = paused {
             // On record first: an agent that finds the guest otherwise does it.
             running.live.paused = paused;
-            running.write(&spec)?;
         }
+        running.write(&spec)?;
         running.qmp.execute(command, Value::Null).await.map(drop).map_err(internal)
     }
 
@@ -88,6 +93,12 @@ impl Owner {
         self.made.retain(|disk, _| new.disk(*disk).is_some());
         self.jobs.keep_disks_of(&new);
         self.keep(set_running::until_next_start(&known, &new))?;
+        if known.hardware.on_crash != new.hardware.on_crash {
+            // On record first: an agent that starts tells QEMU, too.
+            let Some(running) = self.running() else { return Err(not_there()) };
+            let told = panicking::tell_qemu(&running.qmp, new.hardware.on_crash).await;
+            told.map_err(internal)?;
+        }
         self.next = (self.spec != new).then_some(new);
         self.describe();
         Ok(())

@@ -31,6 +31,7 @@ impl Owner {
 
     /// Begins to save the memory of the guest, which stands still from now on.
     pub(super) fn save_memory(&mut self, files: MemoryFiles) -> Result<(), Problem> {
+        self.require_no_panic()?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
         self.request = request_id::current();

@@ -48,6 +48,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
         bytes: None,
         read_bytes: None,
         verified: None,
+        failed: None,
         key: row.key.clone(),
     };
     let kept = snapshots::Snapshot {
@@ -245,7 +246,9 @@ impl Fixture {
         let digest = crate::tasks::backups::digest_of(&manifest);
         let mut write = self.store.write().await.unwrap();
         let definition =
-            crate::services::backups::define(&mut write, backup, &manifest).await.unwrap();
+            crate::services::backups::define(&mut write, backup, &manifest, &Default::default())
+                .await
+                .unwrap();
         let row = crate::tasks::adopt_vm::row(&definition);
         let vm = crate::store::vms::Vm { lifecycle: Lifecycle::Creating, ..row };
         crate::tasks::adopt_vm::insert_rows(&mut write, &definition, &vm).await.unwrap();

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use jiff::Timestamp;
-use vmseal_api::dump::DumpFormat;
+use vmseal_api::dump::{DumpFormat, DumpReason};
 use vmseal_api::id::DumpId;
 
 use super::*;
@@ -32,6 +32,7 @@ async fn reserve(fixture: &Fixture, vm: VmId) -> DumpId {
         vm,
         name: "first".to_owned(),
         format: DumpFormat::Elf,
+        reason: DumpReason::Request,
         created: Timestamp::now(),
         bytes: None,
         encrypted: true,
