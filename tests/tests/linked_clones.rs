@@ -6,7 +6,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ fn files(here: &Installation, vm: &str) -> Vec<PathBuf> {
     std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
 }
 
-fn is_base(file: &PathBuf) -> bool {
+fn is_base(file: &Path) -> bool {
     file.extension().is_some_and(|it| it.to_string_lossy().starts_with("base"))
 }
 
@@ -79,7 +79,7 @@ fn bases(here: &Installation) -> usize {
     let homes = homes.filter(|home| home.is_dir());
     homes
         .flat_map(|home| std::fs::read_dir(home).unwrap().map(|it| it.unwrap().path()))
-        .filter(is_base)
+        .filter(|file| is_base(file))
         .count()
 }
 
@@ -260,7 +260,7 @@ fn a_linked_clone_is_a_vm_like_others() {
     // While its guest runs it gets data and a data key of its own.
     here.vmseal(&["vm", "recrypt", "deeper", "--deep"]).unwrap();
     assert_eq!(here.vm("deeper").unwrap()["linked"], serde_json::Value::Null);
-    assert!(!files(&here, "deeper").iter().any(is_base));
+    assert!(!files(&here, "deeper").iter().any(|file| is_base(file)));
     reads(&mut deeper, "TEXT-OF-DEEPER");
     here.vmseal(&["vm", "recrypt", "one", "--deep"]).unwrap();
     reads(&mut one, "TEXT-OF-ONE");
