@@ -11,6 +11,7 @@ use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_cou
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";

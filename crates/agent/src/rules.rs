@@ -3,7 +3,10 @@
 
 pub mod boot;
 pub mod exclusion;
+mod jobs;
 pub mod set_running;
+
+pub use self::jobs::{check_copied, check_job, check_pace};
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,18 +18,15 @@ use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{
-    DatastoreLocation, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob,
-    DropSourcesJob, DumpJob, ExportJob, JobSpec, KeyReference, KeyState, RevertJob,
-    SHUTDOWN_SECONDS_MAX, SnapshotJob, VmSpec,
+    DatastoreLocation, DiskRole, DiskSpec, ExportJob, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX,
+    VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
-use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use vmseal_api::size::Size;
-use vmseal_api::transfer::ExportFormat;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
@@ -203,160 +203,6 @@ pub fn find_disk(spec: &VmSpec, disk: DiskId) -> Result<&DiskSpec, Problem> {
     })
 }
 
-/// The preconditions of a job besides [`exclusion`]: the job is valid, and what it needs of the VM is there.
-/// `made` says whether a disk is made.
-///
-/// # Errors
-/// `not-found` for a disk that the VM does not have; `invalid-request`; `locked` without its key, where that is
-/// needed; `wrong-state` for an export before its disk is made.
-pub fn check_job(
-    spec: &VmSpec,
-    job: &JobSpec,
-    key: KeyState,
-    made: impl Fn(&DiskSpec) -> bool,
-) -> Result<(), Problem> {
-    match job {
-        JobSpec::Create(create) => {
-            each_once(create.disks.iter().map(|disk| disk.disk))?;
-            for (index, wanted) in create.disks.iter().enumerate() {
-                let disk = find_disk(spec, wanted.disk)?;
-                check_source(disk, wanted)
-                    .map_err(|what| Problem::invalid(format!("disks[{index}].cloud_init"), what))?;
-                needs_key(spec, disk, key)?;
-            }
-            Ok(())
-        }
-        JobSpec::Export(export) => {
-            let disk = find_disk(spec, export.disk)?;
-            holds_data(spec, disk)?;
-            check_export(export)?;
-            needs_to_be_made(spec, disk, made(disk))?;
-            let sealed = export.format == ExportFormat::Sealed;
-            if sealed && !disk.encrypted {
-                let what = format!("disk '{}' is not encrypted: export it as raw", disk.name);
-                return Err(Problem::invalid("format", what));
-            }
-            if sealed { Ok(()) } else { needs_key(spec, disk, key) }
-        }
-        JobSpec::Mirror(mirror) => {
-            each_once(mirror.disks.iter().map(|disk| disk.disk))?;
-            check_pace(mirror.pace)?;
-            mirror.disks.iter().enumerate().try_for_each(|(index, wanted)| {
-                let disk = find_disk(spec, wanted.disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                check_mirror(spec, disk, wanted, key)
-                    .map_err(|problem| Problem { field: field_of(index, &problem), ..problem })
-            })
-        }
-        JobSpec::Convert(job) => {
-            each_once(job.disks.iter().map(|disk| disk.disk))?;
-            if job.bytes_per_second == Some(0) {
-                return Err(Problem::invalid("bytes_per_second", "is 0: such a job has no end"));
-            }
-            job.disks.iter().enumerate().try_for_each(|(index, wanted)| {
-                let disk = find_disk(spec, wanted.disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                let (disk_, encrypted) = (wanted.disk, wanted.encrypted);
-                let as_copy = DiskToMirror { disk: disk_, encrypted, datastore: None };
-                // A disk that was decrypted, and is not known to be, is as it is to be.
-                let again = !disk.encrypted && !encrypted;
-                match check_mirror(spec, disk, &as_copy, key) {
-                    Err(problem) if !again => {
-                        Err(Problem { field: field_of(index, &problem), ..problem })
-                    }
-                    _ => Ok(()),
-                }
-            })
-        }
-        JobSpec::Prove(job) => {
-            each_once(job.disks.iter().copied())?;
-            job.disks.iter().try_for_each(|disk| {
-                let disk = find_disk(spec, *disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                needs_key(spec, disk, key)
-            })
-        }
-        JobSpec::Dump(DumpJob { disk, .. }) => {
-            find_disk(spec, *disk)?;
-            if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
-        }
-        JobSpec::DecryptDump(job) => {
-            find_disk(spec, job.disk)?;
-            if let Some(export) = JobSpec::DecryptDump(job.clone()).exported() {
-                check_export(&export)?;
-            }
-            if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
-        }
-        JobSpec::Backup(job) => {
-            each_once(job.disks.iter().copied())?;
-            vmseal_api::id::check_name(&job.name)
-                .map_err(|error| Problem::invalid("name", error.to_string()))?;
-            if spec.key.is_some() && key == KeyState::Missing {
-                return Err(locked(spec));
-            }
-            job.disks.iter().try_for_each(|disk| {
-                let disk = find_disk(spec, *disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                holds_data(spec, disk)
-            })
-        }
-        JobSpec::VerifyBackup(job) => {
-            find_disk(spec, job.disk)?;
-            if job.key.is_none() && key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
-        }
-        JobSpec::RestoreBackup(job) => {
-            each_once(job.disks.iter().copied())?;
-            job.disks.iter().try_for_each(|disk| {
-                let disk = find_disk(spec, *disk)?;
-                holds_data(spec, disk)?;
-                check_keepable(spec, disk)?;
-                needs_key(spec, disk, key)
-            })
-        }
-        JobSpec::DropSources(DropSourcesJob { disks })
-        | JobSpec::DropSnapshot(DropSnapshotJob { disks, .. }) => {
-            each_once(disks.iter().copied())?;
-            disks.iter().try_for_each(|disk| find_disk(spec, *disk).map(drop))
-        }
-        JobSpec::Snapshot(SnapshotJob { disks, .. }) | JobSpec::Revert(RevertJob { disks, .. }) => {
-            each_once(disks.iter().copied())?;
-            disks.iter().try_for_each(|disk| {
-                let disk = find_disk(spec, *disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                holds_data(spec, disk)?;
-                check_keepable(spec, disk)
-            })
-        }
-    }
-}
-
-/// What a disk needs that another one is filled from, besides [`exclusion`].
-///
-/// # Errors
-/// `wrong-state` before it is made, and for that of a TPM; `locked` without its key.
-pub fn check_copied(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    key: KeyState,
-    made: bool,
-) -> Result<(), Problem> {
-    needs_to_be_made(spec, disk, made)?;
-    holds_data(spec, disk)?;
-    needs_key(spec, disk, key)
-}
-
-/// Whether snapshots can keep a disk.
-fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    if disk.replica.is_none() {
-        return Ok(());
-    }
-    let what = format!(
-        "has a replica of its disk '{}', which would not be reverted. Remove the disk, or back it up instead",
-        disk.name
-    );
-    Err(wrong_state(spec, &what))
-}
-
 /// A disk does not have this snapshot.
 #[must_use]
 pub fn no_snapshot(vm: &str, disk: &DiskSpec, snapshot: SnapshotId) -> Problem {
@@ -392,96 +238,6 @@ pub fn is_linked(spec: &VmSpec, disk: &DiskSpec) -> Problem {
         disk.name, spec.name
     );
     wrong_state(spec, &what)
-}
-
-fn field_of(index: usize, problem: &Problem) -> Option<String> {
-    problem.field.as_ref().map(|field| format!("disks[{index}].{field}"))
-}
-
-/// A job names at least one disk, and each once.
-fn each_once(disks: impl Iterator<Item = DiskId>) -> Result<(), Problem> {
-    let disks: Vec<_> = disks.collect();
-    if disks.is_empty() {
-        return Err(Problem::invalid("disks", "none is named"));
-    }
-    match (1..disks.len()).find(|index| disks[..*index].contains(&disks[*index])) {
-        Some(index) => Err(Problem::invalid(format!("disks[{index}].disk"), "is given twice")),
-        None => Ok(()),
-    }
-}
-
-/// How fast disks are copied.
-///
-/// # Errors
-/// `invalid-request`.
-pub fn check_pace(pace: CopyPace) -> Result<(), Problem> {
-    pace.check().map_err(|wrong| Problem::invalid("pace.bytes_per_second", wrong))
-}
-
-/// What a disk that is copied to another image needs.
-fn check_mirror(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    wanted: &DiskToMirror,
-    key: KeyState,
-) -> Result<(), Problem> {
-    holds_data(spec, disk)?;
-    if wanted.datastore.as_ref().is_some_and(|to| to.datastore == disk.datastore.datastore) {
-        let what = format!("has disk '{}' already", disk.name);
-        return Err(Problem::invalid("datastore", what));
-    }
-    if !disk.encrypted && !wanted.encrypted && wanted.datastore.is_none() {
-        let what = format!("disk '{}' is not encrypted already", disk.name);
-        return Err(Problem::invalid("encrypted", what));
-    }
-    if wanted.encrypted && spec.key.is_none() {
-        return Err(Problem::invalid("encrypted", "the VM has no key"));
-    }
-    if disk.replica.is_some() {
-        let what = format!(
-            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it",
-            disk.name
-        );
-        return Err(wrong_state(spec, &what));
-    }
-    // A disk that stays in the clear needs none.
-    match key {
-        KeyState::Held | KeyState::NotNeeded => Ok(()),
-        KeyState::Missing | KeyState::Unknown => Err(locked(spec)),
-    }
-}
-
-/// A disk for cloud-init is made of its documents, and no other one is.
-fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static str> {
-    if let Some(of) = wanted.copy_of {
-        if of.linked
-            && (of.snapshot.is_none() || disk.role != DiskRole::Data || disk.replica.is_some())
-        {
-            return Err(
-                "is not what a linked clone is of: that is a snapshot of data, without a replica",
-            );
-        }
-        let alone = wanted.source.is_none() && wanted.cloud_init.is_none();
-        let copied = matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables);
-        return if alone && copied {
-            Ok(())
-        } else {
-            Err("is not given together with another disk")
-        };
-    }
-    match (disk.role, &wanted.cloud_init, &wanted.source) {
-        (DiskRole::CloudInit, Some(_), None)
-        | (DiskRole::Data, None, _)
-        | (DiskRole::UefiVariables | DiskRole::Tpm, None, None) => Ok(()),
-        (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
-        (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
-        (DiskRole::UefiVariables | DiskRole::Tpm, None, Some(_)) => {
-            Err("is not needed, nor is an image: the host has what it begins with")
-        }
-        (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {
-            Err("is for a disk of another role")
-        }
-    }
 }
 
 fn needs_key(spec: &VmSpec, disk: &DiskSpec, key: KeyState) -> Result<(), Problem> {

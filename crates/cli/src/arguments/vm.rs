@@ -173,7 +173,7 @@ pub enum Vm {
         /// Share the data, and the data key, of the snapshot: the clone takes room only for what it writes
         ///
         /// It has a key-encryption key of its own. The snapshot cannot be deleted while the clone stands on it, nor the other VM
-        /// encrypted, decrypted, moved or deeply recrypted. `vm recrypt --deep` of the clone gives it data and keys of its own.
+        /// encrypted, decrypted, moved or deeply recrypted; `vm recrypt --deep` of the clone gives it data and keys of its own
         #[arg(long, requires = "snapshot")]
         linked: bool,
         #[command(flatten)]
