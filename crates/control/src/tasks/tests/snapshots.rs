@@ -223,7 +223,7 @@ pub(super) async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
     let delete = || Operation::DeleteSnapshot { vm: origin, snapshot: base };
     let refused = fixture.begin(delete(), "origin").await;
     assert_eq!(fixture.ended(refused).await.state, TaskState::Failed, "{what}");
-    let task = fixture.begin(Operation::DeepRecryptVm { vm }, "web").await;
+    let task = fixture.begin(Operation::DeepRecryptVm { vm, in_place: false }, "web").await;
     assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
     let mut read = fixture.store.read().await.unwrap();
     assert_eq!(links::of_vm(&mut read, vm).await.unwrap(), None, "{what}");
