@@ -67,7 +67,7 @@ fn bench(bounces: bool, bad: Option<u64>) -> Bench {
     let crypt = Crypt::new(&key, Holes::Zero, Chunk::Small, 1 << 20, Arc::default()).unwrap();
     let mut filters: Vec<Box<dyn Filter>> = vec![Box::new(crypt)];
     if bounces {
-        filters.insert(0, Bounce::default().filter().unwrap());
+        filters.insert(0, Bounce::default().filter(&Place::simple(SIZE as u64)).unwrap());
     }
     Bench { plain, put, chain: Chain::new(SIZE as u64, false, filters, storage).unwrap() }
 }

@@ -355,12 +355,12 @@ fn an_image_that_was_left_to_another_writer_is_not_cut_when_it_is_closed() {
     let part = data.as_slice()[0].part(0, 4096);
     let mut one = Segments::default();
     one.push(part);
-    assert_eq!(first.perform(Operation::Write, 0, 4096, &one), Ok(()));
+    assert_eq!(first.perform(Operation::Write, (0, 4096), &one, &mut Vec::new()), Ok(()));
     first.commit().unwrap();
     first.settle_for_readers().unwrap();
     let mut second = place.open();
-    assert_eq!(second.perform(Operation::Write, 0, SIZE, &data), Ok(()));
-    second.perform(Operation::Flush, 0, 0, &Segments::default()).unwrap();
+    assert_eq!(second.perform(Operation::Write, (0, SIZE), &data, &mut Vec::new()), Ok(()));
+    second.perform(Operation::Flush, (0, 0), &Segments::default(), &mut Vec::new()).unwrap();
     first.close().unwrap();
     second.close().unwrap();
     place.check(&vec![Allowed::from([7]); BLOCKS], false, "after the first was closed");
