@@ -78,10 +78,7 @@ impl Job {
     /// Whether it keeps its disks from other work: the copy of a mirrored disk goes on until the job is committed.
     fn holds_disks(&self) -> bool {
         // So does a restored image.
-        let copies = matches!(
-            self.spec,
-            JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Convert(_)
-        );
+        let copies = matches!(self.spec, JobSpec::Mirror(_) | JobSpec::RestoreBackup(_));
         self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
     }
 
@@ -291,9 +288,7 @@ impl Jobs {
                 | JobSpec::VerifyBackup(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
-                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Convert(_) => {
-                    job.spec.disks()
-                }
+                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) => job.spec.disks(),
                 _ => job.unfinished(),
             };
             disks.into_iter().map(move |disk| (disk, activity))

@@ -51,8 +51,12 @@ async fn before_the_commit(agent: &dyn HostAgent, session: &Session, disk: DiskI
         done(agent.put_job(vm, task, job.clone()).await, "preparing it");
         assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
         done(agent.put_job(vm, task, job.clone()).await, "the same again");
-        let other = agent.put_job(vm, TaskId::new(), copy(disk, true)).await;
-        refused(other, ErrorCode::InUse, "a copy of it meanwhile");
+        // What is only prepared keeps nobody from the disk.
+        let other = TaskId::new();
+        done(agent.put_job(vm, other, job.clone()).await, "the same of another task");
+        done(agent.cancel_job(vm, other, job.clone()).await, "cancelling that");
+        refused(commit().await, ErrorCode::NotFound, "committing what another has replaced");
+        done(agent.put_job(vm, task, job.clone()).await, "preparing it anew");
         done(cancel().await, "cancelling it");
         done(cancel().await, "cancelling it again");
         assert_eq!(session.worked(agent, task).await, JobState::Cancelled);

@@ -8,6 +8,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::calls::Later;
 use super::{Inside, SimulatedHost, Work};
+use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 
 /// How far a disk is.
@@ -136,7 +137,14 @@ impl Inside {
         let spec = JobSpec::Convert(job.clone());
         match self.known(vm)?.jobs.same(task, &spec)? {
             Some(JobState::Done | JobState::Running) => Ok(None),
-            Some(JobState::ReadyToCommit) => self.begin_conversions(vm, task, job),
+            Some(JobState::ReadyToCommit) => {
+                let situation = self.situation(vm)?;
+                for wanted in &job.disks {
+                    let disk = find_disk(situation.spec, wanted.disk)?;
+                    situation.may(Action::ConvertDisk, Some(disk))?;
+                }
+                self.begin_conversions(vm, task, job)
+            }
             _ => Err(rules::nothing_to_commit(task)),
         }
     }

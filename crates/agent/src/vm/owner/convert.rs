@@ -105,7 +105,11 @@ impl Owner {
     ) -> Result<(), Problem> {
         match state {
             Some(JobState::Done | JobState::Running) => Ok(()),
-            Some(JobState::ReadyToCommit) => self.begin_conversions(task, job).await,
+            Some(JobState::ReadyToCommit) => {
+                // What is only prepared keeps nobody from the disks.
+                self.may_work(Action::ConvertDisk, &JobSpec::Convert(job.clone()))?;
+                self.begin_conversions(task, job).await
+            }
             // An agent that has restarted: the job is to be put again.
             _ => Err(rules::nothing_to_commit(task)),
         }
