@@ -191,6 +191,6 @@ mod tests {
             read_at(&path)
         };
         assert!(written(file).unwrap().is_some_and(|layers| layers.base().is_some()));
-        assert!(written("").is_err() && written(&vec![file; LAYERS_MAX].join(",")).is_err());
+        assert!(written("").is_err() && written(&[file; LAYERS_MAX].join(",")).is_err());
     }
 }
