@@ -245,7 +245,7 @@ fn a_linked_clone_is_a_vm_like_others() {
     reads(&mut one, "TEXT-OF-ONE");
     here.vmseal(&["snapshot", "delete", "one", "kept"]).unwrap();
     reads(&mut one, "TEXT-OF-ONE");
-    let refused = here.refused(&["disk", "resize", "one", "disk0", "128MiB"]).unwrap();
+    let refused = here.refused(&["disk", "resize", "one", "disk0", "--size", "128MiB"]).unwrap();
     assert!(refused.contains("linked clone"), "{refused}");
 
     // A clone of the clone, and a full one.
