@@ -185,6 +185,8 @@ fn a_guest_that_panics_is_stopped_with_or_without_a_core_dump() {
 fn a_guest_that_panics_is_left_as_it_is_until_somebody_resets_it() {
     let (mut here, mut console) = started("encrypted", &["--on-crash", "preserve"]);
     panics_in(&mut console, 0);
+    // It would take the console back.
+    drop(console);
     here.wait_power(VM, "paused").unwrap();
     assert!(here.wait_alarm(VM, "guest-panicked").unwrap().contains("vmseal vm dump"));
     here.kill_agent();
