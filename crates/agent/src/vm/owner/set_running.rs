@@ -358,7 +358,11 @@ impl Owner {
             let what = "waits for another filter (alarm 'disks-down'). Try again when it runs";
             return Err(refusal(ErrorCode::TimedOut, &spec, what));
         }
-        let status = running.control.status().await.map_err(internal)?;
+        let status = running.control.status().await.map_err(|error| {
+            // It may just have died: another one follows, and the caller asks again.
+            let what = format!("has a filter that does not answer ({error}). Try again in a moment");
+            refusal(ErrorCode::TimedOut, &spec, &what)
+        })?;
         let at_any_time = plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?;
         let unused = |it: &&DiskStatus| {
             let qemu_has_it = running.live.disk(it.disk).is_some();
