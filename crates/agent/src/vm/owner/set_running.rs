@@ -360,7 +360,8 @@ impl Owner {
         }
         let status = running.control.status().await.map_err(|error| {
             // It may just have died: another one follows, and the caller asks again.
-            let what = format!("has a filter that does not answer ({error}). Try again in a moment");
+            let what =
+                format!("has a filter that does not answer ({error}). Try again in a moment");
             refusal(ErrorCode::TimedOut, &spec, &what)
         })?;
         let at_any_time = plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?;
