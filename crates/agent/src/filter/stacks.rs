@@ -1,6 +1,5 @@
-//! What is asked of a running filter with descriptors. Disks get other stacks (docs/decisions/140), or copies
-//! (docs/decisions/152), on one connection, as the
-//! filter lets the disks go on when that ends.
+//! Requests to a running filter that pass descriptors. They give disks other stacks (docs/decisions/140) or copies
+//! (docs/decisions/152). All requests about drained disks use one connection: the filter resumes the disks when it ends.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};

@@ -50,11 +50,11 @@ pub struct Filling<'a> {
     pub image: &'a Image,
 }
 
-/// Why a filter process did not fill a disk.
-enum Failure {
+/// Why a filter process did not do its work on a disk.
+pub enum Failure {
     /// It died; a new one may continue.
     Died(Problem),
-    /// The import cannot be done.
+    /// The work cannot be done.
     Final(Problem),
 }
 

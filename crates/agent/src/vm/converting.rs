@@ -12,10 +12,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::internal;
 use super::report::{Progress, Report};
 use crate::filter::pace::Pace;
-use crate::filter::{self, Control, FilterError};
+use crate::filter::{self, Control};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, too_many};
-use crate::storage::filling::end_idle;
+use crate::storage::filling::{Failure, end_idle};
 use crate::storage::in_place::Wanted;
 
 /// How often a filter is asked how far it is.
@@ -32,25 +32,6 @@ pub struct Converting {
     pub builder: DiskBuilder,
     /// The highest rate, in bytes a second.
     pub rate: Option<u64>,
-}
-
-/// Why an attempt ended.
-enum Failure {
-    /// The filter died; another one goes on.
-    Died(Problem),
-    /// It cannot go on.
-    Final(Problem),
-}
-
-impl From<FilterError> for Failure {
-    fn from(error: FilterError) -> Self {
-        match &error {
-            FilterError::Ended { .. } | FilterError::Io(_) | FilterError::TimedOut => {
-                Self::Died(internal(error))
-            }
-            _ => Self::Final(internal(error)),
-        }
-    }
 }
 
 fn final_(error: impl std::fmt::Display) -> Failure {

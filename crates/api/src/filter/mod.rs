@@ -627,8 +627,8 @@ pub struct MergeSpec {
     pub lock: Handle,
 }
 
-/// Encrypts, decrypts or re-encrypts a disk in the file that it has, which is long enough for both. What is cut off in the
-/// middle goes on with the same journal. The header is not written.
+/// Encrypts, decrypts or re-encrypts a disk in its own file, which is long enough for both forms. An interrupted conversion
+/// continues with the same journal. The header is not written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConvertSpec {

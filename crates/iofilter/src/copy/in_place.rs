@@ -44,22 +44,22 @@ const NAP: Duration = Duration::from_millis(100);
 /// Why a conversion did not come to its end. The file is openable as what it is: a conversion under way.
 #[derive(Debug, thiserror::Error)]
 pub enum InPlaceError {
-    /// Where it has holes.
+    /// The file system does not tell where the image has holes.
     #[error("the holes of the image cannot be found: {0}")]
     Holes(#[from] io::Error),
-    /// Its data.
+    /// A read of the image failed.
     #[error("the image cannot be read: {0}")]
     Read(#[source] IoError),
-    /// The same.
+    /// A write to the image failed.
     #[error("the image cannot be written: {0}")]
     Write(#[source] IoError),
-    /// How far it is.
+    /// The journal cannot be used.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// What is asked for.
+    /// The distance by which data would move is not a multiple of the sector size.
     #[error("data cannot move by {0} bytes: give a multiple of {CRYPT_SECTOR}")]
     Distance(u64),
-    /// Asked to stop.
+    /// The process was asked to end.
     #[error("the conversion was stopped")]
     Stopped,
 }

@@ -586,9 +586,13 @@ impl Prepared {
         if let Some(pivot) = self.pivot.get() {
             pivot.end();
         }
+        // The control socket knows the disk until the process ends: what only that keeps open is closed here, so that images
+        // give back what they have reserved.
+        self.pivot.set(None);
         if let Some(stack) = &self.stack {
             stack.end();
         }
+        self.served.allocation.set(Allocation::Unknown);
         match lived {
             Ok(()) => true,
             Err(message) => {

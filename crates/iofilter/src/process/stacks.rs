@@ -195,6 +195,7 @@ impl DiskStack {
     /// The disk is served no longer: nothing here keeps its image open.
     pub(super) fn end(&self) {
         self.current.end();
+        drop(self.copy().take());
         self.served.allocation.set(Allocation::Unknown);
         if let Some(beside) = &self.beside {
             beside.allocation.set(Allocation::Unknown);

@@ -12,7 +12,7 @@
 //! listener's queue until the workers have other chains.
 //!
 //! A disk has as many workers as chains; each serves one connection at a time. Connections beyond that are closed
-//! at once: a client that makes several and waits for all of them would wait for ever. [`crate::nbd`], [`option`] and
+//! at once: a client that makes several and waits for all of them would never be served. [`crate::nbd`], [`option`] and
 //! [`request`] implement the protocol and do no I/O; [`negotiation`] and [`transmission`] move the bytes.
 //!
 //! Beside another front end, a disk has no workers: [`beside`] makes a chain, and a thread, for each

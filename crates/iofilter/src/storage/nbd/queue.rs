@@ -125,7 +125,7 @@ impl Outgoing {
                 let mut left = length - sent;
                 while left > 0 {
                     let piece = left.min(ZEROES.len());
-                    // SAFETY: it is there for ever; the kernel only reads it.
+                    // SAFETY: it is static; the kernel only reads it.
                     list.push(unsafe { Segment::new(ZEROES.as_ptr().cast_mut(), piece) });
                     left -= piece;
                 }

@@ -26,9 +26,9 @@ const HELD_BACK_MAX: usize = 2 << 20;
 /// How much is fetched, and how much is put off, at a time, in bytes.
 const TOGETHER_MAX: u64 = 4 << 20;
 
-/// How much room the file takes ahead of what is written, in bytes. It is given back when the file is settled or closed; a
-/// filter that ends before leaves it taken, so it is little.
-const ROOM_AHEAD: u64 = 512 << 10;
+/// How much room the file takes ahead of what is written, in bytes: as much as is counted ahead. It is given back when the file
+/// is settled or closed.
+const ROOM_AHEAD: u64 = 16 << 20;
 
 /// What imago's caches of all layers may hold, in bytes. It has no limit in bytes of its own.
 const CACHES_MAX: u64 = 6 << 20;

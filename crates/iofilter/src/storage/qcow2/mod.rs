@@ -294,7 +294,7 @@ fn open_layer(
     which: ChainFile,
 ) -> Result<(ImageFile, FormatAccess<ImageFile>, Layout), Qcow2Error> {
     let failed = |error| Qcow2Error::Open { which, error };
-    // Until its header is read: whoever had it before may have gone past it.
+    // The header is not read in aligned blocks, and a former holder of this open file may have set O_DIRECT.
     through_page_cache(&fd).map_err(failed)?;
     let file = File::from(fd);
     if !file.metadata().map_err(failed)?.is_file() {
