@@ -8,10 +8,10 @@
 //! For disks whose data key others have as well: a guest that saw ciphertext in its memory, and changed it before it is
 //! decrypted, would have a sector of its choice decrypted.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
+use crate::stack::buffer_queue::BufferQueue;
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::layer::{Counter, Layer, Place};
 use crate::stack::memory::Cursor;
@@ -39,7 +39,7 @@ impl Layer for Bounce {
             copied: Arc::clone(&self.0),
             reading: Vec::new(),
             buffers: Vec::new(),
-            waiting: VecDeque::new(),
+            waiting: BufferQueue::default(),
         }))
     }
 
@@ -56,7 +56,6 @@ struct Reading {
     /// Children in flight.
     chunks: u32,
     failed: Option<IoError>,
-    waiting: bool,
 }
 
 struct BounceFilter {
@@ -66,8 +65,8 @@ struct BounceFilter {
     reading: Vec<Option<Reading>>,
     /// The buffer of each child.
     buffers: Vec<Option<Buffer>>,
-    /// Reads that wait for a buffer, oldest first.
-    waiting: VecDeque<RequestId>,
+    /// Reads that wait for a buffer.
+    waiting: BufferQueue,
 }
 
 impl BounceFilter {
@@ -81,11 +80,7 @@ impl BounceFilter {
                 return self.finish_if_drained(id, io);
             }
             let Some(buffer) = self.pool.take(usize::try_from(left).unwrap_or(usize::MAX)) else {
-                io.hold(id);
-                if !std::mem::replace(&mut state.waiting, true) {
-                    self.waiting.push_back(id);
-                }
-                return;
+                return self.waiting.wait(id, io);
             };
             let bytes = left.min(buffer.len() as u64);
             let Some(child) = io.child(id, Operation::Read, offset + state.passed, bytes) else {
@@ -136,24 +131,13 @@ impl BounceFilter {
             state.chunks -= 1;
             state.failed = state.failed.or(result.err());
             let more = state.failed.is_none() && state.passed < io.request(parent).length;
-            if more && !state.waiting && !self.waiting.is_empty() {
-                // Those that waited before come first.
-                state.waiting = true;
-                io.hold(parent);
-                self.waiting.push_back(parent);
-            } else if !state.waiting {
+            if !self.waiting.goes_behind(parent, more, io) {
                 self.pump(parent, io);
             }
         }
-        for _ in 0..self.waiting.len() {
-            let Some(next) = self.waiting.pop_front() else { return };
-            if let Some(state) = self.reading[next.index()].as_mut() {
-                state.waiting = false;
-            }
+        while let Some(next) = self.waiting.next() {
             self.pump(next, io);
-            if self.waiting.back() == Some(&next) {
-                // The pool is empty again: `next` stays the first in line.
-                self.waiting.rotate_right(1);
+            if self.waiting.stays_first(next) {
                 return;
             }
         }
@@ -169,7 +153,7 @@ impl Filter for BounceFilter {
     fn prepare(&mut self, capacity: usize) {
         self.reading.resize_with(capacity, || None);
         self.buffers.resize_with(capacity, || None);
-        self.waiting.reserve(capacity);
+        self.waiting.prepare(capacity);
     }
 
     fn down(&mut self, id: RequestId, io: &mut Io<'_>) {

@@ -1,6 +1,7 @@
 //! How a request passes through a disk, the memory it uses, and the code that all layers share.
 
 pub mod blocking;
+pub mod buffer_queue;
 pub mod chain;
 pub mod contained;
 pub mod dirty;

@@ -13,7 +13,6 @@
 //! Guest memory is never changed by a write. A request that waits for a buffer holds none that does not
 //! come back by itself.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
@@ -21,6 +20,7 @@ use vmseal_api::filter::{CRYPT_SECTOR, Holes};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::xts::{Direction, SECTOR, Xts, XtsError};
 
+use crate::stack::buffer_queue::BufferQueue;
 use crate::stack::chain::{Filter, Io, Limits};
 use crate::stack::figures::{CipherTime, CipherWork, Sampler};
 use crate::stack::layer::{Boundary, Layer, Place};
@@ -115,7 +115,6 @@ struct Sealing {
     chunks: u32,
     cursor: Cursor,
     failed: Option<IoError>,
-    waiting: bool,
 }
 
 /// The filter; see the module.
@@ -132,8 +131,8 @@ pub struct Crypt {
     buffers: Vec<Vec<Buffer>>,
     /// The buffers of the next child.
     taken: Vec<Buffer>,
-    /// Writes that wait for a buffer, oldest first.
-    waiting: VecDeque<RequestId>,
+    /// Writes that wait for a buffer.
+    waiting: BufferQueue,
     /// One sector, for sectors that are scattered in guest memory.
     scratch: Box<[u8; SECTOR]>,
 }
@@ -161,7 +160,7 @@ impl Crypt {
             sealing: Vec::new(),
             buffers: Vec::new(),
             taken: Vec::new(),
-            waiting: VecDeque::new(),
+            waiting: BufferQueue::default(),
             scratch: Box::new([0; SECTOR]),
         })
     }
@@ -182,13 +181,7 @@ impl Crypt {
                     state.sealed += bytes;
                     state.chunks += 1;
                 }
-                Ok(()) => {
-                    io.hold(id);
-                    if !std::mem::replace(&mut state.waiting, true) {
-                        self.waiting.push_back(id);
-                    }
-                    return;
-                }
+                Ok(()) => return self.waiting.wait(id, io),
                 Err(error) => {
                     state.failed = Some(error);
                     self.taken.drain(..).for_each(|buffer| self.pool.give(buffer));
@@ -258,23 +251,13 @@ impl Crypt {
             state.chunks -= 1;
             state.failed = state.failed.or(result.err());
             let more = state.failed.is_none() && state.sealed < io.request(parent).length;
-            if more && !state.waiting && !self.waiting.is_empty() {
-                state.waiting = true;
-                io.hold(parent);
-                self.waiting.push_back(parent);
-            } else if !state.waiting {
+            if !self.waiting.goes_behind(parent, more, io) {
                 self.pump(parent, io);
             }
         }
-        for _ in 0..self.waiting.len() {
-            let Some(next) = self.waiting.pop_front() else { return };
-            if let Some(state) = self.sealing[next.index()].as_mut() {
-                state.waiting = false;
-            }
+        while let Some(next) = self.waiting.next() {
             self.pump(next, io);
-            if self.waiting.back() == Some(&next) {
-                // The pool is empty again: `next` stays the first in line.
-                self.waiting.rotate_right(1);
+            if self.waiting.stays_first(next) {
                 return;
             }
         }
@@ -380,7 +363,7 @@ impl Filter for Crypt {
     fn prepare(&mut self, capacity: usize) {
         self.sealing.resize_with(capacity, || None);
         self.buffers.resize_with(capacity, Vec::new);
-        self.waiting.reserve(capacity);
+        self.waiting.prepare(capacity);
     }
 
     fn down(&mut self, id: RequestId, io: &mut Io<'_>) {
