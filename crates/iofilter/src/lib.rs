@@ -7,7 +7,7 @@
 //! |---|---|
 //! | [`stack`] | how a request passes through a disk, and the memory it uses; start at [`stack::chain`] |
 //! | [`storage`] | where a disk's bytes are stored: file, qcow2, an NBD server, memory |
-//! | [`layers`] | the filters above storage: alignment, encryption, cache, limits, a replica, faults |
+//! | [`layers`] | the filters above storage: alignment, encryption, cache, limits, a replica, faults; stacks of them, and legs |
 //! | [`disk`] | a complete disk, and its status |
 //! | [`front_ends`] | the protocols that serve it: vhost-user-blk to QEMU, NBD to tools |
 //! | [`copy`] | filling a disk from an image, writing a disk to an image |

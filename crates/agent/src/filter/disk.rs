@@ -370,12 +370,17 @@ impl Disk {
         let chain = chain.chain(self.work.cache().map(FilterSpec::Cache));
         // Last, so that it copies what the image holds and takes no room in the cache.
         let replicate = |replica: &Replica| {
-            FilterSpec::Replicate(ReplicateSpec {
-                replica: fd(replica.file.as_fd()),
+            let backend = BackendSpec::File {
+                file: fd(replica.file.as_fd()),
                 offset: self.offset,
+                direct: Direct::Auto,
+                keeps_room: false,
+            };
+            FilterSpec::Replicate(Box::new(ReplicateSpec {
+                to: StackSpec { chain: Vec::new(), backend },
                 map: fd(replica.map.as_fd()),
                 bytes_per_second: replica.bytes_per_second,
-            })
+            }))
         };
         let chain = chain.chain(self.replica.as_ref().map(replicate));
         DiskConfig {
@@ -601,6 +606,11 @@ mod tests {
             panic!("{chain:?}")
         };
         assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
+        let replica = disk.replica.as_ref().unwrap().file.as_raw_fd();
+        let BackendSpec::File { file, .. } = &replicate.to.backend else {
+            panic!("{:?}", replicate.to)
+        };
+        assert_eq!((file, &replicate.to.chain[..]), (&Handle::Fd(replica), &[][..]));
         assert!(matches!(disk.config(0).backend, BackendSpec::File { .. }));
         disk.layers = (0..2).map(|_| tempfile::tempfile().unwrap()).collect();
         assert_eq!(disk.descriptors().count(), 8, "the filter lacks a layer");

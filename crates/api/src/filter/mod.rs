@@ -11,13 +11,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, VmId};
-use crate::pace::{self, CopyPace};
+use crate::pace::CopyPace;
 use crate::size::Size;
 use crate::transfer::ImageFormat;
 
 mod control;
+mod replicate;
 
 pub use control::*;
+pub use replicate::*;
 
 /// The version of this contract. A filter refuses a configuration of another version.
 pub const VERSION: u32 = 1;
@@ -164,12 +166,12 @@ pub enum FilterSpec {
     Cache(CacheSpec),
     /// Copies the disk to a second place, with a lag. Below encryption, where there is any, so that it gets
     /// ciphertext.
-    Replicate(ReplicateSpec),
+    Replicate(Box<ReplicateSpec>),
     /// Copies the disk to another stack while it is used, until it pivots to that stack ([`ControlRequest::Pivot`]).
     Mirror(Box<MirrorSpec>),
 }
 
-/// Filters over a place where data is stored.
+/// Filters over a place where data is stored: what a disk is, and a leg that a filter of it owns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StackSpec {
@@ -216,40 +218,6 @@ pub struct MirrorStatus {
     #[serde(default)]
     pub copied_bytes: u64,
     /// What keeps the disk from being copied, or its map from being kept, at present.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_error: Option<String>,
-}
-
-/// The lowest rate of a replica, in bytes a second.
-pub const REPLICATE_RATE_MIN: u64 = pace::RATE_MIN;
-
-/// A replica, and how it is copied.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ReplicateSpec {
-    /// A file with the length of `offset` plus the disk's size, or a device that is not shorter; open for
-    /// reading and writing, its lock held.
-    pub replica: Handle,
-    /// The offset of the disk's first byte in it, in bytes.
-    #[serde(default)]
-    pub offset: u64,
-    /// The map of what the replica lacks: a regular file beside the disk's own image, not beside the replica;
-    /// open for reading and writing, its lock held. Empty for a new replica.
-    pub map: Handle,
-    /// The highest rate of copying; at least [`REPLICATE_RATE_MIN`].
-    pub bytes_per_second: u64,
-}
-
-/// How a replica stands.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct ReplicaStatus {
-    /// How much may differ from the disk, in bytes, in whole chunks. At 0 they are equal.
-    pub dirty_bytes: u64,
-    /// All that was done on the disk so long ago is in the replica, durably; none if it was never complete.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lag_milliseconds: Option<u64>,
-    /// What keeps it from being copied, or its map from being kept, at present.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
 }
@@ -464,7 +432,8 @@ pub enum BackendSpec {
     Nbd {
         /// Connected stream sockets, which are not negotiated on yet; by a path, for starting a filter by hand, a unix socket
         /// to connect to. Each chain needs one: the disk's queues; a copy of the disk that begins while it is served, as
-        /// many again and one more; the copy of a mirrored disk, its queues and one; each reader beside the front end, one.
+        /// many again and one more; the copy of a mirrored disk, its queues and one; a replica, one; each reader beside the
+        /// front end, one.
         /// 1 to [`NBD_SOCKETS_MAX`].
         sockets: Vec<Handle>,
         /// The export's name; at most 255 bytes.

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use vmseal_api::filter::CRYPT_SECTOR;
 
-use crate::disk::storage::DiskStorage;
+use crate::storage::DiskStorage;
 use crate::storage::extent::Extent;
 use crate::storage::file::FileDisk;
 use crate::storage::qcow2::Extents;

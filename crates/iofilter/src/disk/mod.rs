@@ -2,15 +2,14 @@
 
 pub mod allocation;
 pub mod current;
-pub mod stack;
 pub mod status;
-pub mod storage;
 
 use std::io;
 use std::sync::Arc;
 
 use crate::disk::allocation::Allocation;
-use crate::disk::stack::Stack;
+use crate::layers::leg::COPY_POOL_BYTES;
+use crate::layers::stack::Stack;
 use crate::layers::{align, crypt, stays_above_a_mirror};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::dirty::Bitmaps;
@@ -19,8 +18,8 @@ use crate::stack::layer::Layer;
 use crate::stack::request::IoError;
 use crate::storage::file::FileDisk;
 
-pub use crate::disk::storage::DiskStorage;
 pub use crate::layers::crypt::Encryption;
+pub use crate::storage::DiskStorage;
 
 /// The limit for all bounce buffers of a process together. With tables, stacks and the program's own
 /// memory a process stays under 32 MiB.
@@ -34,9 +33,6 @@ const DEVICE_POOL_BYTES: usize = 6 * 1024 * 1024;
 
 /// The limit for a chain that only reads, for reads that are not of whole sectors.
 pub const READER_POOL_BYTES: usize = 256 * 1024;
-
-/// The limit for a chain that copies: four pieces of 512 KiB, and a quarter for [`align`].
-pub const COPY_POOL_BYTES: usize = 3 * 1024 * 1024;
 
 /// A disk from which chains are made, one per queue.
 #[derive(Clone, Debug)]

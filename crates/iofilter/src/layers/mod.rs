@@ -1,4 +1,5 @@
-//! The filters of a disk's chain: each passes, completes or splits requests.
+//! The layers of a disk, what stands of them in each chain, a filter that passes, completes or splits requests, and what they
+//! make together: stacks, which disks are, and layers own as legs.
 
 pub mod align;
 pub mod bounce;
@@ -6,8 +7,10 @@ pub mod cache;
 pub mod crypt;
 pub mod delay;
 pub mod fault;
+pub mod leg;
 pub mod limit;
 pub mod replicate;
+pub mod stack;
 
 use std::sync::Arc;
 

@@ -129,7 +129,7 @@ pub fn bounces_reads(disk: &DiskConfig) -> bool {
 #[must_use]
 pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
     disk.chain.iter().find_map(|link| match link {
-        FilterSpec::Replicate(replica) => Some(replica),
+        FilterSpec::Replicate(replica) => Some(&**replica),
         _ => None,
     })
 }

@@ -13,6 +13,7 @@ mod convert;
 mod descriptors;
 mod mirror;
 mod open_stack;
+pub mod replica;
 pub mod slice;
 pub mod stacks;
 
@@ -38,11 +39,10 @@ use crate::copy::in_place::{InPlace, InPlaceError};
 use crate::copy::merge::{Merge, Parts};
 use crate::copy::source::Source;
 use crate::copy::sums::Sums;
+use crate::disk::Disk;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
-use crate::disk::stack::Stack;
 use crate::disk::status::DiskState;
-use crate::disk::{Disk, DiskStorage};
 use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd;
 use crate::front_ends::vhost_user;
@@ -52,13 +52,14 @@ use crate::layers::replicate::mirror::Pivot;
 use crate::layers::replicate::open::ReplicaError;
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{self, Replicate};
-use crate::process::open_stack::{StoredDisk, layers_of, storage};
+use crate::process::open_stack::{IMAGE, OpenedStack, WantedStack};
 use crate::process::stacks::DiskStack;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::layer::Layer;
 use crate::stack::orders::Orders;
 use crate::stack::stop::Stop;
+use crate::storage::DiskStorage;
 use crate::storage::file::OpenError;
 use crate::storage::nbd::NbdError;
 use crate::storage::own::LayerParts;
@@ -82,27 +83,33 @@ pub enum StartError {
         /// Why.
         error: HandleError,
     },
-    /// A disk's file.
-    #[error("disk {disk}: {error}")]
+    /// A disk's file, or that of a leg.
+    #[error("disk {disk}, {what}: {error}")]
     Open {
         /// Which disk.
         disk: DiskId,
+        /// Which of its files.
+        what: &'static str,
         /// Why.
         error: OpenError,
     },
-    /// A disk's qcow2 image.
-    #[error("disk {disk}: {error}")]
+    /// The same, in QEMU's format.
+    #[error("disk {disk}, {what}: {error}")]
     Image {
         /// Which disk.
         disk: DiskId,
+        /// Which of its images.
+        what: &'static str,
         /// Why.
         error: Qcow2Error,
     },
-    /// The export that a disk is stored in.
-    #[error("disk {disk}: {error}")]
+    /// The export that a disk, or a leg, is stored in.
+    #[error("disk {disk}, {what}: {error}")]
     Nbd {
         /// Which disk.
         disk: DiskId,
+        /// What is stored there.
+        what: &'static str,
         /// Why.
         error: NbdError,
     },
@@ -155,6 +162,8 @@ struct Prepared {
     replica: Option<(Replicate, Copier)>,
     pivot: Arc<CurrentPivot>,
     stack: Option<Arc<DiskStack>>,
+    /// The files of a stack that is not exchanged: what is open has their locks.
+    _files: Vec<Arc<OwnedFd>>,
     /// The limit of a front end's own buffers, for each chain.
     pool_bytes: usize,
     served: Arc<ServedDisk>,
@@ -309,10 +318,25 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         move |error| StartError::Handle { what, error }
     };
     let (size, read_only) = (config.size, config.read_only);
-    let StoredDisk { storage, sparse, files } =
-        storage(id, size, read_only, &config.backend, handles)?;
     // Without a cipher, or if the cipher reads a hole as zeroes, too.
     let zeroes = config::keeps_zeroes(&config.chain);
+    let (mut replica, mut copy) = (None, None);
+    let (chain, backend) = (&config.chain[..], &config.backend);
+    let wanted = WantedStack { disk: id, what: IMAGE, size, read_only, chain, backend };
+    let opened = open_stack::open(wanted, handles, |link, image, handles| {
+        Ok(match link {
+            FilterSpec::Replicate(spec) => {
+                let opened = replica.insert(replica::open(id, size, spec, image, handles)?);
+                Some(Arc::new(opened.replicate.clone()) as Arc<dyn Layer>)
+            }
+            FilterSpec::Mirror(spec) => {
+                let opened = mirror::open(id, size, spec, (image, zeroes), handles)?;
+                Some(copy.insert(opened).layer())
+            }
+            _ => None,
+        })
+    });
+    let OpenedStack { stack, sparse, files } = opened?;
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
@@ -321,7 +345,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let merge = match &config.merge {
-        Some(spec) => Some(layer_to_merge(config, spec, (&storage, zeroes), handles)?),
+        Some(spec) => Some(layer_to_merge(config, spec, (stack.storage(), zeroes), handles)?),
         None => None,
     };
     let sparse = sparse.filter(|_| zeroes);
@@ -356,20 +380,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let queues = config::queues(config);
-    let replica = replica(config, handles, &storage)?;
-    let opened = config::mirror(config);
-    let image = (&storage, zeroes);
-    let opened = opened.map(|spec| mirror::open(id, size, spec, image, handles)).transpose()?;
-    let layers = layers_of(id, &config.chain, handles, |link| match link {
-        FilterSpec::Replicate(_) => {
-            replica.as_ref().map(|it| Arc::new(it.replicate.clone()) as Arc<dyn Layer>)
-        }
-        _ => opened.as_ref().map(|mirror| mirror.layer()),
-    })?;
-    let disk = Disk::of(Stack::new(layers, storage, size), read_only, all);
+    let disk = Disk::of(stack, read_only, all);
     let convert = config.convert.as_ref();
     let convert = convert.map(|spec| convert::open(config, spec, &disk, handles)).transpose()?;
-    let mirrored = opened.map(|opened| opened.between(&disk, queues, all)).transpose()?;
+    let mirrored = copy.map(|copy| copy.between(&disk, queues, all)).transpose()?;
     let chains = (0..queues).map(|_| disk.chain()).collect::<Result<_, _>>();
     let chains = chains.map_err(|error| StartError::Chain { disk: id, error })?;
     let mut layers = disk.layers();
@@ -405,7 +419,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let replica = match replica {
         Some(opened) => {
             let (replicate, source) = (opened.replicate.clone(), disk.below(replicate::KIND)?);
-            Some((replicate, opened.copier(source, disk.file().cloned())))
+            let copier = opened.copier(source, disk.file().cloned());
+            Some((replicate, copier.map_err(|error| StartError::Chain { disk: id, error })?))
         }
         None => None,
     };
@@ -441,6 +456,8 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         }),
         disk: Arc::clone(&disk),
     });
+    let of_copy = copy.iter().flat_map(|copy| &copy.files);
+    let kept = if can_change { Vec::new() } else { files.iter().chain(of_copy).cloned().collect() };
     let stack = can_change.then(|| {
         let beside = beside.as_ref().map(|beside| Arc::clone(&beside.served));
         let mirrors = can_be_mirrored.then(|| Arc::clone(&pivot));
@@ -466,23 +483,11 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         replica,
         pivot,
         stack,
+        _files: kept,
         pool_bytes,
         served,
         disk: id,
     })
-}
-
-/// The disk's replica.
-fn replica(
-    config: &DiskConfig,
-    handles: &mut Handles,
-    storage: &DiskStorage,
-) -> Result<Option<replicate::open::OpenedReplica>, StartError> {
-    let Some(spec) = config::replica(config) else { return Ok(None) };
-    let image = storage.file();
-    replicate::open::OpenedReplica::open(config.disk, config.size, spec, image, handles)
-        .map(Some)
-        .map_err(|error| StartError::Replica { disk: config.disk, error })
 }
 
 /// The file that a disk is exported to.
@@ -542,7 +547,7 @@ fn layer_to_merge(
     handles: &mut Handles,
 ) -> Result<LayerToMerge, StartError> {
     let id = config.disk;
-    let failed = |error| StartError::Image { disk: id, error };
+    let failed = |error| StartError::Image { disk: id, what: IMAGE, error };
     let parts = match layer {
         DiskStorage::Qcow2(image) => {
             let extents = image.extents().map_err(|error| failed(Qcow2Error::System(error)))?;
@@ -551,9 +556,11 @@ fn layer_to_merge(
         DiskStorage::File(_) => Parts::Flat(Allocation::of(layer, zeroes)),
         DiskStorage::Nbd(_) | DiskStorage::Mem(_) => return Err(failed(Qcow2Error::NotALayer)),
     };
-    let target = storage(id, config.size, false, &spec.into.backend, handles)?.storage;
-    let layers = layers_of(id, &spec.into.chain, handles, |_| None)?;
-    let target = Disk::of(Stack::new(layers, target, config.size), false, 2).chain();
+    let (size, what) = (config.size, "what it is merged into");
+    let (chain, backend) = (&spec.into.chain[..], &spec.into.backend);
+    let wanted = WantedStack { disk: id, what, size, read_only: false, chain, backend };
+    let OpenedStack { stack: target, .. } = open_stack::open_without_legs(wanted, handles)?;
+    let target = Disk::of(target, false, 2).chain();
     let target = target.map_err(|error| StartError::Chain { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
     let lock = handles.file(&spec.lock, false);

@@ -26,11 +26,10 @@ use vmseal_api::id::DiskId;
 use crate::disk::Disk;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::{CurrentDisk, IsRead};
-use crate::disk::stack::Stack;
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
 use crate::process::mirror::{self, Copy, Mirrored};
-use crate::process::open_stack::{StoredDisk, layers_of, storage};
+use crate::process::open_stack::{self, IMAGE, WantedStack};
 use crate::process::{CurrentPivot, RunningDisk, StartError, config};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::gate::{Gate, Held};
@@ -104,7 +103,7 @@ pub struct DiskStack {
     current: Arc<CurrentDisk>,
     served: Arc<ServedDisk>,
     beside: Option<Arc<ServedDisk>>,
-    files: Mutex<BTreeMap<(u64, u64), OwnedFd>>,
+    files: Mutex<BTreeMap<(u64, u64), Arc<OwnedFd>>>,
     /// How many chains serve it.
     queues: usize,
     /// The chains of the whole process, which share its buffers.
@@ -121,7 +120,7 @@ fn identity(file: &OwnedFd) -> std::io::Result<(u64, u64)> {
 }
 
 /// The file that is written, of those that a disk has.
-pub(super) fn written(files: &[OwnedFd]) -> Option<DiskFile> {
+pub(super) fn written(files: &[Arc<OwnedFd>]) -> Option<DiskFile> {
     let (device, inode) = identity(files.first()?).ok()?;
     Some(DiskFile { device, inode })
 }
@@ -131,7 +130,7 @@ impl DiskStack {
         current: Arc<CurrentDisk>,
         served: Arc<ServedDisk>,
         beside: Option<Arc<ServedDisk>>,
-        files: Vec<OwnedFd>,
+        files: Vec<Arc<OwnedFd>>,
         (queues, pools): (usize, usize),
         pivot: Option<Arc<CurrentPivot>>,
     ) -> Self {
@@ -175,7 +174,7 @@ impl DiskStack {
     }
 
     /// Has the status and the readers' view be those of this disk in these files; returns the files that it has no more.
-    fn show(&self, disk: &Disk, files: Vec<OwnedFd>) -> BTreeMap<(u64, u64), OwnedFd> {
+    fn show(&self, disk: &Disk, files: Vec<Arc<OwnedFd>>) -> BTreeMap<(u64, u64), Arc<OwnedFd>> {
         let state = &self.served.state;
         state.set_file(written(&files));
         state.set_layers(disk.layers());
@@ -208,7 +207,7 @@ impl DiskStack {
         spec: &NewStack,
         handles: &mut Handles,
         chains: usize,
-    ) -> Result<OpenedStack, NotChanged> {
+    ) -> Result<OpenedDisk, NotChanged> {
         let id = self.id();
         config::check_new_stack(spec).map_err(|what| NotChanged::Sense(id, what))?;
         if self.copy().is_some() {
@@ -218,15 +217,13 @@ impl DiskStack {
         let former = self.current.disk().ok_or(NotChanged::Ending(id))?;
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
         let (size, read_only) = (former.size(), former.read_only());
-        let StoredDisk { storage, files, .. } =
-            storage(id, size, read_only, &spec.backend, handles)?;
+        let (chain, backend) = (spec.chain.as_deref().unwrap_or_default(), &spec.backend);
+        let wanted = WantedStack { disk: id, what: IMAGE, size, read_only, chain, backend };
+        let open_stack::OpenedStack { stack, files, .. } =
+            open_stack::open_without_legs(wanted, handles)?;
         let disk = match &spec.chain {
-            None => former.moved_to(storage),
-            Some(chain) => {
-                let layers = layers_of(id, chain, handles, |_| None)?;
-                let stack = Stack::new(layers, storage, size);
-                Disk::of(stack, read_only, self.pools).as_copy_of(&former)
-            }
+            None => former.moved_to(stack.storage().clone()),
+            Some(_) => Disk::of(stack, read_only, self.pools).as_copy_of(&former),
         };
         let keeps_filters = spec.chain.is_none() && former.filters_suit(&disk);
         let new = if keeps_filters {
@@ -235,12 +232,12 @@ impl DiskStack {
             let made = (0..chains).map(|_| disk.chain()).collect::<std::io::Result<_>>();
             NewChains::Whole(made.map_err(|error| StartError::Chain { disk: id, error })?)
         };
-        Ok(OpenedStack { disk: Arc::new(disk), new, files })
+        Ok(OpenedDisk { disk: Arc::new(disk), new, files })
     }
 
     /// Puts a new stack under the disk.
-    fn put(&self, opened: OpenedStack, chains: &mut Vec<Chain>) -> FormerStack {
-        let OpenedStack { disk, new, files } = opened;
+    fn put(&self, opened: OpenedDisk, chains: &mut Vec<Chain>) -> FormerStack {
+        let OpenedDisk { disk, new, files } = opened;
         let before = self.show(&disk, files);
         // Of a copy that it has pivoted to, nothing is left to be said.
         self.served.state.set_mirror(None);
@@ -313,15 +310,15 @@ struct OpenedMirror {
     pivot: Arc<CurrentPivot>,
 }
 
-fn by_identity(files: Vec<OwnedFd>) -> BTreeMap<(u64, u64), OwnedFd> {
+fn by_identity(files: Vec<Arc<OwnedFd>>) -> BTreeMap<(u64, u64), Arc<OwnedFd>> {
     files.into_iter().filter_map(|file| Some((identity(&file).ok()?, file))).collect()
 }
 
 /// A stack that is open, and not yet in use.
-struct OpenedStack {
+struct OpenedDisk {
     disk: Arc<Disk>,
     new: NewChains,
-    files: Vec<OwnedFd>,
+    files: Vec<Arc<OwnedFd>>,
 }
 
 enum NewChains {
@@ -346,7 +343,7 @@ impl From<Vec<Chain>> for FormerChains {
 pub(super) struct FormerStack {
     _chains: FormerChains,
     _disk: Option<Arc<Disk>>,
-    _files: BTreeMap<(u64, u64), OwnedFd>,
+    _files: BTreeMap<(u64, u64), Arc<OwnedFd>>,
 }
 
 /// What disks had before they got other stacks.
@@ -477,7 +474,7 @@ impl Drained {
         if stacks.is_empty() || !stacks.iter().all(|stack| seen.insert(stack.disk)) {
             return Err(NotChanged::Names);
         }
-        let mut changes: Vec<(&DrainedDisk, Held<'_>, OpenedStack)> = Vec::new();
+        let mut changes: Vec<(&DrainedDisk, Held<'_>, OpenedDisk)> = Vec::new();
         for spec in stacks {
             let found = self.disks.iter().find(|disk| disk.stack.id() == spec.disk);
             let disk = found.ok_or(NotChanged::NotDrained(spec.disk))?;

@@ -12,7 +12,7 @@
 use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -140,13 +140,11 @@ impl FileDisk {
         self.target.cut.store(false, Ordering::Relaxed);
     }
 
-    /// Whether both use the same file.
+    /// Whether it is in this file.
     #[must_use]
-    pub fn is_same_file(&self, other: &Self) -> bool {
-        let id = |disk: &Self| {
-            nix::sys::stat::fstat(&disk.target.fd).map(|stat| (stat.st_dev, stat.st_ino))
-        };
-        matches!((id(self), id(other)), (Ok(one), Ok(other)) if one == other)
+    pub fn is_in(&self, file: &impl AsFd) -> bool {
+        let id = |fd| nix::sys::stat::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino));
+        matches!((id(self.as_fd()), id(file.as_fd())), (Ok(one), Ok(other)) if one == other)
     }
 
     /// Makes what was written durable, beside the queues.
@@ -207,6 +205,12 @@ impl FileDisk {
     #[must_use]
     pub fn blocking_queue(&self) -> Box<dyn Storage> {
         Box::new(SyncFile::new(Arc::clone(&self.target)))
+    }
+}
+
+impl AsFd for FileDisk {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.target.fd.as_fd()
     }
 }
 

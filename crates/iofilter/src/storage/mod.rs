@@ -2,6 +2,7 @@
 
 pub mod extent;
 pub mod file;
+pub mod kinds;
 pub mod mem;
 pub mod nbd;
 pub mod own;
@@ -10,3 +11,5 @@ pub mod rings;
 pub mod sync;
 pub mod target;
 pub mod uring;
+
+pub use crate::storage::kinds::DiskStorage;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::Disk;
-use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
+use vmseal_iofilter::layers::leg::LegChain;
 use vmseal_iofilter::layers::replicate::copier::{Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::Geometry;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
@@ -25,8 +25,8 @@ pub struct Replicated {
     size: u64,
 }
 
-fn place(disk: &MemDisk, size: u64) -> BlockingDisk {
-    BlockingDisk::new(Chain::new(size, false, Vec::new(), disk.queue()).unwrap())
+fn place(disk: &MemDisk, size: u64) -> Chain {
+    Chain::new(size, false, Vec::new(), disk.queue()).unwrap()
 }
 
 impl Replicated {
@@ -34,12 +34,12 @@ impl Replicated {
     pub fn new(size: u64) -> Self {
         let geometry = Geometry::new(DiskId::new(), size).with_shift(SHIFT);
         let map_bytes = geometry.map_bytes();
-        let map = place(&MemDisk::new(map_bytes), map_bytes as u64);
+        let map = LegChain::new(place(&MemDisk::new(map_bytes), map_bytes as u64));
         let (replicate, _) = Replicate::new(geometry, map);
         // The copy of a disk of zeroes.
         let replica = MemDisk::new(size as usize);
-        let mut copier =
-            Copier::new(&replicate, place(&replica, size), None, place(&replica, size));
+        let leg = LegChain::new(place(&replica, size));
+        let mut copier = Copier::new(&replicate, place(&replica, size), None, leg);
         while replicate.status().dirty_bytes > 0 {
             copier.batch().unwrap();
         }
@@ -62,9 +62,8 @@ impl Replicated {
     }
 
     fn copier(&self, disk: &Disk) -> Copier {
-        let source = BlockingDisk::new(disk.below(KIND).unwrap());
-        let replica = place(&self.replica, self.size);
-        Copier::new(&self.replicate, source, disk.file().cloned(), replica)
+        let leg = LegChain::new(place(&self.replica, self.size));
+        Copier::new(&self.replicate, disk.below(KIND).unwrap(), disk.file().cloned(), leg)
     }
 
     /// The content of the replica.
@@ -75,7 +74,7 @@ impl Replicated {
 
 /// The chain below the replica's layer.
 pub fn below(disk: &Disk) -> Vec<u8> {
-    let mut source = BlockingDisk::new(disk.below(KIND).unwrap());
+    let mut source = LegChain::new(disk.below(KIND).unwrap());
     let mut pages = vec![Page([0xee; 4096]); disk.size() as usize / 4096];
     // SAFETY: the pages outlive the read, which is over when the call returns.
     let all = unsafe { Segment::new(pages.as_mut_ptr().cast(), disk.size() as usize) };

@@ -7,8 +7,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmseal_api::filter::Holes;
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
+use vmseal_iofilter::layers::leg::LegChain;
 use vmseal_iofilter::layers::replicate::Replicate;
-use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::format::Geometry;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
@@ -135,14 +135,14 @@ fn the_first_change_of_a_chunk_is_woken_by_the_mark() {
     let geometry = Geometry::new(DiskId::new(), SIZE);
     let map = MemDisk::new(geometry.map_bytes());
     let map = Chain::new(geometry.map_bytes() as u64, false, Vec::new(), map.queue()).unwrap();
-    let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(map));
+    let (replicate, _) = Replicate::new(geometry, LegChain::new(map));
     // Chunks that were never copied are marked. For this test the replica has all of them from here on.
     let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
     let source = MemDisk::new(SIZE as usize);
     let mut chain = Chain::new(SIZE, false, filters, source.queue()).unwrap();
-    let place = || BlockingDisk::new(Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap());
+    let place = || Chain::new(SIZE, false, Vec::new(), source.queue()).unwrap();
     let copier = vmseal_iofilter::layers::replicate::copier::Copier::new;
-    let mut copier = copier(&replicate, place(), None, place());
+    let mut copier = copier(&replicate, place(), None, LegChain::new(place()));
     while replicate.status().dirty_bytes > 0 {
         copier.batch().unwrap();
     }

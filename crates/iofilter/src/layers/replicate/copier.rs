@@ -10,12 +10,13 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::leg::LegChain;
 use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
 use crate::layers::replicate::pace::Bucket;
 use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
 use crate::layers::replicate::{Replicate, Waited};
+use crate::stack::chain::Chain;
 use crate::stack::request::IoError;
 use crate::storage::extent::Own;
 use crate::storage::file::FileDisk;
@@ -108,13 +109,13 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Copies from `source`, the part of the chain below the filter, to `replica`.
+    /// Copies from `source`, a chain of what is below the layer, to its leg.
     #[must_use]
     pub fn new(
         replicate: &Replicate,
-        source: BlockingDisk,
+        source: Chain,
         holes: Option<FileDisk>,
-        replica: BlockingDisk,
+        leg: LegChain,
     ) -> Self {
         // A replica is copied for good, so it must not be felt.
         let pieces = match replicate.0.geometry.purpose() {
@@ -123,7 +124,7 @@ impl Copier {
         };
         Self {
             replicate: replicate.clone(),
-            pipe: Pipe::new(source, replica, pieces),
+            pipe: Pipe::new(source, leg, pieces),
             holes,
             layer: None,
             next: 0,

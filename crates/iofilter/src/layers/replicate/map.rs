@@ -25,7 +25,7 @@
 
 use std::fmt;
 
-use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::leg::LegChain;
 use crate::layers::replicate::chunks::{Chunks, CopyTicket, NEVER, Span};
 use crate::layers::replicate::format::{BLOCK, Foreign, Geometry, Image, Purpose};
 use crate::stack::memory::Segment;
@@ -107,7 +107,7 @@ pub enum PivotError {
 
 /// See the module.
 pub struct Map {
-    file: BlockingDisk,
+    file: LegChain,
     image: Image,
     validity: MapValidity,
     /// The first error since the file was last valid.
@@ -116,7 +116,7 @@ pub struct Map {
 
 impl Map {
     /// Reads the map, marks the chunks that it calls dirty, and writes a new map where there is none.
-    pub fn open(file: BlockingDisk, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
+    pub fn open(file: LegChain, geometry: Geometry, chunks: &Chunks) -> (Self, MapLoad) {
         let (mut map, found) = Self::read(file, geometry);
         if geometry.purpose() == Purpose::Mirror && !found.tells_the_place() {
             return (map, found);
@@ -137,7 +137,7 @@ impl Map {
         (map, found)
     }
 
-    fn read(mut file: BlockingDisk, geometry: Geometry) -> (Self, MapLoad) {
+    fn read(mut file: LegChain, geometry: Geometry) -> (Self, MapLoad) {
         let mut bytes = vec![0; geometry.map_bytes()];
         // SAFETY: the bytes outlive the read, which is over when the call returns.
         let read = file.read(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) });

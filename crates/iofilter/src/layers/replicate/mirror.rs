@@ -10,23 +10,26 @@
 //! right place. Only the disk's own thread pivots, with all of its queues stopped. What only the former place needed is
 //! returned, for another thread to close: that takes longer than the pivot.
 
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Direct, Handle, MirrorStatus, ReplicaStatus};
+use vmseal_api::filter::{Handle, MirrorStatus, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::size::Size;
 
-use crate::handle::{Handles, lock_if_path};
-use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::handle::Handles;
+use crate::layers::leg::Leg;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::format::Geometry;
 use crate::layers::replicate::map::{MapLoad, PivotError};
-use crate::layers::replicate::open::{ReplicaError, lengthened};
+use crate::layers::replicate::open::{ReplicaError, open_map};
 use crate::layers::replicate::threads::Replicating;
 use crate::layers::replicate::{Replicate, lock};
 use crate::stack::chain::Chain;
+use crate::stack::figures::CipherTime;
+use crate::storage::DiskStorage;
 use crate::storage::file::FileDisk;
 use crate::storage::own::LayerParts;
 
@@ -106,12 +109,14 @@ pub struct OpenedMirror {
     pub replicate: Replicate,
     /// Its status.
     pub mirror: Arc<Mirror>,
+    /// Where the copy is.
+    leg: Leg,
     /// Of the disk, where the copy has the same below it.
     layer: Option<LayerParts>,
 }
 
 impl OpenedMirror {
-    /// Opens the map of a disk's copy; `places` are the files of the disk and of its copy.
+    /// Opens the map of a disk's copy, which is in `leg`; the disk itself is stored in `image`.
     ///
     /// # Errors
     /// [`ReplicaError`]: among others, the map does not tell which place has the disk's data.
@@ -120,23 +125,13 @@ impl OpenedMirror {
         size: u64,
         map: &Handle,
         pace: CopyPace,
-        places: &[&FileDisk],
+        image: &DiskStorage,
+        leg: Leg,
         handles: &mut Handles,
     ) -> Result<Self, ReplicaError> {
         let geometry = Geometry::new(disk, size).of_mirror();
-        let of_handle = |error| ReplicaError::Handle { what: MAP, error };
-        let file = handles.file(map, true).map_err(of_handle)?;
-        lock_if_path(&file, map, true).map_err(of_handle)?;
-        let map_bytes = geometry.map_bytes() as u64;
-        let file = lengthened(file, map_bytes, MAP)?;
-        let file = FileDisk::open(file, 0, map_bytes, Direct::Off, false)
-            .map_err(|error| ReplicaError::Open { what: MAP, error })?;
-        if places.iter().any(|place| place.is_same_file(&file)) {
-            return Err(ReplicaError::Same);
-        }
-        let file = BlockingDisk::file(file, map_bytes)
-            .map_err(|error| ReplicaError::Look { what: MAP, error })?;
-        let (replicate, found) = Replicate::new(geometry, file);
+        let map = open_map(geometry, (MAP, map), image, &leg, handles)?;
+        let (replicate, found) = Replicate::new(geometry, map);
         let pivoted = found == MapLoad::Pivoted;
         if !found.tells_the_place() {
             return Err(ReplicaError::NoPlace(found));
@@ -148,7 +143,7 @@ impl OpenedMirror {
         tracing::info!(%disk, pivoted, ?pace, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let copied = (!pivoted).then(|| replicate.clone());
         let mirror = Arc::new(Mirror(Mutex::new(copied)));
-        Ok(Self { replicate, mirror, layer: None })
+        Ok(Self { replicate, mirror, leg, layer: None })
     }
 
     /// Copies only what the disk's own image has: below it the copy has the same.
@@ -157,20 +152,29 @@ impl OpenedMirror {
         Self { layer, ..self }
     }
 
-    /// Copies from `source`, what is below the filter, with the file whose holes are zeroes, to `copy`. `chains` are those
-    /// of the copy, for the disk's queues.
+    /// Where the copy is.
     #[must_use]
+    pub fn leg(&self) -> &Leg {
+        &self.leg
+    }
+
+    /// Copies from `source`, what is below the layer, with the file whose holes are zeroes, to the leg. `chains` are those
+    /// of the copy, for the disk's queues, whose cipher's time is `cipher_time`.
+    ///
+    /// # Errors
+    /// As [`Leg::chain`].
     pub fn between(
         self,
-        source: BlockingDisk,
+        source: Chain,
         holes: Option<FileDisk>,
-        copy: BlockingDisk,
         chains: Vec<Chain>,
-    ) -> Pivot {
-        let Self { replicate, mirror, layer } = self;
-        let copier = Copier::new(&replicate, source, holes, copy).of_layer(layer);
-        let former = Former { replicate, copier: Some(Box::new(copier)), copying: None };
-        Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) }
+        cipher_time: &Arc<CipherTime>,
+    ) -> io::Result<Pivot> {
+        let Self { replicate, mirror, leg, layer } = self;
+        let copier = Copier::new(&replicate, source, holes, leg.chain(cipher_time)?);
+        let copier = Some(Box::new(copier.of_layer(layer)));
+        let former = Former { replicate, copier, copying: None };
+        Ok(Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) })
     }
 
     /// Of a disk that has pivoted before.

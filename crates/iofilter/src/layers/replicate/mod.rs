@@ -17,7 +17,6 @@
 //! The replica equals the disk when no chunk is marked. Until then its chunks are of different times, so it is not
 //! an image of one instant. See docs/decisions/043.
 
-pub mod blocking_disk;
 pub mod chunks;
 pub mod copier;
 pub mod format;
@@ -39,7 +38,7 @@ use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 
-use crate::layers::replicate::blocking_disk::BlockingDisk;
+use crate::layers::leg::LegChain;
 use crate::layers::replicate::chunks::{Chunks, NEVER, Span};
 use crate::layers::replicate::format::{Geometry, Purpose};
 use crate::layers::replicate::map::{Copied, Map, MapLoad};
@@ -177,7 +176,7 @@ pub struct Replicate(Arc<ReplicaState>);
 impl Replicate {
     /// Loads the map of a disk, or begins one; also returns what was found.
     #[must_use]
-    pub fn new(geometry: Geometry, map: BlockingDisk) -> (Self, MapLoad) {
+    pub fn new(geometry: Geometry, map: LegChain) -> (Self, MapLoad) {
         let chunks = Chunks::new(geometry.chunks());
         let (map, found) = Map::open(map, geometry, &chunks);
         let shared = ReplicaState {

@@ -1,21 +1,22 @@
-//! Opening a replica and its map, before the process serves.
+//! Opening what a replica is kept with, before the process serves.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
-use nix::sys::stat::{FileStat, fstat};
-use vmseal_api::filter::{Direct, ReplicateSpec};
+use vmseal_api::filter::{Direct, Handle};
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 
 use crate::handle::{HandleError, Handles, lock_if_path};
+use crate::layers::leg::{Leg, LegChain};
 use crate::layers::replicate::Replicate;
-use crate::layers::replicate::blocking_disk::BlockingDisk;
 use crate::layers::replicate::copier::Copier;
 use crate::layers::replicate::format::Geometry;
 use crate::layers::replicate::map::MapLoad;
 use crate::stack::chain::Chain;
+use crate::storage::DiskStorage;
 use crate::storage::file::{self, FileDisk};
 
 /// Why a replica cannot be kept.
@@ -72,75 +73,72 @@ pub enum ReplicaError {
     },
 }
 
-const REPLICA: &str = "its replica";
 const MAP: &str = "the map of its replica";
 
 /// An open replica whose copier does not exist yet.
 pub struct OpenedReplica {
     /// The layer.
     pub replicate: Replicate,
-    replica: BlockingDisk,
+    /// Where the replica is.
+    leg: Leg,
 }
 
 impl OpenedReplica {
-    /// Opens the replica of a disk. `image` is the file that holds the disk, if there is one.
+    /// Opens the map of a disk's replica, which is in `leg`; the disk itself is stored in `image`.
     ///
     /// # Errors
     /// [`ReplicaError`].
     pub fn open(
         disk: DiskId,
         size: u64,
-        spec: &ReplicateSpec,
-        image: Option<&FileDisk>,
+        map: &Handle,
+        pace: CopyPace,
+        image: &DiskStorage,
+        leg: Leg,
         handles: &mut Handles,
     ) -> Result<Self, ReplicaError> {
         let geometry = Geometry::new(disk, size);
-        let mut file = |what, handle| {
-            handles.file(handle, true).map_err(|error| ReplicaError::Handle { what, error })
-        };
-        let (replica, map) = (file(REPLICA, &spec.replica)?, file(MAP, &spec.map)?);
-        let opened = [
-            (REPLICA, &spec.replica, shared(REPLICA, &replica)?),
-            (MAP, &spec.map, shared(MAP, &map)?),
-        ];
-        check_size(&replica, spec.offset.saturating_add(size))?;
-        let replica = FileDisk::open(replica, spec.offset, size, Direct::Auto, false)
-            .map_err(|error| ReplicaError::Open { what: REPLICA, error })?;
-        let map_bytes = geometry.map_bytes() as u64;
-        let map =
-            FileDisk::open(lengthened(map, map_bytes, MAP)?, 0, map_bytes, Direct::Off, false)
-                .map_err(|error| ReplicaError::Open { what: MAP, error })?;
-        let image_is = |other: &FileDisk| image.is_some_and(|image| image.is_same_file(other));
-        if image_is(&replica) || image_is(&map) || replica.is_same_file(&map) {
-            return Err(ReplicaError::Same);
-        }
-        for (what, handle, file) in opened {
-            lock_if_path(&file, handle, true)
-                .map_err(|error| ReplicaError::Handle { what, error })?;
-        }
-        let map = BlockingDisk::file(map, map_bytes)
-            .map_err(|error| ReplicaError::Look { what: MAP, error })?;
+        let map = open_map(geometry, (MAP, map), image, &leg, handles)?;
         let (replicate, found) = Replicate::new(geometry, map);
-        let chain = Chain::new(size, false, Vec::new(), replica.queue())
-            .map_err(|error| ReplicaError::Look { what: REPLICA, error })?;
-        let replica = BlockingDisk::over(chain, Some(replica), true);
         tell(disk, &replicate, found);
-        let bytes_per_second = Some(spec.bytes_per_second);
-        replicate.set_pace(CopyPace { bytes_per_second, paused: false });
-        Ok(Self { replicate, replica })
+        replicate.set_pace(pace);
+        Ok(Self { replicate, leg })
     }
 
-    /// Makes the copier, which reads what is below the filter.
-    #[must_use]
-    pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> Copier {
-        let Self { replicate, replica } = self;
-        Copier::new(&replicate, BlockingDisk::new(source), holes, replica)
+    /// Makes the copier, which reads what is below the layer.
+    ///
+    /// # Errors
+    /// As [`Leg::chain`].
+    pub fn copier(self, source: Chain, holes: Option<FileDisk>) -> io::Result<Copier> {
+        let Self { replicate, leg } = self;
+        Ok(Copier::new(&replicate, source, holes, leg.chain(&Arc::default())?))
     }
 }
 
-/// Another descriptor of the same open file, which has its lock, too.
-fn shared(what: &'static str, file: &OwnedFd) -> Result<OwnedFd, ReplicaError> {
-    file.try_clone().map_err(|error| ReplicaError::Look { what, error })
+/// Opens the map of a copy: the disk is stored in `image`, and copied to `leg`.
+pub(super) fn open_map(
+    geometry: Geometry,
+    (what, map): (&'static str, &Handle),
+    image: &DiskStorage,
+    leg: &Leg,
+    handles: &mut Handles,
+) -> Result<LegChain, ReplicaError> {
+    let (has, needs) = (leg.boundary().size, geometry.size());
+    if has < needs {
+        return Err(ReplicaError::Size { has, needs });
+    }
+    let of_handle = |error| ReplicaError::Handle { what, error };
+    let file = handles.file(map, true).map_err(of_handle)?;
+    let (image, copy) = (image.file(), leg.stack().storage().file());
+    let is_copied_to_itself = image.zip(copy).is_some_and(|(image, copy)| image.is_in(copy));
+    if is_copied_to_itself || image.into_iter().chain(copy).any(|place| place.is_in(&file)) {
+        return Err(ReplicaError::Same);
+    }
+    lock_if_path(&file, map, true).map_err(of_handle)?;
+    let bytes = geometry.map_bytes() as u64;
+    let file = FileDisk::open(lengthened(file, bytes, what)?, 0, bytes, Direct::Off, false)
+        .map_err(|error| ReplicaError::Open { what, error })?;
+    LegChain::of_file(file, bytes).map_err(|error| ReplicaError::Look { what, error })
 }
 
 fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
@@ -163,83 +161,13 @@ fn tell(disk: DiskId, replicate: &Replicate, found: MapLoad) {
     }
 }
 
-fn stat(fd: &OwnedFd, what: &'static str) -> Result<FileStat, ReplicaError> {
-    fstat(fd.as_fd()).map_err(|error| ReplicaError::Look { what, error: error.into() })
-}
-
-fn is_regular(stat: &FileStat) -> bool {
-    stat.st_mode & libc::S_IFMT == libc::S_IFREG
-}
-
-/// A file must have exactly the required length; a device may be longer.
-fn check_size(replica: &OwnedFd, needs: u64) -> Result<(), ReplicaError> {
-    let stat = stat(replica, REPLICA)?;
-    let has = u64::try_from(stat.st_size).unwrap_or(0);
-    if is_regular(&stat) && has != needs {
-        return Err(ReplicaError::Size { has, needs });
-    }
-    Ok(())
-}
-
-/// Opens the map and extends it to its length: a new one is empty.
-pub(super) fn lengthened(
-    map: OwnedFd,
-    bytes: u64,
-    what: &'static str,
-) -> Result<OwnedFd, ReplicaError> {
-    let stat = stat(&map, what)?;
+/// Extends a map to its length: a new one is empty.
+fn lengthened(map: OwnedFd, bytes: u64, what: &'static str) -> Result<OwnedFd, ReplicaError> {
+    let look = |error| ReplicaError::Look { what, error };
     let map = File::from(map);
-    if is_regular(&stat) && u64::try_from(stat.st_size).unwrap_or(0) < bytes {
-        map.set_len(bytes).map_err(|error| ReplicaError::Look { what, error })?;
+    let found = map.metadata().map_err(look)?;
+    if found.is_file() && found.len() < bytes {
+        map.set_len(bytes).map_err(look)?;
     }
     Ok(map.into())
-}
-
-#[cfg(test)]
-mod tests {
-    use vmseal_api::filter::{Handle, REPLICATE_RATE_MIN};
-
-    use super::*;
-
-    const SIZE: u64 = 1 << 20;
-
-    fn open(
-        replica: &std::path::Path,
-        map: &std::path::Path,
-    ) -> Result<OpenedReplica, ReplicaError> {
-        let spec = ReplicateSpec {
-            replica: Handle::Path(replica.into()),
-            map: Handle::Path(map.into()),
-            offset: 0,
-            bytes_per_second: REPLICATE_RATE_MIN,
-        };
-        OpenedReplica::open(DiskId::new(), SIZE, &spec, None, &mut Handles::default())
-    }
-
-    #[test]
-    fn a_replica_and_a_map_at_paths_are_one_filters_at_a_time() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = |name| directory.path().join(name);
-        for name in ["replica", "other replica"] {
-            File::create_new(path(name)).unwrap().set_len(SIZE).unwrap();
-        }
-        for name in ["map", "other map"] {
-            File::create_new(path(name)).unwrap();
-        }
-        let first = open(&path("replica"), &path("map")).unwrap();
-        for (replica, map, locked) in
-            [("replica", "other map", REPLICA), ("other replica", "map", MAP)]
-        {
-            match open(&path(replica), &path(map)).map(drop) {
-                Err(ReplicaError::Handle { what, error: HandleError::Locked(_) }) => {
-                    assert_eq!(what, locked);
-                }
-                other => panic!("{replica} and {map}: {other:?}"),
-            }
-        }
-        drop(first);
-        open(&path("replica"), &path("map")).unwrap();
-        assert!(matches!(open(&path("map"), &path("map")), Err(ReplicaError::Size { .. })));
-        assert!(matches!(open(&path("replica"), &path("replica")), Err(ReplicaError::Same)));
-    }
 }

@@ -8,11 +8,9 @@
 
 use std::cell::UnsafeCell;
 
-use nix::errno::Errno;
-use nix::poll::PollFlags;
-
-use crate::layers::replicate::blocking_disk::BlockingDisk;
-use crate::stack::chain::Done;
+use crate::layers::leg::LegChain;
+use crate::stack::blocking;
+use crate::stack::chain::{Chain, Done};
 use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
 
@@ -62,8 +60,8 @@ enum Slot {
 
 /// See the module.
 pub struct Pipe {
-    source: BlockingDisk,
-    copy: BlockingDisk,
+    source: Chain,
+    copy: LegChain,
     slots: Vec<Slot>,
     /// Those of all slots. Cells, as the kernel writes into some while others are handed out.
     buffers: Box<[UnsafeCell<Page>]>,
@@ -75,9 +73,9 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// From one disk to another of the same size, with this many pieces in flight.
+    /// From a disk to a leg of the same size, with this many pieces in flight.
     #[must_use]
-    pub fn new(source: BlockingDisk, copy: BlockingDisk, pieces: usize) -> Self {
+    pub fn new(source: Chain, copy: LegChain, pieces: usize) -> Self {
         let page = |_| UnsafeCell::new(Page([0; 4096]));
         Self {
             source,
@@ -113,12 +111,12 @@ impl Pipe {
     pub fn piece(&mut self, chunk: usize, at: u64, length: usize) {
         let free = self.wait_for(|pipe| pipe.slots.iter().position(|slot| *slot == Slot::Free));
         self.slots[free] = Slot::Reading { chunk, at, length };
-        let Some(id) = self.source.chain.begin() else { return self.fail(free, chunk, overload()) };
+        let Some(id) = self.source.begin() else { return self.fail(free, chunk, overload()) };
         let segment = self.segment(free, length);
-        self.source.chain.data_mut(id).push(segment);
-        self.source.chain.submit(id, Operation::Read, at, length as u64, free as u64);
+        self.source.data_mut(id).push(segment);
+        self.source.submit(id, Operation::Read, at, length as u64, free as u64);
         // Handed over now, not when the next piece comes.
-        self.source.chain.poll();
+        self.source.poll();
     }
 
     /// Begins to make a part of a chunk zeroes; waits until there is room for it.
@@ -152,7 +150,7 @@ impl Pipe {
     /// # Errors
     /// The side that failed.
     pub fn flush(&mut self) -> Result<(), PipeError> {
-        self.source.flush().map_err(PipeError::Source)?;
+        blocking::flush(&mut self.source).map_err(PipeError::Source)?;
         self.copy.flush().map_err(PipeError::Copy)
     }
 
@@ -176,13 +174,13 @@ impl Pipe {
             if let Some(found) = what(self) {
                 return found;
             }
-            self.sleep();
+            self.copy.wait_beside(&mut self.source);
         }
     }
 
     fn progress(&mut self) {
-        self.source.chain.poll();
-        while let Some(done) = self.source.chain.next_done() {
+        self.source.poll();
+        while let Some(done) = self.source.next_done() {
             self.read(&done);
         }
         self.copy.chain.poll();
@@ -258,28 +256,6 @@ impl Pipe {
         let Some(id) = self.copy.chain.begin() else { return false };
         self.copy.chain.submit(id, Operation::WriteZeroes { unmap: true }, at, length, tag);
         true
-    }
-
-    /// Sleeps until one of the chains has work.
-    fn sleep(&mut self) {
-        let (source, copy) = (&mut self.source.chain, &mut self.copy.chain);
-        let copying = copy.in_flight() > 0;
-        if copying && !copy.arm() {
-            return copy.disarm(false);
-        }
-        let (event, handle) = copy.wait_set();
-        let wanted = |events| if copying { events } else { PollFlags::empty() };
-        let (handle, events) = handle.unwrap_or((event, PollFlags::empty()));
-        let others = [(event, wanted(PollFlags::POLLIN)), (handle, wanted(events))];
-        let slept = source.wait(others, copy.deadline().filter(|_| copying));
-        if let Err(error) = slept
-            && error != Errno::EINTR
-        {
-            std::thread::sleep(crate::stack::blocking::LOOK_AGAIN);
-        }
-        if copying {
-            copy.disarm(slept.is_ok_and(|[event, _]| !event.is_empty()));
-        }
     }
 }
 

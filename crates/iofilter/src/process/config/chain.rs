@@ -3,7 +3,7 @@
 use vmseal_api::filter::{
     BACKING_MAX, BackendSpec, Budget, CHAIN_MAX, CRYPT_SECTOR, DELAY_MAX, DelaySpec,
     FAULT_RULES_MAX, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, LimitSpec, MirrorSpec,
-    NBD_SOCKETS_MAX, OperationKind, REPLICATE_RATE_MIN, ReplicateSpec,
+    NBD_SOCKETS_MAX, OperationKind, REPLICATE_RATE_MIN, ReplicateSpec, StackSpec,
 };
 use vmseal_api::transfer::ImageFormat;
 
@@ -89,16 +89,37 @@ fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
             replica.bytes_per_second
         ));
     }
-    if !replica.offset.is_multiple_of(u64::from(CRYPT_SECTOR)) {
-        let offset = replica.offset;
-        return Err(format!(
-            "its replica begins at {offset}, which is not a multiple of {CRYPT_SECTOR}"
-        ));
+    let to = &replica.to;
+    check_leg(to, "replicated")?;
+    let for_readers =
+        |link: &FilterSpec| matches!(link, FilterSpec::Cache(_) | FilterSpec::Bounce {});
+    if to.chain.iter().any(for_readers) {
+        return Err("nobody reads a replica: it needs neither `cache` nor `bounce`".into());
     }
-    if replica.replica == replica.map {
-        return Err("its replica and the map of the replica are the same file".into());
+    if let BackendSpec::File { offset, .. } = &to.backend {
+        check_offset(*offset).map_err(|what| format!("its replica: {what}"))?;
     }
-    Ok(())
+    match &to.backend {
+        BackendSpec::File { file, .. } | BackendSpec::Qcow2 { file, .. }
+            if *file == replica.map =>
+        {
+            Err("its replica and the map of the replica are the same file".into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks a stack that a filter owns: a place where the disk is to be `done`.
+fn check_leg(to: &StackSpec, done: &str) -> Result<(), String> {
+    let has_leg =
+        |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_) | FilterSpec::Replicate(_));
+    if to.chain.iter().any(has_leg) {
+        return Err(format!("what a disk is {done} to can be neither mirrored nor replicated"));
+    }
+    if to.backend == (BackendSpec::Mem {}) {
+        return Err(format!("a disk cannot be {done} to memory"));
+    }
+    check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
 }
 
 pub(super) fn check_backend(backend: &BackendSpec) -> Result<(), String> {
@@ -193,18 +214,11 @@ fn check_fault(fault: &FaultSpec) -> Result<(), String> {
 pub(super) fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     let MirrorSpec { to, pace, .. } = mirror;
     pace.check().map_err(|wrong| format!("a copy that gets {wrong}"))?;
-    let other_copy =
-        |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_) | FilterSpec::Replicate(_));
-    if to.chain.iter().any(other_copy) {
-        return Err("what a disk is mirrored to can be neither mirrored nor replicated".into());
-    }
-    if to.backend == (BackendSpec::Mem {}) {
-        return Err("a disk cannot be mirrored to memory".into());
-    }
+    check_leg(to, "mirrored")?;
     if mirror.same_below && !has_files_below(&to.backend) {
         return Err("its copy has nothing below it that could be the same".into());
     }
-    check_chain(&to.chain).and_then(|()| check_backend(&to.backend))
+    Ok(())
 }
 
 pub(super) fn has_files_below(backend: &BackendSpec) -> bool {

@@ -94,7 +94,21 @@ fn a_chain_is_checked_for_sense() {
         })
     };
     let replica = || copy(10, 11, 16 << 20, REPLICATE_RATE_MIN);
+    // The form of today: a leg.
+    let leg = |chain: Value, backend: Value| {
+        json!({
+            "kind": "replicate", "to": { "chain": chain, "backend": backend }, "map": { "fd": 11 },
+            "bytes_per_second": REPLICATE_RATE_MIN
+        })
+    };
+    let file =
+        |fd: i32, offset: u64| json!({ "kind": "file", "file": { "fd": fd }, "offset": offset });
+    let server = || json!({ "kind": "nbd", "sockets": [{ "fd": 12 }] });
+    let other_key = || json!({ "kind": "crypt", "key": { "fd": 13 }, "holes": "zero" });
     let good_chains = [
+        json!([limit, crypt(), leg(json!([]), file(10, 16 << 20))]),
+        json!([crypt(), leg(json!([]), server()), delay(false)]),
+        json!([leg(json!([limit, other_key(), delay(false)]), server())]),
         json!([limit, crypt(), delay(false), fault(json!({ "is": "error", "errno": 5 }), &[])]),
         json!([delay(true), limit, fault(lost(), &["flush", "write"])]),
         json!([crypt(), fault(json!({ "is": "torn" }), &["write"])]),
@@ -134,6 +148,15 @@ fn a_chain_is_checked_for_sense() {
         (json!([copy(10, 11, 0, REPLICATE_RATE_MIN - 1)]), "give at least 1048576"),
         (json!([copy(10, 11, 512, REPLICATE_RATE_MIN)]), "begins at 512"),
         (json!([copy(10, 10, 0, REPLICATE_RATE_MIN)]), "the same file"),
+        (json!([leg(json!([]), file(10, 512))]), "begins at 512"),
+        (json!([leg(json!([]), file(11, 0))]), "the same file"),
+        (json!([leg(json!([]), json!({ "kind": "mem" }))]), "to memory"),
+        (json!([leg(json!([replica()]), server())]), "neither mirrored nor replicated"),
+        (json!([leg(json!([cache(1 << 20)]), server())]), "nobody reads a replica"),
+        (json!([leg(json!([{ "kind": "bounce" }]), server())]), "nobody reads a replica"),
+        (json!([leg(json!([{ "kind": "limit" }]), server())]), "limits nothing"),
+        (json!([leg(json!([]), json!({ "kind": "nbd", "sockets": [] }))]), "NBD server"),
+        (json!([leg(json!([other_key()]), server()), crypt()]), "replica above the encryption"),
         (json!([{ "kind": "tape" }]), "tape"),
         (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
     ];

@@ -5,10 +5,11 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
-use crate::disk::{COPY_POOL_BYTES, POOLS_BYTES, READER_POOL_BYTES};
+use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::layers::bounce;
 use crate::layers::cache;
+use crate::layers::leg::COPY_POOL_BYTES;
 use crate::layers::replicate;
 use crate::process::config;
 

@@ -150,6 +150,12 @@ impl NbdDisk {
         Ok(Box::new(Queue::new(Arc::clone(&self.0), connection)))
     }
 
+    /// Whether the server makes zeroes by itself, without getting them.
+    #[must_use]
+    pub fn writes_zeroes(&self) -> bool {
+        self.0.export.has(transmission::SEND_WRITE_ZEROES)
+    }
+
     /// The caller is the only writer and will write again everything since the last good flush: a failed flush need not
     /// fail those that follow.
     pub fn forget_failed_flush(&self) {

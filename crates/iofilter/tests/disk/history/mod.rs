@@ -13,8 +13,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use vmseal_api::filter::{
-    Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle, Holes,
-    LimitSpec, OperationKind, ReplicateSpec,
+    BackendSpec, Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle,
+    Holes, LimitSpec, OperationKind, ReplicateSpec, StackSpec,
 };
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
@@ -85,8 +85,9 @@ fn cache() -> FilterSpec {
 
 /// Its files are not opened: it stands for [`Replicated`].
 fn replicate() -> FilterSpec {
-    let (replica, map) = (Handle::Fd(0), Handle::Fd(0));
-    FilterSpec::Replicate(ReplicateSpec { replica, map, offset: 0, bytes_per_second: u64::MAX })
+    let to = StackSpec { chain: Vec::new(), backend: BackendSpec::Mem {} };
+    let map = Handle::Fd(0);
+    FilterSpec::Replicate(Box::new(ReplicateSpec { to, map, bytes_per_second: u64::MAX }))
 }
 
 fn faults(kinds: &[FaultKind], operations: &[OperationKind], one_in: u64) -> FilterSpec {

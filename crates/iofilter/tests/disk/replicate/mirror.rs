@@ -10,15 +10,17 @@ use vmseal_api::filter::{
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
+use vmseal_iofilter::disk::DiskStorage;
 use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::layers::leg::{Leg, LegChain};
 use vmseal_iofilter::layers::replicate::Replicate;
-use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::chunks::Chunks;
 use vmseal_iofilter::layers::replicate::copier::Copier;
 use vmseal_iofilter::layers::replicate::format::Geometry;
 use vmseal_iofilter::layers::replicate::map::{Copied, Map, MapLoad, PivotError};
 use vmseal_iofilter::layers::replicate::mirror::{NotPivoted, OpenedMirror, Pivot};
 use vmseal_iofilter::layers::replicate::open::ReplicaError;
+use vmseal_iofilter::layers::stack::Stack;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
@@ -39,7 +41,7 @@ fn noise(size: u64) -> MemDisk {
     let mut random = fastrand::Rng::with_seed(7);
     let mut bytes = vec![0; size as usize];
     random.fill(&mut bytes);
-    let mut place = BlockingDisk::new(chain(size, &disk, vec![]));
+    let mut place = LegChain::new(chain(size, &disk, vec![]));
     // SAFETY: the bytes outlive the write, which is over when the call returns.
     place.write(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) }).unwrap();
     disk
@@ -48,7 +50,7 @@ fn noise(size: u64) -> MemDisk {
 fn mirror(size: u64) -> Replicate {
     let geometry = Geometry::new(DiskId::new(), size).of_mirror();
     let map_bytes = geometry.map_bytes();
-    let map = BlockingDisk::new(chain(map_bytes as u64, &MemDisk::new(map_bytes), vec![]));
+    let map = LegChain::new(chain(map_bytes as u64, &MemDisk::new(map_bytes), vec![]));
     Replicate::new(geometry, map).0
 }
 
@@ -99,8 +101,8 @@ fn pieces_at_a_time(busy: bool) -> usize {
         seed: 0,
     };
     let filters = vec![counting, Delay::new(slow).filter(&Place::simple(SIZE)).unwrap()];
-    let from = BlockingDisk::new(chain(SIZE, &source, filters));
-    let to = BlockingDisk::new(chain(SIZE, &copy, vec![]));
+    let from = chain(SIZE, &source, filters);
+    let to = LegChain::new(chain(SIZE, &copy, vec![]));
     let mut copier = Copier::new(&replicate, from, None, to);
     while replicate.status().dirty_bytes > 0 {
         copier.batch().unwrap();
@@ -117,7 +119,19 @@ fn a_mirror_has_several_pieces_in_flight_beside_an_idle_guest_and_one_beside_a_b
 
 fn open(map: &std::path::Path, disk: DiskId, size: u64) -> Result<OpenedMirror, ReplicaError> {
     let map = Handle::Path(map.into());
-    OpenedMirror::open(disk, size, &map, CopyPace::default(), &[], &mut Default::default())
+    let leg = Leg::new(Stack::new(vec![], DiskStorage::Mem(MemDisk::new(0)), size), vec![]);
+    open_with(&map, disk, size, leg)
+}
+
+/// The same with this leg.
+fn open_with(
+    map: &Handle,
+    disk: DiskId,
+    size: u64,
+    leg: Leg,
+) -> Result<OpenedMirror, ReplicaError> {
+    let (pace, image) = (CopyPace::default(), DiskStorage::Mem(MemDisk::new(0)));
+    OpenedMirror::open(disk, size, map, pace, &image, leg, &mut Default::default())
 }
 
 #[test]
@@ -155,7 +169,7 @@ fn pivot_with_a_broken_map(after: u64, times: Option<u64>) -> (Result<bool, Pivo
     let broken = FilterSpec::Fault(FaultSpec { seed: 1, rules: vec![rule] });
     let broken = layers::of(&broken).unwrap().filter(&Place::simple(SIZE)).unwrap();
     let size = geometry.map_bytes() as u64;
-    let map = |filters| BlockingDisk::new(chain(size, &memory, filters));
+    let map = |filters| LegChain::new(chain(size, &memory, filters));
     let (mut of_disk, _) = Map::open(map(vec![broken]), geometry, &chunks);
     let copied: Vec<_> = (0..geometry.chunks())
         .map(|chunk| Copied { chunk, ticket: chunks.ticket(chunk), began: 1 })
@@ -200,20 +214,17 @@ fn pivot(size: u64, broken: bool) -> (Pivot, Vec<Chain>) {
     let place = tempfile::tempdir().unwrap();
     let map = place.path().join("map");
     std::fs::File::create(&map).unwrap();
-    let opened = open(&map, DiskId::new(), size).unwrap();
     let (source, copy) = (MemDisk::new(size as usize), MemDisk::new(size as usize));
     let error = FaultKind::Error { errno: libc::EIO };
     let errors = if broken { faults(&[error], &[OperationKind::Discard], 1) } else { vec![] };
-    let errors = errors
-        .iter()
-        .map(|spec| layers::of(spec).unwrap().filter(&Place::simple(SIZE)).unwrap())
-        .collect();
+    let errors = errors.iter().map(|spec| layers::of(spec).unwrap()).collect();
+    let leg = Leg::new(Stack::new(errors, DiskStorage::Mem(copy.clone()), size), vec![]);
+    let opened = open_with(&Handle::Path(map), DiskId::new(), size, leg).unwrap();
     let own =
         vec![chain(size, &source, vec![opened.replicate.filter(&Place::simple(SIZE)).unwrap()])];
     let of_copy = vec![chain(size, &copy, vec![])];
-    let source = BlockingDisk::new(chain(size, &source, vec![]));
-    let copy = BlockingDisk::new(chain(size, &copy, errors));
-    (opened.between(source, None, copy, of_copy), own)
+    let source = chain(size, &source, vec![]);
+    (opened.between(source, None, of_copy, &Arc::default()).unwrap(), own)
 }
 
 #[test]

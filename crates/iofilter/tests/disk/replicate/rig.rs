@@ -8,8 +8,8 @@ use std::time::Instant;
 use vmseal_api::filter::{FilterSpec, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::layers;
+use vmseal_iofilter::layers::leg::LegChain;
 use vmseal_iofilter::layers::replicate::Replicate;
-use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
 use vmseal_iofilter::layers::replicate::copier::Copier;
 use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits, Storage};
@@ -66,7 +66,7 @@ impl Rig {
         let map_bytes = self.geometry.map_bytes() as u64;
         let map =
             Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
-        let (replicate, _) = Replicate::new(self.geometry, BlockingDisk::new(map));
+        let (replicate, _) = Replicate::new(self.geometry, LegChain::new(map));
         let chain = |_| {
             let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
             let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
@@ -80,8 +80,7 @@ impl Rig {
         };
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
-        let (source, replica) = (BlockingDisk::new(source), BlockingDisk::new(replica));
-        let copier = Copier::new(&replicate, source, None, replica);
+        let copier = Copier::new(&replicate, source, None, LegChain::new(replica));
         Guest { replicate, copier, asking, random: self.random.fork() }
     }
 

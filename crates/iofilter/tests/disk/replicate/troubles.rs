@@ -8,17 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{Direct, Handle, ReplicaStatus, ReplicateSpec};
+use vmseal_api::filter::{BackendSpec, Direct, Handle, ReplicaStatus, ReplicateSpec, StackSpec};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::{Disk, DiskStorage};
 use vmseal_iofilter::handle::Handles;
-use vmseal_iofilter::layers::replicate::blocking_disk::BlockingDisk;
+use vmseal_iofilter::layers::leg::LegChain;
 use vmseal_iofilter::layers::replicate::chunks::Span;
 use vmseal_iofilter::layers::replicate::copier::{Batch, Copier, CopyError};
 use vmseal_iofilter::layers::replicate::format::{BLOCK, Geometry, Image};
 use vmseal_iofilter::layers::replicate::open::{OpenedReplica, ReplicaError};
 use vmseal_iofilter::layers::replicate::threads::Replicating;
 use vmseal_iofilter::layers::replicate::{KIND, Replicate};
+use vmseal_iofilter::process::{StartError, replica};
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
@@ -61,16 +62,33 @@ impl Files {
         File::options().read(true).write(true).open(self.path(name)).unwrap()
     }
 
-    fn image(&self) -> FileDisk {
+    fn image(&self) -> DiskStorage {
         let image = OwnedFd::from(self.file("image"));
-        FileDisk::open(image, 0, SIZE, Direct::Off, false).unwrap()
+        DiskStorage::File(FileDisk::open(image, 0, SIZE, Direct::Off, false).unwrap())
     }
 
-    fn open_named(&self, replica: &str, map: &str) -> Result<OpenedReplica, ReplicaError> {
+    fn open_named(&self, replica: &str, map: &str) -> Result<OpenedReplica, StartError> {
         let handle = |name| Handle::Path(self.path(name));
-        let (replica, map) = (handle(replica), handle(map));
-        let spec = ReplicateSpec { replica, map, offset: OFFSET, bytes_per_second: u64::MAX };
-        OpenedReplica::open(disk_id(), SIZE, &spec, Some(&self.image()), &mut Handles::default())
+        self.open_at(handle(replica), handle(map), &mut Handles::default())
+    }
+
+    /// As an agent has them opened, which keeps their locks.
+    fn open_passed(&self) -> Result<OpenedReplica, StartError> {
+        let passed = ["replica", "map"].map(|name| self.file(name).into()).into();
+        self.open_at(Handle::Fd(0), Handle::Fd(1), &mut Handles::passed(passed))
+    }
+
+    fn open_at(
+        &self,
+        file: Handle,
+        map: Handle,
+        handles: &mut Handles,
+    ) -> Result<OpenedReplica, StartError> {
+        let (offset, direct) = (OFFSET, Direct::Auto);
+        let backend = BackendSpec::File { file, offset, direct, keeps_room: false };
+        let to = StackSpec { chain: vec![], backend };
+        let spec = ReplicateSpec { to, map, bytes_per_second: u64::MAX };
+        replica::open(disk_id(), SIZE, &spec, &self.image(), handles)
     }
 
     /// The disk with its replica, and the copier.
@@ -78,10 +96,10 @@ impl Files {
         let opened = self.open_named("replica", "map").unwrap();
         let replicate = opened.replicate.clone();
         let layers: Vec<Arc<dyn Layer>> = vec![Arc::new(replicate.clone())];
-        let disk = Disk::new(SIZE, false, None, DiskStorage::File(self.image()), 1);
+        let disk = Disk::new(SIZE, false, None, self.image(), 1);
         let disk = disk.with_layers(layers, Vec::new());
         let copier = opened.copier(disk.below(KIND).unwrap(), disk.file().cloned());
-        (disk, replicate, copier)
+        (disk, replicate, copier.unwrap())
     }
 
     fn is_equal(&self) -> bool {
@@ -223,7 +241,10 @@ fn a_replica_that_is_cut_is_not_made_longer_and_is_copied_whole_when_it_has_its_
     assert_eq!(files.path("replica").metadata().unwrap().len(), OFFSET + (1 << 20));
     let status = replicate.status();
     assert_eq!((status.dirty_bytes, status.lag_milliseconds), (SIZE, None));
-    assert!(matches!(files.open_named("replica", "map"), Err(ReplicaError::Size { .. })));
+    assert!(matches!(
+        files.open_passed(),
+        Err(StartError::Replica { error: ReplicaError::Size { .. }, .. })
+    ));
     files.file("replica").set_len(OFFSET + SIZE).unwrap();
     copy_all(&replicate, &mut copier);
     assert!(files.is_equal(), "the truncated part is not there again");
@@ -326,7 +347,7 @@ impl Memory {
         let breaks: Box<dyn Filter> = Box::new(Breaks(Arc::clone(&works_below)));
         let place =
             Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
-        let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(place));
+        let (replicate, _) = Replicate::new(geometry, LegChain::new(place));
         let (source, replica) = (MemDisk::new(SIZE as usize), MemDisk::new(SIZE as usize));
         let chain = Chain::new(
             SIZE,
@@ -335,10 +356,9 @@ impl Memory {
             source.queue(),
         )
         .unwrap();
-        let place = |disk: &MemDisk| {
-            BlockingDisk::new(Chain::new(SIZE, false, vec![], disk.queue()).unwrap())
-        };
-        let copier = Copier::new(&replicate, place(&source), None, place(&replica));
+        let place = |disk: &MemDisk| Chain::new(SIZE, false, vec![], disk.queue()).unwrap();
+        let leg = LegChain::new(place(&replica));
+        let copier = Copier::new(&replicate, place(&source), None, leg);
         let mut memory = Self { map, geometry, replicate, chain, copier, works_below };
         copy_all(&memory.replicate, &mut memory.copier);
         memory
@@ -347,7 +367,7 @@ impl Memory {
     fn next_process(&self) -> ReplicaStatus {
         let map =
             Chain::new(self.geometry.map_bytes() as u64, false, vec![], self.map.queue()).unwrap();
-        Replicate::new(self.geometry, BlockingDisk::new(map)).0.status()
+        Replicate::new(self.geometry, LegChain::new(map)).0.status()
     }
 
     fn next_process_copies(&self) -> u64 {
@@ -382,7 +402,7 @@ fn the_lag_is_that_of_the_oldest_change_and_a_restart_makes_it_no_younger() {
         MemDisk::new(memory.geometry.map_bytes()).queue()
     })
     .unwrap();
-    let fresh = Replicate::new(memory.geometry, BlockingDisk::new(empty)).0;
+    let fresh = Replicate::new(memory.geometry, LegChain::new(empty)).0;
     assert_eq!(fresh.status().lag_milliseconds, None);
 }
 
@@ -451,8 +471,8 @@ fn unflushed(geometry: Geometry, left: Left, seed: u64) -> Platter {
     let random = fastrand::Rng::with_seed(seed);
     let map = Platter::new(geometry.map_bytes(), BLOCK, Fault::Nothing, random);
     let chain = Chain::new(geometry.map_bytes() as u64, false, vec![], map.queue()).unwrap();
-    let mut file = BlockingDisk::new(chain);
-    let put = |file: &mut BlockingDisk, mut bytes: Vec<u8>| {
+    let mut file = LegChain::new(chain);
+    let put = |file: &mut LegChain, mut bytes: Vec<u8>| {
         // SAFETY: the write is over when the call returns.
         file.write(0, unsafe { Segment::new(bytes.as_mut_ptr(), bytes.len()) }).unwrap();
     };
@@ -492,7 +512,7 @@ fn changes_after_a_kill(geometry: Geometry, left: Left, seed: u64, works_below: 
     let works = Arc::new(AtomicU64::new(works_below));
     let breaks: Box<dyn Filter> = Box::new(Breaks(Arc::clone(&works)));
     let file = Chain::new(geometry.map_bytes() as u64, false, vec![breaks], map.queue()).unwrap();
-    let (replicate, _) = Replicate::new(geometry, BlockingDisk::new(file));
+    let (replicate, _) = Replicate::new(geometry, LegChain::new(file));
     assert!(replicate.status().dirty_bytes > 0, "{left:?}: it is not copied");
     let disk = MemDisk::new(SIZE as usize);
     let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];

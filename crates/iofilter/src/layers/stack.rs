@@ -1,4 +1,4 @@
-//! What the chains of a disk are made of: layers over storage.
+//! What chains are made of, those of a disk and those of a leg: layers over storage.
 //!
 //! ```text
 //!  boundary 0    what the guest sees: size, 512-byte blocks, memory of any alignment
@@ -14,12 +14,12 @@
 use std::io;
 use std::sync::Arc;
 
-use crate::disk::storage::DiskStorage;
 use crate::layers::align::{self, Alignment};
 use crate::layers::crypt;
 use crate::stack::chain::{Chain, Filter, Storage};
 use crate::stack::figures::CipherTime;
 use crate::stack::layer::{Boundary, Layer, Place};
+use crate::storage::DiskStorage;
 
 /// Layers, from the guest downwards, over storage.
 #[derive(Clone, Debug)]
@@ -56,6 +56,12 @@ impl Stack {
     #[must_use]
     pub fn over(&self, storage: DiskStorage) -> Self {
         Self::new(self.layers.clone(), storage, self.size)
+    }
+
+    /// The same below further layers, from the guest downwards.
+    #[must_use]
+    pub fn under(&self, above: Vec<Arc<dyn Layer>>) -> Self {
+        Self::new([above, self.layers.clone()].concat(), self.storage.clone(), self.size)
     }
 
     /// The same with one more layer, which this many stand above.

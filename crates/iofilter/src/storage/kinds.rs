@@ -1,4 +1,4 @@
-//! Where a disk's data is stored: the end of its stack, from which each chain gets its own part.
+//! The kinds of storage that a stack can end in; from it each chain gets its own part.
 
 use std::io;
 
@@ -80,6 +80,34 @@ impl DiskStorage {
             Self::Nbd(export) => export.queue()?,
             Self::Mem(mem) => mem.queue(),
         })
+    }
+
+    /// Whether zeroes that may be holes cost no more than a request.
+    #[must_use]
+    pub fn punches(&self) -> bool {
+        match self {
+            Self::File(file) => file.punches(),
+            Self::Nbd(export) => export.writes_zeroes(),
+            Self::Qcow2(_) | Self::Mem(_) => false,
+        }
+    }
+
+    /// The caller is the only writer and will write again everything since the last good flush: a failed flush need not
+    /// fail those that follow, where that can be had.
+    pub fn forget_failed_flush(&self) {
+        match self {
+            Self::File(file) => file.forget_failed_flush(),
+            Self::Nbd(export) => export.forget_failed_flush(),
+            Self::Qcow2(_) | Self::Mem(_) => {}
+        }
+    }
+
+    /// The caller is the only writer and will write all of a truncated file again if it gets its length back.
+    pub fn forget_cut(&self) {
+        match self {
+            Self::File(file) => file.forget_cut(),
+            Self::Qcow2(_) | Self::Nbd(_) | Self::Mem(_) => {}
+        }
     }
 
     /// Makes most of what was written durable, beside the queues.
