@@ -216,8 +216,7 @@ impl MovedGuest {
             answered: [0; 3],
         };
         let rings: Vec<_> = (0..queues).map(ring).collect();
-        let features = features & !LOG_ALL;
-        let frontend = negotiate(stream, features);
+        let (frontend, features) = negotiate(stream, features & !LOG_ALL);
         let mut guest =
             Self { frontend, source, files, rings, features, logs: false, inflight: None };
         if records {
@@ -232,7 +231,7 @@ impl MovedGuest {
     /// are enabled last.
     pub fn reconnect(&mut self, stream: UnixStream) {
         let features = self.features | if self.logs { LOG_ALL } else { 0 };
-        self.frontend = negotiate(stream, features);
+        self.frontend = negotiate(stream, features).0;
         self.set_up();
         (0..self.rings.len()).for_each(|queue| self.kick(queue));
     }
@@ -431,7 +430,8 @@ fn area(queue: usize) -> u64 {
     BASE + queue as u64 * AREA
 }
 
-fn negotiate(stream: UnixStream, features: u64) -> Frontend {
+/// Acknowledges those of the features that are offered; returns them, too.
+fn negotiate(stream: UnixStream, features: u64) -> (Frontend, u64) {
     let mut frontend = Frontend::from_stream(stream, QUEUES_MAX as u64);
     frontend.set_owner().unwrap();
     let offered = frontend.get_features().unwrap();
@@ -445,5 +445,5 @@ fn negotiate(stream: UnixStream, features: u64) -> Frontend {
     frontend.set_protocol_features(wanted).unwrap();
     frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     frontend.set_features(offered & features).unwrap();
-    frontend
+    (frontend, offered & features)
 }
