@@ -1,5 +1,5 @@
-//! LUKS2 headers of vmseal's disks. libcryptsetup makes and changes them on a copy in memory. They are
-//! checked before unlocking and authenticated after it, and written back in an order that survives a power
+//! LUKS2 headers of vmseal's disks. libcryptsetup makes and changes them on a copy in memory; AWS-LC unlocks them. They
+//! are checked before unlocking and authenticated after it, and written back in an order that survives a power
 //! cut at any point. docs/formats/disk.md describes the format.
 //!
 //! | module | subject |

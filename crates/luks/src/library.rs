@@ -1,4 +1,4 @@
-//! libcryptsetup 2.6: the dozen functions that are needed, and the only unsafe code of this crate.
+//! libcryptsetup 2.6: the functions that are needed, and the only unsafe code of this crate.
 //!
 //! libcryptsetup keeps the DEK and the stretched KEK in its own locked memory, which it wipes. It never sees
 //! the disk, only a [`WorkingCopy`].
@@ -106,7 +106,7 @@ unsafe extern "C" {
 }
 
 /// libcryptsetup's own set-up (random generator, crypto back end) is not thread-safe, and some of its
-/// settings are global: one call at a time. Each takes some 20 to 70 ms.
+/// settings are global: one call at a time.
 static LIBRARY: Mutex<()> = Mutex::new(());
 
 /// A header area that libcryptsetup has open.

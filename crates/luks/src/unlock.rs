@@ -7,7 +7,7 @@
 //! libcryptsetup would take several times as long (docs/decisions/186). What is wrong here cannot pass for a DEK: the digest and
 //! the header's authentication code tell.
 
-use vmseal_secret::xts::{Direction, TWEAK_UNIT, Xts, XtsError};
+use vmseal_secret::xts::{Direction, KEY_LENGTH, TWEAK_UNIT, Xts};
 use vmseal_secret::{DEK_LEN, SecretBytes, Stripes, pbkdf2_sha256};
 
 use crate::error::HeaderError;
@@ -31,7 +31,7 @@ pub(crate) fn unlock(
     kek: &SecretBytes,
 ) -> Result<Option<SecretBytes>, HeaderError> {
     let Some(derivation) = metadata.derivations.get(&slot) else { return Ok(None) };
-    let key = derivation.derive(kek, vmseal_secret::xts::KEY_LENGTH)?;
+    let key = derivation.derive(kek, KEY_LENGTH)?;
     let Some(dek) = merge(&key, area)? else { return Ok(None) };
     let digest = &metadata.digest;
     let found = digest.derivation.derive(&dek, digest.value.len())?;
