@@ -67,6 +67,27 @@ impl Prepared {
     }
 }
 
+/// Puts files in their places. Each directory is flushed once, when all of them are there.
+///
+/// # Errors
+/// As [`Prepared::put`]; some may be in their places.
+pub fn put_all(files: Vec<Prepared>) -> io::Result<()> {
+    let mut left = files.into_iter();
+    let renamed = left.try_fold(Vec::<PathBuf>::new(), |mut renamed, file| {
+        if let Err(error) = std::fs::rename(&file.beside, &file.path) {
+            let _ = remove_if_there(&file.beside);
+            return Err(error);
+        }
+        // One file of each directory stands for it.
+        if renamed.iter().all(|other| other.parent() != file.path.parent()) {
+            renamed.push(file.path);
+        }
+        Ok(renamed)
+    });
+    left.for_each(|file| drop(remove_if_there(&file.beside)));
+    renamed?.iter().try_for_each(|path| flush_directory_of(path))
+}
+
 /// Makes a directory, and those above it, that only its owner can enter. One that is there stays as it is.
 ///
 /// # Errors
@@ -116,6 +137,21 @@ mod tests {
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, mode);
         }
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn files_are_put_together_or_the_rest_is_not_left_beside_its_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let ready = |name: &str| prepare(&path(name), name.as_bytes(), PRIVATE).unwrap();
+        put_all(vec![ready("a"), ready("b")]).unwrap();
+        assert!(["a", "b"].iter().all(|name| std::fs::read_to_string(path(name)).unwrap() == *name));
+        let all = vec![ready("c"), ready("d"), ready("e")];
+        std::fs::create_dir(path("d")).unwrap();
+        assert!(put_all(all).is_err());
+        let mut left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
+        left.retain(|entry| entry.as_ref().unwrap().path().extension().is_some());
+        assert!(path("c").is_file() && left.is_empty(), "{left:?}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::io;
 use uuid::Uuid;
 use vmseal_secret::MemoryError;
 use vmseal_secret::derive::DeriveError;
+use vmseal_secret::xts::XtsError;
 
 /// How much of a text from a hostile header is quoted in a message, in characters.
 const QUOTE_MAX: usize = 64;
@@ -90,6 +91,9 @@ pub enum HeaderError {
         /// Its messages.
         messages: String,
     },
+    /// The cipher of the key slot.
+    #[error("the key slot cannot be decrypted: {0}")]
+    Cipher(#[from] XtsError),
     /// A key could not be derived.
     #[error(transparent)]
     Derive(#[from] DeriveError),

@@ -18,7 +18,7 @@ use crate::layout::{self, COPY_LEN, Copy, HeaderNotice};
 use crate::library::Device;
 use crate::loaded::{Copies, Loaded, WorkingCopy};
 use crate::metadata::{Metadata, SLOTS_MAX, area_offsets};
-use crate::session::{Attached, Session, check_len, check_size, name};
+use crate::session::{Attached, Session, check_len, check_size, name, unlock_slot};
 use crate::store::HeaderStore;
 use crate::token::{KeyReference, Token};
 use crate::write_back::Plan;
@@ -90,7 +90,7 @@ pub fn open(
     context: &KeyContext<'_>,
 ) -> Result<Opened, HeaderError> {
     let session = Session::open(store, expected, kek, context)?;
-    Ok(Opened { dek: session.dek, holes: session.holes, notice: session.attached.loaded.notice })
+    Ok(Opened { dek: session.dek, holes: session.holes, notice: session.loaded.notice })
 }
 
 /// The disk's id and the keys that open it, according to the header. Needs no key, and nothing of it is
@@ -119,7 +119,8 @@ pub fn repair(
     kek: &SecretBytes,
     context: &KeyContext<'_>,
 ) -> Result<(), HeaderError> {
-    Session::open(store, expected, kek, context)?.attached.plan().run(store)
+    let session = Session::open(store, expected, kek, context)?;
+    session.attach(store, expected)?.plan().run(store)
 }
 
 /// Adds a second KEK that opens the disk (shallow recrypt, first half). Does nothing if the KEK opens it
@@ -136,13 +137,14 @@ pub fn add_kek(
 ) -> Result<(), HeaderError> {
     check_len("key-encryption key", new, KEK_LEN)?;
     let session = Session::open(store, expected, old, old_context)?;
-    let Session { attached, dek, holes, .. } = &session;
+    let Session { metadata, dek, holes, .. } = &session;
+    let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
-    if attached.metadata.tokens.values().any(|token| token.is_of(new_context)) {
+    if metadata.tokens.values().any(|token| token.is_of(new_context)) {
         plan.run(store)?;
         return session.prove(store, expected, (new, new_context));
     }
-    let areas = &attached.metadata.areas;
+    let areas = &metadata.areas;
     let free = (0..SLOTS_MAX as u32).find(|slot| !areas.contains_key(slot));
     let slot = free.filter(|_| areas.len() < SLOTS_MAX).ok_or(HeaderError::TwoKeys)?;
     attached.device.add_slot(slot, dek, new)?;
@@ -152,6 +154,7 @@ pub fn add_kek(
         plan.area(&attached.working, *area)?;
     }
     plan.copies(&attached.working)?;
+    drop(attached);
     plan.run(store)?;
     session.prove(store, expected, (new, new_context))
 }
@@ -168,10 +171,11 @@ pub fn drop_other_keks(
     context: &KeyContext<'_>,
 ) -> Result<(), HeaderError> {
     let session = Session::open(store, expected, kek, context)?;
-    let Session { attached, slot, .. } = &session;
+    let Session { metadata, slot, .. } = &session;
+    let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
     let others: Vec<u32> =
-        attached.metadata.areas.keys().copied().filter(|other| other != slot).collect();
+        metadata.areas.keys().copied().filter(|other| other != slot).collect();
     for other in &others {
         attached.device.remove_slot(*other)?;
     }
@@ -183,6 +187,7 @@ pub fn drop_other_keks(
     for area in area_offsets().into_iter().filter(|area| !used.values().any(|used| used == area)) {
         plan.wipe_area(area);
     }
+    drop(attached);
     plan.run(store)?;
     session.prove(store, expected, (kek, context))
 }
@@ -210,8 +215,8 @@ pub fn adopt(
     let (1, Some(slot)) = (metadata.areas.len(), metadata.areas.keys().next().copied()) else {
         return Err(HeaderError::TwoKeys);
     };
-    let attached = Attached::new(store, loaded, metadata, &facts)?;
-    let dek = attached.device.unlock(slot, kek, DEK_LEN)?;
+    let dek = unlock_slot(store, &metadata, slot, kek)?;
+    let attached = Attached::new(store, &loaded, &metadata, &facts)?;
     let dek = dek.ok_or_else(|| HeaderError::WrongKek(name(context)))?;
     let mut plan = attached.plan();
     let token = Token::new(slot, &facts, Holes::Ciphertext, &dek, kek, context)?;

@@ -146,7 +146,21 @@ pub(crate) fn twin(copy: Copy, bytes: &[u8; COPY_LEN]) -> Result<Box<[u8; COPY_L
     twin[..6].copy_from_slice(other.magic());
     twin[OFFSET].copy_from_slice(&other.offset().to_be_bytes());
     aws_lc_rs::rand::fill(&mut twin[SALT]).map_err(|_| MemoryError::Random)?;
-    let sum = checksum(&twin);
-    twin[CHECKSUM.start..CHECKSUM.start + sum.len()].copy_from_slice(&sum);
+    set_checksum(&mut twin);
     Ok(twin)
+}
+
+/// The same copy with other JSON; none if it has no room.
+pub(crate) fn with_json(bytes: &[u8; COPY_LEN], json: &[u8]) -> Option<Box<[u8; COPY_LEN]>> {
+    let mut copy = Box::new(*bytes);
+    copy[BINARY_LEN..].fill(0);
+    // A byte of zero ends it.
+    copy[BINARY_LEN..COPY_LEN - 1].get_mut(..json.len())?.copy_from_slice(json);
+    set_checksum(&mut copy);
+    Some(copy)
+}
+
+fn set_checksum(bytes: &mut [u8; COPY_LEN]) {
+    let sum = checksum(bytes);
+    bytes[CHECKSUM.start..CHECKSUM.start + sum.len()].copy_from_slice(&sum);
 }

@@ -1,5 +1,5 @@
-//! LUKS2 headers of vmseal's disks. libcryptsetup makes and changes them on a copy in memory. They are
-//! checked before unlocking and authenticated after it, and written back in an order that survives a power
+//! LUKS2 headers of vmseal's disks. libcryptsetup makes and changes them on a copy in memory; AWS-LC unlocks them. They
+//! are checked before unlocking and authenticated after it, and written back in an order that survives a power
 //! cut at any point. docs/formats/disk.md describes the format.
 //!
 //! | module | subject |
@@ -11,6 +11,7 @@
 //! | `token` | the `vmseal` token and its authentication code |
 //! | `library` | libcryptsetup; the only unsafe code |
 //! | `loaded`, `session` | a header in memory, and one that is checked and unlocked |
+//! | `unlock` | the key in a slot |
 //! | `write_back` | the order of writes |
 //! | [`header`] | create, open, inspect, change of key, repair, adopt |
 //! | `export` | headers of exported volumes |
@@ -26,6 +27,7 @@ mod metadata;
 mod session;
 pub mod store;
 mod token;
+mod unlock;
 mod write_back;
 
 pub use error::{CopyFault, HeaderError, Refusal};

@@ -1,4 +1,4 @@
-//! libcryptsetup 2.6: the dozen functions that are needed, and the only unsafe code of this crate.
+//! libcryptsetup 2.6: the functions that are needed, and the only unsafe code of this crate.
 //!
 //! libcryptsetup keeps the DEK and the stretched KEK in its own locked memory, which it wipes. It never sees
 //! the disk, only a [`WorkingCopy`].
@@ -13,8 +13,8 @@ use uuid::Uuid;
 use vmseal_secret::SecretBytes;
 
 use crate::error::HeaderError;
-use crate::facts::{DATA_OFFSET, SECTOR_SIZE};
-use crate::layout::{COPY_LEN, SLOTS_LEN};
+use crate::facts::SECTOR_SIZE;
+use crate::layout::{COPY_LEN, SLOTS_OFFSET};
 use crate::loaded::WorkingCopy;
 use crate::metadata::ITERATIONS;
 
@@ -32,6 +32,12 @@ const NO_BENCHMARK: u32 = 1 << 1;
 const PASSPHRASE_PASSES: u32 = 4;
 const PASSPHRASE_MEMORY_KIB: u32 = 256 * 1024;
 const PASSPHRASE_LANES: u32 = 4;
+
+/// The least room for key slots that libcryptsetup takes, in bytes, and where data begins after that, in bytes: for headers
+/// that get more ([`Device::format`]).
+const NARROW_SLOTS_LEN: u64 = 4096;
+const NARROW_DATA_OFFSET: u64 = 64 << 10;
+const _: () = assert!(SLOTS_OFFSET + NARROW_SLOTS_LEN <= NARROW_DATA_OFFSET);
 
 #[repr(C)]
 struct CryptDevice {
@@ -96,19 +102,11 @@ unsafe extern "C" {
         flags: u32,
     ) -> c_int;
     fn crypt_keyslot_destroy(device: *mut CryptDevice, slot: c_int) -> c_int;
-    fn crypt_volume_key_get(
-        device: *mut CryptDevice,
-        slot: c_int,
-        key: *mut c_char,
-        key_len: *mut usize,
-        passphrase: *const c_char,
-        passphrase_len: usize,
-    ) -> c_int;
     fn crypt_token_json_set(device: *mut CryptDevice, token: c_int, json: *const c_char) -> c_int;
 }
 
 /// libcryptsetup's own set-up (random generator, crypto back end) is not thread-safe, and some of its
-/// settings are global: one call at a time. Each takes some 20 to 70 ms.
+/// settings are global: one call at a time.
 static LIBRARY: Mutex<()> = Mutex::new(());
 
 /// A header area that libcryptsetup has open.
@@ -180,7 +178,20 @@ impl Device {
     }
 
     /// A new header in the working copy, without key slots.
+    ///
+    /// libcryptsetup fills all room for key slots with random bytes, here 16 MiB, of which nothing would reach a disk. So
+    /// it makes the header with little room, and loads it again with all of it.
     pub(crate) fn format(
+        copy: &WorkingCopy,
+        uuid: Uuid,
+        dek: &SecretBytes,
+    ) -> Result<Self, HeaderError> {
+        drop(Self::format_narrow(copy, uuid, dek)?);
+        copy.widen()?;
+        Self::load(copy)
+    }
+
+    fn format_narrow(
         copy: &WorkingCopy,
         uuid: Uuid,
         dek: &SecretBytes,
@@ -200,10 +211,10 @@ impl Device {
         };
         let raw = device.raw.as_ptr();
         // SAFETY: plain numbers.
-        let answer = unsafe { crypt_set_data_offset(raw, DATA_OFFSET / 512) };
+        let answer = unsafe { crypt_set_data_offset(raw, NARROW_DATA_OFFSET / 512) };
         device.check("crypt_set_data_offset", answer)?;
         // SAFETY: plain numbers.
-        let answer = unsafe { crypt_set_metadata_size(raw, COPY_LEN as u64, SLOTS_LEN) };
+        let answer = unsafe { crypt_set_metadata_size(raw, COPY_LEN as u64, NARROW_SLOTS_LEN) };
         device.check("crypt_set_metadata_size", answer)?;
         // SAFETY: all strings end with NUL; key and parameters live until the call is over.
         let answer = unsafe {
@@ -291,36 +302,6 @@ impl Device {
         let answer =
             unsafe { crypt_token_json_set(self.raw.as_ptr(), slot as c_int, json.as_ptr()) };
         self.check("crypt_token_json_set", answer)
-    }
-
-    /// Unwraps a DEK of `len` bytes; none if the slot does not open with this KEK.
-    pub(crate) fn unlock(
-        &self,
-        slot: u32,
-        kek: &SecretBytes,
-        len: usize,
-    ) -> Result<Option<SecretBytes>, HeaderError> {
-        let mut dek = SecretBytes::zeroed(len)?;
-        let mut written = dek.len();
-        // SAFETY: at most `written` bytes are written to the DEK's memory, which has as many.
-        let answer = unsafe {
-            crypt_volume_key_get(
-                self.raw.as_ptr(),
-                slot as c_int,
-                dek.expose_mut().as_mut_ptr().cast(),
-                &mut written,
-                kek.expose().as_ptr().cast(),
-                kek.len(),
-            )
-        };
-        if answer == -libc::EPERM {
-            return Ok(None);
-        }
-        self.check("crypt_volume_key_get", answer)?;
-        if written != dek.len() {
-            return Err(HeaderError::KeyLength("data-encryption key in the header", written));
-        }
-        Ok(Some(dek))
     }
 
     fn check(&self, call: &'static str, answer: c_int) -> Result<(), HeaderError> {

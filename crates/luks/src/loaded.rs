@@ -10,7 +10,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use crate::error::{HeaderError, Refusal};
 use crate::facts::{DATA_OFFSET, Facts};
 use crate::layout::{self, AREA_LEN, COPY_LEN, Copy, HeaderNotice, SLOTS_OFFSET};
-use crate::metadata::Metadata;
+use crate::metadata::{self, Metadata};
 use crate::store::HeaderStore;
 
 /// The room that libcryptsetup expects behind the header for data.
@@ -49,6 +49,20 @@ impl WorkingCopy {
     /// One copy of the header, as it must be written.
     pub(crate) fn header(&self, copy: Copy) -> Result<Vec<u8>, HeaderError> {
         self.read(copy.offset(), COPY_LEN)
+    }
+
+    /// Gives a header that was made without room for key slots the room that all disks have, in both copies.
+    pub(crate) fn widen(&self) -> Result<(), HeaderError> {
+        for copy in [Copy::Primary, Copy::Secondary] {
+            let mut copies = Copies::zeroed();
+            let bytes = &mut copies.0[0];
+            bytes.copy_from_slice(&self.header(copy)?);
+            let json = metadata::widened(&bytes[layout::BINARY_LEN..])?;
+            let wide = layout::with_json(bytes, &json);
+            let wide = wide.ok_or_else(|| Refusal::Json("it is too long".to_owned()))?;
+            self.write(&wide[..], copy.offset())?;
+        }
+        Ok(())
     }
 
     /// Checks what libcryptsetup has made by the rules for opening, so that nothing is written that would not

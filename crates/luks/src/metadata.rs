@@ -1,15 +1,18 @@
 //! The JSON part of a LUKS2 header (specification section 3), in types that accept only what vmseal writes.
-//! All of it is checked before libcryptsetup sees it and before any key derivation runs.
+//! All of it is checked before any key derivation runs and before libcryptsetup sees it.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
+use std::num::NonZeroU32;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::{Refusal, json, quote};
-use crate::facts::{FORMAT_VERSION, Facts};
+use crate::facts::{DATA_OFFSET, FORMAT_VERSION, Facts};
 use crate::layout::{AREA_LEN, JSON_LEN, SLOTS_LEN, SLOTS_OFFSET};
 use crate::token::{TYPE, Token};
 
@@ -26,7 +29,13 @@ pub(crate) const ITERATIONS: u32 = 1000;
 const ITERATIONS_MAX: u64 = 10_000;
 
 /// The stripes of the anti-forensic splitter: what LUKS2 has always used.
-const STRIPES: u64 = 4000;
+pub(crate) const STRIPES: u64 = 4000;
+
+/// The length of a salt, in bytes: what LUKS2 has always used.
+const SALT_LEN: usize = 32;
+
+/// The length of the digest of a key, in bytes: a SHA-256.
+const DIGEST_LEN: usize = 32;
 
 /// An object keyed by number, as in LUKS2. A repeated key is an error: parsers differ in which value they
 /// use, and libcryptsetup's differs from ours.
@@ -114,8 +123,7 @@ struct Kdf {
     time: Option<u64>,
     memory: Option<u64>,
     cpus: Option<u64>,
-    #[serde(rename = "salt")]
-    _salt: String,
+    salt: String,
 }
 
 #[derive(Deserialize)]
@@ -139,10 +147,8 @@ struct Digest {
     segments: Vec<String>,
     hash: String,
     iterations: u64,
-    #[serde(rename = "salt")]
-    _salt: String,
-    #[serde(rename = "digest")]
-    _digest: String,
+    salt: String,
+    digest: String,
 }
 
 #[derive(Deserialize)]
@@ -161,11 +167,28 @@ struct Requirements {
     mandatory: Vec<String>,
 }
 
+/// How a key is derived by PBKDF2 with SHA-256.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Derivation {
+    pub(crate) salt: [u8; SALT_LEN],
+    pub(crate) iterations: NonZeroU32,
+}
+
+/// What tells whether a key is the DEK.
+#[derive(Debug)]
+pub(crate) struct KeyDigest {
+    pub(crate) derivation: Derivation,
+    pub(crate) value: [u8; DIGEST_LEN],
+}
+
 /// What is needed of a header once it has been checked.
 #[derive(Debug)]
 pub(crate) struct Metadata {
     /// The key slots, with the offsets of their areas; one or two, none overlapping.
     pub(crate) areas: BTreeMap<u32, u64>,
+    /// How the key of each area follows from its KEK.
+    pub(crate) derivations: BTreeMap<u32, Derivation>,
+    pub(crate) digest: KeyDigest,
     /// The tokens by the slot each is for: one per slot, or none at all.
     pub(crate) tokens: BTreeMap<u32, Token>,
 }
@@ -198,10 +221,10 @@ impl Metadata {
         let json = Self::read(json_area)?;
         check_config(&json.config)?;
         check_segment(&json.segments.0, facts)?;
-        let areas = check_slots(&json.keyslots.0, facts)?;
-        check_digest(&json.digests.0, &areas)?;
+        let (areas, derivations) = check_slots(&json.keyslots.0, facts)?;
+        let digest = check_digest(&json.digests.0, &areas)?;
         let tokens = check_tokens(json.tokens.0, &areas)?;
-        Ok(Self { areas, tokens })
+        Ok(Self { areas, derivations, digest, tokens })
     }
 
     /// The tokens alone, for a header that is only inspected.
@@ -233,6 +256,16 @@ impl Metadata {
         }
         serde_json::from_slice(&json_area[..end]).map_err(|error| json(&error))
     }
+}
+
+/// The JSON of a header without key slots, with the room for key slots and the place of the data that all disks have.
+pub(crate) fn widened(json_area: &[u8]) -> Result<Vec<u8>, Refusal> {
+    let end = json_area.iter().position(|byte| *byte == 0).unwrap_or(json_area.len());
+    let value = serde_json::from_slice::<serde_json::Value>(&json_area[..end]);
+    let mut value = value.map_err(|error| json(&error))?;
+    value["config"]["keyslots_size"] = SLOTS_LEN.to_string().into();
+    value["segments"]["0"]["offset"] = DATA_OFFSET.to_string().into();
+    serde_json::to_vec(&value).map_err(|error| json(&error))
 }
 
 #[derive(Deserialize)]
@@ -290,7 +323,7 @@ fn check_segment(segments: &BTreeMap<u32, Segment>, facts: &Facts) -> Result<(),
 fn check_slots(
     slots: &BTreeMap<u32, Keyslot>,
     facts: &Facts,
-) -> Result<BTreeMap<u32, u64>, Refusal> {
+) -> Result<(BTreeMap<u32, u64>, BTreeMap<u32, Derivation>), Refusal> {
     if slots.is_empty() || slots.len() > SLOTS_MAX {
         return Err(Refusal::Field {
             field: "the number of key slots",
@@ -299,8 +332,9 @@ fn check_slots(
         });
     }
     let mut areas = BTreeMap::<u32, u64>::new();
+    let mut derivations = BTreeMap::new();
     for (number, slot) in slots {
-        check_kdf(&slot.kdf)?;
+        derivations.insert(*number, check_kdf(&slot.kdf)?);
         let key_len = u64::from(facts.key_bits / 8);
         expect("keyslot.type", &slot.kind, "luks2")?;
         expect_number("keyslot.key_size", slot.key_size, key_len)?;
@@ -321,7 +355,7 @@ fn check_slots(
             })?;
         areas.insert(*number, offset);
     }
-    Ok(areas)
+    Ok((areas, derivations))
 }
 
 /// The offsets of key slots: the first two areas that libcryptsetup allocates.
@@ -329,7 +363,22 @@ pub(crate) fn area_offsets() -> [u64; SLOTS_MAX] {
     [SLOTS_OFFSET, SLOTS_OFFSET + AREA_LEN]
 }
 
-fn check_kdf(kdf: &Kdf) -> Result<(), Refusal> {
+/// Bytes of a fixed length in base64.
+fn bytes<const LEN: usize>(field: &'static str, text: &str) -> Result<[u8; LEN], Refusal> {
+    let decoded = STANDARD.decode(text).ok().and_then(|bytes| bytes.try_into().ok());
+    decoded.ok_or_else(|| Refusal::Field {
+        field,
+        found: quote(text),
+        expected: format!("{LEN} bytes in base64"),
+    })
+}
+
+/// The number of iterations, where so many are run.
+fn iterations(found: u64) -> Option<NonZeroU32> {
+    u32::try_from(found).ok().filter(|_| found <= ITERATIONS_MAX).and_then(NonZeroU32::new)
+}
+
+fn check_kdf(kdf: &Kdf) -> Result<Derivation, Refusal> {
     let limit = || format!("pbkdf2 with sha256 and {ITERATIONS_MAX} iterations");
     let refuse = |found: String| Err(Refusal::Kdf { place: "a key slot", found, limit: limit() });
     if kdf.kind != "pbkdf2" {
@@ -344,19 +393,21 @@ fn check_kdf(kdf: &Kdf) -> Result<(), Refusal> {
             cost("cpus", kdf.cpus)
         ));
     }
-    match (kdf.hash.as_deref(), kdf.iterations, kdf.time, kdf.memory, kdf.cpus) {
-        (Some("sha256"), Some(1..=ITERATIONS_MAX), None, None, None) => Ok(()),
-        (Some(hash), Some(iterations), ..) => {
-            refuse(format!("pbkdf2 with {} and {iterations} iterations", quote(hash)))
+    let (Some(hash), Some(found)) = (kdf.hash.as_deref(), kdf.iterations) else {
+        return refuse("pbkdf2 with incomplete parameters".to_owned());
+    };
+    match (hash, iterations(found), kdf.time, kdf.memory, kdf.cpus) {
+        ("sha256", Some(iterations), None, None, None) => {
+            Ok(Derivation { salt: bytes("keyslot.kdf.salt", &kdf.salt)?, iterations })
         }
-        _ => refuse("pbkdf2 with incomplete parameters".to_owned()),
+        _ => refuse(format!("pbkdf2 with {} and {found} iterations", quote(hash))),
     }
 }
 
 fn check_digest(
     digests: &BTreeMap<u32, Digest>,
     areas: &BTreeMap<u32, u64>,
-) -> Result<(), Refusal> {
+) -> Result<KeyDigest, Refusal> {
     let (1, Some(digest)) = (digests.len(), digests.get(&0)) else {
         return Err(Refusal::Field {
             field: "the number of digests",
@@ -365,7 +416,8 @@ fn check_digest(
         });
     };
     expect("digest.type", &digest.kind, "pbkdf2")?;
-    if digest.hash != "sha256" || !(1..=ITERATIONS_MAX).contains(&digest.iterations) {
+    let iterations = iterations(digest.iterations);
+    let Some(iterations) = iterations.filter(|_| digest.hash == "sha256") else {
         return Err(Refusal::Kdf {
             place: "the digest",
             found: format!(
@@ -375,14 +427,17 @@ fn check_digest(
             ),
             limit: format!("pbkdf2 with sha256 and {ITERATIONS_MAX} iterations"),
         });
-    }
+    };
     let mut slots: Vec<&str> = digest.keyslots.iter().map(String::as_str).collect();
     slots.sort_unstable();
 
     let mut expected: Vec<String> = areas.keys().map(u32::to_string).collect();
     expected.sort_unstable();
     expect("digest.keyslots", &slots.join(","), &expected.join(","))?;
-    expect("digest.segments", &digest.segments.join(","), "0")
+    expect("digest.segments", &digest.segments.join(","), "0")?;
+    let salt = bytes("digest.salt", &digest.salt)?;
+    let value = bytes("digest.digest", &digest.digest)?;
+    Ok(KeyDigest { derivation: Derivation { salt, iterations }, value })
 }
 
 fn check_tokens(

@@ -2,22 +2,21 @@
 
 use uuid::Uuid;
 use vmseal_secret::derive::KeyContext;
-use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
+use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::error::{HeaderError, Refusal, quote};
 use crate::facts::{Facts, Holes};
-use crate::layout::Copy;
+use crate::layout::{AREA_LEN, Copy};
 use crate::library::Device;
 use crate::loaded::{Loaded, WorkingCopy};
 use crate::metadata::Metadata;
 use crate::store::HeaderStore;
 use crate::token::Token;
+use crate::unlock::unlock;
 use crate::write_back::Plan;
 
-/// A header that is loaded in libcryptsetup and checked, but not unlocked.
+/// A header that is loaded in libcryptsetup and checked, to be changed.
 pub(crate) struct Attached {
-    pub(crate) loaded: Loaded,
-    pub(crate) metadata: Metadata,
     pub(crate) working: WorkingCopy,
     pub(crate) device: Device,
     /// The copy to restore in the store, as it was before any change.
@@ -27,18 +26,18 @@ pub(crate) struct Attached {
 impl Attached {
     pub(crate) fn new(
         store: &impl HeaderStore,
-        loaded: Loaded,
-        metadata: Metadata,
+        loaded: &Loaded,
+        metadata: &Metadata,
         facts: &Facts,
     ) -> Result<Self, HeaderError> {
-        let working = loaded.working_copy(store, &metadata)?;
+        let working = loaded.working_copy(store, metadata)?;
         let device = Device::load(&working)?;
         working.check(facts)?;
         let repair = match loaded.to_repair() {
             Some(copy) => Some((copy, working.header(copy)?)),
             None => None,
         };
-        Ok(Self { loaded, metadata, working, device, repair })
+        Ok(Self { working, device, repair })
     }
 
     /// A plan that begins with the repair, if one is needed: the rest of every plan relies on two intact
@@ -54,7 +53,8 @@ impl Attached {
 
 /// An opened disk.
 pub(crate) struct Session {
-    pub(crate) attached: Attached,
+    pub(crate) loaded: Loaded,
+    pub(crate) metadata: Metadata,
     /// The key slot of the given KEK.
     pub(crate) slot: u32,
     pub(crate) dek: SecretBytes,
@@ -78,14 +78,20 @@ impl Session {
         if !token.check_kek(kek, context)? {
             return Err(HeaderError::WrongKek(name(context)));
         }
-        let token = token.clone();
-        let attached = Attached::new(store, loaded, metadata, expected)?;
-        let dek = attached
-            .device
-            .unlock(slot, kek, DEK_LEN)?
-            .ok_or_else(|| HeaderError::SlotDamaged(name(context)))?;
+        let dek = unlock_slot(store, &metadata, slot, kek)?;
+        let dek = dek.ok_or_else(|| HeaderError::SlotDamaged(name(context)))?;
         token.authenticate(expected, &dek, kek, context)?;
-        Ok(Self { attached, slot, dek, holes: token.holes })
+        let holes = token.holes;
+        Ok(Self { loaded, metadata, slot, dek, holes })
+    }
+
+    /// Loads its header in libcryptsetup, to be changed.
+    pub(crate) fn attach(
+        &self,
+        store: &impl HeaderStore,
+        facts: &Facts,
+    ) -> Result<Attached, HeaderError> {
+        Attached::new(store, &self.loaded, &self.metadata, facts)
     }
 
     /// Reads the header back and opens it with a key: a backend may lose writes that it reported as done, and
@@ -96,15 +102,25 @@ impl Session {
         expected: &Facts,
         (kek, context): (&SecretBytes, &KeyContext<'_>),
     ) -> Result<(), HeaderError> {
-        let Self { attached, dek, .. } = self;
-        // libcryptsetup handles one at a time.
-        drop(attached);
         match Self::open(store, expected, kek, context) {
-            Ok(read) if read.dek == dek => Ok(()),
+            Ok(read) if read.dek == self.dek => Ok(()),
             Err(error @ HeaderError::WrongKek(_)) => Err(error),
             _ => Err(HeaderError::ReadBackFailed(name(context))),
         }
     }
+}
+
+/// The DEK in a slot; none if the KEK does not open it.
+pub(crate) fn unlock_slot(
+    store: &impl HeaderStore,
+    metadata: &Metadata,
+    slot: u32,
+    kek: &SecretBytes,
+) -> Result<Option<SecretBytes>, HeaderError> {
+    let Some(offset) = metadata.areas.get(&slot) else { return Ok(None) };
+    let mut area = vec![0; AREA_LEN as usize];
+    store.read_at(&mut area, *offset).map_err(HeaderError::Read)?;
+    unlock(metadata, slot, &area, kek)
 }
 
 /// The token of the key that the context names, after checking that all tokens belong to this disk.

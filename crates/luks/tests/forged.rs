@@ -168,12 +168,15 @@ fn no_token_or_a_foreign_one() {
 #[test]
 fn key_sizes_slots_and_digests_that_vmseal_never_writes() {
     type Edit = (&'static str, fn(&mut Value));
-    let edits: [Edit; 9] = [
+    let edits: [Edit; 12] = [
         ("keyslot.key_size", |json| json["keyslots"]["0"]["key_size"] = 32.into()),
         ("keyslot.af.stripes", |json| json["keyslots"]["0"]["af"]["stripes"] = 1.into()),
         ("keyslot.area.offset", |json| json["keyslots"]["0"]["area"]["offset"] = "0".into()),
         ("keyslot.area.offset", |json| json["keyslots"]["0"]["area"]["offset"] = "036864".into()),
         ("keyslot.area.size", |json| json["keyslots"]["0"]["area"]["size"] = "4096".into()),
+        ("keyslot.kdf.salt", |json| json["keyslots"]["0"]["kdf"]["salt"] = "AAAA".into()),
+        ("digest.salt", |json| json["digests"]["0"]["salt"] = "no base64".into()),
+        ("digest.digest", |json| json["digests"]["0"]["digest"] = "AAAA".into()),
         ("the number of key slots", |json| json["keyslots"] = json!({})),
         ("the number of digests", |json| json["digests"] = json!({})),
         ("digest.keyslots", |json| json["digests"]["0"]["keyslots"] = json!(["1"])),

@@ -12,14 +12,18 @@ pub mod mac;
 mod memory;
 pub mod passphrase;
 pub mod passphrase_rule;
+mod pbkdf2;
 pub mod process;
 pub mod sealed_box;
+mod stripes;
 pub mod wrap;
 pub mod xts;
 
 pub use bytes::{DEK_LEN, KEK_LEN, SecretBytes};
 pub use locked_file::LockedFile;
 pub use memory::{Backing, MemoryError, SECRET_LEN_MAX, SecretFd};
+pub use pbkdf2::pbkdf2_sha256;
+pub use stripes::Stripes;
 
 /// The bytes of a test vector.
 #[cfg(test)]

@@ -15,8 +15,8 @@ pub const KEY_LENGTH: usize = 64;
 /// The unit of encryption, in bytes.
 pub const SECTOR: usize = 4096;
 
-/// The unit that the tweak counts, in bytes.
-const TWEAK_UNIT: u64 = 512;
+/// The unit that the tweak counts, in bytes; and the unit of encryption of a key slot of LUKS2.
+pub const TWEAK_UNIT: usize = 512;
 
 /// The cipher refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -88,6 +88,20 @@ impl Xts {
         unsafe { self.sector(offset, from.as_ptr(), to.as_mut_ptr()) }
     }
 
+    /// Works on [`TWEAK_UNIT`] bytes that were encrypted by themselves; they are at this number of such units.
+    ///
+    /// # Errors
+    /// [`XtsError::Failed`].
+    pub fn unit(
+        &mut self,
+        number: u64,
+        from: &[u8; TWEAK_UNIT],
+        to: &mut [u8; TWEAK_UNIT],
+    ) -> Result<(), XtsError> {
+        // SAFETY: both are one unit long.
+        unsafe { self.work(number, from.as_ptr(), to.as_mut_ptr(), TWEAK_UNIT) }
+    }
+
     /// Works on `sectors` sectors, the first at `offset` bytes on the disk, from `from` to `to`, which
     /// are the same or do not overlap.
     ///
@@ -114,9 +128,23 @@ impl Xts {
     /// # Safety
     /// As [`Self::sectors`], for one.
     unsafe fn sector(&mut self, offset: u64, from: *const u8, to: *mut u8) -> Result<(), XtsError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.work(offset / TWEAK_UNIT as u64, from, to, SECTOR) }
+    }
+
+    /// # Safety
+    /// As [`Self::sectors`], for `length` bytes.
+    #[inline]
+    unsafe fn work(
+        &mut self,
+        number: u64,
+        from: *const u8,
+        to: *mut u8,
+        length: usize,
+    ) -> Result<(), XtsError> {
         let mut tweak = [0u8; 16];
-        tweak[..8].copy_from_slice(&(offset / TWEAK_UNIT).to_le_bytes());
-        let mut written: c_int = 0;
+        tweak[..8].copy_from_slice(&number.to_le_bytes());
+        let (mut written, length): (c_int, c_int) = (0, length as c_int);
         // SAFETY: the context has its key and cipher and keeps them when only the tweak is given (-1
         // keeps the direction); XTS writes exactly as many bytes as it is given, which the caller
         // promised there are.
@@ -134,10 +162,10 @@ impl Xts {
                     to,
                     &raw mut written,
                     from,
-                    SECTOR as c_int,
+                    length,
                 ) == 1
         };
-        if done && written == SECTOR as c_int { Ok(()) } else { Err(XtsError::Failed) }
+        if done && written == length { Ok(()) } else { Err(XtsError::Failed) }
     }
 }
 
@@ -163,6 +191,24 @@ mod tests {
         decrypt.one(8192, &sealed, &mut opened).unwrap();
         assert_eq!(opened, plain);
         decrypt.one(4096, &sealed, &mut opened).unwrap();
+        assert_ne!(opened, plain);
+    }
+
+    /// It begins as the sector that begins there.
+    #[test]
+    fn a_unit_comes_back_at_its_own_number_only() {
+        let key: Vec<u8> = (0..64).collect();
+        let mut encrypt = Xts::new(&key, Direction::Encrypt).unwrap();
+        let mut decrypt = Xts::new(&key, Direction::Decrypt).unwrap();
+        let plain = [7; TWEAK_UNIT];
+        let (mut sealed, mut opened) = ([0; TWEAK_UNIT], [0; TWEAK_UNIT]);
+        encrypt.unit(3, &plain, &mut sealed).unwrap();
+        let (whole, mut sector) = ([7; SECTOR], [0; SECTOR]);
+        encrypt.one(3 * TWEAK_UNIT as u64, &whole, &mut sector).unwrap();
+        assert_eq!(sealed, sector[..TWEAK_UNIT], "the tweak is another one");
+        decrypt.unit(3, &sealed, &mut opened).unwrap();
+        assert_eq!(opened, plain);
+        decrypt.unit(4, &sealed, &mut opened).unwrap();
         assert_ne!(opened, plain);
     }
 

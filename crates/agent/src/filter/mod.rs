@@ -9,7 +9,7 @@ mod stacks;
 
 use std::fs::File;
 use std::io;
-use std::io::{PipeReader, PipeWriter};
+use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -137,6 +137,59 @@ pub fn start(
     disks: Vec<Disk>,
     user: Option<u32>,
 ) -> io::Result<(Process, Keys)> {
+    launch(program, vm, directory, disks, user, |config| in_memory(config).map(Stdio::from))
+}
+
+/// A filter that has started and waits for its configuration: until [`Held::go_on`] it uses none of its files. It ends when
+/// this is dropped.
+#[must_use]
+pub struct Held {
+    process: Process,
+    keys: Keys,
+    config: Vec<u8>,
+    input: PipeWriter,
+}
+
+impl Held {
+    /// Starts a filter as [`start`] does, and holds it.
+    ///
+    /// # Errors
+    /// As [`start`].
+    pub fn start(
+        program: &File,
+        vm: VmId,
+        directory: &ProcessDir,
+        disks: Vec<Disk>,
+        user: Option<u32>,
+    ) -> io::Result<Self> {
+        let (reader, input) = std::io::pipe()?;
+        let mut config = Vec::new();
+        let (process, keys) = launch(program, vm, directory, disks, user, |bytes| {
+            config = bytes.to_vec();
+            Ok(reader.into())
+        })?;
+        Ok(Self { process, keys, config, input })
+    }
+
+    /// Gives it its configuration.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn go_on(mut self) -> io::Result<(Process, Keys)> {
+        // A pipe takes this much at once, and what does not fit when the filter reads it.
+        self.input.write_all(&self.config)?;
+        Ok((self.process, self.keys))
+    }
+}
+
+fn launch(
+    program: &File,
+    vm: VmId,
+    directory: &ProcessDir,
+    disks: Vec<Disk>,
+    user: Option<u32>,
+    input: impl FnOnce(&[u8]) -> io::Result<Stdio>,
+) -> io::Result<(Process, Keys)> {
     directory.forget_socket(NAME)?;
     let control = directory.listen(NAME)?;
     let own = nix::unistd::geteuid().as_raw();
@@ -154,7 +207,7 @@ pub fn start(
         name: "vmseal-filter",
         arguments: vec!["--config".into(), "-".into()],
         keep: disks.iter().flat_map(Disk::descriptors).chain([control.as_fd()]).collect(),
-        input: Stdio::from(in_memory(&serde_json::to_vec(&config)?)?),
+        input: input(&serde_json::to_vec(&config)?)?,
         log: directory.log(NAME)?,
         user: user.map(|id| User { id, group: None }),
         locks_memory: true,
@@ -166,7 +219,7 @@ pub fn start(
 
 /// A file in memory only.
 fn in_memory(contents: &[u8]) -> io::Result<File> {
-    use std::io::{Seek, Write};
+    use std::io::Seek;
     let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
     let mut file = File::from(nix::sys::memfd::memfd_create("filter-config", flags)?);
     file.write_all(contents)?;

@@ -185,17 +185,18 @@ impl Filling<'_> {
     }
 }
 
-/// Ends a filter whose data is flushed; kills it if it does not exit.
+/// Ends a filter whose data is flushed; returns whether it has answered, which is when its files are closed. The caller kills
+/// one that does not exit.
 ///
 /// # Errors
 /// It reports that its last flush failed.
-pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<(), Problem> {
+pub(crate) async fn end_idle(control: &Control, disk: DiskId) -> Result<bool, Problem> {
     match control.shut_down().await {
-        Ok(()) => Ok(()),
+        Ok(()) => Ok(true),
         Err(error @ FilterError::Refused { .. }) => Err(internal(error)),
         Err(error) => {
             tracing::warn!(%disk, %error, "a filter that has finished does not exit and is killed");
-            Ok(())
+            Ok(false)
         }
     }
 }

@@ -7,13 +7,16 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::{Direct, DiskActivity};
 use vmseal_api::host::{DiskFacts, DiskSpec};
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
 use super::report::{Progress, Report};
 use crate::filter::pace::Pace;
 use crate::filter::{self, Control, Lower};
+use crate::process::Process;
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
 use crate::storage::home::Home;
@@ -23,8 +26,8 @@ use crate::storage::opening::data_offset;
 /// How often the filter is asked how far it is.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The same while a guest waits.
-const FAST_INTERVAL: Duration = Duration::from_millis(5);
+/// The same while a guest waits, which is a few times: an answer takes a fraction of a millisecond.
+const FAST_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Has a filter that serves nobody write what `open` opens, if that is anything; returns what that gave beside. `progress` gets
 /// that, the bytes done and the total.
@@ -38,39 +41,104 @@ pub async fn with_filter<T: Send + 'static>(
     open: impl FnOnce() -> Result<Option<(filter::Disk, T)>, Problem> + Send + 'static,
     progress: impl Fn(&T, u64, u64),
 ) -> Result<Option<T>, Problem> {
-    let slot = builder.users.take().ok_or_else(builder::too_many)?;
-    let directory = &builder.directory;
-    // A filter of an earlier attempt is ended, which releases the lock.
-    directory.renew().await.map_err(internal)?;
-    let interval = if guest_waits { FAST_INTERVAL } else { PROGRESS_INTERVAL };
-    let Some((opened, beside)) = spawn_blocking(open).await.map_err(internal)?? else {
-        directory.sweep().await.map_err(internal)?;
-        return Ok(None);
-    };
-    let id = opened.disk;
-    let (process, keys) =
-        filter::start(&builder.filter, vm, directory, vec![opened], slot.filter())
-            .map_err(internal)?;
-    let control = Control::of(directory);
-    control.ready(&process, directory).await.map_err(internal)?;
-    drop(keys);
-    let pace = Pace::up_to(interval);
-    loop {
-        let status = control.status_of(&process, directory).await.map_err(internal)?;
-        match status.disks.into_iter().next().map(|disk| disk.state) {
-            Some(
-                DiskActivity::Merging { done, total } | DiskActivity::Exporting { done, total },
-            ) => progress(&beside, done, total),
-            Some(DiskActivity::Idle) => break,
-            Some(DiskActivity::Failed { message }) => return Err(internal(message)),
-            other => return Err(internal(format!("the filter of a merge says {other:?}"))),
-        }
-        pace.pause().await;
-    }
-    end_idle(&control, id).await?;
-    process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-    directory.sweep().await.map_err(internal)?;
+    let Some((begun, beside)) = Begun::with(vm, builder, open).await? else { return Ok(None) };
+    let done = begun.write(guest_waits, |done, total| progress(&beside, done, total)).await?;
+    done.leave().await?;
     Ok(Some(beside))
+}
+
+/// A filter that has started, has its files open, and uses none of them yet.
+pub struct Begun {
+    filter: filter::Held,
+    disk: DiskId,
+    directory: ProcessDir,
+    slot: Slot,
+}
+
+/// One that has written all, and has closed its files: it writes nothing any more.
+pub struct Written {
+    process: Process,
+    directory: ProcessDir,
+    _slot: Slot,
+}
+
+impl Begun {
+    async fn with<T: Send + 'static>(
+        vm: VmId,
+        builder: &DiskBuilder,
+        open: impl FnOnce() -> Result<Option<(filter::Disk, T)>, Problem> + Send + 'static,
+    ) -> Result<Option<(Self, T)>, Problem> {
+        let slot = builder.users.take().ok_or_else(builder::too_many)?;
+        let directory = builder.directory.clone();
+        // A filter of an earlier attempt is ended, which releases the lock.
+        directory.renew().await.map_err(internal)?;
+        let Some((opened, beside)) = spawn_blocking(open).await.map_err(internal)?? else {
+            directory.sweep().await.map_err(internal)?;
+            return Ok(None);
+        };
+        let disk = opened.disk;
+        let filter =
+            filter::Held::start(&builder.filter, vm, &directory, vec![opened], slot.filter())
+                .map_err(internal)?;
+        Ok(Some((Self { filter, disk, directory, slot }, beside)))
+    }
+
+    /// Has it write all; `progress` gets the bytes done and the total.
+    ///
+    /// # Errors
+    /// The problem of the files or the filter; it can be done again. The filter may be there until its directory is swept.
+    pub async fn write(
+        self,
+        guest_waits: bool,
+        progress: impl Fn(u64, u64),
+    ) -> Result<Written, Problem> {
+        let Self { filter, disk, directory, slot } = self;
+        let (process, keys) = filter.go_on().map_err(internal)?;
+        let control = Control::of(&directory);
+        control.ready(&process, &directory).await.map_err(internal)?;
+        drop(keys);
+        let pace = Pace::up_to(PROGRESS_INTERVAL);
+        loop {
+            let status = control.status_of(&process, &directory).await.map_err(internal)?;
+            match status.disks.into_iter().next().map(|disk| disk.state) {
+                Some(
+                    DiskActivity::Merging { done, total } | DiskActivity::Exporting { done, total },
+                ) => progress(done, total),
+                Some(DiskActivity::Idle) => break,
+                Some(DiskActivity::Failed { message }) => return Err(internal(message)),
+                other => return Err(internal(format!("the filter of a merge says {other:?}"))),
+            }
+            if guest_waits {
+                tokio::time::sleep(FAST_INTERVAL).await;
+            } else {
+                pace.pause().await;
+            }
+        }
+        if !end_idle(&control, disk).await? {
+            process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        }
+        Ok(Written { process, directory, _slot: slot })
+    }
+
+    /// Ends it before it has used its files.
+    pub async fn give_up(self) {
+        let Self { filter, directory, slot: _until_it_has_ended, .. } = self;
+        drop(filter);
+        if let Err(error) = directory.sweep().await {
+            tracing::warn!(directory = directory.name(), %error, "the filter of a merge is left");
+        }
+    }
+}
+
+impl Written {
+    /// Waits for its end, and removes what it leaves.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub async fn leave(self) -> Result<(), Problem> {
+        self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        self.directory.sweep().await.map_err(internal)
+    }
 }
 
 /// A layer to merge.
@@ -85,6 +153,22 @@ pub struct Merging {
 }
 
 impl Merging {
+    /// Starts the filter that will merge it.
+    ///
+    /// # Errors
+    /// The problem of the files or the filter; it can be done again.
+    pub async fn begin(self) -> Result<Begun, Problem> {
+        let (vm, builder) = (self.vm, self.builder.clone());
+        let begun = Begun::with(vm, &builder, move || self.open().map(|it| Some((it, ())))).await;
+        if begun.is_err()
+            && let Err(error) = builder.directory.sweep().await
+        {
+            let directory = builder.directory.name();
+            tracing::warn!(directory, %error, "the filter of a merge is left");
+        }
+        begun?.map(|(begun, ())| begun).ok_or_else(|| internal("there is nothing to merge"))
+    }
+
     /// Merges it. Nothing is put on record: that is the caller's.
     ///
     /// # Errors

@@ -175,6 +175,17 @@ pub enum Change {
     DropOthers,
 }
 
+impl Change {
+    /// What is logged when it is done.
+    fn done(&self) -> &'static str {
+        match self {
+            Self::None => "the key opens all disks",
+            Self::Add(..) => "another key opens all disks, too",
+            Self::DropOthers => "no other key opens a disk any more",
+        }
+    }
+}
+
 /// A handle of a VM's owner.
 #[derive(Clone)]
 pub struct Vm(mpsc::Sender<Request>);

@@ -78,7 +78,9 @@ impl Work for Image {
     type Request = Request;
     type Event = Told;
 
-    const BATCH: usize = 2;
+    fn batch(&self) -> usize {
+        2
+    }
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
         if SCARCE.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() {
@@ -89,7 +91,7 @@ impl Work for Image {
     }
 
     fn perform(&mut self, batch: &mut [Job<Self>]) {
-        assert!((1..=Self::BATCH).contains(&batch.len()), "a batch of {}", batch.len());
+        assert!((1..=self.batch()).contains(&batch.len()), "a batch of {}", batch.len());
         for Job { request, .. } in batch {
             assert!(!request.memory_is_gone.load(SeqCst), "the memory is used and gone");
             assert!(!request.done, "done twice");

@@ -117,6 +117,22 @@ impl PreparedNote {
             Change::Remove(home) => home.remove_note(&self.path),
         }
     }
+
+    /// Puts several, and flushes each directory once: guests wait for it. Blocks.
+    ///
+    /// # Errors
+    /// As [`PreparedNote::put`]; some may be in their places.
+    pub fn put_all(all: Vec<Self>) -> Result<(), Problem> {
+        let Some(path) = all.first().map(|note| note.path.clone()) else { return Ok(()) };
+        let mut prepared = Vec::new();
+        for note in all {
+            match note.change {
+                Change::Put(file) => prepared.push(file),
+                Change::Remove(_) => note.put()?,
+            }
+        }
+        atomic_file::put_all(prepared).map_err(|error| failed(&path, "written", &error))
+    }
 }
 
 /// Does the part of [`write`] that takes long.

@@ -1,5 +1,7 @@
 //! Checking or changing the keys of a VM's disks, in the background of its owner.
 
+use std::time::Instant;
+
 use tokio::task::{JoinHandle, spawn_blocking};
 use vmseal_api::host::{KeyReference, Power};
 use vmseal_api::problem::Problem;
@@ -50,12 +52,16 @@ impl Owner {
                 Change::None => Access::Read,
                 Change::Add(..) | Change::DropOthers => Access::Write,
             };
+            let (done, begun) = (change.done(), Instant::now());
             let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
             match (change, &other) {
-                (Change::DropOthers, _) => opened.drop_others(),
-                (_, Some((key, other))) => opened.add(key, other),
-                (_, None) => Ok(()),
+                (Change::DropOthers, _) => opened.drop_others()?,
+                (_, Some((key, other))) => opened.add(key, other)?,
+                (_, None) => {}
             }
+            let microseconds = begun.elapsed().as_micros();
+            tracing::info!(vm = %spec.vm, microseconds, "{done}");
+            Ok(())
         };
         Ok(spawn_blocking(work))
     }

@@ -1,7 +1,8 @@
 //! Ends merges of the layers of a running guest's disk while its filter serves it (docs/decisions/140, 169).
 //!
 //! ```text
-//!   the active layer   all opened, note written beside its place ─► drained ─► merged ─► retired ─► note put ─► replaced ─► resumed
+//!   the active layer   all opened, note written beside its place, the filter that merges started
+//!                        │   ─► drained ─► merged ─► retired ─► note put ─► replaced ─► resumed ─► that filter has ended
 //!                        └── not possible: nothing has changed        │           │         └── an error: the filter ends or is
 //!                                  the guest goes on as before ◄── an error, or too long        ended, and starts by the notes
 //!   another one        merged, noted ─► the rest opened ─► drained ─► replaced ─► resumed
@@ -12,9 +13,8 @@
 
 use std::time::{Duration, Instant};
 
-use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use tokio::time::sleep;
+use tokio::time::timeout;
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -27,7 +27,7 @@ use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files, LayerId, PreparedNote};
 use crate::storage::opening;
-use crate::vm::merging::Merging;
+use crate::vm::merging::{Begun, Merging, Written};
 use crate::vm::{images, internal};
 
 /// The longest that a guest waits for its active layer to be merged: what is left of [`vmseal_api::filter::DRAINED_MAX`] is for the
@@ -54,13 +54,25 @@ impl Owner {
             return Ok(Put::NotPossible);
         }
         let next = self.open_next(disk, Some(upper)).await?;
-        let Some(waiting) = drain(self.spec.vm, control, disk).await? else {
-            return Ok(Put::NotPossible);
+        let directory = merging.builder.directory.clone();
+        // It reads nothing before it goes on: what it then reads is what the guest has written.
+        let merging = merging.begin().await?;
+        let waiting = match drain(self.spec.vm, control, disk).await {
+            Ok(Some(waiting)) => waiting,
+            other => {
+                merging.give_up().await;
+                return other.map(|_| Put::NotPossible);
+            }
         };
         let begun = Instant::now();
-        merge(disk, merging).await?;
+        let written = merge(disk, merging, &directory).await?;
         let merged = begun.elapsed();
-        let put = spawn_blocking(move || put(waiting, next)).await.map_err(internal)??;
+        let put = spawn_blocking(move || put(waiting, next)).await.map_err(internal).flatten();
+        // The guest does not wait for its end.
+        if let Err(problem) = written.leave().await {
+            tracing::warn!(vm = %self.spec.vm, %problem, "the filter of a merge is left");
+        }
+        let put = put?;
         if matches!(put, Put::Served) {
             let (waited, merged) = (begun.elapsed().as_micros(), merged.as_micros());
             let vm = self.spec.vm;
@@ -127,23 +139,25 @@ async fn drain(vm: VmId, control: Control, disk: &DiskSpec) -> Result<Option<Wai
         .ok())
 }
 
-/// Merges a layer, unless that takes too long; no process does so any more when this returns.
-async fn merge(disk: &DiskSpec, merging: Merging) -> Result<(), Problem> {
-    let (cancel, cancelled) = oneshot::channel();
-    let merged = merging.run(None, Some(cancelled));
-    tokio::pin!(merged);
-    let late = tokio::select! {
-        merged = &mut merged => return merged,
-        () = sleep(MERGE_MAX) => cancel,
-    };
-    let _ = late.send(());
-    match merged.await {
-        Err(problem) if problem.code == ErrorCode::Cancelled => {
+/// Merges a layer, unless that takes too long; nothing is written any more when this returns.
+async fn merge(
+    disk: &DiskSpec,
+    merging: Begun,
+    directory: &ProcessDir,
+) -> Result<Written, Problem> {
+    let merged = timeout(MERGE_MAX, merging.write(true, |_, _| ())).await;
+    let problem = match merged {
+        Ok(Ok(written)) => return Ok(written),
+        Ok(Err(problem)) => problem,
+        Err(_) => {
             let what = format!("disk '{}' takes too long to be merged", disk.name);
-            Err(Problem::new(ErrorCode::TimedOut, what))
+            Problem::new(ErrorCode::TimedOut, what)
         }
-        other => other,
+    };
+    if let Err(error) = directory.sweep().await {
+        tracing::warn!(directory = directory.name(), %error, "the filter of a merge is left");
     }
+    Err(problem)
 }
 
 /// Puts the note, if there is one, and has the disk go on by it. Blocks.

@@ -101,7 +101,7 @@ fn put(
         }
     };
     let begun = std::time::Instant::now();
-    let put = notes.into_iter().try_for_each(PreparedNote::put);
+    let put = PreparedNote::put_all(notes);
     let replaced = put.and_then(|()| waiting.replace(&new).map_err(unknown));
     let resumed = replaced.and_then(|()| waiting.resume().map_err(unknown));
     match resumed {

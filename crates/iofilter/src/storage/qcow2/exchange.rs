@@ -28,8 +28,8 @@ pub(super) trait Work: Send + Sized + 'static {
     type Request: Send;
     type Event: Event;
 
-    /// The most jobs of one batch: answers wait for no more than these.
-    const BATCH: usize;
+    /// The most jobs of the next batch: answers wait for no more than these.
+    fn batch(&self) -> usize;
 
     /// Starts a thread.
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>>;
@@ -131,7 +131,7 @@ fn work<W: Work>(shared: &Shared<W>) {
         return;
     };
     let mut batch = Vec::new();
-    while next(shared, &mut batch) {
+    while next(shared, work.batch(), &mut batch) {
         work.perform(&mut batch);
         answer(&mut batch);
     }
@@ -139,11 +139,11 @@ fn work<W: Work>(shared: &Shared<W>) {
 }
 
 /// Waits for jobs; false when there will be none.
-fn next<W: Work>(shared: &Shared<W>, batch: &mut Vec<Job<W>>) -> bool {
+fn next<W: Work>(shared: &Shared<W>, most: usize, batch: &mut Vec<Job<W>>) -> bool {
     let mut inbox = lock(&shared.inbox);
     loop {
         if !inbox.jobs.is_empty() {
-            let count = inbox.jobs.len().min(W::BATCH);
+            let count = inbox.jobs.len().min(most);
             batch.extend(inbox.jobs.drain(..count));
             return true;
         }

@@ -61,14 +61,38 @@ struct Request {
     result: Result<(), IoError>,
 }
 
+/// The most requests of the first batch, and of all after some: each batch may have twice as many as the one before. A guest
+/// whose disk has just got an empty layer has waited for that, and the first batch needs more of the storage than others: new
+/// tables.
+const FIRST_BATCH: usize = 2;
+const BATCH: usize = 16;
+
 /// An image; none after a defect.
-struct ImageOwner(Option<Qcow2Image>);
+struct ImageOwner {
+    image: Option<Qcow2Image>,
+    batch: usize,
+}
+
+impl ImageOwner {
+    fn new(image: Option<Qcow2Image>) -> Self {
+        Self { image, batch: FIRST_BATCH }
+    }
+
+    /// After a batch of so many requests: no more than those waited.
+    fn grow(&mut self, requests: usize) {
+        if requests >= self.batch {
+            self.batch = (self.batch * 2).min(BATCH);
+        }
+    }
+}
 
 impl Work for ImageOwner {
     type Request = Request;
     type Event = Waker;
 
-    const BATCH: usize = 16;
+    fn batch(&self) -> usize {
+        self.batch
+    }
 
     fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
         let span = tracing::Span::current();
@@ -77,16 +101,17 @@ impl Work for ImageOwner {
     }
 
     fn perform(&mut self, batch: &mut [Job<Self>]) {
-        if let Some(sound) = self.0.take() {
-            self.0 = contain(sound, |image| do_batch(image, batch)).0;
+        if let Some(sound) = self.image.take() {
+            self.image = contain(sound, |image| do_batch(image, batch)).0;
         }
-        if self.0.is_none() {
+        self.grow(batch.len());
+        if self.image.is_none() {
             batch.iter_mut().for_each(|job| job.request.result = Err(IoError::Defect));
         }
     }
 
     fn close(self) {
-        if let Some(image) = self.0
+        if let Some(image) = self.image
             && let Some(Err(error)) = contain(image, |image| image.close()).1
         {
             tracing::error!(%error, "the image could not be closed well; it is sound, but has leaked clusters");
@@ -162,7 +187,7 @@ pub(super) struct ImageWorker {
 impl ImageWorker {
     pub(super) fn new(image: Qcow2Image) -> Self {
         let (known, offset) = (image.known(), image.offset());
-        let exchange = Arc::new(Exchange::new(ImageOwner(Some(image))));
+        let exchange = Arc::new(Exchange::new(ImageOwner::new(Some(image))));
         Self { exchange, known, offset }
     }
 
@@ -452,6 +477,18 @@ mod tests {
     }
 
     #[test]
+    fn batches_of_an_image_begin_small_and_grow_only_when_they_are_full() {
+        let mut owner = ImageOwner::new(None);
+        owner.grow(FIRST_BATCH - 1);
+        let sizes = std::iter::repeat_with(|| {
+            let size = owner.batch();
+            owner.grow(size);
+            size
+        });
+        assert_eq!(sizes.take(5).collect::<Vec<_>>(), [2, 4, 8, 16, 16]);
+    }
+
+    #[test]
     fn after_a_defect_of_the_library_every_request_fails_and_nothing_is_written() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = directory.path().join("image");
@@ -471,7 +508,7 @@ mod tests {
         assert!(kept.is_none() && outcome.is_none());
         assert_eq!(std::fs::read(&path).unwrap()[..before.len()], before, "tables were written");
 
-        let exchange = Arc::new(Exchange::new(ImageOwner(None)));
+        let exchange = Arc::new(Exchange::new(ImageOwner::new(None)));
         let mut end = exchange.end(Waker::new().unwrap());
         end.push(Request {
             id: crate::stack::request::Requests::new(1).take().unwrap(),
