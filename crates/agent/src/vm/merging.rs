@@ -8,6 +8,7 @@ use tokio::task::spawn_blocking;
 use vmseal_api::filter::{Direct, DiskActivity};
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::VmId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
@@ -18,6 +19,7 @@ use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, LayerId};
+use crate::storage::mirror::gate::Gate;
 use crate::storage::opening::data_offset;
 
 /// How often the filter is asked how far it is.
@@ -26,8 +28,8 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// The same while a guest waits.
 const FAST_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Has a filter that serves nobody write what `open` opens, if that is anything; returns what that gave beside. `progress` gets
-/// that, the bytes done and the total.
+/// Has a filter that serves nobody write what `open` opens, if that is anything, at the pace of `gate`; returns what that gave
+/// beside. `progress` gets that, the bytes done and the total.
 ///
 /// # Errors
 /// The problem of the files or the filter; it can be done again.
@@ -35,6 +37,7 @@ pub async fn with_filter<T: Send + 'static>(
     vm: VmId,
     builder: &DiskBuilder,
     guest_waits: bool,
+    gate: Option<&Gate>,
     open: impl FnOnce() -> Result<Option<(filter::Disk, T)>, Problem> + Send + 'static,
     progress: impl Fn(&T, u64, u64),
 ) -> Result<Option<T>, Problem> {
@@ -55,7 +58,15 @@ pub async fn with_filter<T: Send + 'static>(
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);
     let pace = Pace::up_to(interval);
+    let mut told = CopyPace::default();
     loop {
+        if let Some(wanted) = gate.map(Gate::pace).filter(|wanted| *wanted != told) {
+            match control.set_pace(id, wanted).await {
+                Ok(()) => told = wanted,
+                // It has ended its work, or the next look finds why it does not answer.
+                Err(error) => tracing::debug!(%id, %error, "a filter is not told its pace"),
+            }
+        }
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         match status.disks.into_iter().next().map(|disk| disk.state) {
             Some(
@@ -65,12 +76,22 @@ pub async fn with_filter<T: Send + 'static>(
             Some(DiskActivity::Failed { message }) => return Err(internal(message)),
             other => return Err(internal(format!("the filter of a merge says {other:?}"))),
         }
-        pace.pause().await;
+        tokio::select! {
+            () = pace.pause() => {}
+            () = changed(gate) => {}
+        }
     }
     end_idle(&control, id).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;
     directory.sweep().await.map_err(internal)?;
     Ok(Some(beside))
+}
+
+async fn changed(gate: Option<&Gate>) {
+    match gate {
+        Some(gate) => gate.changed().await,
+        None => std::future::pending().await,
+    }
 }
 
 /// A layer to merge.
@@ -124,7 +145,7 @@ impl Merging {
                 show.progress(Report::Progress(done, total));
             }
         };
-        with_filter(vm, &builder, waits, open, progress).await.map(drop)
+        with_filter(vm, &builder, waits, None, open, progress).await.map(drop)
     }
 
     /// The layer with all below it, and what is below it to be written. Only ciphertext moves, so no key is needed.
