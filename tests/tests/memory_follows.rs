@@ -138,6 +138,7 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
     let mut console = here.console(VM).unwrap();
     counts(&mut console, 2);
 
+    let clear = std::fs::read(memory(&here)).unwrap();
     let was = held(&here, &memory(&here));
     here.vmseal(&ENCRYPT).unwrap();
     counts(&mut console, 3);
@@ -145,6 +146,13 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
     let left = std::fs::read(&was).unwrap();
     assert!(left.len() > 1 << 20 && left.iter().all(|byte| *byte == 0), "its former file is left");
     here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
+    // One that is left in the clear is found.
+    let snapshot = name(&memory(&here)).replace("vm.memory.snapshot-", "source-memory-");
+    let left = here.images(VM).unwrap()[0].with_extension(snapshot);
+    std::fs::write(&left, &clear).unwrap();
+    let found = here.refused(&["vm", "prove", VM, "--all"]).unwrap();
+    assert!(found.contains("is not encrypted"), "{found}");
+    std::fs::remove_file(&left).unwrap();
     let mut console = comes_back(&here, Some(console), 1);
     counts(&mut console, 2);
 
