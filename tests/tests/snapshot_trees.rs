@@ -278,30 +278,3 @@ fn what_dies_while_a_tree_is_copied_loses_nothing() {
     all_is_kept(&here, NOW);
     comes_back(&here, KEPT[2]);
 }
-
-/// A snapshot's memory is sealed under the key of the VM, which a deep recryption keeps: the guest goes on with disks that have
-/// new data keys.
-#[test]
-fn a_snapshot_with_memory_follows_a_deep_recryption() {
-    let here = Installation::new().unwrap();
-    let more = ["--disk", "name=data,datastore=local,size=32MiB"];
-    shell_guest::start(&here, VM, "encrypted", &more).unwrap();
-    let mut console = booted(&here, VM).unwrap();
-    put(&mut console, LOWEST, [KEPT_AT, 6]);
-    write(&mut console, "TEXT-OF-ONE");
-    run(&mut console, "m=IN-MEMORY; echo SET-$((6 * 7))", "SET-42").unwrap();
-    here.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
-    write(&mut console, NOW);
-    let said = here.refused(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
-    assert!(said.contains("vmseal snapshot delete web asleep"), "{said}");
-    here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
-    reads(&mut console, NOW);
-    here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
-    stop(&here, console);
-    here.vmseal(&["snapshot", "revert", VM, "asleep"]).unwrap();
-    here.vmseal(&["vm", "resume", VM]).unwrap();
-    let mut console = here.console(VM).unwrap();
-    run(&mut console, "echo STILL-$m", "STILL-IN-MEMORY").unwrap();
-    reads(&mut console, "TEXT-OF-ONE");
-    stop(&here, console);
-}

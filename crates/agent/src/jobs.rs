@@ -454,7 +454,8 @@ mod tests {
         let (task, [data, other]) = (TaskId::new(), [DiskId::new(), DiskId::new()]);
         let to_mirror = |disk| DiskToMirror { disk, encrypted: true, datastore: None };
         let at = |pace| {
-            JobSpec::Mirror(MirrorJob { disks: vec![to_mirror(data), to_mirror(other)], pace })
+            let disks = vec![to_mirror(data), to_mirror(other)];
+            JobSpec::Mirror(MirrorJob { disks, pace, forgets_key: false })
         };
         let (free, paused) =
             (CopyPace::default(), CopyPace { paused: true, ..CopyPace::default() });

@@ -224,6 +224,12 @@ impl Header {
         named.collect()
     }
 
+    /// Whether its key is in it, in the clear, as in the file of a VM without a key.
+    #[must_use]
+    pub fn is_in_the_clear(&self) -> bool {
+        self.slots.iter().any(|bytes| slot::read(bytes) == Slot::Clear)
+    }
+
     /// The file's key. A slot that is damaged does not matter when the other one opens.
     fn file_key(&self, key: Option<&VmKey<'_>>) -> Result<SecretBytes, FileError> {
         let mut failed = None;

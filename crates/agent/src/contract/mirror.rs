@@ -27,7 +27,7 @@ pub fn copy_at(disk: DiskId, encrypted: bool, pace: CopyPace) -> JobSpec {
 }
 
 fn at_pace(disks: Vec<DiskToMirror>, pace: CopyPace) -> JobSpec {
-    JobSpec::Mirror(MirrorJob { disks, pace })
+    JobSpec::Mirror(MirrorJob { disks, pace, forgets_key: false })
 }
 
 impl Session {

@@ -29,6 +29,8 @@
 //! <datastore>/<vm id>/<disk id>.copy-layers   the note of the layers of its copy
 //! <datastore>/<vm id>/<disk id>.source-layers the note of the layers of what the disk was before
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
+//! <datastore>/<vm id>/<disk id>.copy-memory-<snapshot id>    a snapshot's memory, to take its place with the disk's copy
+//! <datastore>/<vm id>/<disk id>.source-memory-<snapshot id>  what it was before ([`crate::storage::mirror::memory`])
 //! ```
 //! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
@@ -487,6 +489,10 @@ impl Home {
             self.remove_file(&path)?;
         }
         self.remove_base(disk)?;
+        let memories = self.copy_memories(disk)?.into_iter().chain(self.source_memories(disk)?);
+        for (_, path) in memories {
+            self.remove_note(&path)?;
+        }
         self.remove_note(&self.layers_note(disk))?;
         self.remove_note(&self.copy_layers_note(disk))?;
         self.remove_note(&self.source_layers_note(disk))?;

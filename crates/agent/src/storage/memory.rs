@@ -96,12 +96,18 @@ impl MemoryFiles {
         Ok(Self { saved, ..files })
     }
 
+    /// Whether what is saved of a VM is beside this disk.
+    #[must_use]
+    pub fn are_beside(spec: &VmSpec, disk: DiskId) -> bool {
+        spec.disks().next().is_some_and(|first| first.disk == disk)
+    }
+
     /// Removes what snapshots keep beside a disk that is deleted, if it is the first one: then the VM is. Blocks.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn discard_with(spec: &VmSpec, disk: DiskId) -> Result<(), Problem> {
-        if spec.disks().next().is_none_or(|first| first.disk != disk) {
+        if !Self::are_beside(spec, disk) {
             return Ok(());
         }
         let files = Self::of(spec)?;

@@ -6,10 +6,13 @@
 //!                                  └─ give up: note, map, copy removed            former image, map, note removed
 //! ```
 //! The copy may be on another datastore than the disk: then a note beside each of both leads to the other. Where the disk has
-//! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has.
+//! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has. The memory that snapshots keep beside it is
+//! copied, too ([`memory`]).
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
+pub(crate) mod gate;
+mod memory;
 mod note;
 pub(crate) mod pace;
 mod pivot_mark;
@@ -174,6 +177,7 @@ impl Mirror {
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
+        memory::take_place(self)?;
         if self.note.layers {
             layers::take_place(&target, self.disk)?;
         }
@@ -191,7 +195,7 @@ impl Mirror {
         if self.note.layers {
             layers::set_aside(&source, self.disk, self.moves())?;
         }
-        Ok(())
+        memory::set_aside(self)
     }
 
     /// Removes the notes, the one first that others lead to.
@@ -233,6 +237,8 @@ pub struct NewMirror<'a> {
     pub task: TaskId,
     /// How fast it is copied.
     pub pace: CopyPace,
+    /// Whether the VM has no key afterwards.
+    pub forgets_key: bool,
 }
 
 impl NewMirror<'_> {
@@ -262,12 +268,16 @@ impl NewMirror<'_> {
         let metadata = image.metadata().map_err(internal)?;
         let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
         let allocated = metadata.blocks().saturating_mul(512);
-        let made = self.make(&target, allocated + layers::room_of_all(&home, disk.disk, &layers));
+        let memory = memory::form(&home, self.spec, disk.disk, self.forgets_key)?;
+        let beside = if memory.is_some() { memory::room(&home)? } else { 0 };
+        let room = allocated + layers::room_of_all(&home, disk.disk, &layers) + beside;
+        let made = self.make(&target, room);
         // Before the note: from that on the filter of the guest may open the copy.
         pace::record(&home, disk.disk, self.pace);
         let noted = made.and_then(|copy| {
             let note = Note::new(task, source, copy);
             let note = if layers.is_empty() { note } else { note.of_layers() };
+            let note = memory.map_or(note.clone(), |form| note.with_memory(form));
             self.note(&home, &target, note)
         });
         noted.inspect_err(|_| {
@@ -344,6 +354,7 @@ fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem
     home.remove_note(&home.mirror_pace(disk))?;
     target.remove(&target.copy(disk))?;
     layers::drop_copies(target, disk)?;
+    memory::drop_copies(target, disk)?;
     // Nothing is copied to layers any more.
     home.remove(&home.merge_lock(disk))?;
     if target.path() != home.path() {
@@ -392,6 +403,10 @@ pub fn record_pace(vm: VmId, disk: &DiskSpec, pace: CopyPace) -> Result<(), Prob
 pub fn delete_elsewhere(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, vm)?;
     let Some(note) = note::read(&home, disk.disk)? else { return Ok(()) };
+    if let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| mirror.pivoted) {
+        // What snapshots kept there goes with the former image.
+        memory::set_aside(&mirror)?;
+    }
     match note.to.as_ref().or(note.from.as_ref()) {
         Some(other) => home.on(other)?.delete(disk.disk),
         None => Ok(()),

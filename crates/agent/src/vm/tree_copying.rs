@@ -1,5 +1,5 @@
-//! Copying what nobody writes of a mirrored disk with layers: its image, and its layers but the active one, each by a filter that
-//! serves nobody, beside the guest's.
+//! Copying what nobody writes of a mirrored disk: the memory that snapshots keep beside it, which the agent seals anew; its image,
+//! and its layers but the active one, each by a filter that serves nobody, beside the guest's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use super::internal;
 use super::merging::with_filter;
 use super::report::{Progress, Report};
 use crate::storage::builder::DiskBuilder;
-use crate::storage::mirror::tree::{self, Part, ToNote};
+use crate::storage::mirror::gate::Gate;
+use crate::storage::mirror::tree::{self, KeptMemory, Part, ToNote};
 
 /// A disk whose layers are to be copied.
 pub struct TreeCopying {
@@ -26,6 +27,8 @@ pub struct TreeCopying {
     pub builder: DiskBuilder,
     /// Whether a guest waits for it.
     pub guest_waits: bool,
+    /// What holds it to the pace of its job.
+    pub gate: Arc<Gate>,
 }
 
 impl TreeCopying {
@@ -36,14 +39,36 @@ impl TreeCopying {
     pub async fn run(
         self,
         pause: Duration,
-        show: &Progress,
+        show: Progress,
         cancelled: oneshot::Receiver<()>,
     ) -> Result<(), Problem> {
-        let directory = self.builder.directory.clone();
-        let copied = tokio::select! {
-            copied = async { sleep(pause).await; self.copy_all(Some(show)).await } => copied,
-            Ok(()) = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the copy is stopped")),
+        let (this, show) = (Arc::new(self), Arc::new(show));
+        let asked = async {
+            // A sender that is gone has asked for nothing.
+            if cancelled.await.is_err() {
+                std::future::pending::<()>().await;
+            }
         };
+        tokio::pin!(asked);
+        let memories = async {
+            sleep(pause).await;
+            this.copy_memories(Some(&show)).await
+        };
+        tokio::pin!(memories);
+        tokio::select! {
+            copied = &mut memories => copied?,
+            () = &mut asked => {
+                // A thread writes, which notices that, and ends.
+                this.gate.close();
+                let _ = memories.await;
+                return Err(stopped());
+            }
+        }
+        let copied = tokio::select! {
+            copied = this.copy_layers(Some(&show)) => copied,
+            () = &mut asked => Err(stopped()),
+        };
+        let directory = &this.builder.directory;
         if copied.is_err()
             && let Err(error) = directory.sweep().await
         {
@@ -56,26 +81,67 @@ impl TreeCopying {
     ///
     /// # Errors
     /// As [`TreeCopying::run`].
-    pub async fn copy_all(self, show: Option<&Progress>) -> Result<(), Problem> {
+    pub async fn copy_for_guest(self) -> Result<(), Problem> {
         let this = Arc::new(self);
-        let Self { spec, disk, builder, guest_waits, .. } = &*this;
+        this.copy_memories(None).await?;
+        this.copy_layers(None).await
+    }
+
+    /// Copies the memory of each snapshot.
+    async fn copy_memories(self: &Arc<Self>, show: Option<&Arc<Progress>>) -> Result<(), Problem> {
         loop {
-            let of = Arc::clone(&this);
+            let of = Arc::clone(self);
+            let next = move || tree::next_memory(&of.spec, &of.disk);
+            let Some(memory) = spawn_blocking(next).await.map_err(internal)?? else {
+                return Ok(());
+            };
+            let (of, show) = (Arc::clone(self), show.cloned());
+            let copy = move || of.copy_memory(&memory, show.as_deref());
+            spawn_blocking(copy).await.map_err(internal)??;
+        }
+    }
+
+    /// Blocks.
+    fn copy_memory(&self, memory: &KeptMemory, show: Option<&Progress>) -> Result<(), Problem> {
+        let (size, place) = (self.disk.size, memory.place()?);
+        let progress = |done: u64, total: u64| {
+            if let Some(show) = show {
+                let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
+                show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
+            }
+        };
+        memory.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.gate, progress)
+    }
+
+    async fn copy_layers(self: &Arc<Self>, show: Option<&Arc<Progress>>) -> Result<(), Problem> {
+        let Self { spec, disk, builder, guest_waits, gate, .. } = &**self;
+        loop {
+            // No process is kept for a copy that does not go on.
+            gate.resumed().await;
+            let of = Arc::clone(self);
             let open = move || {
                 let part = tree::next(&of.spec, &of.disk, &of.facts, of.kek.as_ref())?;
                 Ok(part.map(Part::split))
             };
             let progress = |to_note: &ToNote, done: u64, _: u64| {
                 if let Some(show) = show {
-                    // In bytes of the disk, so that it is one figure for all files.
-                    let (before, all) = to_note.place();
-                    let done = (before as u64 * disk.size + done) / (all as u64).max(1);
-                    show.progress(Report::Progress(done, disk.size));
+                    show.progress(in_all(to_note.place(), done, disk.size));
                 }
             };
-            let copied = with_filter(spec.vm, builder, *guest_waits, open, progress).await?;
+            let copied =
+                with_filter(spec.vm, builder, *guest_waits, Some(gate), open, progress).await?;
             let Some(to_note) = copied else { return Ok(()) };
             spawn_blocking(move || to_note.note()).await.map_err(internal)??;
         }
     }
+}
+
+/// How far the copy is, in bytes of the disk, so that it is one figure for all files: so many before, in all, and this much of the
+/// disk's size of the one that is being copied.
+fn in_all((before, all): (usize, usize), done: u64, size: u64) -> Report {
+    Report::Progress((before as u64 * size + done) / (all as u64).max(1), size)
+}
+
+fn stopped() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the copy is stopped")
 }

@@ -29,6 +29,7 @@ use crate::storage::backup::{Creating, Restoring, Verifying};
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
 use crate::storage::export::{self, ExportRequest};
+use crate::storage::mirror::gate::Gate;
 use crate::storage::proof::Proving;
 
 /// Progress reports that may wait for the owner.
@@ -39,6 +40,8 @@ struct Worker {
     number: u64,
     cancel: oneshot::Sender<()>,
     task: JoinHandle<()>,
+    /// What holds it to its pace, where the agent does.
+    gate: Option<Arc<Gate>>,
 }
 
 /// The work in progress.
@@ -109,12 +112,25 @@ impl Workers {
 
     /// Begins to copy what nobody writes of a disk, after a pause.
     pub fn begin_tree(&mut self, disk: DiskId, copying: TreeCopying, pause: Duration) {
+        let gate = Arc::clone(&copying.gate);
         self.spawn(disk, |cancelled, show| async move {
-            let copied = copying.run(pause, &show, cancelled).await;
+            let copied = copying.run(pause, show, cancelled).await;
             Report::TreeCopied(copied.inspect_err(
                 |problem| tracing::warn!(%disk, %problem, "the layers of a disk could not be copied"),
             ))
         });
+        if let Some(worker) = self.workers.get_mut(&disk) {
+            worker.gate = Some(gate);
+        }
+    }
+
+    /// Has what copies a disk go on at another pace; false where it is to be begun anew for that.
+    pub fn set_pace(&self, disk: DiskId, pace: CopyPace) -> bool {
+        let gate = self.workers.get(&disk).and_then(|worker| worker.gate.as_ref());
+        if let Some(gate) = gate {
+            gate.set(pace);
+        }
+        gate.is_some()
     }
 
     /// Begins to follow the copy of a disk that the filter of its guest keeps.
@@ -236,7 +252,7 @@ impl Workers {
             let _ = sender.send((disk, number, last)).await;
         };
         let task = tokio::spawn(request_id::inherit(work));
-        self.workers.insert(disk, Worker { number, cancel, task });
+        self.workers.insert(disk, Worker { number, cancel, task, gate: None });
     }
 
     /// The next report of an attempt that has not been cancelled.

@@ -144,6 +144,10 @@ pub struct MirrorJob {
     /// do not know it.
     #[serde(default, skip_serializing_if = "CopyPace::is_free")]
     pub pace: CopyPace,
+    /// Whether the VM has no key when the former images are gone: the memory that its snapshots keep is in the clear then. Agents
+    /// without the feature [`MIRROR_MEMORY`](super::version::MIRROR_MEMORY) do not know it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub forgets_key: bool,
 }
 
 /// A disk to copy.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 30] = [
+pub const FEATURES: [&str; 31] = [
     "job-create",
     "job-export",
     NICS,
@@ -51,6 +51,7 @@ pub const FEATURES: [&str; 30] = [
     BACKUP,
     TRACKED_BACKUP,
     MIRROR_LAYERS,
+    MIRROR_MEMORY,
     PACE,
     LINKED_CLONES,
     IN_PLACE,
@@ -136,6 +137,9 @@ pub const TRACKED_BACKUP: &str = "tracked-backup";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";
+
+/// The feature of agents that copy the memory which snapshots keep, with the disk that it is beside.
+pub const MIRROR_MEMORY: &str = "job-mirror-memory";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

@@ -1,7 +1,7 @@
 //! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
 //! copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::{IN_PLACE, MIRROR, MIRROR_LAYERS, MOVE, PACE};
+use vmseal_api::host::version::{IN_PLACE, MIRROR, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE};
 use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
@@ -232,7 +232,7 @@ async fn begin(
     wanted: Wanted,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    let snapshots = require_snapshots_follow(services, &wanted).await?;
+    let kept = require_snapshots_follow(services, &wanted).await?;
     // The former files, which the copies are to replace, would stay.
     let mut read = services.store.read().await?;
     super::vms::require_no_clones(&mut read, &wanted.vm, None).await?;
@@ -255,9 +255,7 @@ async fn begin(
     }
     require_work(services, &wanted).await?;
     let mut warnings = examine(services, &wanted, dry_run).await?;
-    if snapshots > 0 {
-        warnings.push(format!("what its {snapshots} snapshots keep is copied as well"));
-    }
+    warnings.extend(kept.warnings(&wanted));
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.
     let vm = vms::get(&mut write, wanted.vm.id).await?;
@@ -282,13 +280,39 @@ async fn begin(
     Ok(Outcome::Done(shown))
 }
 
-/// Refuses what would leave a snapshot behind that cannot be reverted to, or is not encrypted as the VM is. Returns how many
-/// snapshots the VM has.
-async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
+/// The snapshots of a VM, which are copied with it.
+#[derive(Default)]
+struct Kept {
+    snapshots: usize,
+    with_memory: usize,
+}
+
+impl Kept {
+    /// What is to be considered.
+    fn warnings(&self, wanted: &Wanted) -> Vec<String> {
+        let Self { snapshots, with_memory } = self;
+        let mut warnings = Vec::new();
+        if *snapshots > 0 {
+            warnings.push(format!("what its {snapshots} snapshots keep is copied as well"));
+        }
+        let decrypts = matches!(wanted.operation, Operation::DecryptVm { .. });
+        if *with_memory > 0 && decrypts && !wanted.known.iter().any(mirror_vm::stays_encrypted) {
+            warnings.push(
+                "the memory that its snapshots keep will be on the datastore in the clear"
+                    .to_owned(),
+            );
+        }
+        warnings
+    }
+}
+
+/// Refuses what would leave a snapshot behind that cannot be reverted to, or is not encrypted as the VM is. Returns the
+/// snapshots that the VM has.
+async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Result<Kept, Problem> {
     let vm = &wanted.vm;
     let known = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
     if known.is_empty() {
-        return Ok(0);
+        return Ok(Kept::default());
     }
     if wanted.operation.is_in_place() {
         let detail = format!(
@@ -298,16 +322,11 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     features::require(services, vm, MIRROR_LAYERS, "copy disks that have snapshots")?;
-    // Under the key of the VM, which a deep recryption keeps, and with the disks as they are for the guest.
-    let stays = matches!(wanted.operation, Operation::DeepRecryptVm { .. });
-    if let Some(memory) = known.iter().find(|known| known.memory && !stays) {
-        let detail = format!(
-            "snapshot '{1}' of VM '{0}' keeps the memory of its guest, which belongs to the disks as they are now: delete it first (vmseal snapshot delete {0} {1})",
-            vm.name, memory.name
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+    let with_memory = known.iter().filter(|known| known.memory).count();
+    if with_memory > 0 {
+        features::require(services, vm, MIRROR_MEMORY, "copy the memory that snapshots keep")?;
     }
-    Ok(known.len())
+    Ok(Kept { snapshots: known.len(), with_memory })
 }
 
 /// A VM that is on its way from one state to another is not copied.
@@ -317,6 +336,7 @@ async fn require_power(services: &Services, wanted: &Wanted) -> Result<(), Probl
         None | Some(Power::Off) => Ok(()),
         Some(_) if wanted.operation.is_in_place() => Err(in_place::is_not_off(&vm.name)),
         Some(Power::Running) => Ok(()),
+        Some(Power::Suspended) => Err(super::saved_memory::refusal(vm)),
         Some(power) => {
             let detail = format!(
                 "VM '{}' is {}: its disks are copied while it runs or is off",

@@ -43,7 +43,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::{self, NewEvent};
 use crate::store::tasks::{self, Task};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, datastores, links, policies};
+use crate::store::{Write, datastores, links, policies, snapshots};
 
 /// The steps, in order; each operation has some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -224,7 +224,30 @@ fn mirror_at(operation: &Operation, disks: &[DiskId], known: &[Disk], pace: Copy
         encrypted: encrypts(operation, disk),
         datastore: target(operation).cloned(),
     });
-    JobSpec::Mirror(MirrorJob { disks: disks.collect(), pace })
+    JobSpec::Mirror(MirrorJob { disks: disks.collect(), pace, forgets_key: false })
+}
+
+/// The same, with what becomes of the memory that the VM's snapshots keep.
+async fn mirror_of(
+    run: &Run<'_>,
+    operation: &Operation,
+    disks: &[DiskId],
+    pace: CopyPace,
+) -> Result<JobSpec, StepError> {
+    let known = run.disks().await?;
+    let mut job = mirror_at(operation, disks, &known, pace);
+    if let (JobSpec::Mirror(job), Operation::DecryptVm { .. }) = (&mut job, operation) {
+        let snapshots = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
+        // Where there is such a snapshot the agent knows it: the service has asked.
+        let with_memory = snapshots.iter().any(|snapshot| snapshot.memory);
+        job.forgets_key = with_memory && !known.iter().any(stays_encrypted);
+    }
+    Ok(job)
+}
+
+/// Whether a disk is encrypted after its VM is decrypted: the VM keeps its key then.
+pub(crate) fn stays_encrypted(disk: &Disk) -> bool {
+    disk.encrypted && (disk.role == DiskRole::Tpm || disk.detached)
 }
 
 /// The disks that a task copies: settled when it begins, as the inventory differs after the switch.
@@ -325,7 +348,7 @@ async fn cancel(
     disks: &[DiskId],
 ) -> Result<Cancelled, StepError> {
     known_to_host(run).await?;
-    let job = mirror(&of.operation, disks, &run.disks().await?);
+    let job = mirror_of(run, &of.operation, disks, CopyPace::default()).await?;
     match run.agent(vm)?.cancel_job(vm.id, of.id, job).await {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(Cancelled::Gone),
         Err(problem) if problem.code == ErrorCode::AlreadyExists => Ok(Cancelled::InUse),
@@ -382,7 +405,8 @@ fn is_lost(problem: &Problem) -> bool {
 
 /// Has the host use the copies that a task has made. An agent that has restarted gets the VM and its key first.
 async fn commit(run: &Run<'_>, vm: &Vm, of: &Task, disks: &[DiskId]) -> Result<(), StepError> {
-    let (agent, job) = (run.agent(vm)?, mirror(&of.operation, disks, &run.disks().await?));
+    let job = mirror_of(run, &of.operation, disks, CopyPace::default()).await?;
+    let agent = run.agent(vm)?;
     let commit = || agent.commit_job(vm.id, of.id, job.clone());
     match commit().await {
         Err(problem) if is_lost(&problem) => {}

@@ -201,7 +201,7 @@ pub fn run(
 ) -> Result<(), ExportError> {
     let total = chain.size();
     let unit = if sums.is_some() { sums::BLOCK } else { UNIT };
-    let mut buffer = vec![0; CHUNK];
+    let (mut buffer, mut paced) = (vec![0; CHUNK], state.paced());
     // What is not read is known by the block.
     let chunk = match &sums {
         Some(sums) if sums.knows_changes() => sums::BLOCK as usize,
@@ -210,7 +210,8 @@ pub fn run(
     let mut at = 0;
     while at < total {
         state.set(DiskActivity::Exporting { done: at, total });
-        if stop.asked() {
+        // For the rate what is not read does not count.
+        if !paced.wait(0, stop) {
             return Err(ExportError::Stopped);
         }
         if let Some(sums) = &mut sums
@@ -229,6 +230,9 @@ pub fn run(
             continue;
         }
         let length = (total - at).min(chunk as u64) as usize;
+        if !paced.wait(length as u64, stop) {
+            return Err(ExportError::Stopped);
+        }
         let part = &mut buffer[..length];
         blocking::move_bytes(chain, Operation::Read, part, at)?;
         state.counters(0).succeeded(Operation::Read, length as u64);

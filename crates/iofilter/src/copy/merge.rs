@@ -88,19 +88,20 @@ impl Merge {
         stop: &Stop,
     ) -> Result<(), MergeError> {
         let total = layer.size();
-        let mut buffer = vec![0; CHUNK as usize];
+        let (mut buffer, mut paced) = (vec![0; CHUNK as usize], state.paced());
         let mut at = 0;
         while at < total {
             state.set(DiskActivity::Merging { done: at, total });
-            if stop.asked() {
-                return Err(MergeError::Stopped);
-            }
             let extent = self.parts.at(at, total)?;
             let end = match extent.content {
                 Own::Nothing => extent.end,
                 Own::Zeroes => extent.end.min(at + ZEROES_MAX),
                 Own::Data => extent.end.min(at + CHUNK),
             };
+            let bytes = if extent.content == Own::Data { end - at } else { 0 };
+            if !paced.wait(bytes, stop) {
+                return Err(MergeError::Stopped);
+            }
             match extent.content {
                 Own::Nothing => {}
                 Own::Zeroes => self.zeroes(at, end - at)?,

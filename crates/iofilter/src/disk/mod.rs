@@ -2,6 +2,7 @@
 
 pub mod allocation;
 pub mod current;
+pub mod pacing;
 pub mod status;
 
 use std::io;

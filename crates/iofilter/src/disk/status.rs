@@ -10,6 +10,7 @@ use vmseal_api::filter::{
 };
 use vmseal_api::id::DiskId;
 
+use crate::disk::pacing::{Paced, WorkPace};
 use crate::layers;
 use crate::layers::replicate::Replicate;
 use crate::layers::replicate::mirror::Mirror;
@@ -79,6 +80,8 @@ pub struct DiskState {
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
     mirror: Mutex<Option<Arc<Mirror>>>,
+    /// How fast its own work goes, where it is copied for nobody.
+    pace: Option<Arc<WorkPace>>,
     /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,
     front_end: Mutex<FrontEnd>,
@@ -132,6 +135,7 @@ impl DiskState {
             bitmaps: None,
             replica: None,
             mirror: Mutex::default(),
+            pace: None,
             beside: None,
             front_end: Mutex::default(),
         }
@@ -189,6 +193,24 @@ impl DiskState {
     pub fn with_mirror(self, mirror: Option<Arc<Mirror>>) -> Self {
         self.set_mirror(mirror);
         self
+    }
+
+    /// The same, of a disk whose work goes at this pace.
+    #[must_use]
+    pub fn with_pace(self, pace: Option<Arc<WorkPace>>) -> Self {
+        Self { pace, ..self }
+    }
+
+    /// How fast the disk's work goes; none where nothing holds it back.
+    #[must_use]
+    pub fn pace(&self) -> Option<&Arc<WorkPace>> {
+        self.pace.as_ref()
+    }
+
+    /// Holds a piece of the disk's work to its pace.
+    #[must_use]
+    pub fn paced(&self) -> Paced {
+        Paced::new(self.pace.clone())
     }
 
     /// The disk is mirrored from now on, or is not.

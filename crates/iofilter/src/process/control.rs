@@ -258,9 +258,10 @@ impl Control {
         if let Err(wrong) = pace.check() {
             return refusal(ErrorCode::InvalidRequest, format!("a copy that gets {wrong}"));
         }
-        match running.pivot.get() {
-            Some(pivot) => pivot.set_pace(pace),
-            None => {
+        match (running.pivot.get(), running.state.pace()) {
+            (Some(pivot), _) => pivot.set_pace(pace),
+            (None, Some(work)) => work.set(pace),
+            (None, None) => {
                 let why = NotPivoted::NoMirror;
                 return refusal(ErrorCode::WrongState, format!("disk {disk}: {why}"));
             }

@@ -42,6 +42,7 @@ use crate::copy::sums::Sums;
 use crate::disk::Disk;
 use crate::disk::allocation::Allocation;
 use crate::disk::current::CurrentDisk;
+use crate::disk::pacing::WorkPace;
 use crate::disk::status::DiskState;
 use crate::front_ends::ServedDisk;
 use crate::front_ends::nbd;
@@ -400,12 +401,15 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
         Arc::new(state.with_bitmaps(disk.bitmaps()))
     });
+    let copies = export.is_some() || merge.is_some();
+    let pace = copies.then(WorkPace::new).transpose()?.map(Arc::new);
     let served = Arc::new(ServedDisk {
         size: config.size,
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
         state: Arc::new(
             DiskState::new(id, queues)
+                .with_pace(pace)
                 .with_cipher(cipher_time)
                 .with_layers(layers)
                 .with_bitmaps(disk.bitmaps())

@@ -59,6 +59,8 @@ fn a_file_in_the_clear_does_not_pass_for_one_of_a_vm_with_a_key() {
     let kek = secret(vec![1; 32]);
     let file = sealed(b"content", None);
     assert_eq!(opened(&file, None).unwrap(), b"content");
+    assert!(header(&file).is_in_the_clear());
+    assert!(!header(&sealed(b"content", Some(&key(&kek, "k1")))).is_in_the_clear());
     assert!(matches!(opened(&file, Some(&key(&kek, "k1"))), Err(FileError::OtherKey(_))));
 }
 

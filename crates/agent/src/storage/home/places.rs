@@ -1,14 +1,21 @@
 //! Where the files of a VM are in its directory.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 
 use uuid::Uuid;
-use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{CORE, Home, is_base};
+use super::{CORE, Home, SNAPSHOT_MEMORY, is_base};
 use crate::storage::mark::failed;
+
+/// What the names of memories have, behind the disk, that are to take their places with its copy.
+const COPY_MEMORY: &str = "copy-memory-";
+
+/// The same of what they were before.
+const SOURCE_MEMORY: &str = "source-memory-";
 
 impl Home {
     /// A disk's file.
@@ -223,6 +230,82 @@ impl Home {
     #[must_use]
     pub fn memory(&self) -> PathBuf {
         self.path.join("vm.memory")
+    }
+
+    /// The memory that a snapshot keeps.
+    #[must_use]
+    pub fn snapshot_memory(&self, snapshot: SnapshotId) -> PathBuf {
+        self.path.join(format!("{SNAPSHOT_MEMORY}{snapshot}"))
+    }
+
+    /// What takes its place with the copy of the disk that it is beside.
+    #[must_use]
+    pub fn copy_memory(&self, disk: DiskId, snapshot: SnapshotId) -> PathBuf {
+        self.path.join(format!("{disk}.{COPY_MEMORY}{snapshot}"))
+    }
+
+    /// What it was before.
+    #[must_use]
+    pub fn source_memory(&self, disk: DiskId, snapshot: SnapshotId) -> PathBuf {
+        self.path.join(format!("{disk}.{SOURCE_MEMORY}{snapshot}"))
+    }
+
+    /// All memories that snapshots keep here.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn snapshot_memories(&self) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
+        self.of_snapshots(SNAPSHOT_MEMORY)
+    }
+
+    /// Those that are to take their places with the copy of a disk.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn copy_memories(&self, disk: DiskId) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
+        self.of_snapshots(&format!("{disk}.{COPY_MEMORY}"))
+    }
+
+    /// What they were before the copy of a disk took its place.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn source_memories(&self, disk: DiskId) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
+        self.of_snapshots(&format!("{disk}.{SOURCE_MEMORY}"))
+    }
+
+    /// Removes memories that were to be those of a disk's copy and are not whole.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn remove_unfinished_memories(&self, disk: DiskId) -> Result<(), Problem> {
+        let prefix = format!("{disk}.{COPY_MEMORY}");
+        for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with(&prefix) && name.ends_with(".new") {
+                self.remove_note(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The files that are named by this and a snapshot.
+    fn of_snapshots(&self, prefix: &str) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
+        let entries = match std::fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+            Err(error) => return Err(failed(&self.path, "read", &error)),
+        };
+        let mut found = BTreeMap::new();
+        for entry in entries {
+            let entry = entry.map_err(|error| failed(&self.path, "read", &error))?;
+            let name = entry.file_name();
+            let named = name.to_str().and_then(|name| name.strip_prefix(prefix));
+            if let Some(snapshot) = named.and_then(|snapshot| snapshot.parse().ok()) {
+                found.insert(snapshot, entry.path());
+            }
+        }
+        Ok(found)
     }
 
     /// A core dump.

@@ -22,8 +22,21 @@ const VERSION_OF_MOVE: u32 = 2;
 /// The version of notes of a disk with layers, which are copied as well, on the same datastore or another one.
 const VERSION_OF_LAYERS: u32 = 3;
 
+/// The version of notes of a disk with memories that snapshots keep beside it, which follow; with layers or without.
+const VERSION_OF_MEMORY: u32 = 4;
+
 /// The longest note: several times as long as vmseal's.
 const NOTE_MAX: u64 = 4096;
+
+/// How the memories that snapshots keep beside a disk are to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryForm {
+    /// Under the VM's key.
+    Sealed,
+    /// As those of a VM without a key.
+    InTheClear,
+}
 
 /// What is noted of a copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,6 +62,9 @@ pub struct Note {
     /// Whether the disk has layers, and the copy gets them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub layers: bool,
+    /// How the memories are to be that snapshots keep beside the disk, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryForm>,
 }
 
 impl Note {
@@ -58,8 +74,9 @@ impl Note {
         (source, source_facts): (FileIdentity, DiskFacts),
         (copy, copy_facts): (FileIdentity, DiskFacts),
     ) -> Self {
-        let (to, from, layers) = (None, None, false);
-        Self { version: VERSION, task, source, source_facts, copy, copy_facts, to, from, layers }
+        let (to, from, layers, memory) = (None, None, false, None);
+        let version = VERSION;
+        Self { version, task, source, source_facts, copy, copy_facts, to, from, layers, memory }
     }
 
     /// The note of a disk with layers.
@@ -67,9 +84,18 @@ impl Note {
         Self { version: VERSION_OF_LAYERS, layers: true, ..self }
     }
 
+    /// The note of a disk with memories beside it.
+    pub fn with_memory(self, memory: MemoryForm) -> Self {
+        Self { version: VERSION_OF_MEMORY, memory: Some(memory), ..self }
+    }
+
     /// The two notes of a copy on another datastore: that beside the image, and that beside the copy.
     pub fn of_move(self, from: DatastoreSpec, to: DatastoreSpec) -> (Self, Self) {
-        let version = if self.layers { VERSION_OF_LAYERS } else { VERSION_OF_MOVE };
+        let version = match (self.layers, self.memory) {
+            (_, Some(_)) => VERSION_OF_MEMORY,
+            (true, None) => VERSION_OF_LAYERS,
+            (false, None) => VERSION_OF_MOVE,
+        };
         let note = Self { version, ..self };
         (Self { to: Some(to), ..note.clone() }, Self { from: Some(from), ..note })
     }
@@ -78,6 +104,8 @@ impl Note {
     fn is_whole(&self) -> bool {
         let places = usize::from(self.to.is_some()) + usize::from(self.from.is_some());
         match self.version {
+            VERSION_OF_MEMORY => places <= 1 && self.memory.is_some(),
+            _ if self.memory.is_some() => false,
             VERSION => places == 0 && !self.layers,
             VERSION_OF_MOVE => places == 1 && !self.layers,
             VERSION_OF_LAYERS => places <= 1 && self.layers,
@@ -174,7 +202,18 @@ mod tests {
         let moved = layered.clone().of_move(place(1, "/a"), place(2, "/b"));
         assert!([&layered, &moved.0, &moved.1].iter().all(|it| it.version == 3 && it.is_whole()));
         assert!(!Note { version: 1, ..layered.clone() }.is_whole());
+        let layered_again = layered.clone();
         assert!(!Note { layers: false, ..layered }.is_whole());
+        let remembered = layered_again.with_memory(MemoryForm::InTheClear);
+        let text = serde_json::to_string(&remembered).unwrap();
+        assert!(text.starts_with(r#"{"version":4,"#), "{text}");
+        assert!(text.ends_with(r#","layers":true,"memory":"in-the-clear"}"#), "{text}");
+        let moved = remembered.clone().of_move(place(1, "/a"), place(2, "/b"));
+        assert!(
+            [&remembered, &moved.0, &moved.1].iter().all(|it| it.version == 4 && it.is_whole())
+        );
+        assert!(!Note { version: 3, ..remembered.clone() }.is_whole());
+        assert!(!Note { memory: None, ..remembered }.is_whole());
         let neither = [Note { from: whole.1.from, ..whole.0 }, Note { version: 2, ..note.clone() }];
         assert!(neither.iter().chain([&Note { version: 3, ..note }]).all(|it| !it.is_whole()));
     }

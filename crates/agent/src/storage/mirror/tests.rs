@@ -1,3 +1,4 @@
+mod memories;
 mod trees;
 
 use std::os::unix::fs::FileExt;
@@ -68,7 +69,8 @@ impl Bench {
         let wanted = self.wanted();
         let (spec, disk, facts) = (&self.spec, self.disk(), &DiskFacts::Raw);
         let (kek, pace) = (Some(&self.kek), self.pace);
-        let new = NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace };
+        let new =
+            NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace, forgets_key: false };
         new.begin(|_| Ok(()))
     }
 

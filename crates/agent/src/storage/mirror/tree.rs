@@ -1,4 +1,4 @@
-//! The layers of a mirrored disk, which the copy gets as well.
+//! The layers of a mirrored disk, which the copy gets as well, and the memory that snapshots keep beside it, which is copied first.
 //!
 //! ```text
 //!  begun ─► the image copied ─► each layer that nobody writes copied, those below first ─► an empty active layer: whole
@@ -12,10 +12,12 @@ use std::fs::File;
 
 use vmseal_api::filter::Direct;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::{Mirror, copy_key};
+use super::gate::Gate;
+use super::{Mirror, copy_key, memory};
 use crate::filter::{self, Lower, Shared, Sums, Volume};
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
@@ -33,11 +35,14 @@ fn layers_of(mirror: &Mirror) -> Result<Option<CopiedLayers>, Problem> {
     CopiedLayers::read(&mirror.source()?, &mirror.target()?, mirror.disk)
 }
 
-/// Whether what nobody writes of a disk is still being copied. Blocks.
+/// Whether what nobody writes of a disk is still being copied, or the memory that snapshots keep beside it. Blocks.
 ///
 /// # Errors
 /// Those of the notes.
 pub fn is_incomplete(mirror: &Mirror) -> Result<bool, Problem> {
+    if memory::next(mirror)?.is_some() {
+        return Ok(true);
+    }
     let layers = layers_of(mirror)?;
     Ok(layers.is_some_and(|layers| layers.next() != NextCopy::Nothing))
 }
@@ -47,11 +52,65 @@ pub fn is_incomplete(mirror: &Mirror) -> Result<bool, Problem> {
 /// # Errors
 /// `timed-out` while they are not copied; those of the files.
 pub(super) fn open(mirror: &Mirror) -> Result<Vec<File>, Problem> {
-    let Some(layers) = layers_of(mirror)? else { return Ok(Vec::new()) };
-    layers.open()?.ok_or_else(|| {
+    let not_yet = || {
         let what = format!("the snapshots of disk {} are not copied yet", mirror.disk);
         Problem::new(ErrorCode::TimedOut, what)
+    };
+    if memory::next(mirror)?.is_some() {
+        return Err(not_yet());
+    }
+    let Some(layers) = layers_of(mirror)? else { return Ok(Vec::new()) };
+    layers.open()?.ok_or_else(not_yet)
+}
+
+/// The mirror of a disk whose copy is being made.
+fn under_way(spec: &VmSpec, disk: &DiskSpec) -> Result<Mirror, Problem> {
+    Mirror::find(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?.ok_or_else(|| {
+        let what = format!("disk '{}' is not copied any more", disk.name);
+        Problem::new(ErrorCode::Cancelled, what)
     })
+}
+
+/// A memory that a snapshot keeps beside a mirrored disk, and that is to be copied.
+pub struct KeptMemory {
+    mirror: Mirror,
+    snapshot: SnapshotId,
+}
+
+/// The memory to copy next, if there is one. Blocks.
+///
+/// # Errors
+/// Those of the notes.
+pub fn next_memory(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<KeptMemory>, Problem> {
+    let mirror = under_way(spec, disk)?;
+    let next = memory::next(&mirror)?;
+    Ok(next.map(|snapshot| KeptMemory { mirror, snapshot }))
+}
+
+impl KeptMemory {
+    /// How many files were copied before this one, and how many are to be copied in all.
+    ///
+    /// # Errors
+    /// Those of the notes.
+    pub fn place(&self) -> Result<(usize, usize), Problem> {
+        let (copied, memories) = memory::progress(&self.mirror)?;
+        let files = layers_of(&self.mirror)?.map_or(0, |layers| layers.progress().1);
+        Ok((copied, memories + files))
+    }
+
+    /// Copies it as fast as `gate` lets it. `show` gets how many bytes are done, and the total. Blocks.
+    ///
+    /// # Errors
+    /// `damaged`, `locked`, `no-space`; `cancelled` when the gate is closed.
+    pub fn copy(
+        &self,
+        disk: (&VmSpec, &DiskSpec),
+        kek: Option<&SecretBytes>,
+        gate: &Gate,
+        show: impl Fn(u64, u64),
+    ) -> Result<(), Problem> {
+        memory::copy(&self.mirror, disk, kek, self.snapshot, gate, show)
+    }
 }
 
 /// A file of the copy that is to be written.
@@ -59,6 +118,8 @@ pub struct Part {
     disk: filter::Disk,
     layers: CopiedLayers,
     copy: Option<Layer>,
+    /// How many memories were copied before.
+    memories: usize,
 }
 
 /// What to copy next of the layers of a mirrored disk that nobody writes; none if that is nothing. Blocks.
@@ -71,12 +132,9 @@ pub fn next(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<Option<Part>, Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    let Some(mirror) = Mirror::find(&home, disk.disk)? else {
-        let what = format!("disk '{}' is not copied any more", disk.name);
-        return Err(Problem::new(ErrorCode::Cancelled, what));
-    };
+    let (home, mirror) = (Home::of(&disk.datastore, spec.vm)?, under_way(spec, disk)?);
     let Some(layers) = layers_of(&mirror)? else { return Ok(None) };
+    let (memories, _) = memory::progress(&mirror)?;
     let layer = match layers.next() {
         NextCopy::Image => None,
         NextCopy::Layer(layer) => Some(layer),
@@ -122,17 +180,22 @@ pub fn next(
         replica: None,
         mirror: None,
     };
-    Ok(Some(Part { disk, layers, copy }))
+    Ok(Some(Part { disk, layers, copy, memories }))
 }
 
 /// What is to be noted when a part is copied.
-pub struct ToNote(CopiedLayers, Option<Layer>);
+pub struct ToNote {
+    layers: CopiedLayers,
+    copy: Option<Layer>,
+    memories: usize,
+}
 
 impl Part {
     /// What the filter gets, and what is noted afterwards.
     #[must_use]
     pub fn split(self) -> (filter::Disk, ToNote) {
-        (self.disk, ToNote(self.layers, self.copy))
+        let Self { disk, layers, copy, memories } = self;
+        (disk, ToNote { layers, copy, memories })
     }
 }
 
@@ -140,7 +203,8 @@ impl ToNote {
     /// How many files were copied before this one, and how many are to be copied in all.
     #[must_use]
     pub fn place(&self) -> (usize, usize) {
-        self.0.progress()
+        let (done, all) = self.layers.progress();
+        (self.memories + done, self.memories + all)
     }
 
     /// Notes that the part is copied and flushed. Blocks.
@@ -148,7 +212,7 @@ impl ToNote {
     /// # Errors
     /// Those of the note.
     pub fn note(self) -> Result<(), Problem> {
-        self.0.note(self.1)
+        self.layers.note(self.copy)
     }
 }
 

@@ -173,6 +173,10 @@ impl Examiner<'_> {
                 return Ok(Some(found(Verdict::NotProved, Some(&detail), None)));
             }
         };
+        if kind == FileKind::Sealed && has_its_key(&file) {
+            let why = "its key is in its header, in the clear";
+            return Ok(Some(found(Verdict::NotEncrypted, Some(why), None)));
+        }
         let first = if kind == FileKind::Sealed { SEALED_HEADER } else { 0 };
         let data = match examine(&file, Form::Alone(first), None, &mut self.reading) {
             Ok(data) => data,
@@ -195,6 +199,12 @@ impl Examiner<'_> {
         };
         Ok(Some(found(verdict, reason.as_deref(), Some(data))))
     }
+}
+
+/// Whether a sealed file is one of a VM without a key: who has it can open it.
+fn has_its_key(mut file: &File) -> bool {
+    let header = vmseal_seal::file::Header::read(&mut file);
+    header.is_ok_and(|header| header.is_in_the_clear())
 }
 
 /// Which sectors are in the clear, in words.

@@ -37,6 +37,7 @@ pub fn name_of(name: &str) -> Named {
     }
     let parts = name.split_once('.').and_then(|(disk, rest)| Some((disk.parse().ok()?, rest)));
     let Some((disk, rest)) = parts else { return Named::Other(FileKind::Unknown) };
+    let is_memory = ["copy-memory-", "source-memory-"].iter().any(|it| rest.starts_with(it));
     let is_layer = rest.strip_prefix("layer-").is_some_and(|id| id.parse::<Uuid>().is_ok());
     let image = |kind| Named::Image(kind, disk);
     match rest {
@@ -47,6 +48,7 @@ pub fn name_of(name: &str) -> Named {
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         "source" => image(ImageKind::Former),
         _ if is_layer || is_base(rest) => image(ImageKind::Layer),
+        _ if is_memory => Named::Other(FileKind::Sealed),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
         | "copy-layers" | "source-layers" | "merge" | "in-place" | "in-place-header"
         | "in-place-journal" => Named::Other(FileKind::Note),
@@ -89,6 +91,8 @@ mod tests {
             (format!("{disk}.base-0"), image(ImageKind::Layer)),
             (format!("{disk}.base-x"), Named::Other(FileKind::Unknown)),
             (format!("{disk}.layer-x"), Named::Other(FileKind::Unknown)),
+            (format!("{disk}.copy-memory-{disk}"), Named::Other(FileKind::Sealed)),
+            (format!("{disk}.source-memory-{disk}"), Named::Other(FileKind::Sealed)),
             (format!("{disk}.layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.source-layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),

@@ -95,7 +95,7 @@ impl Owner {
         let (layered, others) = self.with_layers(others).await?;
         let trees: Vec<DiskId> = layered.iter().map(|(_, disk, _)| disk.disk).collect();
         let copied = data.into_iter().chain(layered).collect();
-        self.begin_copies(task, copied, &served, job.pace).await?;
+        self.begin_copies(task, copied, &served, job).await?;
         let mut kept = Vec::new();
         for disk in served {
             if !self.is_incomplete(disk).await? {
@@ -152,14 +152,15 @@ impl Owner {
         task: TaskId,
         wanted: Vec<Wanted>,
         served: &[DiskId],
-        pace: CopyPace,
+        job: &MirrorJob,
     ) -> Result<(), Problem> {
         let (spec, kek, served) = (self.spec.clone(), self.clone_kek()?, served.to_vec());
         let directory = self.shared.run_dir.vm(self.spec.vm);
+        let (pace, forgets_key) = (job.pace, job.forgets_key);
         let begin = move || {
             for (index, (to, disk, facts)) in wanted.iter().enumerate() {
                 let (spec, kek) = (&spec, kek.as_ref());
-                let new = NewMirror { spec, disk, facts, kek, wanted: to, task, pace };
+                let new = NewMirror { spec, disk, facts, kek, wanted: to, task, pace, forgets_key };
                 let begun = new.begin(|image| match served.contains(&disk.disk) {
                     true => images::check(&directory, &[(disk, image)]),
                     false => Ok(()),
@@ -315,7 +316,8 @@ impl Owner {
         let wanted = self.wanted(job)?;
         let others: Vec<_> =
             wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        self.begin_copies(task, others.clone(), &[], CopyPace::default()).await?;
+        let now = MirrorJob { pace: CopyPace::default(), ..job.clone() };
+        self.begin_copies(task, others.clone(), &[], &now).await?;
         for (_, disk, _) in others {
             self.copy_layers_now(disk.disk).await?;
         }

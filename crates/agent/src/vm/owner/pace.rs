@@ -1,7 +1,7 @@
 //! Copies of disks go on at another pace: on record first, then the filter that copies is told.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::Power;
+use vmseal_api::host::{DiskSpec, Power};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -21,14 +21,18 @@ impl Owner {
         rules::check_pace(pace)?;
         let of_job = self.jobs.spec(task).map(|job| job.disks()).unwrap_or_default();
         let disks = of_job.iter().filter_map(|disk| self.spec.disk(*disk));
+        let copied: Vec<DiskSpec> = disks.clone().cloned().collect();
         let disks: Vec<_> = disks.filter(|disk| disk.role.is_data()).cloned().collect();
         let followed: Vec<DiskId> = disks.iter().map(|disk| disk.disk).collect();
         let vm = self.spec.vm;
-        let record = move || disks.iter().try_for_each(|disk| mirror::record_pace(vm, disk, pace));
+        let record = move || copied.iter().try_for_each(|disk| mirror::record_pace(vm, disk, pace));
         spawn_blocking(record).await.map_err(internal)??;
         tracing::info!(%vm, %task, ?pace, "copies go on at another pace");
         let unfinished = self.jobs.set_pace(task, pace, &followed);
-        for disk in followed {
+        for disk in of_job {
+            if self.workers.set_pace(disk, pace) || !followed.contains(&disk) {
+                continue;
+            }
             self.bring_to_pace(disk, pace).await;
             if unfinished.contains(&disk) {
                 self.workers.cancel(disk).await;

@@ -7,6 +7,7 @@
 //! ```
 //! The guest goes on until the last arrow. Whether it begins or ends to run meanwhile is of no matter.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
@@ -20,6 +21,7 @@ use crate::rules::find_disk;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::Access;
+use crate::storage::mirror::gate::Gate;
 use crate::storage::mirror::{self, tree};
 use crate::vm::internal;
 use crate::vm::tree_copying::TreeCopying;
@@ -97,7 +99,10 @@ impl Owner {
         let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
         let builder = Workers::builder(&self.shared, disk.disk);
         let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
-        Ok(TreeCopying { spec, disk, facts, kek, builder, guest_waits })
+        let pace = self.jobs.mirror_of(disk.disk).map(|(_, job)| job.pace);
+        let pace = pace.filter(|_| !guest_waits).unwrap_or_default();
+        let gate = Arc::new(Gate::new(pace));
+        Ok(TreeCopying { spec, disk, facts, kek, builder, guest_waits, gate })
     }
 
     /// Begins to copy what nobody writes of a disk, after a pause.
@@ -114,7 +119,7 @@ impl Owner {
         if !self.is_incomplete(disk).await? {
             return Ok(());
         }
-        self.tree_of(disk, true)?.copy_all(None).await?;
+        self.tree_of(disk, true)?.copy_for_guest().await?;
         self.finish_tree(disk).await
     }
 

@@ -3,7 +3,7 @@
 use vmseal_api::host::JobKind;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{copied, mirror_at, put};
+use super::{copied, mirror_of, put};
 use crate::tasks::job::{Followed, follow_at};
 use crate::tasks::run::{Run, StepError};
 
@@ -17,7 +17,7 @@ pub(super) async fn copy(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     loop {
         let pace = run.pace();
-        let job = mirror_at(&run.task.operation, &disks, &run.disks().await?, pace);
+        let job = mirror_of(run, &run.task.operation, &disks, pace).await?;
         put(run, &vm, job).await?;
         if pace.paused {
             // How far it is, without how fast.

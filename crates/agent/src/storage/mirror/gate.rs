@@ -1,0 +1,148 @@
+//! Holds what is copied of a disk before a filter keeps the copy to the pace that is wanted at the moment.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+use vmseal_api::pace::CopyPace;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// See the module. One thread at a time copies.
+#[derive(Debug)]
+pub struct Gate {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The same for who does not block.
+    notify: Notify,
+}
+
+#[derive(Debug)]
+struct State {
+    pace: CopyPace,
+    closed: bool,
+    /// When the rate allows more.
+    free_at: Instant,
+}
+
+impl Gate {
+    /// At this pace.
+    #[must_use]
+    pub fn new(pace: CopyPace) -> Self {
+        let state = State { pace, closed: false, free_at: Instant::now() };
+        Self { state: Mutex::new(state), changed: Condvar::new(), notify: Notify::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The pace of now.
+    #[must_use]
+    pub fn pace(&self) -> CopyPace {
+        self.state().pace
+    }
+
+    /// Another pace from now on, also for what waits.
+    pub fn set(&self, pace: CopyPace) {
+        let mut state = self.state();
+        (state.pace, state.free_at) = (pace, Instant::now());
+        drop(state);
+        self.wake();
+    }
+
+    /// Nothing passes any more.
+    pub fn close(&self) {
+        self.state().closed = true;
+        self.wake();
+    }
+
+    fn wake(&self) {
+        self.changed.notify_all();
+        self.notify.notify_one();
+    }
+
+    /// Waits until so many bytes may be copied. Blocks.
+    ///
+    /// # Errors
+    /// `cancelled` when it is closed.
+    pub fn pass(&self, bytes: u64) -> Result<(), Problem> {
+        let mut state = self.state();
+        loop {
+            if state.closed {
+                return Err(Problem::new(ErrorCode::Cancelled, "the copy is stopped"));
+            }
+            let now = Instant::now();
+            let wait = match state.pace {
+                CopyPace { paused: true, .. } => None,
+                CopyPace { bytes_per_second: None, .. } => return Ok(()),
+                CopyPace { bytes_per_second: Some(rate), .. } if state.free_at <= now => {
+                    let takes = Duration::try_from_secs_f64(bytes as f64 / rate.max(1) as f64);
+                    state.free_at = now + takes.unwrap_or(Duration::ZERO);
+                    return Ok(());
+                }
+                CopyPace { .. } => Some(state.free_at - now),
+            };
+            state = match wait {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(wait) => {
+                    let woken = self.changed.wait_timeout(state, wait);
+                    woken.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// Waits until the pace is set again.
+    pub async fn changed(&self) {
+        self.notify.notified().await;
+    }
+
+    /// Waits while it is paused.
+    pub async fn resumed(&self) {
+        while self.pace().paused {
+            self.changed().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+
+    use super::*;
+
+    /// How long nothing may happen that must not: too short, it only lets the test pass wrongly.
+    const QUIET: Duration = Duration::from_millis(200);
+
+    #[test]
+    fn nothing_passes_while_it_is_paused_and_nothing_when_it_is_closed() {
+        let paused = CopyPace { paused: true, bytes_per_second: None };
+        let gate = Gate::new(paused);
+        std::thread::scope(|scope| {
+            let (tell, told) = channel();
+            let gate = &gate;
+            scope.spawn(move || while tell.send(gate.pass(1).is_ok()).is_ok() {});
+            assert_eq!(told.recv_timeout(QUIET), Err(RecvTimeoutError::Timeout));
+            gate.set(CopyPace::default());
+            assert_eq!(told.recv(), Ok(true));
+            gate.set(paused);
+            while told.recv_timeout(QUIET).is_ok() {}
+            gate.close();
+            assert_eq!(told.recv(), Ok(false));
+        });
+    }
+
+    #[test]
+    fn a_rate_holds_the_next_piece_until_there_is_another_one() {
+        let gate = Gate::new(CopyPace { paused: false, bytes_per_second: Some(1 << 20) });
+        // A day.
+        gate.pass(86_400 << 20).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| gate.pass(1));
+            std::thread::sleep(QUIET);
+            assert!(!waits.is_finished());
+            gate.set(CopyPace::default());
+            waits.join().unwrap().unwrap();
+        });
+    }
+}

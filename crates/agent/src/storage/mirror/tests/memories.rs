@@ -1,0 +1,327 @@
+//! The memory that snapshots keep beside a mirrored disk, from each state that a process may leave.
+
+use std::io::{Read, Write};
+
+use vmseal_api::id::SnapshotId;
+use vmseal_seal::file::{HEADER_LEN, Identity as FileIdentity, Kind};
+
+use super::*;
+use crate::storage::sealed::vm_key;
+
+/// More than a frame, so that there are several.
+const LENGTH: usize = 700 << 10;
+
+fn content() -> Vec<u8> {
+    MARKER.iter().cycle().take(LENGTH).copied().collect()
+}
+
+/// The VM as it is without a key.
+fn without_key(spec: &VmSpec) -> VmSpec {
+    VmSpec { key: None, ..spec.clone() }
+}
+
+impl Bench {
+    /// Has a snapshot keep a memory, sealed or not.
+    fn keep(&self, sealed: bool) -> SnapshotId {
+        let snapshot = SnapshotId::new();
+        let file = File::create(self.home().snapshot_memory(snapshot)).unwrap();
+        let key = vm_key(&self.spec, Some(&self.kek)).unwrap().filter(|_| sealed);
+        let identity = FileIdentity { vm: self.spec.vm.0, kind: Kind::Memory, generation: 0 };
+        let mut to = vmseal_seal::file::create(file, identity, key.as_ref()).unwrap();
+        to.write_all(&content()).unwrap();
+        to.finish().unwrap();
+        snapshot
+    }
+
+    fn begin_with(&self, forgets_key: bool) {
+        let (spec, disk, facts) = (&self.spec, self.disk(), &DiskFacts::Raw);
+        let (wanted, kek) = (self.wanted(), Some(&self.kek));
+        let (task, pace) = (self.task, self.pace);
+        let new = NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace, forgets_key };
+        new.begin(|_| Ok(())).unwrap();
+    }
+
+    fn mirror(&self) -> Mirror {
+        of_disk(self.spec.vm, self.disk()).unwrap().unwrap()
+    }
+
+    fn copy_next(&self) -> Result<bool, Problem> {
+        let Some(memory) = tree::next_memory(&self.spec, self.disk())? else { return Ok(false) };
+        let gate = gate::Gate::new(CopyPace::default());
+        memory.copy((&self.spec, self.disk()), Some(&self.kek), &gate, |_, _| {}).map(|()| true)
+    }
+
+    fn copy_all(&self) {
+        while self.copy_next().unwrap() {}
+    }
+}
+
+/// What a file holds, opened with the key of a VM, or as one of a VM without.
+fn read(path: &Path, spec: &VmSpec, kek: &SecretBytes) -> Result<Vec<u8>, String> {
+    let key = vm_key(spec, Some(kek)).unwrap();
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    let opened = vmseal_seal::file::open(file, spec.vm.0, Kind::Memory, key.as_ref());
+    let mut content = Vec::new();
+    opened
+        .map_err(|error| error.to_string())?
+        .read_to_end(&mut content)
+        .map_err(|error| error.to_string())?;
+    Ok(content)
+}
+
+/// The names in a home, without those of the disk and of the snapshot.
+fn names(home: &Home, disk: DiskId) -> Vec<String> {
+    let entries = std::fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let disk = disk.to_string();
+    let kind = |name: std::ffi::OsString| {
+        let name = name.into_string().unwrap().replace(&disk, "D");
+        match name.split_once("memory-") {
+            Some((kind, _)) => format!("{kind}memory"),
+            None if name.starts_with("vm.memory.snapshot-") => "memory".to_owned(),
+            None => name,
+        }
+    };
+    let mut names: Vec<_> = entries.map(kind).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_memory_in_the_clear_is_sealed_before_the_copy_counts_and_stays_when_that_is_given_up() {
+    let bench = bench();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let kept = [bench.keep(false), bench.keep(false)];
+    let before = kept.map(|snapshot| std::fs::read(home.snapshot_memory(snapshot)).unwrap());
+    bench.begin_with(false);
+    for _ in kept {
+        assert!(tree::is_incomplete(&bench.mirror()).unwrap());
+        assert!(bench.open().unwrap().mirror.is_none(), "a filter keeps a copy that is not whole");
+        let opened = open_to_copy(&bench.spec, bench.disk(), &DiskFacts::Raw, Some(&bench.kek));
+        assert_eq!(opened.err().unwrap().code, ErrorCode::TimedOut);
+        assert!(bench.copy_next().unwrap());
+    }
+    assert!(!bench.copy_next().unwrap() && !tree::is_incomplete(&bench.mirror()).unwrap());
+    assert!(bench.open().unwrap().mirror.is_some());
+    for (snapshot, before) in kept.into_iter().zip(before) {
+        let copy = home.copy_memory(disk, snapshot);
+        assert_eq!(read(&copy, &bench.spec, &bench.kek).unwrap(), content());
+        assert!(read(&copy, &without_key(&bench.spec), &bench.kek).is_err(), "it is in the clear");
+        assert_eq!(std::fs::read(home.snapshot_memory(snapshot)).unwrap(), before);
+    }
+    bench.give_up(Some(bench.task)).unwrap();
+    assert_eq!(names(&home, disk), ["D.raw", "memory", "memory", "vm.json"]);
+}
+
+#[test]
+fn the_memory_is_that_of_the_copy_from_every_state_of_the_names() {
+    for renamed in 0..5 {
+        let bench = bench();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let snapshot = bench.keep(false);
+        bench.begin_with(false);
+        bench.copy_all();
+        bench.pivot();
+        let renames = [
+            (home.image(disk), home.source(disk)),
+            (home.snapshot_memory(snapshot), home.source_memory(disk, snapshot)),
+            (home.copy_memory(disk, snapshot), home.snapshot_memory(snapshot)),
+            (home.copy(disk), home.image(disk)),
+        ];
+        for (from, to) in &renames[..renamed] {
+            std::fs::rename(from, to).unwrap();
+        }
+        // Whatever opens the disk puts them right; again it changes nothing.
+        drop(bench.open().unwrap());
+        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        let memory = home.snapshot_memory(snapshot);
+        assert_eq!(read(&memory, &bench.spec, &bench.kek).unwrap(), content(), "{renamed}");
+        let former = home.source_memory(disk, snapshot);
+        assert_eq!(read(&former, &without_key(&bench.spec), &bench.kek).unwrap(), content());
+        let kept = former.with_extension("kept");
+        std::fs::hard_link(&former, &kept).unwrap();
+        bench.remove_source().unwrap();
+        let left = std::fs::read(&kept).unwrap();
+        assert!(left.len() > LENGTH && left.iter().all(|byte| *byte == 0), "{renamed}");
+        std::fs::remove_file(kept).unwrap();
+        assert_eq!(names(&home, disk), ["D.raw", "memory", "vm.json"]);
+    }
+}
+
+#[test]
+fn what_was_sealed_gets_a_key_of_its_own_and_the_former_key_is_lost() {
+    let bench = bench();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let snapshot = bench.keep(true);
+    let path = home.snapshot_memory(snapshot);
+    let before = std::fs::read(&path).unwrap();
+    bench.begin_with(false);
+    bench.copy_all();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    let kept = home.path().join("kept");
+    std::fs::hard_link(home.source_memory(disk, snapshot), &kept).unwrap();
+    bench.remove_source().unwrap();
+    let left = std::fs::read(&kept).unwrap();
+    assert!(left[..HEADER_LEN].iter().all(|byte| *byte == 0));
+    assert!(left[HEADER_LEN..] == before[HEADER_LEN..], "more than the header was overwritten");
+    let after = std::fs::read(&path).unwrap();
+    let frames = before[HEADER_LEN..].chunks(64).zip(after[HEADER_LEN..].chunks(64));
+    assert_eq!(frames.filter(|(one, other)| one == other).count(), 0, "it has the former key");
+    assert_eq!(read(&path, &bench.spec, &bench.kek).unwrap(), content());
+}
+
+#[test]
+fn a_vm_that_loses_its_key_has_its_memory_in_the_clear() {
+    let bench = bench();
+    let snapshot = bench.keep(true);
+    bench.begin_with(true);
+    bench.copy_all();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.remove_source().unwrap();
+    let path = bench.home().snapshot_memory(snapshot);
+    assert_eq!(read(&path, &without_key(&bench.spec), &bench.kek).unwrap(), content());
+    // As a VM has it that never had a key.
+    assert!(read(&path, &bench.spec, &bench.kek).is_err());
+}
+
+#[test]
+fn a_memory_in_the_clear_beside_an_encrypted_disk_is_not_taken_for_the_vms_own() {
+    let bench = bench();
+    let snapshot = bench.keep(false);
+    bench.begin_with(false);
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let mut note = note::read(&home, disk).unwrap().unwrap();
+    note.source_facts = note.copy_facts.clone();
+    note::write(&home, disk, &note).unwrap();
+    let refused = bench.copy_next().unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
+    assert!(refused.detail.contains("snapshot delete"), "{refused}");
+    assert!(!home.copy_memory(disk, snapshot).exists());
+}
+
+#[test]
+fn a_memory_that_is_damaged_or_of_another_key_is_named_and_nothing_is_lost() {
+    let bench = bench();
+    let snapshot = bench.keep(true);
+    let path = bench.home().snapshot_memory(snapshot);
+    let whole = std::fs::read(&path).unwrap();
+    bench.begin_with(false);
+    let mut damaged = whole.clone();
+    damaged[LENGTH / 2] ^= 1;
+    for (bytes, code) in [
+        (&damaged[..], ErrorCode::Damaged),
+        (&whole[..whole.len() - 32], ErrorCode::Damaged),
+        (&[0; 5000], ErrorCode::Damaged),
+    ] {
+        std::fs::write(&path, bytes).unwrap();
+        let refused = bench.copy_next().unwrap_err();
+        assert_eq!(refused.code, code, "{refused}");
+        assert!(refused.detail.contains(path.to_str().unwrap()), "{refused}");
+    }
+    std::fs::write(&path, &whole).unwrap();
+    let other = SecretBytes::random(KEK_LEN).unwrap();
+    let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
+    let gate = gate::Gate::new(CopyPace::default());
+    let refused = memory.copy((&bench.spec, bench.disk()), Some(&other), &gate, |_, _| {});
+    assert_eq!(refused.unwrap_err().code, ErrorCode::Locked);
+    // What is left of the attempts is replaced.
+    bench.copy_all();
+    assert!(std::fs::read(&path).unwrap() == whole);
+    bench.give_up(None).unwrap();
+    assert_eq!(names(&bench.home(), bench.disk().disk), ["D.raw", "memory", "vm.json"]);
+}
+
+#[test]
+fn a_copy_that_is_stopped_in_the_middle_is_made_again_or_given_up() {
+    for again in [false, true] {
+        let bench = bench();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let snapshot = bench.keep(false);
+        bench.begin_with(false);
+        let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
+        let gate = gate::Gate::new(CopyPace::default());
+        gate.close();
+        let stopped = memory.copy((&bench.spec, bench.disk()), Some(&bench.kek), &gate, |_, _| {});
+        assert_eq!(stopped.unwrap_err().code, ErrorCode::Cancelled);
+        assert!(!home.copy_memory(disk, snapshot).exists());
+        assert!(tree::is_incomplete(&bench.mirror()).unwrap());
+        if again {
+            bench.copy_all();
+            let copy = home.copy_memory(disk, snapshot);
+            assert_eq!(read(&copy, &bench.spec, &bench.kek).unwrap(), content());
+        }
+        bench.give_up(None).unwrap();
+        assert_eq!(names(&home, disk), ["D.raw", "memory", "vm.json"]);
+    }
+}
+
+#[test]
+fn a_memory_moves_with_its_disk_from_every_state_of_the_names() {
+    for renamed in 0..5 {
+        let (mut bench, target, _directory) = moving();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let snapshot = bench.keep(true);
+        bench.begin_with(false);
+        bench.copy_all();
+        assert_eq!(names(&target, disk), ["D.copy", "D.copy-memory", "D.mirror", "vm.json"]);
+        bench.pivot();
+        let renames = [
+            (home.image(disk), home.source(disk)),
+            (home.snapshot_memory(snapshot), home.source_memory(disk, snapshot)),
+            (target.copy_memory(disk, snapshot), target.snapshot_memory(snapshot)),
+            (target.copy(disk), target.image(disk)),
+        ];
+        for (from, to) in &renames[..renamed] {
+            std::fs::rename(from, to).unwrap();
+        }
+        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        let memory = target.snapshot_memory(snapshot);
+        assert_eq!(read(&memory, &bench.spec, &bench.kek).unwrap(), content(), "{renamed}");
+        bench.remove_source().unwrap();
+        assert!(!home.path().exists(), "{renamed}: {:?}", names(&home, disk));
+        assert_eq!(names(&target, disk), ["D.raw", "memory", "vm.json"]);
+    }
+}
+
+#[test]
+fn a_disk_that_is_deleted_goes_with_the_memory_beside_it_and_its_copy() {
+    for pivoted in [false, true] {
+        let (mut bench, target, _directory) = moving();
+        bench.keep(true);
+        bench.begin_with(false);
+        bench.copy_all();
+        let home = bench.home();
+        if pivoted {
+            bench.pivot();
+            take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+            *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        }
+        crate::storage::memory::MemoryFiles::discard_with(&bench.spec, bench.disk().disk).unwrap();
+        delete_elsewhere(bench.spec.vm, bench.disk()).unwrap();
+        bench.home().delete(bench.disk().disk).unwrap();
+        assert!(!target.path().exists() && !home.path().exists(), "{pivoted}");
+    }
+}
+
+#[test]
+fn a_disk_that_the_memory_is_not_beside_leaves_it() {
+    let mut bench = bench();
+    let (home, first) = (bench.home(), bench.disk().disk);
+    let snapshot = bench.keep(true);
+    bench.begin_with(false);
+    bench.copy_all();
+    // Another disk of the VM, on the same datastore.
+    let second = DiskSpec { disk: DiskId::new(), name: "more".to_owned(), ..bench.disk().clone() };
+    std::fs::copy(home.image(first), home.image(second.disk)).unwrap();
+    bench.spec.devices.push(Device::Disk(second.clone()));
+    let wanted = DiskToMirror { disk: second.disk, encrypted: true, datastore: None };
+    let (spec, facts, kek) = (&bench.spec, &DiskFacts::Raw, Some(&bench.kek));
+    let (task, pace, disk) = (bench.task, bench.pace, &second);
+    let new = NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace, forgets_key: false };
+    new.begin(|_| Ok(())).unwrap();
+    assert_eq!(note::read(&home, second.disk).unwrap().unwrap().memory, None);
+    give_up(spec, disk, &wanted, Some(task)).unwrap();
+    assert!(home.copy_memory(first, snapshot).exists(), "it went with another disk's copy");
+}
