@@ -1,0 +1,3 @@
+//! Live migration: what goes from host to host.
+
+pub mod transport;
