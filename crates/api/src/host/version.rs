@@ -56,6 +56,7 @@ pub const FEATURES: [&str; 31] = [
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
+    SHARED_DATASTORES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -146,6 +147,9 @@ pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";
+
+/// The feature of agents that work with a datastore which other hosts use, too.
+pub const SHARED_DATASTORES: &str = "shared-datastores";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

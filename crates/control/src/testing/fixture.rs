@@ -1,4 +1,4 @@
-//! A control plane without HTTP with one simulated host: it can crash, and start again from its inventory.
+//! A control plane without HTTP with simulated hosts: it can crash, and start again from its inventory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::users::Role;
 use crate::store::vms::Vm;
-use crate::store::{Store, alarms, disks, events, policies, providers, tasks, users, vms};
+use crate::store::{Store, alarms, disks, events, hosts, policies, providers, tasks, users, vms};
 use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
@@ -47,6 +47,7 @@ pub struct Fixture {
     pub hosts: Arc<Hosts>,
     pub engine: Arc<Engine>,
     pub host: HostId,
+    connector: ToSimulated,
     provider: ProviderId,
     datastore: DatastoreSpec,
 }
@@ -63,7 +64,8 @@ impl Fixture {
         let agent = SimulatedHost::new();
         let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
         agent.probe_datastore(datastore.clone()).await.unwrap();
-        let (hosts, engine) = begin(&store, &providers, &agent, RETRY).await;
+        let connector = ToSimulated { first: agent.clone(), others: Arc::default() };
+        let (hosts, engine) = begin(&store, &providers, &connector, RETRY).await;
         let this = Self {
             directory,
             agent,
@@ -72,6 +74,7 @@ impl Fixture {
             hosts,
             engine,
             host: template.host.id,
+            connector,
             provider: template.provider,
             datastore,
         };
@@ -92,6 +95,29 @@ impl Fixture {
         }
     }
 
+    /// Another host, which sees the directories of the first one, and has no datastore yet; its agent, when it is connected.
+    pub async fn add_host(&self, name: &str) -> (HostId, SimulatedHost) {
+        let agent = self.agent.beside();
+        let mut others = self.connector.others.lock().unwrap();
+        others.insert(name.to_owned(), agent.clone());
+        drop(others);
+        let host = hosts::Host {
+            id: HostId::new(),
+            name: name.to_owned(),
+            address: "127.0.0.1:1".to_owned(),
+            description: None,
+        };
+        let mut write = self.store.write().await.unwrap();
+        hosts::insert(&mut write, &host).await.unwrap();
+        write.commit().await.unwrap();
+        self.hosts.add(&host).unwrap();
+        self.eventually("the other host is connected", async || {
+            self.hosts.connected(host.id).is_ok().then_some(())
+        })
+        .await;
+        (host.id, agent)
+    }
+
     /// Adds a user.
     pub async fn add_user(&self, name: &str, token: &str, role: Role) {
         let mut write = self.store.write().await.unwrap();
@@ -106,7 +132,7 @@ impl Fixture {
         let hosts = Hosts::start(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
-            Arc::new(ToSimulated(self.agent.clone())),
+            Arc::new(self.connector.clone()),
         );
         self.hosts = Arc::new(hosts.await.unwrap());
         let mut engine = Engine::new(
@@ -361,15 +387,11 @@ impl Fixture {
 async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
-    agent: &SimulatedHost,
+    connector: &ToSimulated,
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
-    let hosts = Hosts::start(
-        Arc::clone(store),
-        Arc::clone(providers),
-        Arc::new(ToSimulated(agent.clone())),
-    )
-    .await;
+    let hosts =
+        Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(connector.clone())).await;
     let hosts = Arc::new(hosts.unwrap());
     let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
     (hosts, Arc::new(engine))
