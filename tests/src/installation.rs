@@ -157,6 +157,7 @@ impl Installation {
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
             .args(["--accelerator", self.accelerator])
+            .args(["--migration-listen", &format!("{}:0", self.address)])
             .env("RUST_LOG", self.levels);
         Ok(command)
     }

@@ -27,6 +27,7 @@ pub mod host;
 pub mod hypervisor;
 mod jobs;
 mod keys;
+mod migration;
 pub mod process;
 mod rules;
 mod signer;

@@ -598,6 +598,16 @@ pub struct MoveVm {
     pub rate: Option<u64>,
 }
 
+/// Moves a running VM to another host, which has its datastores.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MigrateVm {
+    /// The host, by name or id; none means the one with the most free memory of those that can take it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+}
+
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

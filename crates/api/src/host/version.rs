@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 30] = [
+pub const FEATURES: [&str; 31] = [
     "job-create",
     "job-export",
     NICS,
@@ -55,6 +55,7 @@ pub const FEATURES: [&str; 30] = [
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
+    MIGRATE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -142,6 +143,9 @@ pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";
+
+/// The feature of agents that send running VMs to other hosts and receive them.
+pub const MIGRATE: &str = "job-migrate";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

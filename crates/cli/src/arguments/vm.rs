@@ -258,6 +258,22 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Move a running VM to another host
+    ///
+    /// Its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
+    /// that is sent is encrypted with a key for this migration alone. Both hosts need the datastores of its disks (`vmseal
+    /// datastore share`). Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
+    Migrate {
+        /// Its name or id
+        #[arg(value_name = "VM")]
+        name: String,
+        /// The host, by name or id [default: the one with the most free memory that can take it]
+        host: Option<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older

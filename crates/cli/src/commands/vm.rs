@@ -8,7 +8,8 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MoveVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, SetVm,
+    StartVm, StopVm,
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
@@ -142,6 +143,10 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
         arguments::Vm::Move { vms, datastore, disks, rate, dry_run, wait } => {
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Migrate { name, host, dry_run, wait } => {
+            let path = format!("vms/{name}/migrate");
+            task::begin(server, output, &path, &MigrateVm { host }, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
             let path = format!("vms/{name}/recrypt");

@@ -352,6 +352,7 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Paused => "paused",
         Power::Suspending => "being suspended",
         Power::Suspended => "suspended",
+        Power::Migrating => "between two hosts",
         Power::Unknown => "in a state that this server does not know",
     }
 }

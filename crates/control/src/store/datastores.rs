@@ -99,6 +99,22 @@ pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<
     Ok(())
 }
 
+/// Where a host has a datastore; none where it does not have it.
+pub async fn location_at(
+    from: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+) -> Result<Option<DatastoreLocation>, StoreError> {
+    let found: Option<String> = sqlx::query_scalar(
+        "SELECT location FROM datastore_hosts WHERE datastore_id = $1 AND host_id = $2",
+    )
+    .bind(datastore.to_string())
+    .bind(host.to_string())
+    .fetch_optional(from)
+    .await?;
+    found.map(|location| from_json(&location, "a datastore's location")).transpose()
+}
+
 /// Records its capacity and free space.
 pub async fn set_usage(
     to: &mut SqliteConnection,

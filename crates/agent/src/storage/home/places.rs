@@ -7,7 +7,7 @@ use uuid::Uuid;
 use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{CORE, Home, is_base};
+use super::{CORE, Home, LEASE, is_base};
 use crate::storage::mark::failed;
 
 impl Home {
@@ -217,6 +217,12 @@ impl Home {
             }
         }
         Ok(homes)
+    }
+
+    /// Which placement of the VM last used its disks.
+    #[must_use]
+    pub fn lease(&self) -> PathBuf {
+        self.path.join(LEASE)
     }
 
     /// The memory of a suspended VM.

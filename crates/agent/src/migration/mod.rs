@@ -1,0 +1,3 @@
+//! Moving running VMs between hosts.
+
+pub mod transport;

@@ -1,0 +1,37 @@
+//! VMs that move to another host while they run: the guest goes on with all that it had in memory and on its disks.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use vmseal_tests::counting_guest::{
+    count, read_marker_of_disk, started_with_one_disk, stop_counting,
+};
+use vmseal_tests::installation::text;
+
+const VM: &str = "web";
+
+#[test]
+fn a_guest_moves_to_another_host_and_back_and_loses_nothing() {
+    let (mut here, mut console) = started_with_one_disk(VM, "encrypted");
+    here.add_host("there").unwrap();
+    let store = here.path("datastore");
+    here.vmseal(&[
+        "datastore",
+        "share",
+        "local",
+        "--host",
+        "there",
+        "--path",
+        text(&store).unwrap(),
+    ])
+    .unwrap();
+    count(&mut console);
+    drop(console);
+    for host in ["there", "here"] {
+        here.vmseal(&["vm", "migrate", VM, host]).unwrap();
+        let shown = here.vm(VM).unwrap();
+        assert_eq!((&shown["host"], &shown["power"]), (&host.into(), &"running".into()));
+    }
+    let mut console = here.console(VM).unwrap();
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+}
