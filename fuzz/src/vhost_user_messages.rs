@@ -1,5 +1,5 @@
 //! What a VMM sends to a disk's socket: messages with the descriptors that each kind has. Memory that it
-//! shares begins with the same bytes. The session ends, and gives its disk back.
+//! shares begins with the same bytes, the log of written memory is empty. The session ends, and gives its disk back.
 
 use std::io::{IoSlice, Read};
 use std::net::Shutdown;
@@ -9,6 +9,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
 use std::thread;
 
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::eventfd::EventFd;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -30,11 +31,16 @@ const MESSAGES_MAX: usize = 64;
 /// The length of the memory that is shared.
 const MEMORY: i64 = 64 * 1024;
 
+/// The length of the log: for four times as much memory.
+const LOG: i64 = 8;
+
 /// The length of what precedes a message's payload: request, flags, length of the payload.
 const HEADER: usize = 12;
 
 /// Kinds of messages that come with descriptors (QEMU docs/interop/vhost-user).
 const SET_MEM_TABLE: u32 = 5;
+const SET_LOG_BASE: u32 = 6;
+const SET_LOG_FD: u32 = 7;
 const ADD_MEM_REG: u32 = 37;
 const VRING_DESCRIPTORS: std::ops::RangeInclusive<u32> = 12..=14;
 /// In the payload of [`VRING_DESCRIPTORS`]: that there is none.
@@ -69,11 +75,33 @@ fn message(bytes: &[u8]) -> (&[u8], &[u8]) {
     bytes.split_at(length.min(bytes.len()))
 }
 
-fn send(stream: &UnixStream, message: &[u8], memory: &OwnedFd, event: &EventFd) {
+/// What a VMM shares.
+struct Shared {
+    memory: OwnedFd,
+    log: OwnedFd,
+    event: EventFd,
+}
+
+impl Shared {
+    fn new(bytes: &[u8]) -> Self {
+        let memory = memfd_create("guest", MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&memory, MEMORY).unwrap();
+        nix::sys::uio::pwrite(&memory, bytes, 0).unwrap();
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let log = memfd_create("log", flags).unwrap();
+        nix::unistd::ftruncate(&log, LOG).unwrap();
+        fcntl(&log, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).unwrap();
+        Self { memory, log, event: EventFd::new().unwrap() }
+    }
+}
+
+fn send(stream: &UnixStream, message: &[u8], Shared { memory, log, event }: &Shared) {
     let payload = message.get(HEADER..).unwrap_or_default();
     let (fd, count): (BorrowedFd<'_>, usize) = match number(message) {
         SET_MEM_TABLE => (memory.as_fd(), number(payload).min(8) as usize),
         ADD_MEM_REG => (memory.as_fd(), 1),
+        SET_LOG_BASE => (log.as_fd(), 1),
+        SET_LOG_FD => (event.as_fd(), 1),
         kind if VRING_DESCRIPTORS.contains(&kind) => (
             event.as_fd(),
             usize::from(payload.get(1).is_none_or(|flags| flags & NO_DESCRIPTOR == 0)),
@@ -89,17 +117,14 @@ fn send(stream: &UnixStream, message: &[u8], memory: &OwnedFd, event: &EventFd) 
 }
 
 fn vmm(address: &SocketAddr, mut bytes: &[u8]) {
-    let memory = memfd_create("guest", MFdFlags::MFD_CLOEXEC).unwrap();
-    nix::unistd::ftruncate(&memory, MEMORY).unwrap();
-    nix::sys::uio::pwrite(&memory, bytes, 0).unwrap();
-    let event = EventFd::new().unwrap();
+    let shared = Shared::new(bytes);
     let mut stream = UnixStream::connect_addr(address).unwrap();
     for _ in 0..MESSAGES_MAX {
         if bytes.is_empty() {
             break;
         }
         let (first, rest) = message(bytes);
-        send(&stream, first, &memory, &event);
+        send(&stream, first, &shared);
         bytes = rest;
     }
     let _ = stream.shutdown(Shutdown::Write);

@@ -1,16 +1,21 @@
 //! What a guest writes into its memory for a queue of its disk: the first byte says how the queue is set
 //! up, the rest is the memory from its start on, where the ring is, and, if the first byte says so, also
 //! the record of requests under way that a VMM gives back. What the parser gives for data is in the
-//! guest's memory, and the queue comes to an end.
+//! guest's memory, the queue comes to an end, and each page that was written is in the log.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::eventfd::EventFd;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vhost::vhost_user::message::VhostUserLog;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmseal_iofilter::front_ends::vhost_user::inflight::{Inflight, Record};
+use vmseal_iofilter::front_ends::vhost_user::memory_log::{MemoryLog, PAGE, RingLog};
 use vmseal_iofilter::front_ends::vhost_user::queue::{Setup, serve_now};
 use vmseal_iofilter::front_ends::vhost_user::request::Parser;
 use vmseal_iofilter::stack::memory::{Segment, Segments};
@@ -78,6 +83,42 @@ fn record(content: &[u8], size: u16) -> Option<(Record, Vec<u16>)> {
     Some((record, begun))
 }
 
+/// How much of each region is compared with what it was: all of the second one would take long.
+const COMPARED: usize = 256 * 1024;
+
+/// A log that covers the guest's memory, and its file.
+fn log() -> (MemoryLog, File) {
+    let length = (REGIONS[1].0.0 + REGIONS[1].1 as u64) / PAGE / 8;
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let file = File::from(memfd_create("log", flags).unwrap());
+    file.set_len(length).unwrap();
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).unwrap();
+    let about = VhostUserLog::new(length, 0);
+    (MemoryLog::map(&about, file.try_clone().unwrap()).unwrap(), file)
+}
+
+/// The beginnings of the regions.
+fn beginnings(memory: &GuestMemoryMmap) -> Vec<(u64, Vec<u8>)> {
+    let beginning = |(start, length): (GuestAddress, usize)| {
+        let mut bytes = vec![0; length.min(COMPARED)];
+        memory.read_slice(&mut bytes, start).unwrap();
+        (start.0, bytes)
+    };
+    REGIONS.into_iter().map(beginning).collect()
+}
+
+fn check_log(log: &File, before: &[(u64, Vec<u8>)], after: &[(u64, Vec<u8>)]) {
+    let mut bits = vec![0; log.metadata().unwrap().len() as usize];
+    log.read_exact_at(&mut bits, 0).unwrap();
+    for ((start, before), (_, after)) in before.iter().zip(after) {
+        let pages = before.chunks(PAGE as usize).zip(after.chunks(PAGE as usize));
+        for (page, (before, after)) in (start / PAGE..).zip(pages) {
+            let marked = bits[(page / 8) as usize] & (1 << (page % 8)) != 0;
+            assert!(marked || before == after, "page {page} was written and is not in the log");
+        }
+    }
+}
+
 /// See the module.
 pub fn run(data: &[u8]) {
     let Some((&kind, content)) = data.split_first() else { return };
@@ -94,11 +135,14 @@ pub fn run(data: &[u8]) {
         true => record(content, size).map_or((None, Vec::new()), |(one, begun)| (Some(one), begun)),
         false => (None, Vec::new()),
     };
+    let before = beginnings(&memory);
+    let (log, bits) = log();
+    let log = RingLog { log: Arc::new(log), used: Some(USED), changed: None };
     let event = || Arc::new(OwnedFd::from(EventFd::new().unwrap()));
     let setup = Setup {
         index: 0,
         queue: queue(size, event_idx),
-        memory,
+        memory: memory.clone(),
         kick: event(),
         call: Some(event()),
         error: Some(event()),
@@ -107,8 +151,10 @@ pub fn run(data: &[u8]) {
         state: Arc::clone(&served.state),
         record,
         begun,
+        log: Some(log),
     };
     let (chain, _) = serve_now(setup, disk.chain().unwrap(), PASSES).unwrap();
     assert_eq!(chain.in_flight(), 0);
+    check_log(&bits, &before, &beginnings(&memory));
     assert!(!read_only || bytes.bytes().iter().all(|&byte| byte == 0), "read-only, and changed");
 }

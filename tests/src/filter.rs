@@ -2,7 +2,7 @@
 
 use std::fs::{File, Permissions};
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -43,9 +43,25 @@ pub struct Disk<'a> {
 impl Filter {
     /// Starts one in `directory`, and waits until it listens.
     pub fn start(directory: &Path, disk: &Disk<'_>) -> anyhow::Result<Self> {
+        Self::start_with(directory, disk, Handle::Path(disk.image.to_owned()), None)
+    }
+
+    /// The same on the open image, whose lock is the caller's business: several filters may have it, one of which writes.
+    pub fn start_unlocked(directory: &Path, disk: &Disk<'_>) -> anyhow::Result<Self> {
+        let image = File::options().read(true).write(true).open(disk.image)?;
+        Self::start_with(directory, disk, Handle::Fd(image.as_raw_fd()), Some(image.as_raw_fd()))
+    }
+
+    fn start_with(
+        directory: &Path,
+        disk: &Disk<'_>,
+        image: Handle,
+        inherited: Option<RawFd>,
+    ) -> anyhow::Result<Self> {
         let socket = directory.join("disk.sock");
-        let (image, serves) = (Handle::Path(disk.image.to_owned()), Handle::Path(socket.clone()));
+        let serves = Handle::Path(socket.clone());
         let (mut command, log) = command(directory, disk, image, serves)?;
+        inherit(&mut command, inherited);
         let mut process = Process::start(&mut command, &log)?;
         eventually("the filter listens", || (socket.exists() || process.ended()).then_some(()))?;
         ensure!(!process.ended(), "the filter ended: {}", std::fs::read_to_string(&log)?);
@@ -58,6 +74,12 @@ impl Filter {
         &self.socket
     }
 
+    /// Its process id.
+    #[must_use]
+    pub fn id(&self) -> i32 {
+        self.process.id()
+    }
+
     /// Ends it in order, and removes its sockets.
     pub fn stop(self, directory: &Path) -> anyhow::Result<()> {
         let Self { mut process, socket } = self;
@@ -67,6 +89,14 @@ impl Filter {
             let _ = std::fs::remove_file(path);
         }
         Ok(())
+    }
+
+    /// Ends it as a power cut would, and removes its sockets.
+    pub fn kill(self, directory: &Path) {
+        self.process.kill();
+        for path in [self.socket, directory.join("control.sock")] {
+            let _ = std::fs::remove_file(path);
+        }
     }
 }
 
@@ -83,15 +113,7 @@ impl Successor {
         let inherited = [image.as_raw_fd(), vmm.as_raw_fd()];
         let [image_fd, socket] = inherited.map(Handle::Fd);
         let (mut command, log) = command(directory, disk, image_fd, socket)?;
-        // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
-        unsafe {
-            command.pre_exec(move || {
-                for fd in inherited {
-                    libc::fcntl(fd, libc::F_SETFD, 0);
-                }
-                Ok(())
-            });
-        }
+        inherit(&mut command, inherited);
         let process = Process::start(&mut command, &log)?;
         Ok(Self { process, control: directory.join("control.sock") })
     }
@@ -112,6 +134,20 @@ impl Successor {
     pub fn kill(self) {
         self.process.kill();
         let _ = std::fs::remove_file(self.control);
+    }
+}
+
+/// Has a process get these descriptors, which stay open until it is started.
+fn inherit(command: &mut Command, descriptors: impl IntoIterator<Item = RawFd>) {
+    let descriptors: Vec<RawFd> = descriptors.into_iter().collect();
+    // SAFETY: fcntl is async-signal-safe, and nothing is allocated.
+    unsafe {
+        command.pre_exec(move || {
+            for fd in &descriptors {
+                libc::fcntl(*fd, libc::F_SETFD, 0);
+            }
+            Ok(())
+        });
     }
 }
 

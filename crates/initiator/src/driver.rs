@@ -35,6 +35,10 @@ pub const WRITE: u16 = 2;
 /// It is a table of descriptors.
 pub const INDIRECT: u16 = 4;
 
+/// The feature of logging what is written into the guest's memory (`VHOST_F_LOG_ALL`): a ring that is to be logged waits
+/// for its log.
+pub const LOG_ALL: u64 = 1 << 26;
+
 /// A descriptor: address, length, flags, next.
 pub type Descriptor = (u64, u32, u16, u16);
 
@@ -134,22 +138,27 @@ impl Driver {
 
     /// Sets the ring up, starting at `position`.
     pub fn start(&mut self, queue: usize, position: u16) {
+        self.frontend.set_vring_num(queue, self.ring).unwrap();
+        self.frontend.set_vring_base(queue, position).unwrap();
+        assert!(self.set_addresses(queue, None));
+        self.frontend.set_vring_call(queue, &self.call).unwrap();
+        self.frontend.set_vring_kick(queue, &self.kick).unwrap();
+        self.frontend.set_vring_enable(queue, true).unwrap();
+    }
+
+    /// Says where the ring is; `log` is where its used ring is in the log of written memory. False if the device refuses.
+    pub fn set_addresses(&mut self, queue: usize, log: Option<u64>) -> bool {
         let host = |address| self.memory.get_host_address(GuestAddress(address)).unwrap() as u64;
         let ring = VringConfigData {
             queue_max_size: self.ring,
             queue_size: self.ring,
-            flags: 0,
+            flags: u32::from(log.is_some()),
             desc_table_addr: host(BASE),
             used_ring_addr: host(USED),
             avail_ring_addr: host(AVAILABLE),
-            log_addr: None,
+            log_addr: log,
         };
-        self.frontend.set_vring_num(queue, self.ring).unwrap();
-        self.frontend.set_vring_base(queue, position).unwrap();
-        self.frontend.set_vring_addr(queue, &ring).unwrap();
-        self.frontend.set_vring_call(queue, &self.call).unwrap();
-        self.frontend.set_vring_kick(queue, &self.kick).unwrap();
-        self.frontend.set_vring_enable(queue, true).unwrap();
+        self.frontend.set_vring_addr(queue, &ring).is_ok()
     }
 
     /// The configuration space.
@@ -243,10 +252,11 @@ fn negotiate(stream: UnixStream, features: u64, protocol: VhostUserProtocolFeatu
     let mut frontend = Frontend::from_stream(stream, 16);
     frontend.set_owner().unwrap();
     let offered = frontend.get_features().unwrap();
-    frontend.set_features(offered & features).unwrap();
+    frontend.set_features(offered & features & !LOG_ALL).unwrap();
     let wanted = protocol
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::LOG_SHMFD
         | VhostUserProtocolFeatures::REPLY_ACK;
     assert!(frontend.get_protocol_features().unwrap().contains(wanted));
     frontend.set_protocol_features(wanted).unwrap();

@@ -8,10 +8,12 @@
 //! ```
 //!
 //! [`VhostUser`] is the driver of a guest without the guest, [`Nbd`] a client of one connection. [`driver`]
-//! is a guest's driver for tests, which can also misbehave, and panics where the server does.
+//! is a guest's driver for tests, which can also misbehave, and panics where the server does; [`moved`] is one whose
+//! guest is moved to another machine.
 
 pub mod driver;
 mod memory;
+pub mod moved;
 mod nbd;
 mod queue;
 mod vhost_user;

@@ -464,6 +464,12 @@ impl Chain {
         &mut self.requests.get_mut(id).data
     }
 
+    /// The memory of a request that has begun.
+    #[must_use]
+    pub fn data(&self, id: RequestId) -> &Segments {
+        &self.requests.get(id).data
+    }
+
     /// Cancels a request that has begun and was not submitted.
     pub fn cancel(&mut self, id: RequestId) {
         self.roots -= 1;
@@ -577,6 +583,14 @@ impl Chain {
                 io.settle(Some(id));
             }
         }
+    }
+
+    /// The memory that the next finished request was to fill; it may be filled in part, or not at all. None if that
+    /// request is not a read.
+    #[must_use]
+    pub fn next_filled(&self) -> Option<&Segments> {
+        let request = self.requests.get(*self.done.front()?);
+        (request.operation == Operation::Read).then_some(&request.data)
     }
 
     /// The next finished request.

@@ -8,6 +8,7 @@ mod history;
 mod in_place;
 mod layers;
 mod model;
+mod moved;
 mod nbd;
 mod nbd_server;
 mod platter;

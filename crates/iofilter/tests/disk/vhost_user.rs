@@ -45,10 +45,11 @@ const UNSUPP: u8 = 2;
 const SOON: Duration = Duration::from_millis(300);
 
 /// A disk that is being served.
-struct Server {
+pub struct Server {
     path: std::path::PathBuf,
     state: Arc<DiskState>,
     mem: MemDisk,
+    queues: usize,
     stop: Arc<Stop>,
     thread: Option<JoinHandle<std::io::Result<Vec<Chain>>>>,
     _directory: tempfile::TempDir,
@@ -67,13 +68,14 @@ impl Server {
         Self::start_chains((0..2).map(|_| disk.chain().unwrap()).collect(), mem, read_only)
     }
 
-    fn start_chains(chains: Vec<Chain>, mem: MemDisk, read_only: bool) -> Self {
+    pub fn start_chains(chains: Vec<Chain>, mem: MemDisk, read_only: bool) -> Self {
+        let (size, queues) = (chains[0].size(), chains.len());
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk");
         let socket = Socket::Listening(UnixListener::bind(&path).unwrap());
-        let state = Arc::new(DiskState::new(DiskId::new(), 2));
+        let state = Arc::new(DiskState::new(DiskId::new(), queues));
         let served = Arc::new(ServedDisk {
-            size: SIZE,
+            size,
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),
@@ -83,21 +85,25 @@ impl Server {
         let orders = Orders::new(Arc::clone(&stop)).unwrap();
         let uid = nix::unistd::geteuid().as_raw();
         let thread = std::thread::spawn(move || serve(&socket, uid, &served, chains, &orders));
-        Self { path, state, mem, stop, thread: Some(thread), _directory: directory }
+        Self { path, state, mem, queues, stop, thread: Some(thread), _directory: directory }
+    }
+
+    pub fn stream(&self) -> UnixStream {
+        UnixStream::connect(&self.path).unwrap()
     }
 
     fn connect(&self, features: u64) -> Driver {
-        Driver::connect(UnixStream::connect(&self.path).unwrap(), 0, features)
+        Driver::connect(self.stream(), 0, features)
     }
 }
 
 impl Drop for Server {
-    /// Whatever happened, the server still ends cleanly, with both its chains.
+    /// Whatever happened, the server still ends cleanly, with all its chains.
     fn drop(&mut self) {
         self.stop.ask();
         let ended = self.thread.take().unwrap().join();
         if !std::thread::panicking() {
-            assert_eq!(ended.expect("no panic").unwrap().len(), 2);
+            assert_eq!(ended.expect("no panic").unwrap().len(), self.queues);
         }
     }
 }

@@ -1,8 +1,9 @@
-//! The channel on which a disk speaks to its VMM first (vhost-user, "Backend communication"): here only to say that the
-//! disk has another size than before.
+//! Messages that are one descriptor, which the crate `vhost` would not take or not use; so they are handled here, before
+//! the crate reads them:
 //!
-//! The crate `vhost` takes the channel and cannot send that message on it. So the VMM's message with the channel is
-//! handled here, before the crate reads it.
+//! - the channel on which a disk speaks to its VMM first (vhost-user, "Backend communication"), here only to say that the
+//!   disk has another size than before. The crate cannot send that message.
+//! - the eventfd on which a VMM wants to be told that written memory was logged. The crate does not know that message.
 
 use std::io::{self, IoSliceMut, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -13,6 +14,9 @@ use nix::sys::socket::{ControlMessageOwned, MsgFlags, recv, recvmsg};
 
 /// The length of a header: request, flags, size of the body.
 const HEADER: usize = 12;
+
+/// The VMM gives an eventfd for its log of written memory (`VHOST_USER_SET_LOG_FD`).
+const SET_LOG_FD: u32 = 7;
 
 /// The VMM gives the channel (`VHOST_USER_SET_BACKEND_REQ_FD`).
 const SET_BACKEND_REQ_FD: u32 = 21;
@@ -45,22 +49,36 @@ fn number(header: &[u8; HEADER], index: usize) -> u32 {
     header[4 * index..].first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes))
 }
 
-/// Whether the next message, which has arrived, gives the channel.
-pub(super) fn is_next(connection: &UnixStream) -> bool {
+/// What a message's descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Given {
+    /// The channel to the VMM.
+    Channel,
+    /// The eventfd of the log.
+    LogEvent,
+}
+
+/// What the next message, which has arrived, gives; none if it is another kind of message.
+pub(super) fn next(connection: &UnixStream) -> Option<Given> {
     let mut bytes = [0; HEADER];
     let peek = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
     let there = recv(connection.as_raw_fd(), &mut bytes, peek);
-    there == Ok(HEADER) && number(&bytes, 0) == SET_BACKEND_REQ_FD
+    match number(&bytes, 0) {
+        _ if there != Ok(HEADER) => None,
+        SET_BACKEND_REQ_FD => Some(Given::Channel),
+        SET_LOG_FD => Some(Given::LogEvent),
+        _ => None,
+    }
 }
 
-/// Reads that message and answers it.
+/// Reads that message; [`answer`] answers it.
 ///
 /// # Errors
 /// The connection's, and of a message that is not as the protocol has it: the connection is of no use then.
-pub(super) fn take(mut connection: &UnixStream) -> io::Result<UnixStream> {
+pub(super) fn take(connection: &UnixStream) -> io::Result<(OwnedFd, Answer)> {
     let mut bytes = [0; HEADER];
     let mut descriptors = nix::cmsg_space!([RawFd; 8]);
-    let channel = {
+    let descriptor = {
         let mut part = [IoSliceMut::new(&mut bytes)];
         let fd = connection.as_raw_fd();
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
@@ -78,14 +96,30 @@ pub(super) fn take(mut connection: &UnixStream) -> io::Result<UnixStream> {
             _ => None,
         }
     };
-    let wrong = || io::Error::new(io::ErrorKind::InvalidData, "not one descriptor of a channel");
-    let channel = channel.filter(|_| number(&bytes, 2) == 0).ok_or_else(wrong)?;
-    if number(&bytes, 1) & NEED_REPLY != 0 {
-        let mut reply = header(SET_BACKEND_REQ_FD, VERSION | REPLY, 8).to_vec();
+    let wrong = || io::Error::new(io::ErrorKind::InvalidData, "not one descriptor");
+    let descriptor = descriptor.filter(|_| number(&bytes, 2) == 0).ok_or_else(wrong)?;
+    let wanted = number(&bytes, 1) & NEED_REPLY != 0;
+    Ok((descriptor, Answer { request: wanted.then(|| number(&bytes, 0)) }))
+}
+
+/// The answer that a VMM waits for, if it does.
+#[must_use]
+#[derive(Debug)]
+pub(super) struct Answer {
+    request: Option<u32>,
+}
+
+impl Answer {
+    /// Says that it is done.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub(super) fn send(self, mut connection: &UnixStream) -> io::Result<()> {
+        let Some(request) = self.request else { return Ok(()) };
+        let mut reply = header(request, VERSION | REPLY, 8).to_vec();
         reply.extend(0u64.to_ne_bytes());
-        connection.write_all(&reply)?;
+        connection.write_all(&reply)
     }
-    Ok(UnixStream::from(channel))
 }
 
 /// Says that the configuration has changed; the VMM asks for it then.
@@ -109,8 +143,8 @@ mod tests {
 
     use super::*;
 
-    fn give(vmm: &UnixStream, flags: u32, descriptors: &[RawFd]) {
-        let message = header(SET_BACKEND_REQ_FD, VERSION | flags, 0);
+    fn give(vmm: &UnixStream, request: u32, flags: u32, descriptors: &[RawFd]) {
+        let message = header(request, VERSION | flags, 0);
         let rights = [ControlMessage::ScmRights(descriptors)];
         let control = if descriptors.is_empty() { &[][..] } else { &rights };
         let part = [IoSlice::new(&message)];
@@ -121,10 +155,12 @@ mod tests {
     fn a_channel_is_taken_answered_and_spoken_on() {
         let (ours, mut vmm) = UnixStream::pair().unwrap();
         let (theirs, mut kept) = UnixStream::pair().unwrap();
-        assert!(!is_next(&ours), "nothing has arrived");
-        give(&vmm, NEED_REPLY, &[theirs.as_raw_fd()]);
-        assert!(is_next(&ours));
-        let channel = take(&ours).unwrap();
+        assert_eq!(next(&ours), None, "nothing has arrived");
+        give(&vmm, SET_BACKEND_REQ_FD, NEED_REPLY, &[theirs.as_raw_fd()]);
+        assert_eq!(next(&ours), Some(Given::Channel));
+        let (channel, answer) = take(&ours).unwrap();
+        let channel = UnixStream::from(channel);
+        answer.send(&ours).unwrap();
         let mut reply = [0; HEADER + 8];
         vmm.read_exact(&mut reply).unwrap();
         assert_eq!(reply[..HEADER], header(SET_BACKEND_REQ_FD, VERSION | REPLY, 8));
@@ -140,9 +176,10 @@ mod tests {
     #[test]
     fn a_message_without_a_descriptor_or_with_two_is_refused() {
         let (ours, vmm) = UnixStream::pair().unwrap();
-        give(&vmm, 0, &[]);
+        give(&vmm, SET_BACKEND_REQ_FD, 0, &[]);
         assert!(take(&ours).is_err());
-        give(&vmm, 0, &[vmm.as_raw_fd(), ours.as_raw_fd()]);
+        give(&vmm, SET_LOG_FD, 0, &[vmm.as_raw_fd(), ours.as_raw_fd()]);
+        assert_eq!(next(&ours), Some(Given::LogEvent));
         assert!(take(&ours).is_err());
     }
 }

@@ -56,8 +56,7 @@ pub fn features(read_only: bool, queues: u16) -> u64 {
     if queues > 1 {
         bits.push(VIRTIO_BLK_F_MQ);
     }
-    // Without it QEMU would save the memory of no guest. The agent does that only with a guest that stands still, whose rings are
-    // stopped, so that nobody asks for the log.
+    // Without it QEMU would neither move nor save the memory of any guest.
     bits.push(VHOST_F_LOG_ALL);
     let offered = bits.iter().fold(0, |all, bit| all | 1u64 << bit);
     offered | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
@@ -67,6 +66,18 @@ pub fn features(read_only: bool, queues: u16) -> u64 {
 #[must_use]
 pub fn flushes(acknowledged: u64) -> bool {
     acknowledged & (1 << VIRTIO_BLK_F_FLUSH) != 0
+}
+
+/// Whether what is written into the guest's memory is to be logged.
+#[must_use]
+pub fn logs(acknowledged: u64) -> bool {
+    acknowledged & (1 << VHOST_F_LOG_ALL) != 0
+}
+
+/// Whether logging is all that distinguishes two sets of features.
+#[must_use]
+pub fn differ_in_logging(one: u64, other: u64) -> bool {
+    one ^ other == 1 << VHOST_F_LOG_ALL
 }
 
 /// The configuration space of a disk of `size` bytes.

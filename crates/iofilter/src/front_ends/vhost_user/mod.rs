@@ -13,6 +13,7 @@
 pub mod backend_channel;
 pub mod config;
 pub mod inflight;
+pub mod memory_log;
 mod message;
 pub mod queue;
 pub mod replay;
@@ -30,6 +31,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use vhost::vhost_user::BackendReqHandler;
 use vmseal_api::filter::DiskActivity;
 
+use crate::front_ends::vhost_user::backend_channel::Given;
 use crate::front_ends::vhost_user::message::Arrival;
 use crate::front_ends::vhost_user::session::Session;
 use crate::front_ends::{self, ServedDisk};
@@ -155,16 +157,10 @@ fn converse(
                 break;
             }
         }
-        if backend_channel::is_next(&connection) {
-            match backend_channel::take(&connection) {
-                Ok(channel) => {
-                    let announce = move || backend_channel::announce(&channel);
-                    served.state.set_announce(Some(Box::new(announce)));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "the connection is ended");
-                    break;
-                }
+        if let Some(given) = backend_channel::next(&connection) {
+            if let Err(error) = take_descriptor(&connection, given, served, &session) {
+                tracing::warn!(%error, "the connection is ended");
+                break;
             }
             continue;
         }
@@ -194,6 +190,28 @@ fn converse(
     served.state.set_announce(None);
     let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
     Ok(session.end())
+}
+
+/// Takes a descriptor that is a message of its own.
+fn take_descriptor(
+    connection: &UnixStream,
+    given: Given,
+    served: &ServedDisk,
+    session: &Mutex<Session>,
+) -> io::Result<()> {
+    let (descriptor, answer) = backend_channel::take(connection)?;
+    match given {
+        Given::Channel => {
+            let channel = UnixStream::from(descriptor);
+            let announce = move || backend_channel::announce(&channel);
+            served.state.set_announce(Some(Box::new(announce)));
+        }
+        Given::LogEvent => {
+            let mut session = session.lock().unwrap_or_else(PoisonError::into_inner);
+            session.set_log_fd(descriptor).map_err(io::Error::other)?;
+        }
+    }
+    answer.send(connection)
 }
 
 /// Whether the peer has closed the connection and left nothing to read.

@@ -8,13 +8,17 @@
 //!
 //!   progress:                 pass again
 //!   no progress:              poll for the polling window; then enable the guest's kicks, check once
-//!                             more, and sleep on kick, stop and the backend's completions
+//!                             more, and sleep on kick, orders and the backend's completions
 //! ```
 //! The polling window adapts: it grows while sleeps are short and drops to nothing after a long
 //! one, so an idle disk costs no CPU.
 
+mod marker;
+mod orders;
+
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -25,12 +29,14 @@ use vm_memory::GuestMemoryMmap;
 
 use crate::disk::status::DiskState;
 use crate::front_ends::vhost_user::inflight::{InflightError, Record};
+use crate::front_ends::vhost_user::memory_log::{LogError, RingLog};
+use crate::front_ends::vhost_user::queue::marker::Marker;
+use crate::front_ends::vhost_user::queue::orders::{Order, OrderReceiver, OrderSender};
 use crate::front_ends::vhost_user::replay::{Replay, ReplayError};
 use crate::front_ends::vhost_user::request::{GuestCommand, Malformed, Parsed, Parser};
 use crate::stack::chain::{Chain, Done};
-use crate::stack::memory::{Cursor, Segment};
+use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{Operation, RequestId};
-use crate::stack::stop::Stop;
 
 /// The most requests that are taken from the ring in one pass.
 #[derive(Clone, Copy, Debug)]
@@ -83,12 +89,14 @@ pub struct Setup {
     pub record: Option<Record>,
     /// Heads that an earlier filter began and did not answer, in order: done first.
     pub begun: Vec<u16>,
+    /// The log of what is written into the guest's memory.
+    pub log: Option<RingLog>,
 }
 
 /// A running queue.
 pub struct RunningQueue {
     thread: JoinHandle<(Chain, u16)>,
-    stop: Arc<Stop>,
+    orders: OrderSender,
 }
 
 impl RunningQueue {
@@ -97,14 +105,13 @@ impl RunningQueue {
     /// # Errors
     /// Returns the chain, with the reason.
     pub fn start(setup: Setup, chain: Chain) -> Result<Self, (Box<Chain>, std::io::Error)> {
-        // A new one for each thread: a stale one would end the next thread at once.
-        let stop = match Stop::new() {
-            Ok(stop) => Arc::new(stop),
+        let (orders, ordered) = match orders::channel() {
+            Ok(both) => both,
             Err(error) => return Err((Box::new(chain), error)),
         };
         // The chain is sent by channel, so that it is not lost if the thread cannot start.
-        let (send, receive) = std::sync::mpsc::sync_channel::<Chain>(1);
-        let (span, stopping) = (tracing::Span::current(), Arc::clone(&stop));
+        let (send, receive) = sync_channel::<Chain>(1);
+        let span = tracing::Span::current();
         let spawned = std::thread::Builder::new()
             .name(format!("queue{}", setup.index))
             .stack_size(STACK)
@@ -113,13 +120,13 @@ impl RunningQueue {
                 let Ok(chain) = receive.recv() else {
                     unreachable!("the chain is sent once the thread exists")
                 };
-                QueueWorker::new(setup, chain, stopping).run()
+                QueueWorker::new(setup, chain, ordered).run()
             });
         match spawned {
             Err(error) => Err((Box::new(chain), error)),
             Ok(thread) => {
                 let _ = send.send(chain);
-                Ok(Self { thread, stop })
+                Ok(Self { thread, orders })
             }
         }
     }
@@ -128,8 +135,17 @@ impl RunningQueue {
     /// available index; none if the thread panicked.
     #[must_use]
     pub fn stop(self) -> Option<(Chain, u16)> {
-        self.stop.ask();
+        self.orders.give(Order::Stop);
         self.thread.join().ok()
+    }
+
+    /// Has the ring marked in this log, or in none, while it runs. When that is so, a message arrives, or the end of the
+    /// channel if the thread is dead: then nothing is marked in the former log any more.
+    #[must_use]
+    pub fn log(&self, log: Option<RingLog>) -> Receiver<()> {
+        let (taken, receive) = sync_channel(1);
+        self.orders.give(Order::Log { log, taken });
+        receive
     }
 }
 
@@ -140,15 +156,15 @@ impl RunningQueue {
 /// No eventfd is available.
 #[doc(hidden)]
 pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
-    let stop = Arc::new(Stop::new()?);
-    let mut worker = QueueWorker::new(setup, chain, Arc::clone(&stop));
+    let (orders, ordered) = orders::channel()?;
+    let mut worker = QueueWorker::new(setup, chain, ordered);
     worker.check_ring();
     for _ in 0..passes {
         if worker.pass() == 0 {
             break;
         }
     }
-    stop.ask();
+    orders.give(Order::Stop);
     Ok(worker.run())
 }
 
@@ -179,12 +195,13 @@ enum Phase {
 struct QueueWorker {
     setup: Setup,
     chain: Chain,
-    stop: Arc<Stop>,
+    orders: OrderReceiver,
     phase: Phase,
     parser: Parser,
     pending: Vec<Option<Pending>>,
     batch: PassLimit,
     replay: Option<Replay>,
+    marker: Option<Marker>,
     window: Duration,
     /// How many requests were taken and answered since the thread last slept or let others run.
     moved: usize,
@@ -201,15 +218,65 @@ enum QueueError {
     Inflight(#[from] InflightError),
     #[error("the requests of an earlier filter cannot be repeated: {0}")]
     Replay(#[from] ReplayError),
+    #[error("{0}")]
+    Log(#[from] LogError),
 }
 
 impl QueueWorker {
-    fn new(setup: Setup, chain: Chain, stop: Arc<Stop>) -> Self {
+    fn new(mut setup: Setup, chain: Chain, orders: OrderReceiver) -> Self {
+        let log = setup.log.take();
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
         let batch = if chain.works_at_once() { PassLimit::AT_ONCE } else { PassLimit::DEVICE };
-        let (replay, window) = (None, Duration::ZERO);
-        Self { setup, chain, stop, phase, parser, pending, batch, replay, window, moved: 0 }
+        let (replay, marker, window, moved) = (None, None, Duration::ZERO, 0);
+        let mut worker = Self {
+            setup,
+            chain,
+            orders,
+            phase,
+            parser,
+            pending,
+            batch,
+            replay,
+            marker,
+            window,
+            moved,
+        };
+        worker.log_in(log);
+        worker
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Stop => {
+                self.phase = Phase::Draining;
+                self.chain.hasten(true);
+            }
+            Order::Log { log, taken } => {
+                self.log_in(log);
+                // The protocol's thread waits for it.
+                let _ = taken.send(());
+            }
+        }
+    }
+
+    /// From now on what is written into the guest's memory is marked in this log.
+    fn log_in(&mut self, log: Option<RingLog>) {
+        let Setup { queue, memory, .. } = &self.setup;
+        let marker = log.map(|log| Marker::new(log, queue.size(), memory)).transpose();
+        self.marker = marker.unwrap_or_else(|error| {
+            self.broken(&error.into());
+            None
+        });
+    }
+
+    /// Marks what was written into the guest's memory, if there is a log. It has room for all of that memory, else the
+    /// ring is broken.
+    fn mark(&mut self, written: impl FnOnce(&mut Marker, &Chain) -> Result<(), LogError>) {
+        let marked = self.marker.as_mut().map(|marker| written(marker, &self.chain));
+        if let Some(Err(error)) = marked {
+            self.broken(&error.into());
+        }
     }
 
     fn check_ring(&mut self) {
@@ -233,9 +300,8 @@ impl QueueWorker {
         self.notify_of_earlier_answers();
         self.check_ring();
         loop {
-            if self.stop.asked() && self.phase != Phase::Draining {
-                self.phase = Phase::Draining;
-                self.chain.hasten(true);
+            while let Some(order) = self.orders.next() {
+                self.obey(order);
             }
             let moved = self.pass() > 0;
             if self.phase == Phase::Draining && self.chain.in_flight() == 0 {
@@ -278,6 +344,9 @@ impl QueueWorker {
         let taken = if self.phase == Phase::Serving { self.take() } else { Ok(0) };
         self.chain.poll();
         let answered = self.answer_all();
+        if let Some(marker) = &mut self.marker {
+            marker.announce();
+        }
         match (taken, answered) {
             (Ok(taken), Ok(answered)) => {
                 self.moved += taken + answered;
@@ -359,6 +428,7 @@ impl QueueWorker {
                 let length = serial.len().min(text.len());
                 text[..length].copy_from_slice(&serial[..length]);
                 let put = Cursor::default().scatter(self.chain.data_mut(id), &text);
+                self.mark(|marker, chain| marker.segments(chain.data(id).as_slice()));
                 let written = u32::try_from(put).unwrap_or(0) + 1;
                 self.answer(Pending { written, ..pending }, VIRTIO_BLK_S_OK as u8)?;
             }
@@ -375,7 +445,12 @@ impl QueueWorker {
     fn answer_all(&mut self) -> Result<usize, QueueError> {
         let mut answered = 0;
         let mut now = None;
-        while let Some(done) = self.chain.next_done() {
+        loop {
+            // As long as the request has its memory, and before it is in the used ring.
+            self.mark(|marker, chain| {
+                marker.segments(chain.next_filled().map_or(&[], Segments::as_slice))
+            });
+            let Some(done) = self.chain.next_done() else { break };
             let index = usize::try_from(done.tag).unwrap_or(usize::MAX);
             let Some(pending) = self.pending.get_mut(index).and_then(Option::take) else {
                 continue;
@@ -432,14 +507,17 @@ impl QueueWorker {
 
     fn answer(&mut self, pending: Pending, status: u8) -> Result<(), QueueError> {
         pending.status.copy_from(&[status]);
+        self.mark(|marker, _| marker.segments(&[pending.status]));
         let Setup { queue, memory, record, .. } = &mut self.setup;
         if let Some(record) = record {
             record.answering(pending.head);
         }
+        let position = queue.next_used();
         queue.add_used(memory, pending.head, pending.written)?;
         if let Some(record) = record {
             record.answered(pending.head, queue.next_used());
         }
+        self.mark(|marker, _| marker.answer(position));
         Ok(())
     }
 
@@ -469,7 +547,9 @@ impl QueueWorker {
     /// Sleeps until there may be work.
     fn sleep(&mut self) {
         if self.phase == Phase::Serving {
-            match self.setup.queue.enable_notification(&self.setup.memory) {
+            let enabled = self.setup.queue.enable_notification(&self.setup.memory);
+            self.mark(|marker, _| marker.wish());
+            match enabled {
                 Ok(false) => {}
                 Ok(true) => return,
                 Err(error) => return self.broken(&error.into()),
@@ -483,26 +563,29 @@ impl QueueWorker {
         } else {
             (self.window * 2).clamp(WINDOW_MIN, WINDOW_MAX)
         };
-        if self.phase == Phase::Serving
-            && let Err(error) = self.setup.queue.disable_notification(&self.setup.memory)
-        {
-            self.broken(&error.into());
+        if self.phase == Phase::Serving {
+            let disabled = self.setup.queue.disable_notification(&self.setup.memory);
+            self.mark(|marker, _| marker.wish());
+            if let Err(error) = disabled {
+                self.broken(&error.into());
+            }
         }
     }
 
     fn wait(&mut self) {
         let (none, readable) = (PollFlags::empty(), PollFlags::POLLIN);
-        let stop = self.stop.event();
-        // Once stopping or broken, the queue ignores kicks and the stop event (still set).
+        let orders = self.orders.event();
+        // Once stopping or broken, the queue ignores kicks.
         let others = match self.phase {
-            Phase::Serving => [(self.setup.kick.as_fd(), readable), (stop, readable)],
-            Phase::Broken => [(stop, none), (stop, readable)],
-            Phase::Draining => [(stop, none), (stop, none)],
+            Phase::Serving => [(self.setup.kick.as_fd(), readable), (orders, readable)],
+            Phase::Broken | Phase::Draining => [(orders, none), (orders, readable)],
         };
-        let ready = self.chain.wait(others, None);
-        if self.phase == Phase::Serving && ready.is_ok_and(|[kicked, _]| kicked.contains(readable))
-        {
+        let Ok([kicked, ordered]) = self.chain.wait(others, None) else { return };
+        if self.phase == Phase::Serving && kicked.contains(readable) {
             let _ = nix::unistd::read(&self.setup.kick, &mut [0; 8]);
+        }
+        if ordered.contains(readable) {
+            self.orders.woken();
         }
     }
 }

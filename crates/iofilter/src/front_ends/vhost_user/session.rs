@@ -8,6 +8,14 @@
 //! ```
 //! The parts that a running ring depends on change only while it is stopped: it is drained, changed, and
 //! started again if it still may run. All calls come from the disk's one protocol thread.
+//!
+//! The log of written memory is the exception ([`super::memory_log`]): it changes while rings run, as a VMM waits for
+//! the answer and its guest with it, and requests may take long. A ring that is to be logged and has no log does not run.
+//!
+//! ```text
+//!  log:   None --SET_LOG_BASE--> given --LOG_ALL acknowledged--> written by all rings --SET_LOG_BASE--> another
+//!         written --features without LOG_ALL | reset | disconnect--> None, when no ring writes it any more
+//! ```
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -29,6 +37,7 @@ use vm_memory::{
 use crate::front_ends::ServedDisk;
 use crate::front_ends::vhost_user::config::{self, RING_MAX, SPACE};
 use crate::front_ends::vhost_user::inflight::{Inflight, InflightError, Record};
+use crate::front_ends::vhost_user::memory_log::{MemoryLog, RingLog};
 use crate::front_ends::vhost_user::queue::{RunningQueue, Setup};
 use crate::stack::chain::Chain;
 use crate::stack::orders::Orders;
@@ -49,7 +58,18 @@ struct Ring {
     error: Option<Arc<OwnedFd>>,
     enabled: bool,
     addressed: bool,
+    /// Where its used ring is in the log of written memory, if that is to be marked.
+    used_log: Option<u64>,
     serving: Serving,
+}
+
+impl Ring {
+    /// Whether these are its addresses.
+    fn is_at(&self, table: GuestAddress, used: GuestAddress, available: GuestAddress) -> bool {
+        let queue = &self.queue;
+        let now = [queue.desc_table(), queue.used_ring(), queue.avail_ring()];
+        self.addressed && now == [table.0, used.0, available.0]
+    }
 }
 
 /// A region of guest memory, as the VMM addresses it.
@@ -67,6 +87,9 @@ pub struct Session {
     memory: GuestMemoryMmap,
     acknowledged: u64,
     inflight: Option<Inflight>,
+    log: Option<Arc<MemoryLog>>,
+    /// Where the VMM wants to be told that something was logged.
+    logged: Option<Arc<OwnedFd>>,
 }
 
 /// Refuses an invalid request of the VMM.
@@ -93,11 +116,13 @@ impl Session {
             let queue = Queue::new(RING_MAX)?;
             let serving = Serving::Stopped(chain);
             let (kick, call, error) = (None, None, None);
-            Ok(Ring { queue, kick, call, error, enabled: false, addressed: false, serving })
+            let (enabled, addressed, used_log) = (false, false, None);
+            Ok(Ring { queue, kick, call, error, enabled, addressed, used_log, serving })
         });
         let rings = rings.collect::<std::result::Result<_, _>>()?;
         let (regions, memory) = (Vec::new(), GuestMemoryMmap::new());
-        Ok(Self { served, rings, regions, memory, acknowledged: 0, inflight: None })
+        let (inflight, log, logged) = (None, None, None);
+        Ok(Self { served, rings, regions, memory, acknowledged: 0, inflight, log, logged })
     }
 
     /// Stops all rings and returns the chains; fewer than it was given if threads panicked.
@@ -141,6 +166,10 @@ impl Session {
 
     /// Starts a ring if it may run.
     fn start(&mut self, index: usize) -> Result<()> {
+        if self.waits_for_log() {
+            return Ok(());
+        }
+        let log = self.log_of(index)?;
         let write_through = !config::flushes(self.acknowledged);
         let (served, memory) = (&self.served, self.memory.clone());
         let Some(ring) = self.rings.get_mut(index) else { return Ok(()) };
@@ -179,6 +208,7 @@ impl Session {
             state: Arc::clone(&served.state),
             record,
             begun: begun.unwrap_or_default(),
+            log,
         };
         match RunningQueue::start(setup, chain) {
             Ok(running) => {
@@ -216,6 +246,76 @@ impl Session {
 
     fn start_all(&mut self) -> Result<()> {
         (0..self.rings.len()).try_for_each(|index| self.start(index))
+    }
+
+    /// Whether rings are to be logged, and there is no log yet: what they write would be lost at the VMM's other end.
+    fn waits_for_log(&self) -> bool {
+        config::logs(self.acknowledged) && self.log.is_none()
+    }
+
+    /// What a ring is to log, in a log that has bits for all of the guest's memory.
+    fn log_of(&self, index: usize) -> Result<Option<RingLog>> {
+        let (Some(log), true) = (&self.log, config::logs(self.acknowledged)) else {
+            return Ok(None);
+        };
+        for region in &self.regions {
+            log.check(region.guest, region.size).map_err(failed)?;
+        }
+        let Some(ring) = self.rings.get(index) else { return Ok(None) };
+        let (log, changed) = (Arc::clone(log), self.logged.clone());
+        let log = RingLog { log, used: ring.used_log, changed };
+        log.check_used(ring.queue.size()).map_err(failed)?;
+        Ok(Some(log))
+    }
+
+    /// Has running rings mark in the log of now, and waits until they do: what they have written until then is marked
+    /// in the former one. A ring that cannot is stopped.
+    fn log_in_all(&mut self, rings: std::ops::Range<usize>) -> Result<()> {
+        let waits = self.waits_for_log();
+        let (mut taken, mut refused) = (Vec::new(), Ok(()));
+        for index in rings {
+            let log = self.log_of(index);
+            let Some(Ring { serving: Serving::Running(running), .. }) = self.rings.get(index)
+            else {
+                continue;
+            };
+            match log {
+                Ok(log) if !waits => taken.push(running.log(log)),
+                Ok(_) => self.stop(index),
+                Err(error) => {
+                    self.stop(index);
+                    refused = Err(error);
+                }
+            }
+        }
+        for taken in taken {
+            // The channel's end: the thread is dead, and writes nothing more.
+            let _ = taken.recv();
+        }
+        refused
+    }
+
+    /// The features of now; nothing else that rings depend on has changed.
+    fn acknowledge(&mut self, features: u64) {
+        if config::logs(self.acknowledged) && !config::logs(features) {
+            self.log = None;
+        }
+        self.acknowledged = features;
+    }
+
+    /// The VMM's log is not used: there is no answer that says so, and it would wait for one.
+    fn refuse_log(error: &dyn std::error::Error) -> Error {
+        tracing::error!(%error, "the VMM's log of written memory is refused");
+        Error::InvalidMessage
+    }
+
+    /// The VMM wants to be told on this eventfd that something was logged. The crate `vhost` does not handle that message.
+    ///
+    /// # Errors
+    /// None that the VMM could cause.
+    pub fn set_log_fd(&mut self, event: OwnedFd) -> Result<()> {
+        self.logged = Some(Arc::new(event));
+        self.log_in_all(0..self.rings.len())
     }
 
     /// Changes a ring while it is stopped.
@@ -273,9 +373,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.stop_all();
         for ring in &mut self.rings {
             ring.queue.reset();
-            (ring.enabled, ring.addressed) = (false, false);
+            (ring.enabled, ring.addressed, ring.used_log) = (false, false, None);
         }
-        self.acknowledged = 0;
+        (self.acknowledged, self.log, self.logged) = (0, None, None);
         Ok(())
     }
 
@@ -287,8 +387,13 @@ impl VhostUserBackendReqHandlerMut for Session {
         if features & !self.get_features()? != 0 {
             return Err(invalid("features were acknowledged that were not offered"));
         }
+        if config::differ_in_logging(self.acknowledged, features) {
+            self.acknowledge(features);
+            self.log_in_all(0..self.rings.len())?;
+            return self.start_all();
+        }
         self.stop_all();
-        self.acknowledged = features;
+        self.acknowledge(features);
         if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
             self.rings.iter_mut().for_each(|ring| ring.enabled = true);
         }
@@ -384,16 +489,22 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_addr(
         &mut self,
         index: u32,
-        _flags: VhostUserVringAddrFlags,
+        flags: VhostUserVringAddrFlags,
         descriptor: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
         let [table, used, available] =
             [descriptor, used, available].map(|user| self.guest_address(user));
         let (table, used, available) = (table?, used?, available?);
-        self.ring(index)?;
+        let ring = self.ring(index)?;
+        ring.used_log = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        if ring.is_at(table, used, available) {
+            let index = index as usize;
+            self.log_in_all(index..index + 1)?;
+            return self.start(index);
+        }
         self.stop(index as usize);
         let ring = self.ring(index)?;
         let queue = &mut ring.queue;
@@ -497,9 +608,14 @@ impl VhostUserBackendReqHandlerMut for Session {
         Err(not_offered())
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        // Offered so that the memory of a guest that stands still can be saved (`config::features`).
-        Err(invalid("the memory of a guest that runs cannot be moved: nothing is logged"))
+    fn set_log_base(&mut self, about: &VhostUserLog, file: File) -> Result<()> {
+        let log = MemoryLog::map(about, file).map_err(|error| Self::refuse_log(&error))?;
+        for region in &self.regions {
+            log.check(region.guest, region.size).map_err(|error| Self::refuse_log(&error))?;
+        }
+        self.log = Some(Arc::new(log));
+        let taken = self.log_in_all(0..self.rings.len()).and_then(|()| self.start_all());
+        taken.map_err(|error| Self::refuse_log(&error))
     }
 }
 

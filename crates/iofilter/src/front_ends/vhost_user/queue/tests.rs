@@ -1,12 +1,13 @@
 //! How many requests a pass takes.
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use virtio_bindings::virtio_blk::VIRTIO_BLK_T_OUT;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::id::DiskId;
 
 use super::*;
+use crate::front_ends::vhost_user::memory_log::tests::{log, marked};
 use crate::stack::chain::{Io, Storage};
 
 /// The guest's requests, more than a pass takes; each has three descriptors.
@@ -80,6 +81,7 @@ fn setup(length: u32) -> Setup {
         state: Arc::new(DiskState::new(DiskId::new(), 1)),
         record: None,
         begun: Vec::new(),
+        log: None,
     }
 }
 
@@ -115,6 +117,33 @@ fn a_guest_whose_last_filter_died_before_it_notified_is_notified_by_the_next() {
     let (_, next) = serve_now(setup, spare(), 1).unwrap();
     assert_eq!(next, 0, "the ring is not empty");
     assert!(nix::unistd::read(&call, &mut [0; 8]).is_ok(), "nobody told the guest");
+}
+
+/// The pages that are marked when requests of an earlier filter are repeated, `reads` or writes.
+fn marked_by_a_replay(reads: bool, used: Option<u64>) -> Vec<u64> {
+    let setup = setup(4096);
+    if reads {
+        setup.memory.write_obj(VIRTIO_BLK_T_IN.to_le(), GuestAddress(HEADER)).unwrap();
+        let flags = (VRING_DESC_F_NEXT | VRING_DESC_F_WRITE) as u16;
+        setup.memory.write_obj(flags.to_le(), GuestAddress(4 * 16 + 12)).unwrap();
+    }
+    // Nothing new is to be taken.
+    setup.memory.write_obj(0u16, GuestAddress(AVAILABLE + 2)).unwrap();
+    let (bits, file) = log(512);
+    let log = Some(RingLog { log: Arc::new(bits), used, changed: None });
+    let state = Arc::clone(&setup.state);
+    serve_now(Setup { begun: vec![3], log, ..setup }, spare(), 2).unwrap();
+    assert_eq!(state.totals().errors, 0);
+    assert_eq!(state.totals().reads, u64::from(reads));
+    marked(&file)
+}
+
+#[test]
+fn what_a_repeated_request_writes_is_logged() {
+    assert_eq!(marked_by_a_replay(true, None), [STATUS / 4096, DATA / 4096]);
+    assert_eq!(marked_by_a_replay(false, None), [STATUS / 4096]);
+    // Wherever the VMM says that the used ring is.
+    assert_eq!(marked_by_a_replay(false, Some(9 * 4096 - 1)), [STATUS / 4096, 8, 9]);
 }
 
 /// Counts lines of log.
@@ -167,5 +196,5 @@ fn a_guest_that_loops_malformed_rings_and_resets_does_not_fill_the_log() {
 }
 
 fn spare() -> Chain {
-    Chain::new(0, false, Vec::new(), Box::new(InstantStorage(None))).unwrap()
+    Chain::new(1 << 20, false, Vec::new(), Box::new(InstantStorage(None))).unwrap()
 }
