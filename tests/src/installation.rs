@@ -132,7 +132,7 @@ impl Installation {
     pub fn add_host(&mut self, host: &str) -> anyhow::Result<()> {
         let number = u16::try_from(self.others.len())? + 1;
         let (state, run) = (format!("agent-{host}"), format!("run-{host}"));
-        self.join(host, AGENT_PORT + number, &state)?;
+        self.join(host, AGENT_PORT + 10 * number, &state)?;
         let mut command = self.agent_command(&state, &run)?;
         command.args(["--uid-base", &(OTHER_UIDS + u32::from(number) * UIDS_EACH).to_string()]);
         let mut agent = Process::start(&mut command, &self.path(&format!("{state}.log")))?;
@@ -497,7 +497,11 @@ impl Drop for Installation {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("the server's log ends:\n{}", tail(&self.path("server.log")));
-            eprintln!("the agent's log ends:\n{}", tail(&self.path("agent.log")));
+            let entries = std::fs::read_dir(self.directory.path()).into_iter().flatten().flatten();
+            for log in entries.filter(|it| is_log_of_agent(&it.file_name().to_string_lossy())) {
+                let name = log.file_name();
+                eprintln!("{} ends:\n{}", name.to_string_lossy(), tail(&log.path()));
+            }
         }
         self.kill_agent();
         self.others.drain(..).for_each(Process::kill);
@@ -519,6 +523,10 @@ pub fn create<'a>(vm: &'a str, policy: &'a str, disk: &'a str) -> [&'a str; 9] {
 /// A path as text; the tests' own are.
 pub fn text(path: &Path) -> anyhow::Result<&str> {
     path.to_str().context("a path that is not UTF-8")
+}
+
+fn is_log_of_agent(name: &str) -> bool {
+    name.starts_with("agent") && name.ends_with(".log")
 }
 
 /// The end of a log.

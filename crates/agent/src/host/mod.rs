@@ -90,8 +90,8 @@ pub struct AgentOptions {
     pub hardening: Option<Hardening>,
     /// How long starting another filter for a running VM is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
-    /// Where other hosts connect to send running VMs.
-    pub migration_listen: SocketAddr,
+    /// Where other hosts connect to send running VMs; none where this one receives none.
+    pub migration_listen: Option<SocketAddr>,
 }
 
 /// Why an agent does not start.
@@ -175,7 +175,10 @@ impl RealHost {
         .await;
         tracing::info!(kind = ?accelerator.kind, reason = accelerator.reason, "guests are run by");
         let root = nix::unistd::geteuid().is_root();
-        let migrations = listen_for_migrations(options.migration_listen).await;
+        let migrations = match options.migration_listen {
+            Some(address) => listen_for_migrations(address).await,
+            None => None,
+        };
         let shared = Arc::new(Shared {
             states: StateStore::new(Incarnation::new()),
             key_box: KeyBox::new()?,

@@ -33,7 +33,7 @@ const REFUSAL_MAX: usize = 2000;
 
 /// A message on the control channel of a session.
 #[derive(Serialize, Deserialize)]
-#[serde(tag = "message", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Message {
     /// What the guest runs as.
     Machine {

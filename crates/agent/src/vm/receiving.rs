@@ -79,7 +79,7 @@ impl Arriving {
         set_capabilities(qmp).await.map_err(internal)?;
         let (theirs, ours) = sockets()?;
         let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let mut carried: Carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
+        let carried: Carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
         session.control.send(&Message::Ready).await.map_err(internal)?;
@@ -92,14 +92,9 @@ impl Arriving {
                 sleep(ASK_INTERVAL).await;
             }
         };
-        tokio::select! {
-            // First what the connection says: QEMU only finds that its stream has ended.
-            biased;
-            Err(error) = &mut carried => return Err(internal(error)),
-            streamed = streamed => streamed?,
-        }
-        // To its authenticated end: nothing of it was cut off.
-        carried.await.map_err(internal)
+        // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it was cut
+        // off.
+        tokio::try_join!(async { carried.await.map_err(internal) }, streamed).map(drop)
     }
 }
 

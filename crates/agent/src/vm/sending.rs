@@ -113,7 +113,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
     let (theirs, ours) = sockets()?;
     let name = pass(&qmp, "migration", theirs).await.map_err(refuses)?;
-    let mut carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
+    let carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(&qmp, &name).await;
         return Err(refuses(error));
@@ -128,12 +128,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
             sleep(ASK_INTERVAL).await;
         }
     };
-    tokio::select! {
-        // First what the connection says: QEMU only finds its socket closed.
-        biased;
-        Err(error) = &mut carried => return Err(internal(error)),
-        streamed = streamed => streamed?,
-    }
-    // QEMU has closed its end: what it wrote is sealed, sent and ended.
-    carried.await.map_err(internal)
+    // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
+    // and ended.
+    tokio::try_join!(async { carried.await.map_err(internal) }, streamed).map(drop)
 }
