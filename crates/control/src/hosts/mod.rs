@@ -8,6 +8,7 @@ mod datastores;
 pub mod join;
 mod key_delivery;
 pub mod keys;
+mod left;
 mod monitor;
 mod panics;
 mod registration;

@@ -1,4 +1,4 @@
-//! A control plane without HTTP with one simulated host: it can crash, and start again from its inventory.
+//! A control plane without HTTP with a simulated host, and another one for tests that need two: it can crash, and start again from its inventory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,13 +12,14 @@ use vmseal_secret::sealed_box::Recipient;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
-use super::ToSimulated;
 use super::template::{Template, location, passphrase};
+use super::{OTHER_HOST, ToEither};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::services::Services;
 use crate::setup::authority::Authority;
+use crate::store::hosts::{self, Host};
 use crate::store::tasks::Task;
 use crate::store::users::Role;
 use crate::store::vms::Vm;
@@ -42,6 +43,8 @@ const RETRY: Retry = Retry {
 pub struct Fixture {
     pub directory: tempfile::TempDir,
     pub agent: SimulatedHost,
+    /// The agent of the host that [`Fixture::add_other_host`] adds.
+    pub other: SimulatedHost,
     pub store: Arc<Store>,
     pub providers: Arc<Providers>,
     pub hosts: Arc<Hosts>,
@@ -63,10 +66,12 @@ impl Fixture {
         let agent = SimulatedHost::new();
         let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
         agent.probe_datastore(datastore.clone()).await.unwrap();
-        let (hosts, engine) = begin(&store, &providers, &agent, RETRY).await;
+        let other = SimulatedHost::new();
+        let (hosts, engine) = begin(&store, &providers, (&agent, &other), RETRY).await;
         let this = Self {
             directory,
             agent,
+            other,
             store,
             providers,
             hosts,
@@ -106,7 +111,7 @@ impl Fixture {
         let hosts = Hosts::start(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
-            Arc::new(ToSimulated(self.agent.clone())),
+            Arc::new(ToEither(self.agent.clone(), self.other.clone())),
         );
         self.hosts = Arc::new(hosts.await.unwrap());
         let mut engine = Engine::new(
@@ -127,6 +132,34 @@ impl Fixture {
         let providers = Providers::open(Arc::clone(&self.store), self.directory.path(), None).await;
         self.providers = Arc::new(providers.unwrap());
         self.restart(|_| {}).await;
+    }
+
+    /// Adds a second host, which has the datastore of the first one as well.
+    pub async fn add_other_host(&self) -> HostId {
+        let host = Host {
+            id: HostId::new(),
+            name: OTHER_HOST.to_owned(),
+            address: "127.0.0.1:2".to_owned(),
+            description: None,
+        };
+        self.other.probe_datastore(self.datastore.clone()).await.unwrap();
+        let mut write = self.store.write().await.unwrap();
+        hosts::insert(&mut write, &host).await.unwrap();
+        let shared = "INSERT INTO datastore_hosts (datastore_id, host_id, name, location)
+             SELECT datastore_id, $1, name, location FROM datastore_hosts WHERE datastore_id = $2";
+        sqlx::query(shared)
+            .bind(host.id.to_string())
+            .bind(self.datastore.datastore.to_string())
+            .execute(&mut *write)
+            .await
+            .unwrap();
+        write.commit().await.unwrap();
+        self.hosts.add(&host).unwrap();
+        self.eventually("the other host is connected", async || {
+            self.hosts.connected(host.id).is_ok().then_some(())
+        })
+        .await;
+        host.id
     }
 
     /// Gives the passphrase of a provider.
@@ -361,13 +394,13 @@ impl Fixture {
 async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
-    agent: &SimulatedHost,
+    (agent, other): (&SimulatedHost, &SimulatedHost),
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
     let hosts = Hosts::start(
         Arc::clone(store),
         Arc::clone(providers),
-        Arc::new(ToSimulated(agent.clone())),
+        Arc::new(ToEither(agent.clone(), other.clone())),
     )
     .await;
     let hosts = Arc::new(hosts.unwrap());
