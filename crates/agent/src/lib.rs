@@ -14,6 +14,7 @@
 //! | `filter` | `vmseal-filter`: its configuration, its control socket, what it measures and logs |
 //! | [`hypervisor`] | QEMU: its command line, QMP, the serial console, what accelerates it here |
 //! | [`process`] | processes that outlive the agent, on record, under users of their own; what this machine is |
+//! | [`migration`] | what goes from host to host when a VM moves |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | `rules` | what may be done with a VM when |
 //! | `signer` | the key that reports are signed with |
@@ -27,7 +28,7 @@ pub mod host;
 pub mod hypervisor;
 mod jobs;
 mod keys;
-mod migration;
+pub mod migration;
 pub mod process;
 mod rules;
 mod signer;

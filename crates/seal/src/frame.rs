@@ -1,12 +1,13 @@
 //! Frames: a stream cut into pieces, each sealed with AES-256-GCM under one key that no other stream has.
 //!
 //! ```text
-//! head (16): length of the content (4) ‖ kind (1): 0 data, 1 end ‖ zero (3) ‖ counter (8), from 0
+//! head (16): length of the content (4) ‖ kind (1): 0 bytes of a stream, 1 end, others on the wire only ‖ zero (3) ‖
+//!            counter (8), from 0
 //! content, sealed ‖ tag (16)
 //! nonce: 4 zero bytes ‖ counter (8); associated data: the head
 //! ```
 //! Both sides count. A frame that is missing, doubled, in another place, or after the end is refused, and a stream without its
-//! end is not whole.
+//! end is not whole. A file is one stream of bytes; on the wire a frame may be of other kinds too, and be empty.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use vmseal_secret::SecretBytes;
@@ -60,31 +61,60 @@ pub enum FrameError {
     Cipher,
 }
 
+/// The number of the end in a head.
+const END: u8 = 1;
+
+/// What the content of a frame is: a number that both ends of a connection give a meaning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind(u8);
+
+impl Kind {
+    /// The next part of a stream of bytes.
+    pub const BYTES: Self = Self(0);
+
+    /// The kind with this number: any but 1, which is the end's.
+    ///
+    /// # Panics
+    /// With the number 1.
+    #[must_use]
+    pub const fn new(number: u8) -> Self {
+        assert!(number != END, "the kind 1 is the end of a stream");
+        Self(number)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub const fn number(self) -> u8 {
+        self.0
+    }
+}
+
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A part of the stream.
-    Data,
-    /// The end of the stream. It has no content.
+enum What {
+    Content(Kind),
     End,
 }
 
 /// The head of a frame. What it says is true only once the frame was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    kind: Kind,
+    what: What,
     length: usize,
     bytes: [u8; HEAD_LEN],
 }
 
 impl Head {
-    fn new(kind: Kind, length: usize, counter: u64) -> Result<Self, FrameError> {
+    fn new(what: What, length: usize, counter: u64) -> Result<Self, FrameError> {
         let mut bytes = [0; HEAD_LEN];
         let said = u32::try_from(length).map_err(|_| FrameError::TooLong(length))?;
         bytes[..4].copy_from_slice(&said.to_be_bytes());
-        bytes[4] = u8::from(kind == Kind::End);
+        bytes[4] = match what {
+            What::Content(kind) => kind.0,
+            What::End => END,
+        };
         bytes[8..].copy_from_slice(&counter.to_be_bytes());
-        Ok(Self { kind, length, bytes })
+        Ok(Self { what, length, bytes })
     }
 
     /// What follows the head, in bytes: the sealed content and its tag.
@@ -105,61 +135,103 @@ fn nonce(counter: u64) -> Nonce {
     Nonce::assume_unique_for_key(nonce)
 }
 
-/// Seals one stream. The key must be new: a second sealer with the same key would use the same nonces again.
+/// What protects frames.
+enum Protection {
+    Sealed(LessSafeKey),
+    /// Nothing: the tag is zero, and the content is as it is. For a connection whose spec says so on both ends.
+    Plain,
+}
+
+/// Seals one stream. It owns the counter that the nonces are made of: it cannot be copied, and no key gets a second one, as only this
+/// crate makes it, out of a key that was derived for this stream alone.
+///
+/// ```compile_fail
+/// fn twice(sealer: vmseal_seal::frame::Sealer) { let _ = sealer.clone(); }
+/// ```
 pub struct Sealer {
-    key: LessSafeKey,
+    protection: Protection,
     /// The counter of the next frame; none when there is none any more.
     next: Option<u64>,
 }
 
 impl Sealer {
-    /// A sealer with this key of 32 bytes.
+    /// A sealer with this key of 32 bytes, which has no other one.
     ///
     /// # Errors
     /// [`FrameError::KeyLength`].
-    pub fn new(key: &SecretBytes) -> Result<Self, FrameError> {
-        Ok(Self { key: cipher(key)?, next: Some(0) })
+    pub(crate) fn new(key: &SecretBytes) -> Result<Self, FrameError> {
+        Ok(Self { protection: Protection::Sealed(cipher(key)?), next: Some(0) })
     }
 
-    /// Appends a frame with this content to `out`: 1 to [`CONTENT_MAX`] bytes. No content makes no frame.
+    /// One that makes frames and protects nothing.
+    pub(crate) fn plain() -> Self {
+        Self { protection: Protection::Plain, next: Some(0) }
+    }
+
+    /// Seals a frame in its place: between the first [`HEAD_LEN`] and the last [`TAG_LEN`] bytes, which it fills, is the content.
     ///
     /// # Errors
     /// [`FrameError::TooLong`]; [`FrameError::Spent`]; [`FrameError::Cipher`], and from then on `Spent`.
-    pub fn data(&mut self, content: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
-        if content.is_empty() { Ok(()) } else { self.frame(Kind::Data, content, out) }
+    ///
+    /// # Panics
+    /// Where there is no room for head and tag.
+    pub fn seal(&mut self, kind: Kind, frame: &mut [u8]) -> Result<(), FrameError> {
+        self.seal_what(What::Content(kind), frame)
     }
 
-    /// Appends the end of the stream to `out`.
+    /// Appends a frame with these bytes to `out`: 1 to [`CONTENT_MAX`]. No content makes no frame.
     ///
     /// # Errors
-    /// As [`Sealer::data`].
-    pub fn end(mut self, out: &mut Vec<u8>) -> Result<(), FrameError> {
-        self.frame(Kind::End, &[], out)
+    /// As [`Sealer::seal`].
+    pub fn data(&mut self, content: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
+        if content.is_empty() {
+            return Ok(());
+        }
+        if content.len() > CONTENT_MAX {
+            return Err(FrameError::TooLong(content.len()));
+        }
+        let start = out.len();
+        out.reserve(HEAD_LEN + content.len() + TAG_LEN);
+        out.resize(start + HEAD_LEN, 0);
+        out.extend_from_slice(content);
+        out.resize(out.len() + TAG_LEN, 0);
+        let sealed = self.seal(Kind::BYTES, &mut out[start..]);
+        if sealed.is_err() {
+            // It may hold the content in the clear.
+            out[start..].fill(0);
+            out.truncate(start);
+        }
+        sealed
     }
 
-    fn frame(&mut self, kind: Kind, content: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
+    /// The end of the stream: the last frame.
+    ///
+    /// # Errors
+    /// As [`Sealer::seal`].
+    pub fn end(mut self) -> Result<[u8; HEAD_LEN + TAG_LEN], FrameError> {
+        let mut frame = [0; HEAD_LEN + TAG_LEN];
+        self.seal_what(What::End, &mut frame)?;
+        Ok(frame)
+    }
+
+    fn seal_what(&mut self, what: What, frame: &mut [u8]) -> Result<(), FrameError> {
+        let (head_bytes, rest) = frame.split_at_mut(HEAD_LEN);
+        let (content, tag_bytes) = rest.split_at_mut(rest.len() - TAG_LEN);
         if content.len() > CONTENT_MAX {
             return Err(FrameError::TooLong(content.len()));
         }
         // The counter is used up before anything is sealed with it, so that no failure brings it back.
         let counter = self.next.take().ok_or(FrameError::Spent)?;
-        let head = Head::new(kind, content.len(), counter)?;
-        let start = out.len();
-        out.reserve(HEAD_LEN + head.following());
-        out.extend_from_slice(&head.bytes);
-        out.extend_from_slice(content);
-        let tag = self.key.seal_in_place_separate_tag(
-            nonce(counter),
-            Aad::from(head.bytes),
-            &mut out[start + HEAD_LEN..],
-        );
-        let Ok(tag) = tag else {
-            // It may hold the content in the clear.
-            out[start..].fill(0);
-            out.truncate(start);
-            return Err(FrameError::Cipher);
-        };
-        out.extend_from_slice(tag.as_ref());
+        let head = Head::new(what, content.len(), counter)?;
+        head_bytes.copy_from_slice(&head.bytes);
+        match &self.protection {
+            Protection::Sealed(key) => {
+                let tag =
+                    key.seal_in_place_separate_tag(nonce(counter), Aad::from(head.bytes), content);
+                tag_bytes.copy_from_slice(tag.map_err(|_| FrameError::Cipher)?.as_ref());
+            }
+            Protection::Plain => tag_bytes.fill(0),
+        }
         self.next = counter.checked_add(1);
         Ok(())
     }
@@ -167,8 +239,18 @@ impl Sealer {
 
 /// Opens what a [`Sealer`] has sealed.
 pub struct Opener {
-    key: LessSafeKey,
+    protection: Protection,
+    frames: Frames,
     state: State,
+}
+
+/// Which frames a stream has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Frames {
+    /// Bytes, and no frame without any: a file.
+    Bytes,
+    /// Frames of every kind: the wire.
+    All,
 }
 
 /// What the opener waits for.
@@ -184,19 +266,33 @@ enum State {
 /// What was in a frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Content<'a> {
-    /// A part of the stream.
-    Data(&'a [u8]),
+    /// Content of this kind.
+    Data(Kind, &'a mut [u8]),
     /// The stream is whole.
     End,
 }
 
 impl Opener {
-    /// An opener with the sealer's key.
+    /// An opener of a file, with the sealer's key.
     ///
     /// # Errors
     /// [`FrameError::KeyLength`].
-    pub fn new(key: &SecretBytes) -> Result<Self, FrameError> {
-        Ok(Self { key: cipher(key)?, state: State::Frame(0) })
+    pub(crate) fn new(key: &SecretBytes) -> Result<Self, FrameError> {
+        let protection = Protection::Sealed(cipher(key)?);
+        Ok(Self { protection, frames: Frames::Bytes, state: State::Frame(0) })
+    }
+
+    /// One of the wire.
+    ///
+    /// # Errors
+    /// [`FrameError::KeyLength`].
+    pub(crate) fn of_wire(key: &SecretBytes) -> Result<Self, FrameError> {
+        Ok(Self { frames: Frames::All, ..Self::new(key)? })
+    }
+
+    /// One of frames that nothing protects.
+    pub(crate) fn plain() -> Self {
+        Self { protection: Protection::Plain, frames: Frames::All, state: State::Frame(0) }
     }
 
     /// Checks the head of the next frame. What follows is read only then: [`Head::following`] bytes.
@@ -205,7 +301,7 @@ impl Opener {
     /// [`FrameError`]: the head is damaged, too long, out of order, or after the end.
     pub fn head(&mut self, bytes: [u8; HEAD_LEN]) -> Result<Head, FrameError> {
         let expected = self.expected()?;
-        let checked = check(bytes, expected);
+        let checked = check(bytes, expected, self.frames);
         if checked.is_err() {
             self.state = State::Failed;
         }
@@ -224,18 +320,26 @@ impl Opener {
         let counter = self.expected()?;
         self.state = State::Failed;
         // A head that was kept back from an earlier frame must not open this one.
-        check(head.bytes, counter)?;
+        check(head.bytes, counter, self.frames)?;
         if sealed.len() != head.following() {
             return Err(FrameError::Damaged(counter));
         }
-        let opened = self.key.open_in_place(nonce(counter), Aad::from(head.bytes), sealed);
-        let content = opened.map_err(|_| FrameError::Damaged(counter))?;
-        match head.kind {
-            Kind::Data => {
+        let damaged = FrameError::Damaged(counter);
+        let content = match &self.protection {
+            Protection::Sealed(key) => key
+                .open_in_place(nonce(counter), Aad::from(head.bytes), sealed)
+                .map_err(|_| damaged)?,
+            Protection::Plain => match sealed.split_last_chunk_mut() {
+                Some((content, tag)) if *tag == [0; TAG_LEN] => content,
+                _ => return Err(damaged),
+            },
+        };
+        match head.what {
+            What::Content(kind) => {
                 self.state = State::Frame(counter.checked_add(1).ok_or(FrameError::Spent)?);
-                Ok(Content::Data(content))
+                Ok(Content::Data(kind, content))
             }
-            Kind::End => {
+            What::End => {
                 self.state = State::Ended;
                 Ok(Content::End)
             }
@@ -263,12 +367,14 @@ impl Opener {
     }
 }
 
-fn check(bytes: [u8; HEAD_LEN], expected: u64) -> Result<Head, FrameError> {
+fn check(bytes: [u8; HEAD_LEN], expected: u64, frames: Frames) -> Result<Head, FrameError> {
     let [l0, l1, l2, l3, kind, zero @ .., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
     let length = usize::try_from(u32::from_be_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
-    let kind = match (kind, zero) {
-        (0, [0, 0, 0]) if length > 0 => Kind::Data,
-        (1, [0, 0, 0]) if length == 0 => Kind::End,
+    let what = match (kind, zero) {
+        (END, [0, 0, 0]) if length == 0 => What::End,
+        (END, _) => return Err(FrameError::Head(expected)),
+        (0, [0, 0, 0]) if length > 0 || frames == Frames::All => What::Content(Kind::BYTES),
+        (_, [0, 0, 0]) if frames == Frames::All => What::Content(Kind(kind)),
         _ => return Err(FrameError::Head(expected)),
     };
     if length > CONTENT_MAX {
@@ -278,7 +384,7 @@ fn check(bytes: [u8; HEAD_LEN], expected: u64) -> Result<Head, FrameError> {
     if found != expected {
         return Err(FrameError::OutOfOrder { expected, found });
     }
-    Ok(Head { kind, length, bytes })
+    Ok(Head { what, length, bytes })
 }
 
 #[cfg(test)]
@@ -298,9 +404,7 @@ mod tests {
             sealer.data(part, &mut frame).unwrap();
             frames.push(frame);
         }
-        let mut end = Vec::new();
-        sealer.end(&mut end).unwrap();
-        frames.push(end);
+        frames.push(sealer.end().unwrap().to_vec());
         frames
     }
 
@@ -312,7 +416,8 @@ mod tests {
             let mut rest = rest.to_vec();
             rest.truncate(head.following());
             match opener.open(&head, &mut rest)? {
-                Content::Data(data) => content.extend_from_slice(data),
+                Content::Data(Kind::BYTES, data) => content.extend_from_slice(data),
+                Content::Data(kind, _) => panic!("{kind:?} in a file"),
                 Content::End => {}
             }
         }

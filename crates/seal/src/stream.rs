@@ -47,9 +47,7 @@ impl<W: Write> SealedWriter<W> {
     /// Those of what it writes to.
     pub fn finish(mut self) -> io::Result<W> {
         self.seal()?;
-        self.frame.clear();
-        self.sealer.end(&mut self.frame).map_err(invalid)?;
-        self.to.write_all(&self.frame)?;
+        self.to.write_all(&self.sealer.end().map_err(invalid)?)?;
         Ok(self.to)
     }
 }
@@ -104,7 +102,7 @@ impl<R: Read> SealedReader<R> {
         frame.resize(head.following(), 0);
         self.fill(&mut frame)?;
         match self.opener.open(&head, &mut frame).map_err(invalid)? {
-            Content::Data(data) => self.unread = 0..data.len(),
+            Content::Data(_, data) => self.unread = 0..data.len(),
             Content::End => {
                 self.ended = true;
                 if self.from.read(&mut [0])? != 0 {

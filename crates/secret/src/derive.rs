@@ -18,6 +18,12 @@ const DISK_LABEL: &[u8] = b"vmseal key derivation from a disk v1";
 /// The same for the frames of a sealed file.
 const SEALED_FILE_LABEL: &[u8] = b"vmseal sealed file v1";
 
+/// The same for what a migration sends.
+const MIGRATION_LABEL: &[u8] = b"vmseal migration v1";
+
+/// The length of the salt of a stream of a migration, in bytes: the nonce of its spec, and 128 random bits of either end.
+pub const MIGRATION_SALT_LEN: usize = 8 + 16 + 16;
+
 /// The length of the salt of a sealed file, in bytes.
 pub const SEALED_FILE_SALT_LEN: usize = 32;
 
@@ -87,6 +93,9 @@ pub enum DeriveError {
     /// Not the key of a sealed file.
     #[error("the key of a sealed file is {DERIVED_LEN} bytes long; this one has {0}")]
     FileKeyLength(usize),
+    /// Not the key of a migration.
+    #[error("the key of a migration is {DERIVED_LEN} bytes long; this one has {0}")]
+    MigrationKeyLength(usize),
     /// The key id is empty or too long.
     #[error("a key id is 1 to {KEY_ID_MAX} bytes long; this one has {0}")]
     KeyId(usize),
@@ -185,6 +194,68 @@ pub fn sealed_file_key(
     }
     let info = fields(&[SEALED_FILE_LABEL, &vm, kind.as_bytes(), &generation.to_be_bytes()]);
     hkdf_sha256(salt, file_key.expose(), &info, DERIVED_LEN)
+}
+
+/// One direction of a stream of a migration: what both ends have to agree upon, or their keys differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MigrationStream {
+    /// The version of the protocol.
+    pub version: u16,
+    /// The migration's id: the 16 bytes of its UUID.
+    pub migration: [u8; 16],
+    /// The direction's name.
+    pub direction: &'static str,
+    /// The number of the cipher.
+    pub cipher: u8,
+    /// The stream's number.
+    pub stream: u16,
+    /// How many streams there are.
+    pub streams: u16,
+}
+
+fn checked_migration_key(key: &SecretBytes) -> Result<&[u8], DeriveError> {
+    let length = key.len();
+    if length == DERIVED_LEN {
+        Ok(key.expose())
+    } else {
+        Err(DeriveError::MigrationKeyLength(length))
+    }
+}
+
+/// The key under which the frames of one direction of one connection are: [`DERIVED_LEN`] bytes that follow from the key of the
+/// migration's spec.
+///
+/// # Errors
+/// [`DeriveError`]: the spec's key has a wrong length, or there is no memory.
+pub fn migration_frames_key(
+    spec_key: &SecretBytes,
+    salt: &[u8; MIGRATION_SALT_LEN],
+    of: &MigrationStream,
+) -> Result<SecretBytes, DeriveError> {
+    let info = fields(&[
+        MIGRATION_LABEL,
+        b"frames",
+        &of.version.to_be_bytes(),
+        &of.migration,
+        of.direction.as_bytes(),
+        &[of.cipher],
+        &of.stream.to_be_bytes(),
+        &of.streams.to_be_bytes(),
+    ]);
+    hkdf_sha256(salt, checked_migration_key(spec_key)?, &info, DERIVED_LEN)
+}
+
+/// The key by which an end of a connection proves that it has the spec of a migration: [`DERIVED_LEN`] bytes.
+///
+/// # Errors
+/// As [`migration_frames_key`].
+pub fn migration_proof_key(
+    spec_key: &SecretBytes,
+    nonce: u64,
+    migration: [u8; 16],
+) -> Result<SecretBytes, DeriveError> {
+    let info = fields(&[MIGRATION_LABEL, b"proof", &migration]);
+    hkdf_sha256(&nonce.to_be_bytes(), checked_migration_key(spec_key)?, &info, DERIVED_LEN)
 }
 
 /// Distinguishes a key from another one with the same id. Public: it is stored and shown as hex.

@@ -1,3 +1,3 @@
-//! Moving running VMs between hosts.
+//! Live migration: what goes from host to host.
 
 pub mod transport;

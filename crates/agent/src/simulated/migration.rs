@@ -2,7 +2,7 @@
 
 use vmseal_api::host::{JobSpec, KeyState, Power, ReceiveJob, StopReason};
 use vmseal_api::id::{TaskId, VmId};
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 
 use super::calls::Later;
 use super::running::RunningGuest;
@@ -122,16 +122,5 @@ impl Inside {
             known.jobs.migrated(task, Ok(()));
         }
         self.agent.publish(vm);
-    }
-
-    /// What is on its way to this host is refused everything else.
-    pub fn check_not_receiving(&self, vm: VmId) -> Result<(), Problem> {
-        match self.agent.vms.get(&vm) {
-            Some(known) if known.receiving => {
-                let what = "is on its way to this host. Wait until its migration has ended";
-                Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", known.spec.name)))
-            }
-            _ => Ok(()),
-        }
     }
 }

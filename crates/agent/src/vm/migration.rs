@@ -8,6 +8,7 @@
 //! ```
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -22,11 +23,20 @@ use vmseal_secret::SecretBytes;
 
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
-use crate::migration::transport::SessionSpec;
+use crate::migration::transport::{Bridge, Cipher, Control, Session, Spec, TransportError};
 use crate::process::run_record::Record;
 
 /// How long the destination may take to start QEMU, which may have to wait for other VMs that start.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long a message may take that the other host's kernel does not take at once.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The connection that is the control channel.
+const CONTROL_STREAM: u16 = 0;
+
+/// The connection that carries QEMU's stream.
+const MEMORY_STREAM: u16 = 1;
 
 /// The longest refusal that is read, in characters.
 const REFUSAL_MAX: usize = 2000;
@@ -78,20 +88,73 @@ pub fn refused(why: &str) -> Problem {
 ///
 /// # Errors
 /// `wrong-state` where its key was sealed to an earlier run of this agent; `invalid-request`.
-pub fn session_of(
-    shared: &Shared,
-    vm: VmId,
-    session: &MigrationSession,
-) -> Result<SessionSpec, Problem> {
+pub fn session_of(shared: &Shared, vm: VmId, session: &MigrationSession) -> Result<Spec, Problem> {
     let info = migration_info(vm, session.migration);
     let key: SecretBytes = shared.key_box.open_migration(&info, &session.key)?;
-    Ok(SessionSpec {
-        migration: *session.migration.0.as_bytes(),
-        nonce: session.nonce,
-        key,
-        streams: session.streams,
-        encrypted: session.encrypted,
-    })
+    let cipher = if session.encrypted { Cipher::Aes256Gcm } else { Cipher::None };
+    Spec::new(session.migration.0, key, session.nonce, session.streams, cipher).map_err(internal)
+}
+
+/// A session, with its first stream as the control channel. Dropped, it ends.
+pub struct Link {
+    session: Session,
+    control: Control,
+}
+
+impl Link {
+    /// Of a session whose streams are all there.
+    ///
+    /// # Errors
+    /// `internal`: it has failed.
+    pub fn of(mut session: Session) -> Result<Self, Problem> {
+        let first = session.take(CONTROL_STREAM).ok_or_else(|| internal("no control channel"))?;
+        let control = Control::new(first).map_err(lost)?;
+        Ok(Self { session, control })
+    }
+
+    /// Tells the other host something.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub async fn send(&mut self, message: &Message) -> Result<(), Problem> {
+        self.control.send(message, SEND_TIMEOUT).await.map_err(lost)
+    }
+
+    /// Hears what the other host says.
+    ///
+    /// # Errors
+    /// Those of the connection, also where it says nothing for so long.
+    pub async fn receive(&mut self, within: Duration) -> Result<Message, Problem> {
+        self.control.receive(within).await.map_err(lost)
+    }
+
+    /// Carries QEMU's stream.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry_memory(&mut self, local: UnixStream) -> Result<Bridge, Problem> {
+        let stream = self.session.take(MEMORY_STREAM);
+        let stream = stream.ok_or_else(|| internal("no connection for the memory"))?;
+        Bridge::start(stream, local).map_err(lost)
+    }
+
+    /// Limits what is sent.
+    pub fn set_rate(&self, bytes_per_second: Option<u64>) {
+        self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
+    }
+
+    /// All has been carried.
+    pub async fn finish(self) {
+        // Whoever commits has waited for the end of each stream that matters.
+        if let Err(error) = self.control.finish(SEND_TIMEOUT).await {
+            tracing::debug!(%error, "the control channel of a migration has not ended as it should");
+        }
+    }
+}
+
+/// The problem of a connection between two hosts.
+pub fn lost(error: TransportError) -> Problem {
+    internal(format!("the connection to the other host: {error}"))
 }
 
 /// Two connected sockets: one for QEMU, and one for this process.

@@ -26,8 +26,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::migration::{
-    Message, StreamState, refused, session_of, set_capabilities, sockets, state_of_stream,
-    unexpected,
+    Link, Message, StreamState, lost, refused, session_of, set_capabilities, sockets,
+    state_of_stream, unexpected,
 };
 use super::owner::{Owner, replace};
 use super::running::{ProcessEvent, Running};
@@ -38,7 +38,7 @@ use super::{Call, Initial, Request, Shared, internal, suspend};
 use crate::filter::NewLayers;
 use crate::hypervisor::qmp::Qmp;
 use crate::jobs::Jobs;
-use crate::migration::transport::{Carried, Pending, Session};
+use crate::migration::transport::Expected as Pending;
 use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::Record;
@@ -57,15 +57,12 @@ const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The pause between questions whether the memory is loaded: the guest stands still meanwhile.
 const ASK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The connection that carries QEMU's stream.
-const MEMORY_STREAM: u16 = 1;
-
 /// The memory that comes from another host.
 pub struct Arriving {
     /// The type of the machine.
     pub machine: String,
     /// Taken when it is loaded.
-    session: Mutex<Option<Session>>,
+    link: Mutex<Option<Link>>,
 }
 
 impl Arriving {
@@ -74,15 +71,15 @@ impl Arriving {
     /// # Errors
     /// QEMU's, and those of the connection.
     pub async fn load(&self, qmp: &Qmp) -> Result<(), Problem> {
-        let taken = self.session.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let mut session = taken.ok_or_else(|| internal("the memory has been loaded already"))?;
+        let taken = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut link = taken.ok_or_else(|| internal("the memory has been loaded already"))?;
         set_capabilities(qmp).await.map_err(internal)?;
         let (theirs, ours) = sockets()?;
         let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let carried: Carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
+        let carried = link.carry_memory(ours)?;
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
-        session.control.send(&Message::Ready).await.map_err(internal)?;
+        link.send(&Message::Ready).await?;
         let streamed = async {
             loop {
                 let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
@@ -94,7 +91,9 @@ impl Arriving {
         };
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it was cut
         // off.
-        tokio::try_join!(async { carried.await.map_err(internal) }, streamed).map(drop)
+        tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+        link.finish().await;
+        Ok(())
     }
 }
 
@@ -421,23 +420,21 @@ async fn come(
     pending: Pending,
     slot: Arc<Slot>,
 ) -> Result<Loaded, Problem> {
-    let mut session = pending.connected(CONNECT_TIMEOUT).await.map_err(internal)?;
-    let (machine, record) =
-        match session.control.receive(MACHINE_TIMEOUT).await.map_err(internal)? {
-            Message::Machine { machine, record } => (machine, record),
-            Message::Refused { why } => return Err(refused(&why)),
-            Message::Ready => return Err(unexpected()),
-        };
+    let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
+    let (machine, record) = match link.receive(MACHINE_TIMEOUT).await? {
+        Message::Machine { machine, record } => (machine, record),
+        Message::Refused { why } => return Err(refused(&why)),
+        Message::Ready => return Err(unexpected()),
+    };
     let planned = Record::parse(record.get().as_bytes())
         .map_err(|why| internal(format!("what the guest runs as {why}")))
         .and_then(|record| plan(&vm, record, kek, generation));
-    let arriving =
-        |session| Memory::Arriving(Arriving { machine, session: Mutex::new(Some(session)) });
+    let arriving = |link| Memory::Arriving(Arriving { machine, link: Mutex::new(Some(link)) });
     let plan = match planned {
-        Ok(plan) => Arc::new(Plan { memory: arriving(session), ..plan }),
+        Ok(plan) => Arc::new(Plan { memory: arriving(link), ..plan }),
         Err(problem) => {
             let why = problem.detail.clone();
-            let _ = session.control.send(&Message::Refused { why }).await;
+            let _ = link.send(&Message::Refused { why }).await;
             return Err(problem);
         }
     };
@@ -458,10 +455,10 @@ async fn come(
 impl Arriving {
     /// Tells the source why it need not send, unless it does already.
     async fn refuse(&self, problem: &Problem) {
-        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(mut session) = session {
+        let link = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(mut link) = link {
             let why = problem.detail.clone();
-            let _ = session.control.send(&Message::Refused { why }).await;
+            let _ = link.send(&Message::Refused { why }).await;
         }
     }
 }
@@ -529,6 +526,6 @@ pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, P
         let what = "this host receives no VMs: its agent has no address for migrations";
         Problem::new(ErrorCode::Unsupported, what)
     })?;
-    let pending = listener.register(session).map_err(internal)?;
+    let pending = listener.expect(session).map_err(lost)?;
     Ok(Expected { task, job, vm, kek, generation: arrival.generation, pending })
 }

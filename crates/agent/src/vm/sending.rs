@@ -13,17 +13,16 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 use vmseal_api::host::MigrationProgress;
-use vmseal_api::id::TaskId;
 use vmseal_api::problem::Problem;
 
 use super::internal;
 use super::migration::{
-    Message, PREPARE_TIMEOUT, StreamState, machine_of, progress_of, refused, set_capabilities,
-    sockets, state_of_stream, unexpected,
+    Link, Message, PREPARE_TIMEOUT, StreamState, lost, machine_of, progress_of, refused,
+    set_capabilities, sockets, state_of_stream, unexpected,
 };
 use super::stream::{pass, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
-use crate::migration::transport::{self, SessionSpec};
+use crate::migration::transport::{self, Spec};
 use crate::process::run_record::Record;
 
 /// The pause between questions about the progress: the guest stands still while the end is not noticed.
@@ -32,12 +31,8 @@ const ASK_INTERVAL: Duration = Duration::from_millis(10);
 /// As fast as it can, in bytes a second.
 const BANDWIDTH_MAX: u64 = 1 << 40;
 
-/// The connection that carries QEMU's stream.
-const MEMORY_STREAM: u16 = 1;
-
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
-    task: TaskId,
     work: JoinHandle<Result<(), Problem>>,
     progress: watch::Receiver<MigrationProgress>,
 }
@@ -53,8 +48,7 @@ pub enum SendingEvent {
 
 /// What is sent.
 pub struct ToSend {
-    pub task: TaskId,
-    pub session: SessionSpec,
+    pub session: Spec,
     pub to: std::net::SocketAddr,
     pub downtime_milliseconds: u32,
     pub bytes_per_second: Option<u64>,
@@ -66,14 +60,8 @@ impl Sending {
     /// Begins.
     pub fn begin(what: ToSend) -> Self {
         let (report, progress) = watch::channel(MigrationProgress::default());
-        let task = what.task;
         let work = tokio::spawn(vmseal_api::request_id::inherit(send(what, report)));
-        Self { task, work, progress }
-    }
-
-    /// The task that it is the job of.
-    pub fn task(&self) -> TaskId {
-        self.task
+        Self { work, progress }
     }
 
     /// The next event.
@@ -99,9 +87,11 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     let refuses = |error: QmpError| internal(format!("QEMU does not send its guest: {error}"));
     let qmp = what.qmp;
     let machine = machine_of(&qmp).await.map_err(refuses)?;
-    let mut session = transport::connect(what.to, what.session).await.map_err(internal)?;
-    session.control.send(&Message::machine(machine, &what.record)?).await.map_err(internal)?;
-    match session.control.receive(PREPARE_TIMEOUT).await.map_err(internal)? {
+    let session = transport::connect(what.session, what.to).await.map_err(lost)?;
+    let mut link = Link::of(session)?;
+    link.set_rate(what.bytes_per_second);
+    link.send(&Message::machine(machine, &what.record)?).await?;
+    match link.receive(PREPARE_TIMEOUT).await? {
         Message::Ready => {}
         Message::Refused { why } => return Err(refused(&why)),
         Message::Machine { .. } => return Err(unexpected()),
@@ -113,7 +103,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
     let (theirs, ours) = sockets()?;
     let name = pass(&qmp, "migration", theirs).await.map_err(refuses)?;
-    let carried = session.carry(MEMORY_STREAM, ours).map_err(internal)?;
+    let carried = link.carry_memory(ours)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(&qmp, &name).await;
         return Err(refuses(error));
@@ -130,5 +120,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
-    tokio::try_join!(async { carried.await.map_err(internal) }, streamed).map(drop)
+    tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+    link.finish().await;
+    Ok(())
 }

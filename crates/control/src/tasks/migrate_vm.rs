@@ -416,9 +416,7 @@ async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let source = agent_of(run, ends.from)?;
     absent_is_fine(source.commit_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
-    absent_is_fine(source.unregister_vm(run.vm_id).await)?;
-    run.hosts().look_again(ends.to);
-    Ok(())
+    absent_is_fine(source.unregister_vm(run.vm_id).await)
 }
 
 /// The problem of a failure after the guest has gone on at the other host.

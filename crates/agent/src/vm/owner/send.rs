@@ -67,7 +67,6 @@ impl Owner {
         let live = running.live.clone();
         let record = Record { boot: String::new(), spec: vm, slot: 0, phase: Phase::Running, live };
         running.sending = Some(Sending::begin(ToSend {
-            task,
             session,
             to: departure.to,
             downtime_milliseconds: departure.downtime_milliseconds,
