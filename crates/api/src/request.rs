@@ -12,6 +12,7 @@ use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use crate::migration::MigrationEncryption;
 use crate::model::Replication;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use crate::passphrase::SealedPassphrase;
@@ -274,6 +275,9 @@ pub struct SetVm {
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,
+    /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration_encryption: Option<MigrationEncryption>,
     /// Whether it is a template, which is cloned, and neither started nor changed. A VM that becomes one is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<bool>,

@@ -261,6 +261,8 @@ pub async fn reconnect(
     let (console, qmp, events) = connect(directory, &qemu, filter.as_ref()).await?;
     let control = Control::of(directory);
     let filter = match filter {
+        // That of a guest that is handed over serves placeholders.
+        Some(filter) if record.live.handed_over.is_some() => Some(filter),
         Some(filter) => with_stacks_of_notes(spec, &control, filter, directory).await?,
         None => None,
     };

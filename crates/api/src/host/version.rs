@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 31] = [
+pub const FEATURES: [&str; 32] = [
     "job-create",
     "job-export",
     NICS,
@@ -56,6 +56,7 @@ pub const FEATURES: [&str; 31] = [
     IN_PLACE,
     PANIC,
     MIGRATE,
+    MIGRATE_ENCRYPTED,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -146,6 +147,9 @@ pub const PACE: &str = "job-mirror-pace";
 
 /// The feature of agents that send running VMs to other hosts and receive them.
 pub const MIGRATE: &str = "job-migrate";
+
+/// The feature of agents that encrypt what they send VMs with.
+pub const MIGRATE_ENCRYPTED: &str = "job-migrate-encrypted";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -390,6 +390,10 @@ pub struct SetVm {
     /// Start it after its host has rebooted, once its key is there
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub autostart: Option<OnOff>,
+    /// Whether what it is sent with to another host is encrypted; that of an encrypted VM always is. `opportunistic` is where both
+    /// hosts can
+    #[arg(long, value_enum, value_name = "MODE", group = "change")]
+    pub migration_encryption: Option<MigrationEncryption>,
     /// Make a VM that is off a template, which is cloned, and neither started nor changed; or an ordinary VM again
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub template: Option<OnOff>,
@@ -410,13 +414,31 @@ pub struct SetVm {
     /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
     /// is changed together with it
     #[arg(long, value_enum, value_name = "on|off", group = "change",
-        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "migration_encryption", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
     pub tpm: Option<OnOff>,
     /// Do not ask before a TPM is taken away
     #[arg(long, requires = "tpm")]
     pub yes: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
+}
+
+/// Whether what a VM is sent with to another host is encrypted.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MigrationEncryption {
+    Disabled,
+    Opportunistic,
+    Required,
+}
+
+impl From<MigrationEncryption> for vmseal_api::migration::MigrationEncryption {
+    fn from(mode: MigrationEncryption) -> Self {
+        match mode {
+            MigrationEncryption::Disabled => Self::Disabled,
+            MigrationEncryption::Opportunistic => Self::Opportunistic,
+            MigrationEncryption::Required => Self::Required,
+        }
+    }
 }
 
 /// Whether something is wanted.

@@ -221,6 +221,7 @@ async fn set(
         description: options.description,
         labels: removed.chain(set).collect(),
         autostart: options.autostart.map(|wanted| wanted == OnOff::On),
+        migration_encryption: options.migration_encryption.map(Into::into),
         template: options.template.map(|wanted| wanted == OnOff::On),
         policy: options.policy,
         cdrom: None,

@@ -3,8 +3,9 @@
 use std::fmt::Write as _;
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::version::MIGRATE;
+use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{HostDescription, Power};
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::{Connection, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
@@ -44,6 +45,9 @@ pub async fn migrate(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     check_key(services, &vm)?;
+    if must_be_encrypted(&vm) {
+        features::require(services, &vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
+    }
     require_movable(&vm, &disks)?;
     let to = match &request.host {
         Some(host) => {
@@ -58,16 +62,41 @@ pub async fn migrate(
         }
         None => choose(services, &vm, &disks).await?,
     };
-    let operation = Operation::MigrateVm { vm: vm.id, from: vm.host, to: to.id, encrypted: true };
+    let encrypted = is_encrypted(services, &vm, &to);
+    let operation = Operation::MigrateVm { vm: vm.id, from: vm.host, to: to.id, encrypted };
     let write = services.store.write().await?;
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     Ok(match begun {
         Outcome::Planned(mut plan) => {
-            plan.steps
-                .insert(0, format!("choose host '{}'; memory and all else are encrypted", to.name));
+            plan.steps.insert(0, understood(&to, encrypted));
+            plan.warnings.extend(in_the_clear(&vm, encrypted));
             Outcome::Planned(plan)
         }
         done => done,
+    })
+}
+
+/// Whether what the VM is sent with is encrypted.
+fn is_encrypted(services: &Services, vm: &Vm, to: &Host) -> bool {
+    let can = |host| services.hosts.view(host).has(MIGRATE_ENCRYPTED);
+    must_be_encrypted(vm)
+        || vm.migration_encryption != MigrationEncryption::Disabled && can(vm.host) && can(to.id)
+}
+
+fn must_be_encrypted(vm: &Vm) -> bool {
+    vm.key.is_some() || vm.migration_encryption == MigrationEncryption::Required
+}
+
+fn understood(to: &Host, encrypted: bool) -> String {
+    let how = if encrypted { "encrypted" } else { "not encrypted" };
+    format!("choose host '{}'; memory and all else that is sent is {how}", to.name)
+}
+
+/// What people should know who did not ask for that.
+fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
+    let asked = vm.migration_encryption == MigrationEncryption::Disabled;
+    (!encrypted && !asked).then(|| {
+        "one of the hosts cannot encrypt what is sent: all of the guest's memory goes over the network in the clear".to_owned()
     })
 }
 
@@ -132,6 +161,9 @@ async fn fits(services: &Services, vm: &Vm, disks: &[Disk], host: &Host) -> Resu
     };
     if !view.has(MIGRATE) || there.migration_address.is_none() {
         return Err("its agent receives no running VMs: upgrade vmseal there".to_owned());
+    }
+    if must_be_encrypted(vm) && !view.has(MIGRATE_ENCRYPTED) {
+        return Err("its agent cannot encrypt what is sent: upgrade vmseal there".to_owned());
     }
     let Some(here) = services.hosts.view(vm.host).description.clone() else {
         return Err("the host of the VM is not known well enough".to_owned());

@@ -76,6 +76,7 @@ fn shown(
         description: vm.description,
         labels: vm.labels,
         autostart: vm.autostart,
+        migration_encryption: vm.migration_encryption,
         template: vm.template,
         linked,
         clones: links.from,

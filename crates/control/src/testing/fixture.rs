@@ -208,6 +208,7 @@ impl Fixture {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             template: false,
             host: self.host,
             host_name: "here".to_owned(),
