@@ -45,14 +45,21 @@ pub struct Installation {
     address: Ipv4Addr,
     server: Option<Process>,
     agent: Option<Process>,
-    /// Agents of further hosts.
-    others: Vec<Process>,
+    /// Further hosts on this machine.
+    others: Vec<OtherHost>,
     /// Whether a starting server is given the provider's passphrase.
     unlocks: bool,
     /// What server and agent log from their start on.
     levels: &'static str,
     /// What runs the guests: the same for every test, as the probe has a test of its own.
     accelerator: &'static str,
+}
+
+/// A further host: an agent with a state directory, sockets and user ids of its own.
+struct OtherHost {
+    name: String,
+    number: u16,
+    agent: Option<Process>,
 }
 
 /// Every installation of this process gets an address of its own, so that ports never collide.
@@ -131,19 +138,41 @@ impl Installation {
     /// [`Installation::path`] is where its VMs run.
     pub fn add_host(&mut self, host: &str) -> anyhow::Result<()> {
         let number = u16::try_from(self.others.len())? + 1;
+        self.join(host, AGENT_PORT + number, &format!("agent-{host}"))?;
+        self.others.push(OtherHost { name: host.to_owned(), number, agent: None });
+        self.start_agent_of(host)
+    }
+
+    fn other(&mut self, host: &str) -> anyhow::Result<&mut OtherHost> {
+        let found = self.others.iter_mut().find(|other| other.name == host);
+        found.with_context(|| format!("no host '{host}' was added"))
+    }
+
+    /// Starts the agent of a host that was added, and waits until the server has it connected.
+    pub fn start_agent_of(&mut self, host: &str) -> anyhow::Result<()> {
+        let number = self.other(host)?.number;
         let (state, run) = (format!("agent-{host}"), format!("run-{host}"));
-        self.join(host, AGENT_PORT + 10 * number, &state)?;
         let mut command = self.agent_command(&state, &run)?;
         command.args(["--uid-base", &(OTHER_UIDS + u32::from(number) * UIDS_EACH).to_string()]);
-        let mut agent = Process::start(&mut command, &self.path(&format!("{state}.log")))?;
+        let log = self.path(&format!("{state}.log"));
+        let mut agent = Process::start(&mut command, &log)?;
         eventually(&format!("host {host} is connected"), || {
             let shown = self.json(&["host", "show", host]).ok()?;
             (shown["connection"] == "connected" || agent.ended()).then_some(())
         })?;
-        let log = self.path(&format!("{state}.log"));
         ensure!(!agent.ended(), "the agent of {host} ended: {}", tail(&log));
-        self.others.push(agent);
+        self.other(host)?.agent = Some(agent);
         Ok(())
+    }
+
+    /// Kills the agent of a host that was added as a power cut would, and waits until the server has noticed; guests and
+    /// filters go on.
+    pub fn kill_agent_of(&mut self, host: &str) -> anyhow::Result<()> {
+        self.other(host)?.agent.take().into_iter().for_each(Process::kill);
+        eventually(&format!("host {host} is disconnected"), || {
+            let shown = self.json(&["host", "show", host]).ok()?;
+            (shown["connection"] == "disconnected").then_some(())
+        })
     }
 
     fn agent_command(&self, state: &str, run: &str) -> anyhow::Result<Command> {
@@ -344,16 +373,23 @@ impl Installation {
         self.server.take().into_iter().chain(self.agent.take()).map(Process::wait).collect()
     }
 
-    /// Process ids of server and agent, as far as they run.
+    /// Process ids of server and agents, as far as they run.
     #[must_use]
     pub fn own_processes(&self) -> Vec<i32> {
-        self.server.iter().chain(&self.agent).map(Process::id).collect()
+        let others = self.others.iter().filter_map(|other| other.agent.as_ref());
+        self.server.iter().chain(&self.agent).chain(others).map(Process::id).collect()
     }
 
     /// Process ids of a VM whose program is `name` (`vmseal-filter`, `qemu-system-x86_64`).
     #[must_use]
     pub fn guest_processes(&self, name: &str) -> Vec<i32> {
         self.processes_below(&self.path("run"), name)
+    }
+
+    /// The same on a host that was added.
+    #[must_use]
+    pub fn guest_processes_on(&self, host: &str, name: &str) -> Vec<i32> {
+        self.processes_below(&self.path(&format!("run-{host}")), name)
     }
 
     fn processes_below(&self, directory: &Path, name: &str) -> Vec<i32> {
@@ -504,7 +540,7 @@ impl Drop for Installation {
             }
         }
         self.kill_agent();
-        self.others.drain(..).for_each(Process::kill);
+        self.others.drain(..).filter_map(|other| other.agent).for_each(Process::kill);
         self.kill_server();
         // The directories of sockets, of every host.
         let entries = std::fs::read_dir(self.directory.path()).into_iter().flatten().flatten();

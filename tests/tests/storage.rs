@@ -54,7 +54,7 @@ fn hosts_have_datastores_of_one_name_and_a_disk_is_on_the_one_that_was_asked_for
             let real = nix::sys::statvfs::statvfs(&fast).unwrap();
             assert_eq!(capacity.as_u64().unwrap(), real.blocks() * real.fragment_size(), "{it}");
             assert!((1..=capacity.as_u64().unwrap()).contains(&free.as_u64().unwrap()), "{it}");
-            format!("{}:{}", it["host"].as_str().unwrap(), it["name"].as_str().unwrap())
+            format!("{}:{}", it["hosts"][0]["host"].as_str().unwrap(), it["name"].as_str().unwrap())
         })
         .collect();
     names.sort();

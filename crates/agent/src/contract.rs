@@ -19,6 +19,7 @@ mod panics;
 mod proofs;
 mod replicas;
 mod running;
+mod shared;
 mod snapshots;
 mod survey;
 mod tpm;
@@ -381,6 +382,7 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
     let contents = done(agent.scan_datastore(session.place.clone()).await, "scanning");
     assert!(contents.images.is_empty() && contents.incomplete.is_none(), "{contents:?}");
     refused(agent.scan_datastore(other).await, ErrorCode::WrongState, "scanning another's place");
+    shared::between_hosts(agent, session).await;
 }
 
 async fn registration(agent: &dyn HostAgent, session: &Session) {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
 
@@ -29,12 +30,48 @@ pub struct DatastoreSpec {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum DatastoreLocation {
-    /// A directory that belongs to one host.
+    /// A directory.
     Dir {
         /// Its absolute path on the host.
         #[cfg_attr(feature = "openapi", schema(value_type = String))]
         path: PathBuf,
     },
+}
+
+/// A step on the way to a datastore that two hosts share: whether both see the same files, and each sees the other's
+/// locks.
+///
+/// ```text
+/// a host that has it                            the host that is to have it
+///   hold: writes `check` to a file, locks it
+///                                                 try: finds that file, and does not get the lock
+///   release: removes the file
+///   mark: marks the datastore as shared
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sharing {
+    /// The datastore, at its place on the host that is asked.
+    pub datastore: DatastoreSpec,
+    /// What tells this check from others.
+    pub check: Uuid,
+    /// What to do.
+    pub step: SharingStep,
+}
+
+/// A step of [`Sharing`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SharingStep {
+    /// Hold a lock that the other host must see. It is given up after a minute.
+    Hold,
+    /// Try to get that lock, which must fail.
+    Try,
+    /// Give the lock up.
+    Release,
+    /// Mark the datastore as shared, for good: from when this returns, this host removes nothing of VMs that are not
+    /// registered with it.
+    Mark,
 }
 
 /// Room in a datastore, in bytes.

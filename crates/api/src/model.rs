@@ -100,13 +100,21 @@ pub struct Datastore {
     pub id: DatastoreId,
     /// Its name.
     pub name: String,
-    /// The host that it belongs to.
-    pub host: String,
-    /// Where it is.
-    pub location: DatastoreLocation,
+    /// The hosts that have it, in the order of their names: one, or several that share it.
+    pub hosts: Vec<DatastoreHost>,
     /// Its room when last measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<DatastoreUsage>,
+}
+
+/// A datastore on a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DatastoreHost {
+    /// The host's name.
+    pub host: String,
+    /// Where it is on that host.
+    pub location: DatastoreLocation,
 }
 
 /// A key provider.

@@ -110,6 +110,18 @@ pub struct AddDatastore {
     pub existing: bool,
 }
 
+/// Shares a datastore with another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ShareDatastore {
+    /// The host, by name or id.
+    pub host: String,
+    /// Where it is on that host; none means the same place as on the host that has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub location: Option<DatastoreLocation>,
+}
+
 /// Adds a key provider: a native one, or one over KMIP.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -218,6 +230,10 @@ pub struct CreateVm {
     pub memory: u64,
     /// The disks, in boot order; all on datastores of one host.
     pub disks: Vec<CreateDisk>,
+    /// The host, by name or id, where the datastores are shared by several; none means one that answers, with the most
+    /// memory left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
     /// What it is for.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,

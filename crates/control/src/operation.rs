@@ -496,6 +496,18 @@ impl Operation {
         }
     }
 
+    /// Whether it will need a datastore that no disk in the inventory may be on yet.
+    #[must_use]
+    pub fn needs_datastore(&self, datastore: DatastoreId) -> bool {
+        match self {
+            Self::AdoptVm { definition, .. } => definition.spec.disks().any(|disk| {
+                let replica = disk.replica.as_ref().map(|place| place.datastore.datastore);
+                disk.datastore.datastore == datastore || replica == Some(datastore)
+            }),
+            _ => self.moves_disks_of(datastore),
+        }
+    }
+
     /// The policy that it gives a VM when it has succeeded.
     #[must_use]
     pub fn next_policy(&self) -> Option<PolicyId> {

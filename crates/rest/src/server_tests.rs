@@ -170,6 +170,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         policy: "encrypted".to_owned(),
         vcpus: 1,
         memory: 32 << 20,
+        host: None,
         hardware: Default::default(),
         description: String::new(),
         labels: Default::default(),

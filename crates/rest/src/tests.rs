@@ -172,8 +172,11 @@ async fn datastores_of_two_hosts_may_have_one_name() {
     hosts::insert(&mut write, &other).await.unwrap();
     let twin = |id| datastores::Datastore {
         id,
-        host: other.id,
-        host_name: other.name.clone(),
+        hosts: vec![datastores::OnHost {
+            host: other.id,
+            host_name: other.name.clone(),
+            location: known.hosts[0].location.clone(),
+        }],
         ..known.clone()
     };
     datastores::insert(&mut write, &twin(DatastoreId::new())).await.unwrap();

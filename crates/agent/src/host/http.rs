@@ -103,6 +103,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores", post(probe_datastore))
         .route("/v1/datastores/examine", post(examine_datastore))
         .route("/v1/datastores/examine-disk", post(examine_disk))
+        .route("/v1/datastores/share", post(share_datastore))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/datastores/survey", post(survey_datastore))
@@ -225,6 +226,11 @@ async fn examine_datastore(State(agent): State<Agent>, request: Body) -> Answer<
 
 async fn examine_disk(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     agent.examine_disk(body(request).await?).await?;
+    done()
+}
+
+async fn share_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.share_datastore(body(request).await?).await?;
     done()
 }
 

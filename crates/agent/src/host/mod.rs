@@ -28,7 +28,7 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, SealedKey, ShowsCertificate, StateChange, VmSpec,
+    OtherKey, PowerOff, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -60,6 +60,7 @@ use crate::storage::disk;
 use crate::storage::exported;
 use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
+use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
@@ -131,10 +132,11 @@ pub enum StartError {
 pub struct RealHost {
     shared: Arc<Shared>,
     description: HostDescription,
-    vms: Vms,
+    vms: Arc<Vms>,
     measuring: Measuring,
     scanning: Scanning,
     sweeping: Sweeping,
+    sharing: shared::SharingChecks,
     /// Keeps other agents out of the run directory.
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
@@ -209,10 +211,11 @@ impl RealHost {
         Ok(Self {
             shared,
             description,
-            vms: Vms::of(vms),
+            vms: Arc::new(Vms::of(vms)),
             measuring: Measuring::default(),
             scanning: Scanning::default(),
             sweeping: Sweeping::default(),
+            sharing: shared::SharingChecks::default(),
             _lock: lock,
         })
     }
@@ -312,15 +315,22 @@ impl HostAgent for RealHost {
     }
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
-        spawn_blocking(move || datastore::probe(&spec))
+        let place = spec.clone();
+        let usage = spawn_blocking(move || datastore::probe(&place))
             .await
-            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))??;
+        self.sweeping.when_due(spec, self.vms.is_known());
+        Ok(usage)
     }
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         spawn_blocking(move || datastore::examine(&spec))
             .await
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
+        self.sharing.step(sharing).await
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
@@ -330,7 +340,7 @@ impl HostAgent for RealHost {
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
         let condition = self.measuring.measure(spec.clone()).await;
         if matches!(condition, DatastoreCondition::Available { .. }) {
-            self.sweeping.when_due(spec);
+            self.sweeping.when_due(spec, self.vms.is_known());
         }
         Ok(condition)
     }

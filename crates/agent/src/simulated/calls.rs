@@ -15,7 +15,7 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, Sharing,
     ShowsCertificate, StateChange, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
@@ -117,7 +117,7 @@ impl Inside {
     fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         let DatastoreLocation::Dir { path } = &spec.location;
         self.examine(spec)?;
-        self.persisted.marks.insert(path.clone(), spec.datastore);
+        self.persisted.storage.put_mark(path, spec.datastore);
         Ok(self.usage())
     }
 
@@ -126,7 +126,8 @@ impl Inside {
         if !path.is_absolute() || path.ends_with("missing") {
             return Err(Problem::invalid("location.path", "is no directory on this host"));
         }
-        if let Some(mark) = self.persisted.marks.get(path).filter(|mark| **mark != spec.datastore) {
+        if let Some(mark) = self.persisted.storage.mark(path).filter(|mark| *mark != spec.datastore)
+        {
             let what = format!("{} holds datastore {mark}", path.display());
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
@@ -193,12 +194,7 @@ impl Inside {
     }
 
     pub(super) fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
-        let DatastoreLocation::Dir { path } = &spec.location;
-        if self.persisted.marks.get(path) == Some(&spec.datastore) {
-            return Ok(());
-        }
-        let what = format!("{} is not marked as datastore {}", path.display(), spec.datastore);
-        Err(Problem::new(ErrorCode::WrongState, what))
+        self.persisted.storage.check_place(spec)
     }
 
     fn log_level(&self) -> LogLevel {
@@ -555,6 +551,10 @@ impl HostAgent for SimulatedHost {
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(Call::ExamineDatastore, |inside| inside.examine(&spec))
+    }
+
+    async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
+        self.call(Call::ShareDatastore, |inside| inside.persisted.storage.share(&sharing))
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

@@ -16,6 +16,8 @@ pub enum Call {
     ProbeDatastore,
     /// `examine_datastore`
     ExamineDatastore,
+    /// `share_datastore`
+    ShareDatastore,
     /// `examine_disk`
     ExamineDisk,
     /// `measure_datastore`

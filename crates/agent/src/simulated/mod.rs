@@ -24,6 +24,7 @@ mod proofs;
 mod replica;
 mod running;
 mod snapshots;
+mod storage;
 mod survey;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -68,6 +69,7 @@ use jobs::Exports;
 use mirror::Copies;
 use running::RunningGuest;
 use snapshots::{Links, Snapshots};
+use storage::Storage;
 
 /// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
@@ -95,7 +97,7 @@ pub struct SimulatedDisk {
 /// The state that outlives an agent.
 #[derive(Default)]
 struct Persisted {
-    marks: BTreeMap<PathBuf, DatastoreId>,
+    storage: Storage,
     /// The descriptors of VMs on datastores.
     descriptors: BTreeMap<(DatastoreId, VmId), VmDescriptor>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
@@ -416,11 +418,6 @@ impl SimulatedHost {
         self.inside().free = Some(free);
     }
 
-    /// Puts another datastore at a path.
-    pub fn change_mark(&self, path: &std::path::Path) {
-        self.inside().persisted.marks.insert(path.to_owned(), DatastoreId::new());
-    }
-
     /// Makes the creation of this disk fail after it has begun, once; or the use of its copy, until it is mended.
     pub fn fail_disk(&self, disk: DiskId) {
         self.inside().fail_disks.insert(disk);
@@ -528,6 +525,7 @@ impl Inside {
     fn restart(&mut self) {
         let before = std::mem::replace(&mut self.agent, AgentState::new());
         before.ended.send_replace(true);
+        self.persisted.storage.lose_locks();
         for (vm, guest) in &self.persisted.guests {
             let (power, in_use) = (guest.power(), guest.disks.clone());
             let panics = guest.panics.clone();

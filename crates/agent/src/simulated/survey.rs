@@ -1,12 +1,11 @@
 //! The descriptors of VMs on the simulated datastores.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{DatastoreLocation, DiskFacts};
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_api::usage::{HostUsage, UsageCounters, UsageOnHost};
 
@@ -37,12 +36,6 @@ impl SimulatedHost {
     /// Removes the descriptors of a VM from its datastores.
     pub fn lose_descriptors(&self, vm: VmId) {
         self.inside().persisted.descriptors.retain(|(_, of), _| *of != vm);
-    }
-
-    /// The datastore that is at a path.
-    #[must_use]
-    pub fn mark(&self, path: &Path) -> Option<DatastoreId> {
-        self.inside().persisted.marks.get(path).copied()
     }
 }
 
@@ -94,7 +87,7 @@ impl Inside {
 
     pub fn survey(&self, location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> {
         let DatastoreLocation::Dir { path } = location;
-        let mark = self.persisted.marks.get(path).copied();
+        let mark = self.persisted.storage.mark(path);
         let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);
         let vms = here.map(|((_, vm), descriptor)| {
             let descriptor = Box::new(descriptor.clone());

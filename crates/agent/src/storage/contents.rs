@@ -28,6 +28,7 @@ use vmseal_luks::KeyReference;
 
 use crate::storage::home::{self, DESCRIPTOR};
 use crate::storage::mark::{self, MARKER};
+use crate::storage::shared::CHECK_FILE;
 
 /// The depth of the scan: our directories have one level, a copied tree a few.
 const DEPTH_MAX: usize = 5;
@@ -278,7 +279,7 @@ fn ours(place: &Path) -> bool {
         let described = place.file_name().is_some_and(|name| name == DESCRIPTOR);
         home.parse::<VmId>().is_ok() && (described || note)
     });
-    of_home || of_tpm(place) || place == Path::new(MARKER)
+    of_home || of_tpm(place) || place == Path::new(MARKER) || place == Path::new(CHECK_FILE)
 }
 
 /// Whether it is in the directory of what a TPM keeps.

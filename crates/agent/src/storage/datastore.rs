@@ -5,16 +5,21 @@
 //! <path>/<vm id>/                the disks of a VM ([`crate::storage::home`])
 //! ```
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{AccessFlags, faccessat};
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
+use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::home;
-use crate::storage::mark::{MARKER, check_marker, directory, failed, marked, marker, put, usage};
+use crate::storage::mark::{
+    MARKER, check_marker, directory, failed, marked, marker, put, put_shared, usage, with_mark,
+};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -22,7 +27,47 @@ const BELOW_DEPTH_MAX: usize = 5;
 /// How many entries are searched: in a full file system that takes seconds.
 const BELOW_ENTRIES_MAX: usize = 200_000;
 
-/// Makes a datastore known: marks it at the first use, removes debris, and measures it.
+/// One lock per datastore, held while it is swept and while it is marked as shared.
+static SWEEPING: Mutex<BTreeMap<DatastoreId, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+fn sweeping(datastore: DatastoreId) -> Arc<Mutex<()>> {
+    let mut all = SWEEPING.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(all.entry(datastore).or_default())
+}
+
+/// Removes half-made disks that no process works on: in a shared datastore those of this host's own VMs alone, as the
+/// others' may be another host's work. Blocks.
+///
+/// # Errors
+/// `wrong-state` when the place does not carry its mark.
+pub fn sweep(spec: &DatastoreSpec, is_own: &dyn Fn(VmId) -> bool) -> Result<(), Problem> {
+    let sweeping = sweeping(spec.datastore);
+    // The mark is read under the lock: who marks it as shared waits for the sweeps that have not seen that.
+    let _sweeping = sweeping.lock().unwrap_or_else(PoisonError::into_inner);
+    let (path, mark) = with_mark(spec)?;
+    if mark.is_shared() {
+        home::sweep(path, is_own);
+    } else {
+        home::sweep(path, &|_| true);
+    }
+    Ok(())
+}
+
+/// Marks a datastore as shared, for good. Blocks while it is being swept.
+///
+/// # Errors
+/// `wrong-state` when the place does not carry its mark; those of the file system.
+pub fn mark_shared(spec: &DatastoreSpec) -> Result<(), Problem> {
+    let sweeping = sweeping(spec.datastore);
+    let _sweeping = sweeping.lock().unwrap_or_else(PoisonError::into_inner);
+    let (path, mark) = with_mark(spec)?;
+    if mark.is_shared() {
+        return Ok(());
+    }
+    put_shared(path, spec)
+}
+
+/// Makes a datastore known: marks it at the first use, and measures it.
 ///
 /// # Errors
 /// `wrong-state` when it carries another datastore's mark; `invalid-request` without the directory.
@@ -35,7 +80,6 @@ pub fn probe(spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
             put(path, spec)?;
         }
     }
-    home::sweep(path);
     usage(path)
 }
 
@@ -108,7 +152,7 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::DatastoreLocation;
-    use vmseal_api::id::{DatastoreId, VmId};
+    use vmseal_api::id::DiskId;
 
     use super::*;
     use crate::storage::home::Home;
@@ -144,6 +188,39 @@ mod tests {
                 assert_eq!(problem.code, ErrorCode::InvalidRequest, "{path}");
             }
         }
+    }
+
+    /// What an agent left that died while it made a disk.
+    fn debris(datastore: &Path, vm: VmId) -> std::path::PathBuf {
+        let home = datastore.join(vm.to_string());
+        std::fs::create_dir_all(&home).unwrap();
+        let path = home.join(format!("{}.raw.creating", DiskId::new()));
+        std::fs::write(&path, "half of it").unwrap();
+        path
+    }
+
+    #[test]
+    fn of_a_shared_datastore_a_host_sweeps_its_own_vms_alone() {
+        let (directory, spec) = datastore();
+        assert_eq!(mark_shared(&spec).unwrap_err().code, ErrorCode::WrongState);
+        probe(&spec).unwrap();
+        let (own, other) = (VmId::new(), VmId::new());
+        let mine = |vm| vm == own;
+        let removed = [debris(directory.path(), own), debris(directory.path(), other)];
+        sweep(&spec, &mine).unwrap();
+        assert!(removed.iter().all(|path| !path.exists()), "of one host it is all its own");
+        for _ in 0..2 {
+            mark_shared(&spec).unwrap();
+            let (removed, kept) = (debris(directory.path(), own), debris(directory.path(), other));
+            sweep(&spec, &mine).unwrap();
+            assert!(!removed.exists() && kept.exists());
+            // Whoever adds it again finds it shared.
+            probe(&spec).unwrap();
+            sweep(&spec, &|_| false).unwrap();
+            assert!(kept.exists());
+        }
+        let mark = std::fs::read_to_string(directory.path().join(MARKER)).unwrap();
+        assert!(mark.contains("\"version\":2"), "agents of before would sweep it: {mark}");
     }
 
     #[test]

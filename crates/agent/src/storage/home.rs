@@ -133,14 +133,15 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
-/// Removes half-made disks that no process works on. Blocks.
-pub fn sweep(path: &Path) {
+/// Removes half-made disks that no process works on, of the VMs that `of` names. Blocks.
+pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
     let entries = |path: &Path| {
         let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
         entries.map(|entry| entry.path())
     };
     let homes = entries(path).filter(|home| {
-        home.file_name().is_some_and(|name| name.to_string_lossy().parse::<VmId>().is_ok())
+        let vm = home.file_name().and_then(|name| name.to_string_lossy().parse::<VmId>().ok());
+        vm.is_some_and(of)
     });
     for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
         if debris.extension().is_some_and(|extension| extension == "creating") {

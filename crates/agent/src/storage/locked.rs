@@ -27,23 +27,37 @@ fn in_use(path: &Path) -> Problem {
     Problem::new(ErrorCode::InUse, what)
 }
 
+/// How often a file is made that another host takes for debris before it is locked.
+const MAKE_ATTEMPTS: usize = 3;
+
 /// Makes a file that only this user can access, and locks it.
 ///
 /// # Errors
 /// `in-use`, or those of the file system.
 pub fn make_locked(path: &Path) -> Result<File, Problem> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(path)
-        .map_err(|error| failed(path, "made", &error))?;
-    if !lock(&file, Access::Write).map_err(|error| failed(path, "locked", &error))? {
-        return Err(in_use(path));
+    for _ in 0..MAKE_ATTEMPTS {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)
+            .map_err(|error| failed(path, "made", &error))?;
+        if !lock(&file, Access::Write).map_err(|error| failed(path, "locked", &error))? {
+            return Err(in_use(path));
+        }
+        // Whoever removes a file has its lock and has seen that the name is still its own: so it is this one's for good, or
+        // was removed before it was locked.
+        let made = file.metadata().map_err(|error| failed(path, "read", &error))?;
+        match path.symlink_metadata() {
+            Ok(there) if (there.dev(), there.ino()) == (made.dev(), made.ino()) => return Ok(file),
+            Ok(_) => break,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(path, "read", &error)),
+        }
     }
-    Ok(file)
+    Err(in_use(path))
 }
 
 /// The access to a file.

@@ -17,6 +17,10 @@ pub const MARKER: &str = "vmseal-datastore.json";
 /// The version of that file.
 const VERSION: u32 = 1;
 
+/// The version of the mark of a datastore that several hosts use. It is one of its own so that agents of earlier versions,
+/// which would remove what another host is making, do not work with it.
+const SHARED_VERSION: u32 = 2;
+
 /// The longest marker, in bytes.
 const MARKER_MAX: u64 = 4096;
 
@@ -24,6 +28,13 @@ const MARKER_MAX: u64 = 4096;
 pub(super) struct Marker {
     pub(super) version: u32,
     pub(super) datastore: DatastoreId,
+}
+
+impl Marker {
+    /// Whether hosts share the datastore.
+    pub(super) fn is_shared(&self) -> bool {
+        self.version == SHARED_VERSION
+    }
 }
 
 pub(crate) fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
@@ -61,7 +72,7 @@ pub(super) fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
         Err(error) => return Err(failed(&path, "read", &error)),
     }
     match serde_json::from_slice::<Marker>(&text) {
-        Ok(marker) if marker.version == VERSION => Ok(Some(marker)),
+        Ok(marker) if (VERSION..=SHARED_VERSION).contains(&marker.version) => Ok(Some(marker)),
         Ok(marker) => Err(Problem::new(
             ErrorCode::Damaged,
             format!("{} has version {}; use a newer vmseal", path.display(), marker.version),
@@ -96,6 +107,11 @@ pub(super) fn check_marker(
 /// # Errors
 /// `wrong-state` when the place carries no mark, or another one (not mounted?).
 pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
+    with_mark(spec).map(|(path, _)| path)
+}
+
+/// The same, and the mark.
+pub(super) fn with_mark(spec: &DatastoreSpec) -> Result<(&Path, Marker), Problem> {
     let path = directory(spec)?;
     let marker = marker(path)?.ok_or_else(|| {
         let what =
@@ -103,7 +119,7 @@ pub fn marked(spec: &DatastoreSpec) -> Result<&Path, Problem> {
         Problem::new(ErrorCode::WrongState, what)
     })?;
     check_marker(path, &marker, spec)?;
-    Ok(path)
+    Ok((path, marker))
 }
 
 /// The room at `path`, in bytes.
@@ -122,7 +138,16 @@ pub fn usage(path: &Path) -> Result<DatastoreUsage, Problem> {
 
 /// Marks a directory as this datastore.
 pub(super) fn put(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
-    let marker = Marker { version: VERSION, datastore: spec.datastore };
+    put_version(path, spec, VERSION)
+}
+
+/// Marks a directory as this datastore, which hosts share.
+pub(super) fn put_shared(path: &Path, spec: &DatastoreSpec) -> Result<(), Problem> {
+    put_version(path, spec, SHARED_VERSION)
+}
+
+fn put_version(path: &Path, spec: &DatastoreSpec, version: u32) -> Result<(), Problem> {
+    let marker = Marker { version, datastore: spec.datastore };
     let path = path.join(MARKER);
     serde_json::to_vec(&marker)
         .map_err(io::Error::from)

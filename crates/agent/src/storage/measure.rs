@@ -9,7 +9,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
-use vmseal_api::id::DatastoreId;
+use vmseal_api::id::{DatastoreId, VmId};
 
 use crate::storage::datastore;
 
@@ -65,16 +65,16 @@ const SWEPT_EVERY: Duration = Duration::from_secs(24 * 3600);
 pub struct Sweeping(Arc<Mutex<HashMap<DatastoreId, Instant>>>);
 
 impl Sweeping {
-    /// Sweeps a datastore that answers, if it is due.
-    pub fn when_due(&self, spec: DatastoreSpec) {
+    /// Sweeps a datastore that answers, if it is due; `is_own` says which VMs are this host's.
+    pub fn when_due(&self, spec: DatastoreSpec, is_own: impl Fn(VmId) -> bool + Send + 'static) {
         let mut swept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if swept.get(&spec.datastore).is_some_and(|at| at.elapsed() < SWEPT_EVERY) {
             return;
         }
         swept.insert(spec.datastore, Instant::now());
         drop(spawn_blocking(move || {
-            if let Ok(path) = crate::storage::mark::marked(&spec) {
-                crate::storage::home::sweep(path);
+            if let Err(problem) = datastore::sweep(&spec, &is_own) {
+                tracing::warn!(%problem, "a datastore is not swept");
             }
         }));
     }

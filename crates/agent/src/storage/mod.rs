@@ -37,6 +37,7 @@ pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod sealed;
 pub(crate) mod sealed_keys;
+pub(crate) mod shared;
 pub(crate) mod sharing;
 pub(crate) mod survey;
 pub(crate) mod timed;

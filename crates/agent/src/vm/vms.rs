@@ -54,6 +54,12 @@ impl Vms {
         self.known().get(&vm).cloned().ok_or_else(|| rules::unknown(vm))
     }
 
+    /// Whether a VM is registered with this host, for those who work beside the owners.
+    pub fn is_known(self: &Arc<Self>) -> impl Fn(VmId) -> bool + Send + 'static {
+        let this = Arc::clone(self);
+        move |vm| this.known().contains_key(&vm)
+    }
+
     /// Registers a VM with its owner; a new VM gets its owner from `own`.
     ///
     /// # Errors

@@ -30,7 +30,7 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShowsCertificate, StateChange, VmSpec,
+    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -188,6 +188,10 @@ impl HostAgent for HostClient {
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
         self.call(self.request(Method::POST, "datastores/examine").json(&spec)).await
+    }
+
+    async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
+        self.command_with(Method::POST, "datastores/share", &sharing).await
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

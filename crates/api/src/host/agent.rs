@@ -15,6 +15,7 @@ use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
     DatastoreCondition, DatastoreContents, DatastoreLocation, DatastoreSpec, DatastoreUsage,
+    Sharing,
 };
 use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -85,6 +86,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// Those of [`HostAgent::probe_datastore`].
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem>;
+
+    /// Takes a step of the check whether two hosts can share a datastore ([`Sharing`]), or marks it as shared. Agents
+    /// without the feature [`SHARED_DATASTORES`](super::version::SHARED_DATASTORES) do not know it.
+    ///
+    /// # Errors
+    /// `wrong-state` when the place does not carry the datastore's mark, or its files are not those of the other host, or
+    /// the lock is not held any more; `unsupported` where locks do not reach other hosts.
+    async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
     /// VM and no key are needed, and nothing is changed.

@@ -16,6 +16,7 @@
 //! POST   /v1/datastores/examine            examine_datastore
 //! POST   /v1/datastores/examine-disk       examine_disk
 //! POST   /v1/datastores/measure            measure_datastore
+//! POST   /v1/datastores/share              share_datastore
 //! POST   /v1/datastores/scan               scan_datastore
 //! POST   /v1/datastores/survey             survey_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
@@ -102,7 +103,9 @@ pub use self::state::{
 pub use self::version::ContractRange;
 pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, SnapshotSpec, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
-pub use crate::datastore::{DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX};
+pub use crate::datastore::{
+    DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX, Sharing, SharingStep,
+};
 pub use crate::nic::{NicSpec, NicState};
 
 #[cfg(feature = "client")]

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 32] = [
+pub const FEATURES: [&str; 33] = [
     "job-create",
     "job-export",
     NICS,
@@ -57,6 +57,7 @@ pub const FEATURES: [&str; 32] = [
     PANIC,
     MIGRATE,
     MIGRATE_ENCRYPTED,
+    SHARED_DATASTORES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -150,6 +151,9 @@ pub const MIGRATE: &str = "job-migrate";
 
 /// The feature of agents that encrypt what they send VMs with.
 pub const MIGRATE_ENCRYPTED: &str = "job-migrate-encrypted";
+
+/// The feature of agents that work with a datastore which other hosts use, too.
+pub const SHARED_DATASTORES: &str = "shared-datastores";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

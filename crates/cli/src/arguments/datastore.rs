@@ -81,6 +81,32 @@ pub enum Datastore {
     /// List the images on a datastore: of VMs, orphaned, missing, incomplete; changes nothing
     #[command(mut_arg("name", of_datastore))]
     Scan(Name),
+    /// Share a datastore with another host, which must see the same files and the locks of the other hosts
+    ///
+    /// VMs of either host may then have their disks on it. It must be on a file system that the hosts share, with locks that
+    /// reach from one to the other: NFSv4, or a cluster file system.
+    Share {
+        /// Name, `HOST:NAME` if several hosts have one of that name, or id
+        name: String,
+        /// The other host's name or id
+        #[arg(long)]
+        host: String,
+        /// The directory's absolute path on that host [default: the same]
+        #[arg(long, value_name = "DIR")]
+        path: Option<PathBuf>,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Take a host from a datastore that others have, too; no VM of that host may use it
+    Unshare {
+        /// Name, `HOST:NAME` if several hosts have one of that name, or id
+        name: String,
+        /// The host's name or id
+        #[arg(long)]
+        host: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
     /// Remove a datastore that no VM uses; the files in its directory stay
     #[command(visible_alias = "rm")]
     Remove {

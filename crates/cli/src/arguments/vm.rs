@@ -36,6 +36,9 @@ pub enum Vm {
         /// Memory, such as 512M or 2G (powers of 1024)
         #[arg(long, default_value = "512MiB", value_name = "SIZE", value_parser = parse_size)]
         memory: u64,
+        /// The host's name or id, where several share the datastores [default: one that answers, with the most memory left]
+        #[arg(long)]
+        host: Option<String>,
         /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
         /// in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
         /// `image` is a file on the host that the disk is filled from, in `format`, or the name of one of `vmseal

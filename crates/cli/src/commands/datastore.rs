@@ -3,7 +3,7 @@
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
-use vmseal_api::request::AddDatastore;
+use vmseal_api::request::{AddDatastore, ShareDatastore};
 
 use super::{adopt, list};
 use crate::arguments::{self, Output};
@@ -32,6 +32,23 @@ pub async fn run(
         arguments::Datastore::Scan(of) => {
             let found = server.get(&format!("datastores/{}/scan", of.name)).await?;
             scan::show(output, &found)
+        }
+        arguments::Datastore::Share { name, host, path, dry_run } => {
+            let location = path.map(|path| DatastoreLocation::Dir { path });
+            let request = ShareDatastore { host, location };
+            let hosts = format!("datastores/{name}/hosts");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&hosts, &request).await?);
+            }
+            let datastore: Datastore = server.post(&hosts, &request).await?;
+            print::one(output, &datastore, &[])
+        }
+        arguments::Datastore::Unshare { name, host, dry_run } => {
+            let path = format!("datastores/{name}/hosts/{host}");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_delete(&path).await?);
+            }
+            Ok(server.delete(&path).await?)
         }
         arguments::Datastore::Remove { name, dry_run } => {
             let path = format!("datastores/{name}");

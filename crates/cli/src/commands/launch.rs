@@ -61,6 +61,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
             format,
             force: options.force,
         }],
+        host: None,
         nics,
         hardware,
         description: String::new(),
@@ -104,6 +105,14 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
 }
 
+/// How a datastore is named where others may have its name.
+fn called(datastore: &Datastore) -> String {
+    match datastore.hosts.first() {
+        Some(on) => format!("{}:{}", on.host, datastore.name),
+        None => datastore.name.clone(),
+    }
+}
+
 /// The datastore that is meant where there is only one.
 async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result<String> {
     if let Some(given) = given {
@@ -117,8 +126,7 @@ async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result
             Err(Ended::new(Exit::NotFound, message).into())
         }
         several => {
-            let mut names: Vec<_> =
-                several.iter().map(|it| format!("{}:{}", it.host, it.name)).collect();
+            let mut names: Vec<_> = several.iter().map(called).collect();
             names.sort();
             let message = format!("give --datastore: there are {}", names.join(", "));
             Err(Ended::new(Exit::Usage, message).into())

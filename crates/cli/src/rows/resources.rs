@@ -11,8 +11,8 @@ use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
-    Task, TaskState, Vm, VmBackup,
+    Alarm, Datastore, DatastoreHost, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy,
+    Provider, Snapshot, Task, TaskState, Vm, VmBackup,
 };
 use vmseal_lab::catalogue::Listed;
 
@@ -48,15 +48,26 @@ impl Row for Host {
     }
 }
 
+/// Where a datastore is: one place, or those of its hosts where they differ.
+fn locations(datastore: &Datastore) -> String {
+    let place = |on: &DatastoreHost| {
+        let DatastoreLocation::Dir { path } = &on.location;
+        format!("dir:{}", path.display())
+    };
+    let mut places: Vec<_> = datastore.hosts.iter().map(place).collect();
+    places.dedup();
+    places.join(",")
+}
+
 impl Row for Datastore {
     const PLURAL: &'static str = "datastores";
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
-        usual("host", |it| (&it.host).into()),
-        usual("location", |it| {
-            let DatastoreLocation::Dir { path } = &it.location;
-            format!("dir:{}", path.display()).into()
+        usual("host", |it| {
+            let names: Vec<_> = it.hosts.iter().map(|on| on.host.as_str()).collect();
+            names.join(",").into()
         }),
+        usual("location", |it| locations(it).into()),
         usual("free", |it| it.usage.map_or(Cell::Nothing, |usage| Cell::Bytes(usage.free))),
         usual("capacity", |it| it.usage.map_or(Cell::Nothing, |usage| Cell::Bytes(usage.capacity))),
         more("id", |it| it.id.to_string().into()),

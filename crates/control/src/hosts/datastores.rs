@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DatastoreSpec, DatastoreUsage, HostAgent};
+use vmseal_api::host::{DatastoreUsage, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
@@ -59,8 +59,8 @@ impl DatastoreMonitor {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
         let (mut raised, mut changed) = (Vec::new(), Vec::new());
         for datastore in here {
-            let location = datastore.location.clone();
-            let spec = DatastoreSpec { datastore: datastore.id, location };
+            // It was unshared meanwhile.
+            let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
             if let DatastoreCondition::Available { usage } = condition
                 && has_changed(datastore.usage, usage)
@@ -91,7 +91,8 @@ impl DatastoreMonitor {
     ) -> Option<RaisedAlarm> {
         let alarm = |code, detail: String| {
             // Hosts may have datastores of one name.
-            let detail = format!("on host '{}': {detail}", datastore.host_name);
+            let host = datastore.on(self.host).map_or("", |on| on.host_name.as_str());
+            let detail = format!("on host '{host}': {detail}");
             Some(RaisedAlarm { code, target: datastore.name.clone(), detail, reason: None })
         };
         match condition {

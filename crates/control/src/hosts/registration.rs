@@ -103,15 +103,15 @@ pub async fn definition_at(store: &Store, vm: VmId, host: HostId) -> Result<VmSp
     };
     let mut from = store.read().await?;
     for disk in spec.disks_mut() {
-        let place = disk.datastore.datastore;
-        let Some(location) = datastores::location_at(&mut from, place, host).await? else {
+        let known = datastores::find(&mut from, &disk.datastore.datastore.to_string()).await?;
+        let Some(place) = known.and_then(|known| known.spec_on(host)) else {
             let detail = format!(
                 "disk '{}' of VM '{}' is on a datastore that the host does not have (vmseal datastore share)",
                 disk.name, vm.name
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));
         };
-        disk.datastore.location = location;
+        disk.datastore = place;
     }
     Ok(spec)
 }

@@ -14,7 +14,8 @@ use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
 use vmseal_api::host::descriptor::{self, DescribedDisk, DescribedSnapshot, VmDescriptor};
 use vmseal_api::host::survey::{FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{
-    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, SnapshotSpec, VmSpec,
+    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, Power, SnapshotSpec,
+    VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, PolicyId, VmId, check_name};
 use vmseal_api::model::Lifecycle;
@@ -27,11 +28,11 @@ use vmseal_secret::mac;
 
 use super::Services;
 use super::caller::{Caller, Privilege};
-use super::datastores::{describes, find};
+use super::datastores::{describes, find, reached};
 use super::hardware;
 use super::vm_values::{check_memory, check_vcpus};
 use crate::operation::{Definition, Operation};
-use crate::store::datastores::{self, Datastore};
+use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Placed;
 use crate::store::events::NewEvent;
 use crate::store::policies::Policy;
@@ -45,7 +46,11 @@ const KEYS_AT_ONCE: usize = 8;
 /// What a VM of a datastore is compared with.
 struct Known {
     datastore: Datastore,
-    /// The datastores of its host, by id.
+    /// The host that has looked at it, and gets its VMs.
+    on: OnHost,
+    /// The VMs that other hosts of the datastore have, and the names of these.
+    elsewhere: HashMap<VmId, String>,
+    /// The datastores of that host, by id.
     places: HashMap<DatastoreId, DatastoreSpec>,
     /// VMs by id.
     vms: HashMap<VmId, Vm>,
@@ -69,15 +74,15 @@ pub async fn adopt(
     caller.require(Privilege::VmConfigure)?;
     check(&request)?;
     let datastore = find(services, name).await?;
-    let agent = services.hosts.connected(datastore.host)?;
-    let view = services.hosts.view(datastore.host);
-    describes(view.description.as_deref(), &datastore.host_name)?;
-    let survey = agent.survey_datastore(datastore.location.clone()).await?;
-    let spec = DatastoreSpec { datastore: datastore.id, location: datastore.location.clone() };
+    let (on, agent) = reached(services, &datastore, name)?;
+    let on = on.clone();
+    let view = services.hosts.view(on.host);
+    describes(view.description.as_deref(), &on.host_name)?;
+    let survey = agent.survey_datastore(on.location.clone()).await?;
     // Refused if the mark is another one.
-    let contents = agent.scan_datastore(spec).await?;
+    let contents = agent.scan_datastore(datastore.spec(&on)).await?;
     let incomplete = survey.incomplete.or_else(|| contents.incomplete.clone());
-    let mut known = known(services, datastore, contents).await?;
+    let mut known = known(services, datastore, on, contents).await?;
     let asked = |found: &FoundVm| request.vms.is_empty() || is_one_of(found, &request.vms);
     let mut found = Vec::new();
     for vm in survey.vms.into_iter().filter(asked) {
@@ -137,13 +142,13 @@ fn is_one_of(found: &FoundVm, names: &[String]) -> bool {
 async fn known(
     services: &Services,
     datastore: Datastore,
+    on: OnHost,
     contents: DatastoreContents,
 ) -> Result<Known, Problem> {
     let all = Part::all();
     let mut read = services.store.read().await?;
-    let places = datastores::of_host(&mut read, datastore.host).await?.into_iter();
-    let places =
-        places.map(|it| (it.id, DatastoreSpec { datastore: it.id, location: it.location }));
+    let places = datastores::of_host(&mut read, on.host).await?;
+    let places = places.iter().filter_map(|it| Some((it.id, it.spec_on(on.host)?))).collect();
     let vms = vms::list(&mut read, &all).await?.into_iter();
     let policies = policies::list(&mut read, &all).await?.into_iter();
     let placed = disks::placed(&mut read).await?.into_iter();
@@ -151,9 +156,17 @@ async fn known(
         let named = image.named.filter(|named| !named.half_made && !named.replica)?;
         Some(((named.vm, named.disk), image))
     });
+    let others = datastore.hosts.iter().filter(|it| it.host != on.host);
+    let elsewhere = others.flat_map(|it| {
+        let view = services.hosts.view(it.host);
+        let vms = view.vms().iter().filter(|seen| seen.power != Power::Off);
+        vms.map(|seen| (seen.vm, it.host_name.clone())).collect::<Vec<_>>()
+    });
     Ok(Known {
+        elsewhere: elsewhere.collect(),
         datastore,
-        places: places.collect(),
+        on,
+        places,
         vms: vms.map(|vm| (vm.id, vm)).collect(),
         rekeyed: HashMap::new(),
         disks: placed.filter_map(|disk| Some((disk.id.parse().ok()?, disk))).collect(),
@@ -244,7 +257,7 @@ async fn rekeyed(
         else {
             continue;
         };
-        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.datastore.host {
+        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.on.host {
             continue;
         }
         let Some(key) = descriptor.key.as_ref().filter(|key| Some(*key) != vm.key.as_ref()) else {
@@ -349,6 +362,13 @@ fn judge(
             return (line, None);
         }
     };
+    if let Some(host) = known.elsewhere.get(&found.vm) {
+        let name = &known.datastore.name;
+        line.detail = format!(
+            "it is not off on host '{host}': adopt it there (vmseal datastore adopt {host}:{name})"
+        );
+        return (line, None);
+    }
     let renamed = request
         .rename
         .iter()
@@ -422,8 +442,8 @@ fn define(
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: descriptor.snapshots.iter().map(|it| snapshot(descriptor, it)).collect(),
         },
-        host: known.datastore.host,
-        host_name: known.datastore.host_name.clone(),
+        host: known.on.host,
+        host_name: known.on.host_name.clone(),
         policy,
         policy_name,
         replaces: None,
@@ -489,7 +509,7 @@ fn place(
         known.places.get(&id).cloned().ok_or_else(|| {
             format!(
                 "{what} '{name}' is on datastore {id}, which host '{}' does not have here: add it first (vmseal datastore add)",
-                known.datastore.host_name
+                known.on.host_name
             )
         })
     };

@@ -482,10 +482,8 @@ pub(crate) async fn define(
         })
     });
     let wanted = wanted.transpose()?;
-    let places: Vec<DatastoreSpec> = known
-        .into_iter()
-        .map(|it| DatastoreSpec { datastore: it.id, location: it.location })
-        .collect();
+    let places: Vec<DatastoreSpec> =
+        known.iter().filter_map(|it| it.spec_on(backup.host)).collect();
     let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, wanted, backup));
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
     let nics = of.nics.iter().cloned().map(Device::Nic);

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use sqlx::SqliteConnection;
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::hardware::{Hardware, TPM_DISK, VARIABLES_DISK};
@@ -18,8 +19,9 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init, hardware, room};
+use super::{Outcome, Services, cloud_init, hardware, room, usage};
 use crate::operation::Operation;
+use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
 use crate::tasks::Engine;
@@ -39,7 +41,8 @@ pub async fn create(
     let documents = documents.transpose()?;
     let mut hardware = request.hardware.clone();
     hardware.cpu_model = cpu_model(services, &request).await?;
-    let asked = ask_host(services, &request, &hardware)
+    let host = choose_host(services, &request).await?;
+    let key_box = ask_host(services, &host, &request, &hardware)
         .await
         .map_err(|problem| of_policy(problem, &request, &hardware))?;
     let mut write = services.store.write().await?;
@@ -52,14 +55,9 @@ pub async fn create(
     }
     hardware::check_tpm(&request.hardware, &policy)?;
     let provider = provider_of(services, &mut write, &policy).await?;
-    let (host, mut made) = place(&mut write, &request.disks, &policy).await?;
+    let mut made = place(&mut write, &request.disks, &policy, &host).await?;
     services.hosts.connected(host.id)?;
     room::check_memory(services, host.id, &host.name, request.memory)?;
-    let Some(key_box) = asked.filter(|(asked, _)| *asked == host.id).map(|(_, key_box)| key_box)
-    else {
-        let detail = "the datastore was moved to another host meanwhile: try again";
-        return Err(Problem::new(ErrorCode::WrongState, detail));
-    };
     // It may have changed since.
     check_cpu_model(&policy, hardware.cpu_model.as_deref())?;
     if !request.nics.is_empty() {
@@ -157,24 +155,83 @@ pub(super) fn check_cpu_model(policy: &Policy, model: Option<&str>) -> Result<()
     Err(Problem::invalid("hardware.cpu_model", detail))
 }
 
-/// Asks the host of the first disk's datastore, if there is such a host, whether it has what the machine needs, and for its
-/// key box if documents are to be sealed. That comes before the transaction that reserves the VM: none is held during a call to a host.
+/// Chooses the host of a new VM: the one that has the datastores of all disks. Where several share them, that which the request
+/// names, or the one that answers and has the most memory left.
+async fn choose_host(services: &Services, request: &CreateVm) -> Result<ChosenHost, Problem> {
+    let mut read = services.store.read().await?;
+    let mut common: Option<(Vec<OnHost>, String)> = None;
+    for (index, disk) in request.disks.iter().enumerate() {
+        let found = find_datastore(&mut read, disk, index).await?;
+        let names = found.host_names();
+        let mut hosts = found.hosts;
+        if let Some(named) = datastores::host_in(&disk.datastore) {
+            hosts.retain(|on| on.host_name == named);
+        }
+        let Some((before, first)) = &mut common else {
+            common = Some((hosts, names));
+            continue;
+        };
+        before.retain(|on| hosts.iter().any(|it| it.host == on.host));
+        if before.is_empty() {
+            let detail = format!(
+                "datastore '{}' belongs to host '{names}', the first disk's to '{first}'",
+                found.name
+            );
+            return Err(Problem::invalid(format!("disks[{index}].datastore"), detail));
+        }
+    }
+    let mut hosts = common.map(|(hosts, _)| hosts).unwrap_or_default();
+    if let Some(wanted) = &request.host {
+        hosts.retain(|on| on.host_name == *wanted || on.host.to_string() == *wanted);
+        if hosts.is_empty() {
+            let detail = format!("host '{wanted}' does not have the datastores of all disks");
+            return Err(Problem::invalid("host", detail));
+        }
+    }
+    let mut best: Option<(Option<u64>, OnHost)> = None;
+    let several = hosts.len() > 1;
+    for on in hosts {
+        let room = match services.hosts.connected(on.host) {
+            Ok(_) if several => {
+                let view = services.hosts.view(on.host);
+                let room = usage::room(&mut read, on.host, &view).await?;
+                Some(room.memory_left.unwrap_or(0))
+            }
+            _ => None,
+        };
+        if best.as_ref().is_none_or(|(most, _)| room > *most) {
+            best = Some((room, on));
+        }
+    }
+    let (_, on) = best.ok_or_else(|| Problem::invalid("disks", "a VM has at least one disk"))?;
+    Ok(ChosenHost { id: on.host, name: on.host_name })
+}
+
+/// The datastore of a disk of a request.
+async fn find_datastore(
+    from: &mut SqliteConnection,
+    disk: &CreateDisk,
+    index: usize,
+) -> Result<datastores::Datastore, Problem> {
+    let found = datastores::find(from, &disk.datastore).await;
+    found
+        .and_then(|it| it.ok_or_else(|| Problem::not_found("datastore", &disk.datastore)))
+        .map_err(|problem| Problem { field: Some(format!("disks[{index}].datastore")), ..problem })
+}
+
+/// Asks the host whether it has what the machine needs, and for its key box if documents are to be sealed. That comes before
+/// the transaction that reserves the VM: none is held during a call to a host.
 async fn ask_host(
     services: &Services,
+    host: &ChosenHost,
     request: &CreateVm,
     hardware: &Hardware,
-) -> Result<Option<(HostId, Option<String>)>, Problem> {
-    let Some(first) = request.disks.first() else { return Ok(None) };
-    let found = datastores::find(&mut *services.store.read().await?, &first.datastore).await;
-    // What is wrong with a datastore is said when the disks are placed.
-    let Ok(Some(datastore)) = found else { return Ok(None) };
-    let (host, host_name) = (datastore.host, &datastore.host_name);
-    hardware::examine(services, host, host_name, hardware).await?;
-    let key_box = match &request.cloud_init {
-        Some(_) => Some(cloud_init::key_box(services, host, host_name).await?),
-        None => None,
-    };
-    Ok(Some((host, key_box)))
+) -> Result<Option<String>, Problem> {
+    hardware::examine(services, host.id, &host.name, hardware).await?;
+    match &request.cloud_init {
+        Some(_) => Ok(Some(cloud_init::key_box(services, host.id, &host.name).await?)),
+        None => Ok(None),
+    }
 }
 
 /// Asks the host whether the disks could be created.
@@ -303,36 +360,32 @@ pub(super) async fn provider_of(
     usable(services, provider).map(Some)
 }
 
-/// The host that the datastores of disks belong to.
+/// The host of a VM.
 pub(super) struct ChosenHost {
     pub(super) id: HostId,
     pub(super) name: String,
 }
 
-/// The datastores of the disks; all must exist and be of one host.
+/// The disks on their datastores, which the host must have.
 pub(super) async fn place(
     write: &mut Write<'_>,
     wanted: &[CreateDisk],
     policy: &Policy,
-) -> Result<(ChosenHost, Vec<disks::Disk>), Problem> {
-    let mut host: Option<ChosenHost> = None;
+    host: &ChosenHost,
+) -> Result<Vec<disks::Disk>, Problem> {
     let mut made = Vec::new();
     for (index, disk) in wanted.iter().enumerate() {
-        let field = || Some(format!("disks[{index}].datastore"));
-        let found = datastores::find(write, &disk.datastore).await;
-        let found = found
-            .and_then(|it| it.ok_or_else(|| Problem::not_found("datastore", &disk.datastore)))
-            .map_err(|problem| Problem { field: field(), ..problem })?;
-        let on = host.get_or_insert(ChosenHost { id: found.host, name: found.host_name.clone() });
-        if on.id != found.host {
+        let found = find_datastore(write, disk, index).await?;
+        let Some(datastore) = found.spec_on(host.id) else {
             let detail = format!(
-                "datastore '{}' belongs to host '{}', the first disk's to '{}'",
-                found.name, found.host_name, on.name
+                "datastore '{}' belongs to host '{}', and the VM is on host '{}'",
+                found.name,
+                found.host_names(),
+                host.name
             );
-            return Err(Problem { field: field(), ..Problem::invalid("", detail) });
-        }
-        let datastore = DatastoreSpec { datastore: found.id, location: found.location };
-        let replica = replica(write, policy, on, &datastore)
+            return Err(Problem::invalid(format!("disks[{index}].datastore"), detail));
+        };
+        let replica = replica(write, policy, host, &datastore)
             .await
             .map_err(|detail| Problem { field: Some(format!("disks[{index}]")), ..detail })?;
         made.push(disks::Disk {
@@ -353,12 +406,11 @@ pub(super) async fn place(
             detached: false,
         });
     }
-    let host = host.ok_or_else(|| Problem::invalid("disks", "a VM has at least one disk"))?;
     check_caches(made.iter().map(|disk| disk.cache)).map_err(|(index, what)| {
         let detail = format!("policy '{}' gives each disk a cache: {what}", policy.name);
         Problem::invalid(format!("disks[{index}]"), detail)
     })?;
-    Ok((host, made))
+    Ok(made)
 }
 
 /// The location of the replica of a disk on `image`: this host's datastore that the policy names.
@@ -376,12 +428,10 @@ async fn replica(
         Problem::invalid("", detail)
     };
     let called = datastores::called(write, &wanted.datastore).await?;
-    let found = called
-        .into_iter()
-        .find(|it| it.host == host.id)
-        .ok_or_else(|| refused(format!("host '{}' does not have", host.name)))?;
-    let datastore = DatastoreSpec { datastore: found.id, location: found.location };
+    let here = called.into_iter().find_map(|it| Some((it.spec_on(host.id)?, it.name)));
+    let (datastore, name) =
+        here.ok_or_else(|| refused(format!("host '{}' does not have", host.name)))?;
     let place = ReplicaPlace { datastore, bytes_per_second: wanted.bytes_per_second };
     place.check(image).map_err(|(_, what)| refused(what))?;
-    Ok(Some((place, found.name)))
+    Ok(Some((place, name)))
 }

@@ -1,29 +1,35 @@
 //! Datastores.
 
+use std::sync::Arc;
+
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::DatastoreScan;
 use vmseal_api::host::version::DESCRIPTORS;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostDescription};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
-use vmseal_api::model::{Datastore, Page, Plan};
+use vmseal_api::model::{Datastore, DatastoreHost, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
 use super::{Outcome, PageRequest, Services, page_of};
+use crate::store::datastores::OnHost;
 use crate::store::events::NewEvent;
 use crate::store::{datastores, disks, hosts, tasks};
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
 
-fn shown(datastore: datastores::Datastore) -> Datastore {
+pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
     Datastore {
         id: datastore.id,
         name: datastore.name,
-        host: datastore.host_name,
-        location: datastore.location,
+        hosts: datastore
+            .hosts
+            .into_iter()
+            .map(|on| DatastoreHost { host: on.host_name, location: on.location })
+            .collect(),
         usage: datastore.usage,
     }
 }
@@ -34,6 +40,27 @@ pub(super) async fn find(
 ) -> Result<datastores::Datastore, Problem> {
     let found = datastores::find(&mut *services.store.read().await?, name).await?;
     found.ok_or_else(|| Problem::not_found("datastore", name))
+}
+
+/// A host of a datastore that answers, and its agent: the one that `called`, the datastore's name in a request, says, or the
+/// first one.
+///
+/// # Errors
+/// `unreachable`.
+pub(super) fn reached<'a>(
+    services: &Services,
+    datastore: &'a datastores::Datastore,
+    called: &str,
+) -> Result<(&'a OnHost, Arc<dyn HostAgent>), Problem> {
+    let named = datastores::host_in(called);
+    let mut silent = None;
+    for on in datastore.hosts.iter().filter(|on| named.is_none_or(|name| on.host_name == name)) {
+        match services.hosts.connected(on.host) {
+            Ok(agent) => return Ok((on, agent)),
+            Err(problem) => silent = Some(problem),
+        }
+    }
+    Err(silent.unwrap_or_else(|| Problem::not_found("datastore", called)))
 }
 
 /// The id of a datastore. It is derived from the location, so that adding it again (after a crash, or
@@ -78,9 +105,10 @@ async fn id_for(
     let path = path.display();
     let mut read = services.store.read().await?;
     if let Some(known) = datastores::find(&mut read, &mark.to_string()).await? {
-        let (known, host) = (known.name, known.host_name);
+        let (hosts, known) = (known.host_names(), known.name);
         let detail = format!(
-            "{path} has the mark of datastore '{known}' of host '{host}': is it the same directory, or a copy?"
+            "{path} has the mark of datastore '{known}' of {hosts}: is it a copy of that directory, or the same one? Hosts share one after vmseal datastore share {known} --host {}",
+            host.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
@@ -107,6 +135,15 @@ pub async fn list(
     Ok(page_of(items, part.limit, |it: &Datastore| it.id.to_string()))
 }
 
+pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem> {
+    let DatastoreLocation::Dir { path } = location;
+    if path.is_absolute() && path.as_os_str().len() <= PATH_LEN_MAX {
+        return Ok(());
+    }
+    let detail = format!("must be an absolute path of at most {PATH_LEN_MAX} bytes");
+    Err(Problem::invalid("location.path", detail))
+}
+
 /// Adds a datastore of a host, which marks it and measures it.
 pub async fn add(
     services: &Services,
@@ -116,11 +153,7 @@ pub async fn add(
 ) -> Result<Outcome<Datastore>, Problem> {
     caller.require(Privilege::ManageDatastores)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
-    let DatastoreLocation::Dir { path } = &request.location;
-    if !path.is_absolute() || path.as_os_str().len() > PATH_LEN_MAX {
-        let detail = format!("must be an absolute path of at most {PATH_LEN_MAX} bytes");
-        return Err(Problem::invalid("location.path", detail));
-    }
+    check_location(&request.location)?;
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),
@@ -131,9 +164,9 @@ pub async fn add(
     let mut read = services.store.read().await?;
     for taken in [format!("{}:{}", host.name, request.name), id.to_string()] {
         if let Some(known) = datastores::find(&mut read, &taken).await? {
-            let (known, host) = (known.name, known.host_name);
+            let (hosts, known) = (known.host_names(), known.name);
             let detail =
-                format!("datastore '{known}' of host '{host}' has this name or is at this place");
+                format!("datastore '{known}' of {hosts} has this name or is at this place");
             return Err(Problem::new(ErrorCode::AlreadyExists, detail));
         }
     }
@@ -159,15 +192,13 @@ pub async fn add(
     let datastore = datastores::Datastore {
         id,
         name: request.name,
-        host: host.id,
-        host_name: host.name,
-        location: request.location,
+        hosts: vec![OnHost { host: host.id, host_name: host.name, location: request.location }],
         usage: Some(usage),
     };
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;
     let (kind, target) = ("datastore.added", datastore.name.as_str());
-    let detail = format!("on host '{}', id {id}", datastore.host_name);
+    let detail = format!("on host '{}', id {id}", datastore.host_names());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     write.commit().await?;
     Ok(Outcome::Done(shown(datastore)))
@@ -207,7 +238,7 @@ pub async fn remove(
     }
     datastores::delete(&mut write, datastore.id).await?;
     let (kind, target) = ("datastore.removed", datastore.name.as_str());
-    let detail = format!("of host '{}'; what is on it stays", datastore.host_name);
+    let detail = format!("of host '{}'; what is on it stays", datastore.host_names());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     if dry_run {
         let step = "forget it; what is on it stays".to_owned();
@@ -226,12 +257,10 @@ pub async fn scan(
 ) -> Result<DatastoreScan, Problem> {
     caller.require(Privilege::Read)?;
     let datastore = find(services, name).await?;
-    let agent = services.hosts.connected(datastore.host)?;
-    let location = datastore.location.clone();
+    let (on, agent) = reached(services, &datastore, name)?;
     // A disk that is created or deleted during the scan is complete, or present, in one of the two.
     let before = disks::placed(&mut *services.store.read().await?).await?;
-    let contents =
-        agent.scan_datastore(DatastoreSpec { datastore: datastore.id, location }).await?;
+    let contents = agent.scan_datastore(datastore.spec(on)).await?;
     let after = disks::placed(&mut *services.store.read().await?).await?;
     Ok(compare(&datastore, contents, &before, &after))
 }

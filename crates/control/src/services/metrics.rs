@@ -160,8 +160,7 @@ impl Collector for Snapshot {
             }),
         )?;
         let places = || self.datastores.iter().filter_map(|it| Some((it, it.usage?)));
-        let labels =
-            |it: &Datastore| [("datastore", it.name.clone()), ("host", it.host_name.clone())];
+        let labels = |it: &Datastore| [("datastore", it.name.clone()), ("host", it.host_names())];
         encode_gauges(
             &mut to,
             ("vmseal_datastore_capacity_bytes", "The size of a datastore."),

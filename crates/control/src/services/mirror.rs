@@ -2,7 +2,7 @@
 //! copied, and the copies used ([`crate::tasks`]).
 
 use vmseal_api::host::version::{IN_PLACE, MIRROR, MIRROR_LAYERS, MOVE, PACE};
-use vmseal_api::host::{DatastoreSpec, DiskRole, Power};
+use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -96,19 +96,22 @@ pub async fn move_disks(
     let to = datastores::find(&mut read, &request.datastore).await?;
     let to = to.ok_or_else(|| of_datastore(Problem::not_found("datastore", &request.datastore)))?;
     drop(read);
-    if to.host != vm.host {
+    let Some(spec) = to.spec_on(vm.host) else {
         let detail = format!(
             "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}'",
-            to.name, to.host_name, vm.name, vm.host_name
+            to.name,
+            to.host_names(),
+            vm.name,
+            vm.host_name
         );
         return Err(of_datastore(Problem::new(ErrorCode::WrongState, detail)));
-    }
+    };
     features::require(services, &vm, MOVE, "move disks to another datastore")?;
     let disks = disks_to_move(&vm, &known, &request.disks)?;
     let from = |disk: &Disk| disks.contains(&disk.id).then_some(disk.datastore.datastore);
     let mut from: Vec<_> = known.iter().filter_map(from).collect();
     from.dedup();
-    let (place, to) = (Some(to.name), DatastoreSpec { datastore: to.id, location: to.location });
+    let (place, to) = (Some(to.name), spec);
     let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
     let rate = request.rate;
     let wanted = Wanted { vm, known, operation, policy: None, place, rate };

@@ -18,6 +18,7 @@
 //! | [`snapshots`] | snapshots of virtual machines |
 //! | [`proofs`] | proofs that virtual machines are encrypted |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
+//! | [`sharing`] | datastores that several hosts have |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
 //! | [`log_levels`], [`metrics`] | diagnostics |
@@ -57,6 +58,7 @@ pub mod server_backup;
 pub mod set_nic;
 pub mod set_policy;
 pub mod set_vm;
+pub mod sharing;
 pub mod snapshots;
 pub mod suspend;
 pub mod tasks;

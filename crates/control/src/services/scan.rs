@@ -30,7 +30,7 @@ pub fn compare(
     let mut seen = HashSet::new();
     let mut images = Vec::new();
     for found in contents.images {
-        let image = judge(&here, found, &by_id);
+        let image = judge(&here, datastore.hosts.len() > 1, found, &by_id);
         if matches!(image.status, ImageStatus::InUse | ImageStatus::Truncated)
             && let Some(name) = image.found.as_ref().and_then(|found| found.named)
             && !name.replica
@@ -64,7 +64,12 @@ pub fn compare(
     }
 }
 
-fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> ScannedImage {
+fn judge(
+    here: &str,
+    shared: bool,
+    found: FoundImage,
+    known: &HashMap<&str, &Placed>,
+) -> ScannedImage {
     let disk = found.named.and_then(|name| known.get(name.disk.to_string().as_str()).copied());
     let disk =
         disk.filter(|disk| found.named.is_some_and(|name| disk.vm_id == name.vm.to_string()));
@@ -74,6 +79,9 @@ fn judge(here: &str, found: FoundImage, known: &HashMap<&str, &Placed>) -> Scann
                 Some(until) => {
                     let day = until.strftime("%Y-%m-%d");
                     format!("being imported, or an interrupted import, kept until {day}")
+                }
+                None if shared && disk.is_none() => {
+                    "debris of a VM that the inventory does not have, which no host of a shared datastore removes: remove it, if no other server works here".to_owned()
                 }
                 None => "being made, or debris, which the host removes within a day".to_owned(),
             };
@@ -175,14 +183,17 @@ mod tests {
     use vmseal_api::id::{DatastoreId, DiskId, HostId, ProviderId, VmId};
 
     use super::*;
+    use crate::store::datastores::OnHost;
 
     fn datastore() -> Datastore {
         Datastore {
             id: DatastoreId::new(),
             name: "local".to_owned(),
-            host: HostId::new(),
-            host_name: "here".to_owned(),
-            location: DatastoreLocation::Dir { path: "/store".into() },
+            hosts: vec![OnHost {
+                host: HostId::new(),
+                host_name: "here".to_owned(),
+                location: DatastoreLocation::Dir { path: "/store".into() },
+            }],
             usage: None,
         }
     }
@@ -296,6 +307,29 @@ mod tests {
         };
         assert_eq!(standings(&here), [ImageStatus::InUse]);
         assert_eq!(standings(&there), [ImageStatus::Orphan, ImageStatus::Missing]);
+    }
+
+    #[test]
+    fn debris_that_no_host_removes_is_called_so() {
+        let one = datastore();
+        let hosts = [one.hosts.clone(), datastore().hosts].concat();
+        let shared = Datastore { hosts, ..one.clone() };
+        let (vm, disk) = (VmId::new(), DiskId::new());
+        let known = [Placed { whole: false, ..placed(&one, vm, disk, "d") }];
+        let half = |vm, disk| Some(NamedImage { vm, disk, half_made: true, replica: false });
+        let images = vec![
+            found("begun", half(vm, disk), ImageContent::Raw),
+            found("left", half(VmId::new(), DiskId::new()), ImageContent::Raw),
+        ];
+        let contents = DatastoreContents { images, ..DatastoreContents::default() };
+        let details = |of: &Datastore| {
+            let scan = compare(of, contents.clone(), &known, &known);
+            scan.images.into_iter().map(|it| it.detail).collect::<Vec<_>>()
+        };
+        assert!(details(&one).iter().all(|detail| detail.contains("within a day")));
+        let [begun, left] = details(&shared).try_into().unwrap();
+        assert!(begun.contains("within a day"), "{begun}");
+        assert!(left.contains("no host of a shared datastore"), "{left}");
     }
 
     #[test]

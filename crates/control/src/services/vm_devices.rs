@@ -12,7 +12,7 @@ use vmseal_api::request::{CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, Resiz
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
-use super::create_vm::{check_disk, place};
+use super::create_vm::{ChosenHost, check_disk, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::operation::Operation;
@@ -42,16 +42,10 @@ pub async fn add_disk(
     let mut write = services.store.write().await?;
     let policy = policies::find(&mut write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
-    let (host, mut made) = place(&mut write, std::slice::from_ref(&request), &policy)
+    let host = ChosenHost { id: vm.host, name: vm.host_name.clone() };
+    let mut made = place(&mut write, std::slice::from_ref(&request), &policy, &host)
         .await
         .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
-    if host.id != vm.host {
-        let detail = format!(
-            "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}'",
-            request.datastore, host.name, vm.name, vm.host_name
-        );
-        return Err(Problem::invalid("datastore", detail));
-    }
     let Some(disk) = made.pop() else {
         return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
     };

@@ -1,7 +1,7 @@
 //! Datastores.
 
 use sqlx::{FromRow, SqliteConnection};
-use vmseal_api::host::{DatastoreLocation, DatastoreUsage};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -14,14 +14,47 @@ pub struct Datastore {
     pub id: DatastoreId,
     /// Its name.
     pub name: String,
-    /// The host that it belongs to.
+    /// The hosts that have it, in the order of their names: one, or several that share it.
+    pub hosts: Vec<OnHost>,
+    /// Its capacity and free space when last measured.
+    pub usage: Option<DatastoreUsage>,
+}
+
+/// A datastore on a host.
+#[derive(Clone, Debug)]
+pub struct OnHost {
+    /// The host.
     pub host: HostId,
     /// That host's name.
     pub host_name: String,
-    /// Where it is.
+    /// Where it is on that host.
     pub location: DatastoreLocation,
-    /// Its capacity and free space when last measured.
-    pub usage: Option<DatastoreUsage>,
+}
+
+impl Datastore {
+    /// What a host has of it, if it has it.
+    #[must_use]
+    pub fn on(&self, host: HostId) -> Option<&OnHost> {
+        self.hosts.iter().find(|on| on.host == host)
+    }
+
+    /// What the agent of a host is to know of it; none where that host does not have it.
+    #[must_use]
+    pub fn spec_on(&self, host: HostId) -> Option<DatastoreSpec> {
+        self.on(host).map(|on| self.spec(on))
+    }
+
+    /// What the agent of a host that has it is to know.
+    #[must_use]
+    pub fn spec(&self, on: &OnHost) -> DatastoreSpec {
+        DatastoreSpec { datastore: self.id, location: on.location.clone() }
+    }
+
+    /// The names of its hosts, for people.
+    #[must_use]
+    pub fn host_names(&self) -> String {
+        self.hosts.iter().map(|on| on.host_name.as_str()).collect::<Vec<_>>().join(", ")
+    }
 }
 
 #[derive(FromRow)]
@@ -35,20 +68,33 @@ struct Row {
     free: Option<i64>,
 }
 
+/// A row for each host of a datastore, those of one datastore after one another.
 macro_rules! select {
-    ($rest:literal) => {
+    ($which:literal) => {
         concat!(
             "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free
              FROM datastores d JOIN datastore_hosts a ON a.datastore_id = d.id
                   JOIN hosts h ON h.id = a.host_id ",
-            $rest
+            $which,
+            " ORDER BY d.id, h.name"
         )
     };
 }
 
-impl TryFrom<Row> for Datastore {
-    type Error = StoreError;
-    fn try_from(row: Row) -> Result<Self, StoreError> {
+/// The datastores of these rows.
+fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
+    let mut found: Vec<Datastore> = Vec::new();
+    for row in rows {
+        let id = parse(&row.id, "a datastore's id")?;
+        let on = OnHost {
+            host: parse(&row.host_id, "a host's id")?,
+            host_name: row.host_name,
+            location: from_json(&row.location, "a datastore's location")?,
+        };
+        if let Some(last) = found.last_mut().filter(|last| last.id == id) {
+            last.hosts.push(on);
+            continue;
+        }
         let usage = match (row.capacity, row.free) {
             (Some(capacity), Some(free)) => Some(DatastoreUsage {
                 capacity: unsigned(capacity, "a capacity")?,
@@ -56,15 +102,9 @@ impl TryFrom<Row> for Datastore {
             }),
             _ => None,
         };
-        Ok(Self {
-            id: parse(&row.id, "a datastore's id")?,
-            name: row.name,
-            host: parse(&row.host_id, "a host's id")?,
-            host_name: row.host_name,
-            location: from_json(&row.location, "a datastore's location")?,
-            usage,
-        })
+        found.push(Datastore { id, name: row.name, hosts: vec![on], usage });
     }
+    Ok(found)
 }
 
 /// A size as SQL can store it; more than 8 EiB counts as 8 EiB.
@@ -72,12 +112,8 @@ fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }
 
-/// Adds a datastore, and its host.
+/// Adds a datastore, and its hosts.
 pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<(), StoreError> {
-    let exists = || {
-        let (name, host) = (&datastore.name, &datastore.host_name);
-        format!("a datastore '{name}' of host '{host}', or one at this place,")
-    };
     sqlx::query("INSERT INTO datastores (id, name, capacity, free) VALUES ($1, $2, $3, $4)")
         .bind(datastore.id.to_string())
         .bind(&datastore.name)
@@ -85,34 +121,48 @@ pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<
         .bind(datastore.usage.map(|usage| signed(usage.free)))
         .execute(&mut *to)
         .await
-        .map_err(taken(exists))?;
+        .map_err(taken(|| exists(&datastore.name, &datastore.host_names())))?;
+    for on in &datastore.hosts {
+        insert_host(to, datastore, on).await?;
+    }
+    Ok(())
+}
+
+/// Adds a host to a datastore.
+pub async fn insert_host(
+    to: &mut SqliteConnection,
+    datastore: &Datastore,
+    on: &OnHost,
+) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO datastore_hosts (datastore_id, host_id, name, location) VALUES ($1, $2, $3, $4)",
     )
     .bind(datastore.id.to_string())
-    .bind(datastore.host.to_string())
+    .bind(on.host.to_string())
     .bind(&datastore.name)
-    .bind(to_json(&datastore.location))
+    .bind(to_json(&on.location))
     .execute(to)
     .await
-    .map_err(taken(exists))?;
+    .map_err(taken(|| exists(&datastore.name, &on.host_name)))?;
     Ok(())
 }
 
-/// Where a host has a datastore; none where it does not have it.
-pub async fn location_at(
-    from: &mut SqliteConnection,
+fn exists(name: &str, host: &str) -> String {
+    format!("a datastore '{name}' of host '{host}', or one at this place,")
+}
+
+/// Takes a host from a datastore.
+pub async fn delete_host(
+    to: &mut SqliteConnection,
     datastore: DatastoreId,
     host: HostId,
-) -> Result<Option<DatastoreLocation>, StoreError> {
-    let found: Option<String> = sqlx::query_scalar(
-        "SELECT location FROM datastore_hosts WHERE datastore_id = $1 AND host_id = $2",
-    )
-    .bind(datastore.to_string())
-    .bind(host.to_string())
-    .fetch_optional(from)
-    .await?;
-    found.map(|location| from_json(&location, "a datastore's location")).transpose()
+) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM datastore_hosts WHERE datastore_id = $1 AND host_id = $2")
+        .bind(datastore.to_string())
+        .bind(host.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
 }
 
 /// Records its capacity and free space.
@@ -130,21 +180,43 @@ pub async fn set_usage(
     Ok(())
 }
 
+/// A datastore as a request names it.
+struct Called<'a> {
+    host: Option<&'a str>,
+    name: &'a str,
+}
+
+impl<'a> Called<'a> {
+    fn of(what: &'a str) -> Self {
+        match what.split_once(':') {
+            Some((host, name)) => Self { host: Some(host), name },
+            None => Self { host: None, name: what },
+        }
+    }
+}
+
+/// The host that `HOST:NAME` says.
+#[must_use]
+pub fn host_in(what: &str) -> Option<&str> {
+    Called::of(what).host
+}
+
 /// The datastores with this id or name, or `HOST:NAME` if several hosts have the name.
 pub async fn called(from: &mut SqliteConnection, what: &str) -> Result<Vec<Datastore>, StoreError> {
-    let (host, name) = match what.split_once(':') {
-        Some((host, name)) => (Some(host), name),
-        None => (None, what),
-    };
+    let called = Called::of(what);
     let rows: Vec<Row> = sqlx::query_as(select!(
-        "WHERE d.id = $1 OR (d.name = $2 AND (CAST($3 AS TEXT) IS NULL OR h.name = $3)) ORDER BY h.name"
+        "WHERE d.id = $1 OR (d.name = $2 AND (CAST($3 AS TEXT) IS NULL OR d.id IN (
+             SELECT x.datastore_id FROM datastore_hosts x JOIN hosts y ON y.id = x.host_id
+             WHERE x.name = $2 AND y.name = $3)))"
     ))
     .bind(what)
-    .bind(name)
-    .bind(host)
+    .bind(called.name)
+    .bind(called.host)
     .fetch_all(from)
     .await?;
-    rows.into_iter().map(Datastore::try_from).collect()
+    let mut found = gathered(rows)?;
+    found.sort_by_key(Datastore::host_names);
+    Ok(found)
 }
 
 /// The datastore that [`called`] finds, if any.
@@ -154,7 +226,11 @@ pub async fn called(from: &mut SqliteConnection, what: &str) -> Result<Vec<Datas
 pub async fn find(from: &mut SqliteConnection, what: &str) -> Result<Option<Datastore>, Problem> {
     let mut found = called(from, what).await?;
     if found.len() > 1 {
-        let all: Vec<_> = found.iter().map(|it| format!("{}:{}", it.host_name, it.name)).collect();
+        let first = |it: &Datastore| {
+            let host = it.hosts.first().map_or("", |on| on.host_name.as_str());
+            format!("{host}:{}", it.name)
+        };
+        let all: Vec<_> = found.iter().map(first).collect();
         let detail = format!("several datastores have the name '{what}': say {}", all.join(" or "));
         return Err(Problem::new(ErrorCode::InvalidRequest, detail));
     }
@@ -163,24 +239,46 @@ pub async fn find(from: &mut SqliteConnection, what: &str) -> Result<Option<Data
 
 /// Datastores in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Datastore>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(select!("WHERE d.id > $1 ORDER BY d.id LIMIT $2"))
-        .bind(&part.after)
-        .bind(part.limit)
-        .fetch_all(from)
-        .await?;
-    rows.into_iter().map(Datastore::try_from).collect()
+    let rows: Vec<Row> = sqlx::query_as(select!(
+        "WHERE d.id IN (SELECT id FROM datastores WHERE id > $1 ORDER BY id LIMIT $2)"
+    ))
+    .bind(&part.after)
+    .bind(part.limit)
+    .fetch_all(from)
+    .await?;
+    gathered(rows)
 }
 
-/// The datastores of a host.
+/// The datastores of a host, with all their hosts.
 pub async fn of_host(
     from: &mut SqliteConnection,
     host: HostId,
 ) -> Result<Vec<Datastore>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(select!("WHERE a.host_id = $1 ORDER BY d.id"))
-        .bind(host.to_string())
-        .fetch_all(from)
-        .await?;
-    rows.into_iter().map(Datastore::try_from).collect()
+    let rows: Vec<Row> = sqlx::query_as(select!(
+        "WHERE d.id IN (SELECT datastore_id FROM datastore_hosts WHERE host_id = $1)"
+    ))
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    gathered(rows)
+}
+
+/// The names of the VMs of a host that have a disk or a replica on a datastore, in their order.
+pub async fn vms_of_host(
+    from: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+) -> Result<Vec<String>, StoreError> {
+    Ok(sqlx::query_scalar(
+        "SELECT DISTINCT v.name
+         FROM volumes i JOIN disks d ON d.id = i.disk_id JOIN vms v ON v.id = d.vm_id
+              JOIN placements o ON o.vm_id = v.id
+         WHERE i.datastore_id = $1 AND o.host_id = $2 ORDER BY v.name",
+    )
+    .bind(datastore.to_string())
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?)
 }
 
 /// How many disks are on a datastore, or have their replica there.

@@ -1,4 +1,4 @@
-//! A control plane without HTTP with a simulated host, and another one for tests that need two: it can crash, and start again from its inventory.
+//! A control plane without HTTP with simulated hosts: it can crash, and start again from its inventory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,18 +12,19 @@ use vmseal_secret::sealed_box::Recipient;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
+use super::ToSimulated;
 use super::template::{Template, location, passphrase};
-use super::{OTHER_HOST, ToEither};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::services::Services;
 use crate::setup::authority::Authority;
-use crate::store::hosts::{self, Host};
 use crate::store::tasks::Task;
 use crate::store::users::Role;
 use crate::store::vms::Vm;
-use crate::store::{Store, alarms, disks, events, policies, providers, tasks, users, vms};
+use crate::store::{
+    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
+};
 use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
@@ -43,13 +44,12 @@ const RETRY: Retry = Retry {
 pub struct Fixture {
     pub directory: tempfile::TempDir,
     pub agent: SimulatedHost,
-    /// The agent of the host that [`Fixture::add_other_host`] adds.
-    pub other: SimulatedHost,
     pub store: Arc<Store>,
     pub providers: Arc<Providers>,
     pub hosts: Arc<Hosts>,
     pub engine: Arc<Engine>,
     pub host: HostId,
+    connector: ToSimulated,
     provider: ProviderId,
     datastore: DatastoreSpec,
 }
@@ -66,17 +66,17 @@ impl Fixture {
         let agent = SimulatedHost::new();
         let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
         agent.probe_datastore(datastore.clone()).await.unwrap();
-        let other = SimulatedHost::new();
-        let (hosts, engine) = begin(&store, &providers, (&agent, &other), RETRY).await;
+        let connector = ToSimulated { first: agent.clone(), others: Arc::default() };
+        let (hosts, engine) = begin(&store, &providers, &connector, RETRY).await;
         let this = Self {
             directory,
             agent,
-            other,
             store,
             providers,
             hosts,
             engine,
             host: template.host.id,
+            connector,
             provider: template.provider,
             datastore,
         };
@@ -97,6 +97,47 @@ impl Fixture {
         }
     }
 
+    /// Another host, which sees the directories of the first one, and has no datastore yet; its agent, when it is connected.
+    pub async fn add_host(&self, name: &str) -> (HostId, SimulatedHost) {
+        let agent = self.agent.beside();
+        let mut others = self.connector.others.lock().unwrap();
+        others.insert(name.to_owned(), agent.clone());
+        drop(others);
+        let host = hosts::Host {
+            id: HostId::new(),
+            name: name.to_owned(),
+            address: "127.0.0.1:1".to_owned(),
+            description: None,
+        };
+        let mut write = self.store.write().await.unwrap();
+        hosts::insert(&mut write, &host).await.unwrap();
+        write.commit().await.unwrap();
+        self.hosts.add(&host).unwrap();
+        self.eventually("the other host is connected", async || {
+            self.hosts.connected(host.id).is_ok().then_some(())
+        })
+        .await;
+        (host.id, agent)
+    }
+
+    /// The agent of a host that was added.
+    pub fn agent_of(&self, name: &str) -> SimulatedHost {
+        self.connector.others.lock().unwrap()[name].clone()
+    }
+
+    /// Gives a host that was added the datastore of the first one.
+    pub async fn share_datastore(&self, with: HostId, name: &str) {
+        let mut write = self.store.write().await.unwrap();
+        let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
+        let on = datastores::OnHost {
+            host: with,
+            host_name: name.to_owned(),
+            location: local.hosts[0].location.clone(),
+        };
+        datastores::insert_host(&mut write, &local, &on).await.unwrap();
+        write.commit().await.unwrap();
+    }
+
     /// Adds a user.
     pub async fn add_user(&self, name: &str, token: &str, role: Role) {
         let mut write = self.store.write().await.unwrap();
@@ -111,7 +152,7 @@ impl Fixture {
         let hosts = Hosts::start(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
-            Arc::new(ToEither(self.agent.clone(), self.other.clone())),
+            Arc::new(self.connector.clone()),
         );
         self.hosts = Arc::new(hosts.await.unwrap());
         let mut engine = Engine::new(
@@ -132,34 +173,6 @@ impl Fixture {
         let providers = Providers::open(Arc::clone(&self.store), self.directory.path(), None).await;
         self.providers = Arc::new(providers.unwrap());
         self.restart(|_| {}).await;
-    }
-
-    /// Adds a second host, which has the datastore of the first one as well.
-    pub async fn add_other_host(&self) -> HostId {
-        let host = Host {
-            id: HostId::new(),
-            name: OTHER_HOST.to_owned(),
-            address: "127.0.0.1:2".to_owned(),
-            description: None,
-        };
-        self.other.probe_datastore(self.datastore.clone()).await.unwrap();
-        let mut write = self.store.write().await.unwrap();
-        hosts::insert(&mut write, &host).await.unwrap();
-        let shared = "INSERT INTO datastore_hosts (datastore_id, host_id, name, location)
-             SELECT datastore_id, $1, name, location FROM datastore_hosts WHERE datastore_id = $2";
-        sqlx::query(shared)
-            .bind(host.id.to_string())
-            .bind(self.datastore.datastore.to_string())
-            .execute(&mut *write)
-            .await
-            .unwrap();
-        write.commit().await.unwrap();
-        self.hosts.add(&host).unwrap();
-        self.eventually("the other host is connected", async || {
-            self.hosts.connected(host.id).is_ok().then_some(())
-        })
-        .await;
-        host.id
     }
 
     /// Gives the passphrase of a provider.
@@ -395,15 +408,11 @@ impl Fixture {
 async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
-    (agent, other): (&SimulatedHost, &SimulatedHost),
+    connector: &ToSimulated,
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
-    let hosts = Hosts::start(
-        Arc::clone(store),
-        Arc::clone(providers),
-        Arc::new(ToEither(agent.clone(), other.clone())),
-    )
-    .await;
+    let hosts =
+        Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(connector.clone())).await;
     let hosts = Arc::new(hosts.unwrap());
     let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
     (hosts, Arc::new(engine))

@@ -1,9 +1,10 @@
-//! The fixture of the unit tests: a control plane with simulated hosts, which can crash.
+//! The fixture of the unit tests: a control plane with simulated hosts, one unless a test adds others, which can crash.
 
 mod fixture;
 mod template;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::HostAgent;
@@ -14,24 +15,16 @@ pub use self::template::new_store;
 use crate::hosts::connector::HostConnector;
 use crate::store::hosts::Host;
 
-/// The name of the second host of a fixture.
-pub const OTHER_HOST: &str = "there";
-
-/// Connects the second host to its agent, and every other one to the first.
-pub struct ToEither(pub SimulatedHost, pub SimulatedHost);
-
-impl HostConnector for ToEither {
-    fn connect(&self, host: &Host) -> Result<Arc<dyn HostAgent>, Problem> {
-        let agent = if host.name == OTHER_HOST { &self.1 } else { &self.0 };
-        Ok(Arc::new(agent.clone()))
-    }
+/// Connects hosts to simulated agents: each to the one of its name, and all others to the first.
+#[derive(Clone)]
+pub struct ToSimulated {
+    pub first: SimulatedHost,
+    pub others: Arc<Mutex<BTreeMap<String, SimulatedHost>>>,
 }
 
-/// Connects every host to the same agent.
-pub struct ToSimulated(pub SimulatedHost);
-
 impl HostConnector for ToSimulated {
-    fn connect(&self, _: &Host) -> Result<Arc<dyn HostAgent>, Problem> {
-        Ok(Arc::new(self.0.clone()))
+    fn connect(&self, host: &Host) -> Result<Arc<dyn HostAgent>, Problem> {
+        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Arc::new(others.get(&host.name).unwrap_or(&self.first).clone()))
     }
 }

@@ -68,9 +68,11 @@ impl Template {
         let datastore = datastores::Datastore {
             id: DatastoreId::new(),
             name: "local".to_owned(),
-            host: host.id,
-            host_name: host.name.clone(),
-            location: location(),
+            hosts: vec![datastores::OnHost {
+                host: host.id,
+                host_name: host.name.clone(),
+                location: location(),
+            }],
             usage: None,
         };
         let mut write = store.write().await.unwrap();

@@ -8,13 +8,13 @@ use axum::http::StatusCode;
 use vmseal_api::adopt::{AdoptVms, Adoption};
 use vmseal_api::datastore::DatastoreScan;
 use vmseal_api::model::{Datastore, Page, Plan};
-use vmseal_api::request::AddDatastore;
+use vmseal_api::request::{AddDatastore, ShareDatastore};
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Answer, created, no_content};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{self, PathSegment, QueryOf};
+use crate::request::body::{self, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 use crate::request::page::PageQuery;
 
@@ -68,6 +68,43 @@ pub(super) async fn remove(
 ) -> Result<Answer<StatusCode>, ProblemResponse> {
     Ok(Answer(
         services::datastores::remove(&control, &caller, &name, query.dry_run)
+            .await?
+            .map(no_content),
+    ))
+}
+
+/// Shares a datastore with another host, after both have shown that they see the same files and each other's locks.
+#[utoipa::path(post, path = "/api/v1/datastores/{datastore}/hosts", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    request_body = ShareDatastore,
+    responses((status = 201, body = Datastore), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn share(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<ShareDatastore>,
+) -> Result<Answer<(StatusCode, Json<Datastore>)>, ProblemResponse> {
+    Ok(Answer(
+        services::sharing::share(&control, &caller, &name, request, query.dry_run)
+            .await?
+            .map(created),
+    ))
+}
+
+/// Takes a host, which has no VM with disks there, from a datastore that others have, too.
+#[utoipa::path(delete, path = "/api/v1/datastores/{datastore}/hosts/{host}", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"),
+        ("host" = String, Path, description = "The host's name or id"), DryRunQuery),
+    responses((status = 204, description = "The host does not have it any more"), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn unshare(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    TwoPathSegments(name, host): TwoPathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<StatusCode>, ProblemResponse> {
+    Ok(Answer(
+        services::sharing::unshare(&control, &caller, &name, &host, query.dry_run)
             .await?
             .map(no_content),
     ))

@@ -176,7 +176,11 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
         ),
         (
             Privilege::ManageDatastores,
-            new().routes(routes!(datastores::add)).routes(routes!(datastores::remove)),
+            new()
+                .routes(routes!(datastores::add))
+                .routes(routes!(datastores::remove))
+                .routes(routes!(datastores::share))
+                .routes(routes!(datastores::unshare)),
         ),
         (
             Privilege::Diagnostics,

@@ -40,6 +40,8 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ),
         ("GET", "/api/v1/datastores/{datastore}", Read, ""),
         ("DELETE", "/api/v1/datastores/{datastore}", ManageDatastores, ""),
+        ("POST", "/api/v1/datastores/{datastore}/hosts", ManageDatastores, r#"{"host": "none"}"#),
+        ("DELETE", "/api/v1/datastores/{datastore}/hosts/{host}", ManageDatastores, ""),
         ("GET", "/api/v1/datastores/{datastore}/scan", Read, ""),
         ("POST", "/api/v1/datastores/{datastore}/adopt", VmConfigure, "{}"),
         ("GET", "/api/v1/providers", Read, ""),

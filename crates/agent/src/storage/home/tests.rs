@@ -152,7 +152,7 @@ fn debris_is_swept_and_work_under_way_is_not() {
     let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
     drop(begin(&home, &vm, 0).unwrap());
     let _file = begin(&home, &vm, 1).unwrap();
-    sweep(home.datastore());
+    sweep(home.datastore(), &|_| true);
     assert!(!home.creating(dead).exists());
     assert!(home.creating(alive).exists());
     assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
@@ -168,18 +168,34 @@ fn a_sweep_removes_nothing_that_is_being_made() {
     let (_directory, spec) = datastore();
     mark::put(directory_of(&spec), &spec).unwrap();
     let (home, vm) = home(&spec);
+    make_while_swept(&home, &vm, home.datastore());
+}
+
+/// Another host sweeps: the locks within this process do not keep it away, as they do not by another path.
+#[test]
+fn a_sweep_of_another_host_removes_nothing_that_is_being_made() {
+    let (directory, spec) = datastore();
+    mark::put(directory_of(&spec), &spec).unwrap();
+    let (home, vm) = home(&spec);
+    let link = tempfile::tempdir().unwrap();
+    let other = link.path().join("other");
+    std::os::unix::fs::symlink(directory.path(), &other).unwrap();
+    make_while_swept(&home, &vm, &other);
+}
+
+fn make_while_swept(home: &Home, vm: &VmSpec, swept: &Path) {
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                sweep(home.datastore());
+                sweep(swept, &|_| true);
             }
         });
         for _ in 0..300 {
             // Left by an attempt that died; the sweep may be about to remove it.
-            drop(begin(&home, &vm, 0));
+            drop(begin(home, vm, 0));
             // The sweep may hold its lock for a moment.
-            let Ok(file) = begin(&home, &vm, 0) else { continue };
+            let Ok(file) = begin(home, vm, 0) else { continue };
             std::thread::yield_now();
             let there = home.creating(vm.disk_at(0).unwrap().disk).metadata().map(|it| it.ino());
             assert_eq!(there.ok(), Some(file.metadata().unwrap().ino()));
@@ -199,7 +215,7 @@ fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
     drop(begin(&home, &vm, 0).unwrap());
     assert!(home.noted(disk).unwrap().is_none());
     home.note(disk, &note).unwrap();
-    sweep(home.datastore());
+    sweep(home.datastore(), &|_| true);
     let (file, found) = home.noted(disk).unwrap().unwrap();
     assert_eq!((&found.image, found.durable), (&note.image, 4 << 20));
     drop(file);
@@ -211,7 +227,7 @@ fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
     // Too old for its import to continue.
     let file = File::options().write(true).open(&path).unwrap();
     file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
-    sweep(home.datastore());
+    sweep(home.datastore(), &|_| true);
     assert!(!home.creating(disk).exists() && !path.exists(), "a half-made disk is kept for ever");
     home.note(disk, &note).unwrap();
     drop(begin(&home, &vm, 0).unwrap());

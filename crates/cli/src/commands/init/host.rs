@@ -158,7 +158,9 @@ impl Init {
         let Some(host) = self.own_host().await? else { return Ok(make) };
         let known = format!("datastores/{}:{DATASTORE}", host.name);
         let Some(known) = found::<Datastore>(server, &known).await? else { return Ok(make) };
-        let DatastoreLocation::Dir { path: is_at } = &known.location;
+        let here = known.hosts.iter().find(|on| on.host == host.name);
+        let here = here.context("the host does not have its own datastore")?;
+        let DatastoreLocation::Dir { path: is_at } = &here.location;
         if is_at != path {
             let message = format!(
                 "the datastore '{DATASTORE}' is at {}, not at {}: give --datastore {}, or add the other by vmseal datastore add",

@@ -31,6 +31,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         policy: "encrypted".to_owned(),
         vcpus: 1,
         memory: 32 << 20,
+        host: None,
         disks: vec![disk],
         nics: Vec::new(),
         hardware: Default::default(),

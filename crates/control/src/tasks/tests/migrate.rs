@@ -5,11 +5,14 @@ use vmseal_api::id::HostId;
 
 use super::*;
 use crate::store::hosts;
-use crate::testing::OTHER_HOST;
+
+/// The name of the other host.
+const OTHER_HOST: &str = "there";
 
 /// A VM that runs, and another host.
 pub(super) async fn before(fixture: &Fixture) -> VmId {
-    fixture.add_other_host().await;
+    let (other, _) = fixture.add_host(OTHER_HOST).await;
+    fixture.share_datastore(other, OTHER_HOST).await;
     fixture.running("web").await
 }
 
@@ -30,7 +33,10 @@ pub(super) fn any(vm: VmId) -> Operation {
 /// The guest runs at the other host, which has its key, and nothing of it is left at the first.
 pub(super) async fn assert_done(fixture: &Fixture, vm: VmId, what: &str) {
     assert_eq!(fixture.vm(vm).await.unwrap().host, other(fixture).await, "{what}");
-    assert!(fixture.other.runs(vm) && !fixture.agent.runs(vm), "{what}: where it runs");
+    assert!(
+        fixture.agent_of(OTHER_HOST).runs(vm) && !fixture.agent.runs(vm),
+        "{what}: where it runs"
+    );
     fixture
         .eventually("the first host has forgotten it", async || {
             (!fixture.agent.registered().contains(&vm)).then_some(())
@@ -38,7 +44,7 @@ pub(super) async fn assert_done(fixture: &Fixture, vm: VmId, what: &str) {
         .await;
     fixture
         .eventually("the other host has its key", async || {
-            fixture.other.keys_held().contains(&vm).then_some(())
+            fixture.agent_of(OTHER_HOST).keys_held().contains(&vm).then_some(())
         })
         .await;
 }
@@ -52,10 +58,13 @@ pub(super) async fn assert_unfinished(fixture: &Fixture, vm: VmId, problem: &Pro
 /// The guest runs where it was, and the other host knows nothing of it.
 pub(super) async fn assert_undone(fixture: &Fixture, vm: VmId, what: &str) {
     fixture.assert_whole(vm, Power::Running, what).await;
-    assert!(fixture.agent.runs(vm) && !fixture.other.runs(vm), "{what}: where it runs");
+    assert!(
+        fixture.agent.runs(vm) && !fixture.agent_of(OTHER_HOST).runs(vm),
+        "{what}: where it runs"
+    );
     fixture
         .eventually("the other host has forgotten it", async || {
-            (!fixture.other.registered().contains(&vm)).then_some(())
+            (!fixture.agent_of(OTHER_HOST).registered().contains(&vm)).then_some(())
         })
         .await;
 }

@@ -50,7 +50,8 @@ async fn second(fixture: &Fixture) -> datastores::Datastore {
     let (id, name) = (vmseal_api::id::DatastoreId::new(), "second".to_owned());
     let spec = DatastoreSpec { datastore: id, location: location.clone() };
     fixture.agent.probe_datastore(spec).await.unwrap();
-    let second = datastores::Datastore { id, name, location, ..local };
+    let on = datastores::OnHost { location, ..local.hosts[0].clone() };
+    let second = datastores::Datastore { id, name, hosts: vec![on], ..local };
     datastores::insert(&mut write, &second).await.unwrap();
     write.commit().await.unwrap();
     second
@@ -109,7 +110,7 @@ impl Mirror {
                     vm,
                     from: vec![disks[0].datastore.datastore],
                     disks: disks.iter().map(|disk| disk.id).collect(),
-                    to: DatastoreSpec { datastore: to.id, location: to.location },
+                    to: to.spec_on(fixture.host).unwrap(),
                 }
             }
         }

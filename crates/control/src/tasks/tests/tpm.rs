@@ -27,6 +27,7 @@ pub(super) fn request(policy: &str) -> CreateVm {
         policy: policy.to_owned(),
         vcpus: 1,
         memory: 32 << 20,
+        host: None,
         disks: vec![disk],
         nics: Vec::new(),
         hardware: Hardware { tpm: true, ..Hardware::default() },
