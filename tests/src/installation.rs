@@ -186,6 +186,7 @@ impl Installation {
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
             .args(["--accelerator", self.accelerator])
+            .args(["--migration-listen", &format!("{}:0", self.address)])
             .env("RUST_LOG", self.levels);
         Ok(command)
     }
@@ -532,7 +533,11 @@ impl Drop for Installation {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("the server's log ends:\n{}", tail(&self.path("server.log")));
-            eprintln!("the agent's log ends:\n{}", tail(&self.path("agent.log")));
+            let entries = std::fs::read_dir(self.directory.path()).into_iter().flatten().flatten();
+            for log in entries.filter(|it| is_log_of_agent(&it.file_name().to_string_lossy())) {
+                let name = log.file_name();
+                eprintln!("{} ends:\n{}", name.to_string_lossy(), tail(&log.path()));
+            }
         }
         self.kill_agent();
         self.others.drain(..).filter_map(|other| other.agent).for_each(Process::kill);
@@ -554,6 +559,10 @@ pub fn create<'a>(vm: &'a str, policy: &'a str, disk: &'a str) -> [&'a str; 9] {
 /// A path as text; the tests' own are.
 pub fn text(path: &Path) -> anyhow::Result<&str> {
     path.to_str().context("a path that is not UTF-8")
+}
+
+fn is_log_of_agent(name: &str) -> bool {
+    name.starts_with("agent") && name.ends_with(".log")
 }
 
 /// The end of a log.

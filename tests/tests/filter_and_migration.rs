@@ -59,10 +59,8 @@ impl Machine {
         let path = |name: &str| directory.join(name);
         std::fs::write(path("script"), SCRIPT).unwrap();
         let show = |name: &str| path(name).display().to_string();
-        let memory = format!(
-            "memory-backend-file,id=m0,size=256M,mem-path={},share=on",
-            show("memory")
-        );
+        let memory =
+            format!("memory-backend-file,id=m0,size=256M,mem-path={},share=on", show("memory"));
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args(["-accel", "tcg", "-machine", "q35,memory-backend=m0", "-cpu", "max"]);
         qemu.args(["-m", "256", "-smp", "2", "-nodefaults", "-display", "none", "-no-reboot"]);
@@ -152,8 +150,7 @@ fn a_guest_is_moved_while_it_uses_its_disk() {
     let image = place.path().join("image");
     File::create(&image).unwrap().set_len(SIZE).unwrap();
     let dek = SecretBytes::random(DEK_LEN).unwrap();
-    let disk =
-        Disk { image: &image, offset: 0, size: SIZE, dek: Some(&dek), holes: Holes::Zero };
+    let disk = Disk { image: &image, offset: 0, size: SIZE, dek: Some(&dek), holes: Holes::Zero };
     let mut filter = Filter::start_unlocked(&here, &disk).unwrap();
     let mut source = Machine::start(&here, filter.socket(), false);
     source.goes_on(2);

@@ -7,7 +7,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use vmseal_api::host::backup::BackupManifest;
-use vmseal_api::host::{JobProgress, JobSpec, JobState, JobStatus, MirrorJob, VmSpec};
+use vmseal_api::host::{
+    JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob, VmSpec,
+};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -68,6 +70,7 @@ struct Job {
     proof: Option<Box<SignedReport>>,
     backup: Option<Box<BackupManifest>>,
     read_bytes: Option<u64>,
+    migration: Option<MigrationProgress>,
 }
 
 impl Job {
@@ -77,8 +80,9 @@ impl Job {
 
     /// Whether it keeps its disks from other work: the copy of a mirrored disk goes on until the job is committed.
     fn holds_disks(&self) -> bool {
-        // So does a restored image.
-        let copies = matches!(self.spec, JobSpec::Mirror(_) | JobSpec::RestoreBackup(_));
+        // So does a restored image, and the other host.
+        let copies =
+            matches!(self.spec, JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Send(_));
         self.is_at_work() || (copies && self.state == JobState::ReadyToCommit)
     }
 
@@ -115,6 +119,7 @@ impl Job {
             proof: None,
             backup: None,
             read_bytes: self.read_bytes,
+            migration: self.migration.clone(),
         }
     }
 }
@@ -150,8 +155,8 @@ impl Jobs {
         let part = |disk| Part { disk, finished: false, done: 0, total: 0 };
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
-        let (proof, backup, read_bytes) = (None, None, None);
-        let job = Job { spec, state, parts, speed, quiesced, proof, backup, read_bytes };
+        let (proof, backup, read_bytes, migration) = (None, None, None, None);
+        let job = Job { spec, state, parts, speed, quiesced, proof, backup, read_bytes, migration };
         self.0.insert(task, job);
     }
 
@@ -285,10 +290,14 @@ impl Jobs {
                 | JobSpec::Prove(_)
                 | JobSpec::Dump(_)
                 | JobSpec::DecryptDump(_)
-                | JobSpec::VerifyBackup(_) => Activity::Mirroring,
+                | JobSpec::VerifyBackup(_)
+                | JobSpec::Send(_)
+                | JobSpec::Receive(_) => Activity::Mirroring,
             };
             let disks = match job.spec {
-                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) => job.spec.disks(),
+                JobSpec::Mirror(_) | JobSpec::RestoreBackup(_) | JobSpec::Send(_) => {
+                    job.spec.disks()
+                }
                 _ => job.unfinished(),
             };
             disks.into_iter().map(move |disk| (disk, activity))
@@ -346,6 +355,33 @@ impl Jobs {
                 job.state = JobState::Cancelled;
             }
         }
+    }
+
+    /// Whether nothing is left of a task's job but to commit it.
+    pub fn is_ready_to_commit(&self, task: TaskId) -> bool {
+        self.0.get(&task).is_some_and(|job| job.state == JobState::ReadyToCommit)
+    }
+
+    /// The task that sends the VM to another host, or has sent it there.
+    pub fn sender(&self) -> Option<TaskId> {
+        let sends = |job: &Job| matches!(job.spec, JobSpec::Send(_)) && job.holds_disks();
+        self.0.iter().find(|(_, job)| sends(job)).map(|(task, _)| *task)
+    }
+
+    /// Records how far a task's migration is.
+    pub fn migrates(&mut self, task: TaskId, progress: MigrationProgress) {
+        let Some(job) = self.0.get_mut(&task).filter(|job| job.is_at_work()) else { return };
+        job.state = JobState::Running;
+        job.migration = Some(progress);
+    }
+
+    /// Records that all of a VM is sent or received, or why it is not.
+    pub fn migrated(&mut self, task: TaskId, result: Result<(), Problem>) {
+        let Some(job) = self.0.get_mut(&task).filter(|job| job.is_at_work()) else { return };
+        job.state = match result {
+            Ok(()) => JobState::ReadyToCommit,
+            Err(problem) => JobState::Failed { problem },
+        };
     }
 
     /// The disks whose layers are to be merged.

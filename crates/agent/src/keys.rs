@@ -3,7 +3,7 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::cloud_init::cloud_init_info;
-use vmseal_api::host::{KeyReference, SealedKey, export_info, key_info};
+use vmseal_api::host::{KeyReference, MIGRATION_KEY_LEN, SealedKey, export_info, key_info};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::{KeyContext, check_value};
@@ -62,6 +62,21 @@ impl KeyBox {
         self.open_box(offered, &cloud_init_info(vm, disk), || {
             Problem::invalid("cloud_init", "it is sealed for another disk")
         })
+    }
+
+    /// Opens the key of a migration, which is sealed with this context.
+    ///
+    /// # Errors
+    /// `wrong-state` when it is sealed to an earlier run of the agent; `invalid-request` when it is not a sealed box, or for
+    /// another migration.
+    pub fn open_migration(&self, info: &[u8], offered: &SealedKey) -> Result<SecretBytes, Problem> {
+        let key = self.open_box(offered, info, || {
+            Problem::invalid("begin.session.key", "it is sealed for another migration")
+        })?;
+        match key.len() {
+            MIGRATION_KEY_LEN => Ok(key),
+            _ => Err(Problem::invalid("begin.session.key", "its length is wrong")),
+        }
     }
 
     fn open_box(

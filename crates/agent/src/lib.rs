@@ -36,6 +36,7 @@ pub mod simulated;
 mod storage;
 mod vm;
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -70,15 +71,26 @@ pub enum AgentError {
 pub async fn run(
     state_dir: PathBuf,
     listen: Option<String>,
-    options: AgentOptions,
+    mut options: AgentOptions,
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), AgentError> {
     let mut identity = host::identity::Identity::load(&state_dir)?;
     identity.address = listen.unwrap_or(identity.address);
+    options.migration_listen.get_or_insert_with(|| migration_address(&identity.address));
     let host = RealHost::start(options).await?;
     host.signs_as(&identity)?;
     let endpoint = host::http::Endpoint::bind(&identity).await?;
     tracing::info!(host = %identity.host, address = %endpoint.address(), "serving");
     endpoint.serve(Arc::new(host), shutdown).await?;
     Ok(())
+}
+
+/// The usual port at which running VMs of other hosts are received.
+const MIGRATION_PORT: u16 = 8446;
+
+/// Where running VMs of other hosts are received, unless an operator says otherwise: at the address of the agent.
+fn migration_address(agent: &str) -> SocketAddr {
+    let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+    let ip = agent.parse::<SocketAddr>().map_or(any, |address| address.ip());
+    SocketAddr::new(ip, MIGRATION_PORT)
 }

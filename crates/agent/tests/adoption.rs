@@ -94,6 +94,7 @@ impl Host {
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
             filter_restart_timeout: FILTER_RESTART_TIMEOUT,
+            migration_listen: Some(([127, 0, 0, 1], 0).into()),
         };
         RealHost::start(options).await.unwrap()
     }

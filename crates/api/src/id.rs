@@ -78,6 +78,8 @@ identity! {
     DumpId,
     /// A backup of a VM.
     BackupId,
+    /// An attempt to move a running VM to another host.
+    MigrationId,
     /// A task: durable work of the server.
     TaskId,
     /// One life of an agent process: changes when the agent restarts and its keys are gone.

@@ -34,6 +34,7 @@ pub mod key_fault;
 pub mod kmip;
 pub mod limits;
 pub mod log_level;
+pub mod migration;
 pub mod model;
 pub mod nic;
 pub mod pace;

@@ -20,6 +20,7 @@ use crate::id::{
 };
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
+use crate::migration::MigrationEncryption;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
@@ -233,6 +234,9 @@ pub struct Vm {
     /// Whether it is started after its host has rebooted.
     #[serde(default)]
     pub autostart: bool,
+    /// Whether what it is sent with to another host is encrypted.
+    #[serde(default)]
+    pub migration_encryption: MigrationEncryption,
     /// Whether it is a template: it is cloned, and neither started nor changed.
     #[serde(default)]
     pub template: bool,

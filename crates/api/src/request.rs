@@ -12,6 +12,7 @@ use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use crate::migration::MigrationEncryption;
 use crate::model::Replication;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use crate::passphrase::SealedPassphrase;
@@ -290,6 +291,9 @@ pub struct SetVm {
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,
+    /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration_encryption: Option<MigrationEncryption>,
     /// Whether it is a template, which is cloned, and neither started nor changed. A VM that becomes one is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<bool>,
@@ -612,6 +616,16 @@ pub struct MoveVm {
     /// least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+}
+
+/// Moves a running VM to another host, which has its datastores.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct MigrateVm {
+    /// The host, by name or id; none means the one with the most free memory of those that can take it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
 }
 
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.

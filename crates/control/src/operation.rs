@@ -331,6 +331,17 @@ pub enum Operation {
         /// The datastore that they get.
         to: DatastoreSpec,
     },
+    /// Moves a running VM to another host.
+    MigrateVm {
+        /// The VM.
+        vm: VmId,
+        /// Its host.
+        from: HostId,
+        /// The host that it goes to.
+        to: HostId,
+        /// Whether what is sent is encrypted.
+        encrypted: bool,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// The VM.
@@ -393,6 +404,7 @@ impl Operation {
             Self::DecryptVm { .. } => "vm.decrypt",
             Self::DeepRecryptVm { .. } => "vm.recrypt-deep",
             Self::MoveVm { .. } => "vm.move",
+            Self::MigrateVm { .. } => "vm.migrate",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -434,6 +446,7 @@ impl Operation {
             | Self::DecryptVm { vm, .. }
             | Self::DeepRecryptVm { vm, .. }
             | Self::MoveVm { vm, .. }
+            | Self::MigrateVm { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,

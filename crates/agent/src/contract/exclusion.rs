@@ -7,7 +7,7 @@ use vmseal_api::expose::LET_GO;
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
-    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff,
+    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff, SendJob,
 };
 use vmseal_api::id::{BackupId, DumpId, SnapshotId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -295,6 +295,14 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             match agent.put_job(vm, TaskId::new(), job).await {
                 // It was let as far as to look for the snapshot, or for the backup.
                 Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+                put => put,
+            }
+        }
+        Action::Send => {
+            let job = SendJob { disks: vec![disk], begin: None };
+            match agent.put_job(vm, TaskId::new(), JobSpec::Send(job)).await {
+                // It was let as far as to look where to.
+                Err(problem) if problem.code == ErrorCode::InvalidRequest => Ok(()),
                 put => put,
             }
         }

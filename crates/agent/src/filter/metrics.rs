@@ -171,6 +171,7 @@ impl Snapshot {
             (Power::Stopping, "stopping"),
             (Power::Paused, "paused"),
             (Power::Suspending, "suspending"),
+            (Power::Migrating, "migrating"),
             (Power::Suspended, "suspended"),
         ];
         gauges(

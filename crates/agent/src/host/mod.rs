@@ -9,6 +9,7 @@ pub(crate) mod peer_tests;
 
 use std::fs::DirBuilder;
 use std::io;
+use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -44,6 +45,7 @@ use crate::hypervisor::network;
 use crate::hypervisor::qemu::Qemu;
 use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
+use crate::migration::transport::Listener;
 use crate::process;
 use crate::process::died::DiedVms;
 use crate::process::machine::{self, Machine};
@@ -89,6 +91,8 @@ pub struct AgentOptions {
     pub hardening: Option<Hardening>,
     /// How long starting another filter for a running VM is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
+    /// Where other hosts connect to send running VMs; none where this one receives none.
+    pub migration_listen: Option<SocketAddr>,
 }
 
 /// Why an agent does not start.
@@ -173,6 +177,10 @@ impl RealHost {
         .await;
         tracing::info!(kind = ?accelerator.kind, reason = accelerator.reason, "guests are run by");
         let root = nix::unistd::geteuid().is_root();
+        let migrations = match options.migration_listen {
+            Some(address) => listen_for_migrations(address).await,
+            None => None,
+        };
         let shared = Arc::new(Shared {
             states: StateStore::new(Incarnation::new()),
             key_box: KeyBox::new()?,
@@ -187,6 +195,7 @@ impl RealHost {
             accelerator,
             filter_restart_timeout: options.filter_restart_timeout,
             signer: OnceLock::new(),
+            migrations,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let records = shared.run_dir.exports();
@@ -233,6 +242,20 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause between attempts.
 const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
+/// Waits for VMs that other hosts send. A host where that is not possible does all else.
+async fn listen_for_migrations(address: SocketAddr) -> Option<Listener> {
+    match Listener::bind(address).await {
+        Ok(listener) => {
+            tracing::info!(address = %listener.address(), "running VMs of other hosts are received at");
+            Some(listener)
+        }
+        Err(error) => {
+            tracing::warn!(%address, %error, "no running VMs of other hosts are received: give --migration-listen");
+            None
+        }
+    }
+}
+
 async fn lock_run_dir(
     options: &AgentOptions,
 ) -> Result<nix::fcntl::Flock<std::fs::File>, StartError> {
@@ -270,6 +293,7 @@ fn describe(shared: &Shared, weaknesses: Vec<String>) -> HostDescription {
         aes_hardware: machine.aes_hardware,
         run_dir: shared.run_dir.path().display().to_string(),
         transfer_directories: shared.transfer.shown(),
+        migration_address: shared.migrations.as_ref().map(Listener::address),
         weaknesses,
     }
 }
@@ -407,6 +431,12 @@ impl HostAgent for RealHost {
                 let owner = self.vm(of.vm).await?;
                 lent.push(owner.ask(of.vm, |reply| Call::Lend(of, reply)).await?);
             }
+        }
+        if let JobSpec::Receive(_) = &spec
+            && self.vms.get(vm).is_err()
+        {
+            let expected = vm::expect(&self.shared, task, spec)?;
+            return self.vms.receive(vm, expected, &self.shared).await;
         }
         self.vm(vm).await?.ask(vm, |reply| Call::PutJob(task, spec, lent, reply)).await
     }

@@ -28,6 +28,11 @@ pub struct Live {
     pub spare_ports: bool,
     /// The panics of the guest.
     pub panics: Panics,
+    /// The generation of the placement that it was received with from another host; none where it was started here.
+    pub received: Option<u64>,
+    /// The generation that its disks had when it was handed over to another host, which may have changed them since; none
+    /// while it is here.
+    pub handed_over: Option<u64>,
 }
 
 /// How QEMU has a disk.
@@ -81,6 +86,8 @@ impl Live {
             disks: disks.collect(),
             spare_ports: false,
             panics: Panics::default(),
+            received: None,
+            handed_over: None,
         }
     }
 

@@ -61,6 +61,8 @@ pub struct Record {
 pub enum Phase {
     /// Its processes are being started; the guest has not run.
     Starting,
+    /// It comes from another host: its guest has not run here.
+    Receiving,
     /// The guest runs, or is about to.
     Running,
 }
@@ -192,6 +194,12 @@ struct Version5 {
     /// The one that is being handled, or after which it stands still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     panic: Option<StoredPanicNow>,
+    /// The generation of the placement that it was received with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    received: Option<u64>,
+    /// The generation that its disks had when it was handed over to another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    handed_over: Option<u64>,
 }
 
 /// A VM, in records of VMs that run.
@@ -435,6 +443,8 @@ impl Record {
                         past: record.panics.into_iter().map(Panic::from).collect(),
                         now: record.panic.map(PanicNow::from),
                     },
+                    received: record.received,
+                    handed_over: record.handed_over,
                 };
                 let hardware = record.hardware.into();
                 let spec = VmSpec { hardware, ..record.vm.into() };
@@ -468,6 +478,8 @@ impl Record {
             ports: live.nic_ports.clone(),
             panics: live.panics.past.iter().map(StoredPanic::from).collect(),
             panic: live.panics.now.as_ref().map(StoredPanicNow::from),
+            received: live.received,
+            handed_over: live.handed_over,
         })
     }
 

@@ -49,6 +49,8 @@ pub enum Action {
     VerifyBackup,
     /// To restore a disk from a backup. The same job again is not an action.
     Restore,
+    /// To send the VM to another host. The same job again is not an action.
+    Send,
     /// To expose a disk for reading.
     ExposeToRead,
     /// To expose a disk for writing.
@@ -104,7 +106,7 @@ pub enum Activity {
     /// A disk is exposed.
     Exposed,
     /// A disk is being copied and the copy put in its place, or what it was before is being removed, or its layers are being
-    /// merged.
+    /// merged, or its VM is being sent to another host.
     Mirroring,
 }
 
@@ -141,7 +143,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 33] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 34] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -163,6 +165,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 33] = [
     (Action::BackUp,        [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::VerifyBackup,  [YES,   YES,     YES,    YES,     YES,    YES,        YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Restore,       [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Send,          [STATE, STATE,   YES,    STATE,   YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
@@ -221,7 +224,7 @@ impl Situation<'_> {
             Power::Starting => Starting,
             Power::Stopping => Stopping,
             Power::Paused => Paused,
-            Power::Suspending => Suspending,
+            Power::Suspending | Power::Migrating => Suspending,
             Power::Suspended => Suspended,
             // The VM is not off.
             Power::Running | Power::Unknown => Running,
@@ -254,6 +257,9 @@ impl Situation<'_> {
         let vm = &self.spec.name;
         let disk = disk.map_or_else(|| "a disk".to_owned(), |disk| format!("disk '{}'", disk.name));
         let what = match (action, during) {
+            (_, Suspending) if self.power == Power::Migrating => {
+                "is on its way to another host. Wait until its migration has ended"
+            }
             (_, Suspending) => "is being suspended. Wait a moment",
             (_, Suspended) => return super::suspended(self.spec),
             (Action::Suspend, Stopping) => "is stopping. Wait until it is off, or runs on",
@@ -288,6 +294,10 @@ impl Situation<'_> {
             (Action::BackUp, Starting) => {
                 "is starting: it cannot be backed up meanwhile. Wait until it runs"
             }
+            (Action::Send, Off | Starting) => {
+                "does not run: it is not sent to another host. Start it first"
+            }
+            (Action::Send, Stopping) => "is stopping. Wait until it is off, or runs on",
             (Action::DropSnapshot, Starting) => {
                 "is starting: its snapshots cannot be deleted meanwhile. Wait until it runs"
             }
@@ -336,7 +346,7 @@ impl Situation<'_> {
             }
             (_, Mirroring) => {
                 let what = format!(
-                    "{disk} is being copied to another image, or its former image is being removed, or its layers are being merged, or it is being read for a proof: wait, or cancel the task"
+                    "{disk} is being copied to another image, or its former image is being removed, or its layers are being merged, or it is being read for a proof, or the VM is being sent to another host: wait, or cancel the task"
                 );
                 return Problem::new(code, what);
             }

@@ -2,7 +2,7 @@
 
 use vmseal_api::host::{
     DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, RevertJob, SnapshotJob, VmSpec,
+    JobSpec, KeyState, MigrationSession, RevertJob, STREAMS_MAX, SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -123,6 +123,9 @@ pub fn check_job(
                 needs_key(spec, disk, key)
             })
         }
+        JobSpec::Send(job) => check_send(spec, job, key),
+        // Its VM is not registered here.
+        JobSpec::Receive(_) => Err(wrong_state(spec, "is on this host already")),
         JobSpec::DropSources(DropSourcesJob { disks })
         | JobSpec::DropSnapshot(DropSnapshotJob { disks, .. }) => {
             each_once(disks.iter().copied())?;
@@ -138,6 +141,43 @@ pub fn check_job(
             })
         }
     }
+}
+
+/// What a VM needs that is sent to another host.
+fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem> {
+    let all: Vec<_> = spec.disks().map(|disk| disk.disk).collect();
+    if all.len() != job.disks.len() || !all.iter().all(|disk| job.disks.contains(disk)) {
+        return Err(Problem::invalid("disks", "is not all disks of the VM, each once"));
+    }
+    let Some(begin) = &job.begin else {
+        return Err(Problem::invalid("begin", "is needed to begin"));
+    };
+    check_session(&begin.session)?;
+    if spec.hardware.tpm {
+        let what =
+            "has a TPM, and what that keeps does not move with a VM that runs. Stop it first";
+        return Err(wrong_state(spec, what));
+    }
+    if let Some(disk) = spec.disks().find(|disk| disk.replica.is_some()) {
+        let what = format!(
+            "has a replica of its disk '{}', which would stay behind. Stop it first",
+            disk.name
+        );
+        return Err(wrong_state(spec, &what));
+    }
+    if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
+}
+
+/// What hosts are told of a migration.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_session(session: &MigrationSession) -> Result<(), Problem> {
+    if session.streams == 0 || session.streams > STREAMS_MAX {
+        let what = format!("is not from 1 to {STREAMS_MAX}");
+        return Err(Problem::invalid("begin.session.streams", what));
+    }
+    Ok(())
 }
 
 /// What a disk needs that another one is filled from, besides [`exclusion`].

@@ -50,6 +50,10 @@ impl Inside {
             JobSpec::Backup(_) => Action::BackUp,
             JobSpec::VerifyBackup(_) => Action::VerifyBackup,
             JobSpec::RestoreBackup(_) => Action::Restore,
+            JobSpec::Send(_) => Action::Send,
+            JobSpec::Receive(_) => {
+                return Err(rules::wrong_state(situation.spec, "is on this host already"));
+            }
         };
         for disk in job.disks() {
             situation.may(action, Some(find_disk(situation.spec, disk)?))?;
@@ -79,6 +83,11 @@ impl Inside {
     }
 
     pub fn put_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
+        if let JobSpec::Receive(receive) = &job
+            && !self.agent.vms.contains_key(&vm)
+        {
+            return self.receive(vm, task, receive);
+        }
         match self.known(vm)?.jobs.same(task, &job)? {
             None | Some(JobState::Failed { .. } | JobState::Cancelled) => {}
             Some(_) => {
@@ -151,6 +160,8 @@ impl Inside {
         }
         let job = known.jobs.spec(task).cloned();
         match (&job, status.kind) {
+            (Some(JobSpec::Send(_)), _) => self.migrated(vm, task, true),
+            (Some(JobSpec::Receive(_)), _) => self.migrated(vm, task, false),
             (Some(JobSpec::Snapshot(job)), _) => {
                 self.take_snapshot(&job.disks, job.snapshot);
                 self.all_made(vm, &job.disks);
@@ -229,6 +240,8 @@ impl Inside {
     pub fn commit_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<Later, Problem> {
         match job {
             JobSpec::Convert(job) => self.commit_convert(vm, task, &job),
+            JobSpec::Send(_) => self.commit_send(vm, task).map(|()| None),
+            JobSpec::Receive(_) => self.commit_receive(vm, task).map(|()| None),
             job => self.commit_result(vm, task, job).map(|()| None),
         }
     }
@@ -268,6 +281,11 @@ impl Inside {
     pub fn cancel_job(&mut self, vm: VmId, task: TaskId, job: JobSpec) -> Result<(), Problem> {
         if let JobSpec::Convert(job) = &job {
             self.cancel_convert(vm, task, job)?;
+        }
+        match &job {
+            JobSpec::Send(_) => return self.cancel_send(vm, task),
+            JobSpec::Receive(_) => return self.cancel_receive(vm, task),
+            _ => {}
         }
         let known = self.known(vm)?;
         let state = known.jobs.same(task, &job)?.cloned();

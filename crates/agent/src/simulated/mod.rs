@@ -17,6 +17,7 @@ mod exposed;
 mod faults;
 mod jobs;
 mod keys;
+mod migration;
 mod mirror;
 mod panics;
 mod proofs;
@@ -27,6 +28,7 @@ mod storage;
 mod survey;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -125,6 +127,8 @@ struct Known {
     /// What its firmware tries first this time.
     boot_once: Option<BootDevice>,
     power: Power,
+    /// Whether it comes from another host, and has not run here.
+    receiving: bool,
     /// The check value stands for the key, which was opened and checked: its bytes are not used here.
     key_held: bool,
     /// The key itself, for the descriptors alone.
@@ -163,6 +167,7 @@ impl Known {
             next: None,
             in_use: BTreeSet::new(),
             power: Power::Off,
+            receiving: false,
             key_held: false,
             kek: None,
             stopped: None,
@@ -224,7 +229,7 @@ impl Known {
         };
         match self.power {
             Power::Running | Power::Stopping | Power::Paused => spec.nics().map(nic).collect(),
-            Power::Suspending => spec.nics().map(nic).collect(),
+            Power::Suspending | Power::Migrating => spec.nics().map(nic).collect(),
             Power::Off | Power::Starting | Power::Suspended | Power::Unknown => Vec::new(),
         }
     }
@@ -571,6 +576,7 @@ impl Inside {
             aes_hardware: true,
             run_dir: "/run/vmseal".to_owned(),
             transfer_directories: vec!["/".to_owned()],
+            migration_address: Some(SocketAddr::from(([127, 0, 0, 1], 8445))),
             weaknesses: Vec::new(),
         }
     }

@@ -22,6 +22,8 @@ pub struct RunningGuest {
     pub spec: VmSpec,
     pub guest: Guest,
     pub paused: bool,
+    /// Whether all of it is sent to another host.
+    pub handed_over: bool,
     /// The disks that it has.
     pub disks: BTreeSet<DiskId>,
     /// The disks that it was started with: they cannot be unplugged.
@@ -39,11 +41,26 @@ impl RunningGuest {
         let disks: BTreeSet<_> = spec.disks().map(|disk| disk.disk).collect();
         let (guest, first_disks) = (Guest::new(), disks.clone());
         let panics = Panics::default();
-        Self { spec, guest, paused: false, disks, first_disks, resets: 0, boot_once: None, panics }
+        let (paused, handed_over) = (false, false);
+        Self {
+            spec,
+            guest,
+            paused,
+            handed_over,
+            disks,
+            first_disks,
+            resets: 0,
+            boot_once: None,
+            panics,
+        }
     }
 
     pub fn power(&self) -> Power {
-        if self.paused { Power::Paused } else { Power::Running }
+        match (self.handed_over, self.paused) {
+            (true, _) => Power::Migrating,
+            (false, true) => Power::Paused,
+            (false, false) => Power::Running,
+        }
     }
 }
 

@@ -20,6 +20,7 @@
 //! <datastore>/<vm id>/<disk id>.converting    its image meanwhile
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
+//! <datastore>/<vm id>/vm.lease                which placement of the VM last used its disks ([`crate::storage::lease`])
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
 //! <datastore>/<vm id>/vm.core-<dump id>*      a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])
@@ -69,6 +70,9 @@ const NOTE_VERSION: u32 = 2;
 
 /// The file that names the VM of a directory.
 pub const DESCRIPTOR: &str = "vm.json";
+
+/// The file with the lease of the VM's disks.
+pub const LEASE: &str = "vm.lease";
 
 /// What the names of core dumps begin with.
 pub const CORE: &str = "vm.core-";
@@ -555,7 +559,11 @@ impl Home {
         let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
         let only_ours = entries.all(|entry| {
-            entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with(DESCRIPTOR))
+            entry.is_ok_and(|entry| {
+                let name = entry.file_name();
+                let name = name.to_string_lossy();
+                name.starts_with(DESCRIPTOR) || name.starts_with(LEASE)
+            })
         });
         if only_ours && let Err(error) = std::fs::remove_dir_all(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty directory");

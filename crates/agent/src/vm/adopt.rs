@@ -21,6 +21,7 @@ use crate::process::Process;
 use crate::process::died::DiedVm;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record, Unreadable};
+use crate::storage::lease;
 
 /// The period in which connecting to a VM with live processes is retried; later attempts are made in the
 /// background.
@@ -82,6 +83,14 @@ async fn adopt_one(
         tracing::info!(%vm, "found a VM suspended");
         return Some((vm, Vm::own(shared.clone(), record.spec, Initial::Suspended)));
     }
+    if record.phase == Phase::Receiving && !has_arrived(&record).await {
+        // Its guest has not run here: it is where it came from.
+        if let Err(error) = clear_away(&directory).await {
+            tracing::error!(%vm, %error, "cannot remove the remains of a VM that was received");
+        }
+        tracing::info!(%vm, "a VM that was on its way to this host is not here");
+        return None;
+    }
     let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
             tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
@@ -100,6 +109,13 @@ async fn adopt_one(
         }
     };
     Some((vm, Vm::own(shared.clone(), record.spec, initial)))
+}
+
+/// Whether the guest of a VM on record as received runs here, or is about to: its placement here has the lease of its disks.
+async fn has_arrived(record: &Record) -> bool {
+    let (spec, received) = (record.spec.clone(), record.live.received);
+    let look = move || received.is_some() && lease::read(&spec).ok() == received;
+    tokio::task::spawn_blocking(look).await.unwrap_or(false)
 }
 
 /// A VM whose record cannot be read: left running if its QEMU lives or may live.

@@ -25,13 +25,16 @@ mod exposed;
 mod images;
 mod left_running;
 mod merging;
+mod migration;
 mod mirroring;
 mod owner;
 mod panicking;
 mod proving;
+mod receiving;
 mod reconnect;
 mod report;
 mod running;
+mod sending;
 mod serve;
 mod service;
 mod start;
@@ -64,6 +67,7 @@ use crate::hypervisor::guest_agent::GuestAgent;
 use crate::hypervisor::qemu::Qemu;
 use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
+use crate::migration::transport::Listener;
 use crate::process::died::DiedVms;
 use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
@@ -74,6 +78,8 @@ use crate::vm::state_store::StateStore;
 
 pub use adopt::adopt;
 use left_running::LeftRunning;
+use receiving::Receiving;
+pub(crate) use receiving::expect;
 use running::Running;
 pub use service::FILTER_RESTART_TIMEOUT;
 pub use suspend::is_suspended;
@@ -109,6 +115,8 @@ pub struct Shared {
     pub filter_restart_timeout: Duration,
     /// The key that reports are signed with, once it is known; none for a host that has not joined.
     pub signer: OnceLock<Signer>,
+    /// Where other hosts connect to send VMs; none where this one receives none.
+    pub migrations: Option<Listener>,
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Problem>>;
@@ -205,6 +213,8 @@ pub enum Initial {
     Alive(Box<Running>),
     /// Running, and this agent cannot manage it.
     LeftRunning(Box<LeftRunning>),
+    /// On its way from another host.
+    Receiving(Box<Receiving>),
 }
 
 impl Vm {
@@ -216,6 +226,11 @@ impl Vm {
         if let Initial::LeftRunning(left) = initial {
             left.publish();
             tokio::spawn(left.run(calls));
+            return Self(sender);
+        }
+        if let Initial::Receiving(receiving) = initial {
+            receiving.publish();
+            tokio::spawn(receiving.run(calls));
             return Self(sender);
         }
         let owner = owner::Owner::new(shared, spec, initial);

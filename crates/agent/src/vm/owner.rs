@@ -20,6 +20,7 @@ mod pace;
 mod panics;
 mod proofs;
 mod replicas;
+mod send;
 mod set_running;
 mod sharing;
 mod snapshots;
@@ -46,10 +47,11 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
+pub use self::send::replace;
 use super::exposed::ConnectionSender;
 use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
-use super::serve::Plan;
+use super::serve::{Memory, Plan};
 use super::service::{Attempt, Service, ServiceEvent};
 use super::start::start;
 use super::workers::Workers;
@@ -142,7 +144,10 @@ impl Owner {
         let suspended = matches!(initial, Initial::Suspended);
         let (state, stopped) = match initial {
             // A VM that is left running gets its owner when that has ended.
-            Initial::New | Initial::Suspended | Initial::LeftRunning(_) => (State::Off, None),
+            // One that is received gets it when it runs here.
+            Initial::New | Initial::Suspended | Initial::LeftRunning(_) | Initial::Receiving(_) => {
+                (State::Off, None)
+            }
             Initial::Stopped(stopped) => (State::Off, Some(stopped)),
             Initial::Alive(running) => (State::Running(running), None),
         };
@@ -245,6 +250,7 @@ impl Owner {
             State::Off => Power::Off,
             State::Starting { .. } => Power::Starting,
             State::Running(ref running) if running.saving.is_some() => Power::Suspending,
+            State::Running(ref running) if running.live.handed_over.is_some() => Power::Migrating,
             State::Running(ref running) if running.live.paused => Power::Paused,
             State::Running(_) => Power::Running,
             State::Stopping { .. } => Power::Stopping,
@@ -390,6 +396,9 @@ impl Owner {
             Event::Process(ProcessEvent::MemorySaved(saved)) => {
                 request_id::during(self.request.clone(), self.memory_saved(saved)).await;
             }
+            Event::Process(ProcessEvent::Sending(event)) => {
+                request_id::during(self.request.clone(), self.sending(event)).await;
+            }
             Event::Process(ProcessEvent::PanicDumped(dumped)) => self.panic_dumped(dumped).await,
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
@@ -463,7 +472,11 @@ impl Owner {
     fn serve_again(&mut self) {
         // A VM without an encrypted disk has a key when one is being encrypted or has just been decrypted.
         let needs_key = self.spec.key.is_some() && self.kek.is_none();
-        if needs_key || !self.running().is_some_and(|running| running.service.waits()) {
+        // Another host may have the disks of one that is handed over.
+        if needs_key
+            || self.is_handed_over()
+            || !self.running().is_some_and(|running| running.service.waits())
+        {
             return;
         }
         let (shared, plan) = (self.shared.clone(), self.plan());
@@ -573,6 +586,13 @@ impl Owner {
             return Ok(());
         }
         if matches!(self.power(), Power::Running | Power::Paused | Power::Stopping) {
+            if self.jobs.sender().is_some() {
+                let what = "is being sent to another host: it cannot be changed meanwhile. Wait, or cancel the task";
+                return Err(Problem::new(
+                    ErrorCode::InUse,
+                    format!("VM '{}' {what}", self.spec.name),
+                ));
+            }
             return self.set_running(spec).await;
         }
         self.situation().may(Action::Register, None)?;
@@ -642,8 +662,8 @@ impl Owner {
         let (spec, nics_before) = (self.spec.clone(), self.nics_before.clone());
         let (tpm, kek) = (tpm.into_iter().next(), self.clone_kek()?);
         let shared_out = self.shared_out.clone();
-        let (boot_once, resume) = (None, None);
-        Ok(Plan { spec, disks, kek, shared_out, nics_before, live, tpm, boot_once, resume })
+        let (boot_once, memory) = (None, Memory::New);
+        Ok(Plan { spec, disks, kek, shared_out, nics_before, live, tpm, boot_once, memory })
     }
 
     async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
@@ -661,7 +681,7 @@ impl Owner {
             // Until it stops, it is what it was when it was suspended.
             let registered = std::mem::replace(&mut self.spec, spec);
             self.next = (registered != self.spec).then_some(registered);
-            Plan { resume: Some(resume), ..self.plan_with(live)? }
+            Plan { memory: Memory::Saved(resume), ..self.plan_with(live)? }
         } else {
             Plan { boot_once, ..self.plan()? }
         };

@@ -12,6 +12,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::panicking::PanicDumping;
+use super::sending::{Sending, SendingEvent};
 use super::serve::stays_connected;
 use super::service::{Service, ServiceEvent, answers};
 use super::suspend::Saving;
@@ -56,6 +57,8 @@ pub struct Running {
     pub live: Live,
     /// The saving of the guest's memory, while the VM is being suspended.
     pub saving: Option<Saving>,
+    /// The sending of the guest to another host.
+    pub sending: Option<Sending>,
     /// Whether its guest has panicked and stands still.
     pub panicked: bool,
     /// The writing of a core dump of a guest that has panicked.
@@ -99,6 +102,8 @@ pub enum ProcessEvent {
     Service(ServiceEvent),
     /// The guest's memory is in a file that has no name yet; or why it is not.
     MemorySaved(Result<(), Problem>),
+    /// How far the guest is that is sent to another host.
+    Sending(SendingEvent),
     /// The core dump of a guest that panicked is written or is not, for people.
     PanicDumped(String),
     /// QEMU reports something.
@@ -111,6 +116,14 @@ pub enum ProcessEvent {
 async fn saved(saving: &mut Option<Saving>) -> Result<(), Problem> {
     match saving {
         Some(saving) => saving.finished().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The next event of a guest that is sent. While nobody sends it, this never returns.
+async fn sent(sending: &mut Option<Sending>) -> SendingEvent {
+    match sending {
+        Some(sending) => sending.next().await,
         None => std::future::pending().await,
     }
 }
@@ -138,6 +151,7 @@ impl Running {
                 self.saving = None;
                 ProcessEvent::MemorySaved(saved)
             }
+            event = sent(&mut self.sending) => ProcessEvent::Sending(event),
             dumped = dumped(&mut self.dumping) => {
                 self.dumping = None;
                 ProcessEvent::PanicDumped(dumped)

@@ -13,6 +13,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use super::receiving::Arriving;
 use super::suspend::Resume;
 use super::{Shared, images, internal};
 use crate::filter::{self, Connection, Control};
@@ -25,6 +26,7 @@ use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::mirror::{self, GuestDisk};
+use crate::storage::placeholder;
 use crate::storage::replica;
 
 /// The longest that connecting a disk may take once QEMU's monitor answers.
@@ -49,8 +51,29 @@ pub struct Plan {
     pub tpm: Option<(DiskSpec, DiskFacts)>,
     /// What the firmware tries first this time.
     pub boot_once: Option<BootDevice>,
-    /// The saved memory of its guest, where it is suspended.
-    pub resume: Option<Resume>,
+    /// The memory that its guest begins with.
+    pub memory: Memory,
+}
+
+/// The memory that a guest begins with.
+pub enum Memory {
+    /// None: it boots.
+    New,
+    /// That which was saved when it was suspended.
+    Saved(Resume),
+    /// That which comes from another host, which still has the disks.
+    Arriving(Arriving),
+}
+
+impl Memory {
+    /// The type of the machine that the memory is of.
+    pub fn machine(&self) -> Option<&str> {
+        match self {
+            Self::New => None,
+            Self::Saved(resume) => Some(&resume.machine),
+            Self::Arriving(arriving) => Some(&arriving.machine),
+        }
+    }
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs
@@ -63,12 +86,9 @@ pub async fn filter(
 ) -> Result<(Process, Vec<Notice>), Problem> {
     let to_open = plan.clone();
     let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
-    for ((disk, _), opened) in plan.disks.iter().zip(&opened).filter(|(_, it)| it.has_pivoted) {
-        images::replace(directory, disk.disk, opened.open.own())?;
+    if !matches!(plan.memory, Memory::Arriving(_)) {
+        note_images(directory, plan, &opened)?;
     }
-    let files: Vec<_> =
-        plan.disks.iter().zip(&opened).map(|((disk, _), it)| (disk, it.open.own())).collect();
-    images::check(directory, &files)?;
     let mut notices = Vec::new();
     let mut disks = Vec::new();
     let mut connections = Vec::new();
@@ -78,7 +98,10 @@ pub async fn filter(
             return Err(internal("a disk to be served has no socket"));
         };
         notices.extend(open.notice);
-        let replica = replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?;
+        let replica = match plan.memory {
+            Memory::Arriving(_) => None,
+            _ => replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?,
+        };
         // An earlier filter may have used it.
         directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
         let listener = directory.listen(&beside(in_use.socket)).map_err(internal)?;
@@ -161,10 +184,37 @@ pub fn beside(number: u32) -> String {
 }
 
 fn open_disks(plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
+    let (spec, kek) = (&plan.spec, plan.kek.as_ref());
     plan.disks
         .iter()
-        .map(|(disk, facts)| mirror::open_for_guest(&plan.spec, disk, facts, plan.kek.as_ref()))
+        .map(|(disk, facts)| match plan.memory {
+            Memory::Arriving(_) => placeholder::open(spec, disk, facts, kek),
+            _ => mirror::open_for_guest(spec, disk, facts, kek),
+        })
         .collect()
+}
+
+/// Opens the disks of a plan with their locks, and records which files they are. Blocks.
+///
+/// # Errors
+/// Those of opening them.
+pub fn open_to_write(directory: &ProcessDir, plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
+    let (spec, kek) = (&plan.spec, plan.kek.as_ref());
+    let open =
+        |(disk, facts): &(DiskSpec, DiskFacts)| mirror::open_for_guest(spec, disk, facts, kek);
+    let opened = plan.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+    note_images(directory, plan, &opened)?;
+    Ok(opened)
+}
+
+/// Records which files the disks are.
+fn note_images(directory: &ProcessDir, plan: &Plan, opened: &[GuestDisk]) -> Result<(), Problem> {
+    for ((disk, _), opened) in plan.disks.iter().zip(opened).filter(|(_, it)| it.has_pivoted) {
+        images::replace(directory, disk.disk, opened.open.own())?;
+    }
+    let files: Vec<_> =
+        plan.disks.iter().zip(opened).map(|((disk, _), it)| (disk, it.open.own())).collect();
+    images::check(directory, &files)
 }
 
 /// Waits until every disk is connected of which QEMU has a device.

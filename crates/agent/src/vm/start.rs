@@ -15,7 +15,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::panicking::{self, PANICKED};
 use super::running::{QemuEnd, Running};
-use super::serve::{self, Plan, filter, socket, wait_connected};
+use super::serve::{self, Memory, Plan, filter, socket, wait_connected};
 use super::service::Service;
 use super::suspend;
 use super::tpm::{self, Tpm};
@@ -49,9 +49,37 @@ pub async fn start(
     plan: Plan,
     slot: Arc<Slot>,
 ) -> Result<(Running, Vec<Notice>), Problem> {
+    let plan = Arc::new(plan);
+    let (running, notices) = boot(shared, directory, plan.clone(), slot).await?;
+    // In this order: a VM on record as running that is found dead then has no older death on record.
+    shared.died.forget(plan.spec.vm).map_err(internal)?;
+    running.write(&plan.spec)?;
+    if let Memory::Saved(resume) = &plan.memory {
+        resume.use_up().await?;
+    }
+    if !running.live.paused {
+        running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    }
+    if let Memory::Saved(resume) = &plan.memory {
+        resume.remove().await;
+    }
+    Ok((running, notices))
+}
+
+/// Starts its processes, with the memory that its guest is to have; the guest does not run yet.
+pub async fn boot(
+    shared: &Shared,
+    directory: &ProcessDir,
+    plan: Arc<Plan>,
+    slot: Arc<Slot>,
+) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
     let mut live = plan.live.clone();
-    directory.write(&plan.spec, slot.number(), Phase::Starting, &live).map_err(internal)?;
+    let phase = match plan.memory {
+        Memory::Arriving(_) => Phase::Receiving,
+        Memory::New | Memory::Saved(_) => Phase::Starting,
+    };
+    directory.write(&plan.spec, slot.number(), phase, &live).map_err(internal)?;
     let listeners = plan
         .spec
         .disks()
@@ -60,7 +88,7 @@ pub async fn start(
         .map(|disk| directory.listen(&socket(disk.socket)))
         .collect::<Result<Vec<_>, _>>()
         .map_err(internal)?;
-    let (plan, control) = (Arc::new(plan), Control::of(directory));
+    let control = Control::of(directory);
     let cards = open_cards(&plan, &slot).await?;
     let firmware = open_firmware(shared, directory, &plan)?;
     hardware::check_memory(&plan.spec.hardware, plan.spec.memory)?;
@@ -85,7 +113,7 @@ pub async fn start(
                 medium: medium.as_ref(),
                 boot_once: plan.boot_once,
                 live: &live,
-                machine: plan.resume.as_ref().map(|resume| resume.machine.as_str()),
+                machine: plan.memory.machine(),
             },
             slot.qemu(),
         )
@@ -108,9 +136,12 @@ pub async fn start(
     if plan.boot_once.is_some() {
         usual_order::restore(&qmp, spec).await.map_err(internal)?;
     }
-    if let Some(resume) = &plan.resume
-        && let Err(problem) = resume.load(&qmp).await
-    {
+    let loaded = match &plan.memory {
+        Memory::New => Ok(()),
+        Memory::Saved(resume) => resume.load(&qmp).await,
+        Memory::Arriving(arriving) => arriving.load(&qmp).await,
+    };
+    if let Err(problem) = loaded {
         // QEMU ends where it cannot load the memory, and its log says why.
         return Err(match problem.code {
             ErrorCode::Internal => {
@@ -134,21 +165,10 @@ pub async fn start(
         left: false,
         live,
         saving: None,
+        sending: None,
         panicked: false,
         dumping: None,
     };
-    // In this order: a VM on record as running that is found dead then has no older death on record.
-    shared.died.forget(spec.vm).map_err(internal)?;
-    running.write(spec)?;
-    if let Some(resume) = &plan.resume {
-        resume.use_up().await?;
-    }
-    if !running.live.paused {
-        running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
-    }
-    if let Some(resume) = &plan.resume {
-        resume.remove().await;
-    }
     Ok((running, notices))
 }
 
@@ -241,6 +261,8 @@ pub async fn reconnect(
     let (console, qmp, events) = connect(directory, &qemu, filter.as_ref()).await?;
     let control = Control::of(directory);
     let filter = match filter {
+        // That of a guest that is handed over serves placeholders.
+        Some(filter) if record.live.handed_over.is_some() => Some(filter),
         Some(filter) => with_stacks_of_notes(spec, &control, filter, directory).await?,
         None => None,
     };
@@ -274,6 +296,8 @@ pub async fn reconnect(
         if status["running"] == Value::Bool(true) {
             qmp.execute("stop", Value::Null).await.map_err(internal)?;
         }
+    } else if live.handed_over.is_some() {
+        // Another host may have its guest: only the server knows.
     } else if status["running"] != Value::Bool(true) {
         // Without a filter this is an error: a guest that has not run yet is started again.
         let never_ran = status["status"] == NOT_STARTED;
@@ -302,6 +326,7 @@ pub async fn reconnect(
         panicked: panicked && !live.paused,
         live,
         saving: None,
+        sending: None,
         dumping: None,
     })
 }

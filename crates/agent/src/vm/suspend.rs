@@ -21,6 +21,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::internal;
+use super::migration::machine_of;
 use super::stream::{pass, pipe, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::live::Live;
@@ -66,9 +67,7 @@ pub fn begin(what: ToSave) -> Saving {
 async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem> {
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
     qmp.execute("stop", Value::Null).await.map_err(refused)?;
-    let question = json!({"path": "/machine", "property": "type"});
-    let machine = qmp.execute("qom-get", question).await.map_err(refused)?;
-    let machine = machine.as_str().unwrap_or_default().trim_end_matches("-machine").to_owned();
+    let machine = machine_of(&qmp).await.map_err(refused)?;
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
     qmp.execute("migrate-set-parameters", limits).await.map_err(refused)?;
     let (ours, theirs) = pipe()?;
@@ -162,7 +161,7 @@ pub fn open(
 }
 
 /// The machine that was saved, with keys and devices as they are registered.
-fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
+pub fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
     let id = |device: &Device| match device {
         Device::Disk(disk) => disk.disk.0,
         Device::Nic(nic) => nic.nic.0,

@@ -10,7 +10,8 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::rules;
-use crate::vm::{Call, Vm};
+use crate::vm::receiving::{Expected, Receiving};
+use crate::vm::{Call, Initial, Shared, Vm};
 
 /// The most VMs that a host takes.
 const VMS_MAX: usize = 1024;
@@ -75,10 +76,35 @@ impl Vms {
         }
         let mut known = self.known();
         if known.len() >= VMS_MAX {
-            let what = format!("a host takes at most {VMS_MAX} VMs: place it on another one");
-            return Err(Problem::new(ErrorCode::LimitExceeded, what));
+            return Err(too_many());
         }
         known.insert(vm, own(spec));
+        Ok(())
+    }
+
+    /// Waits for a VM that is not known, which comes from another host.
+    ///
+    /// # Errors
+    /// `conflict` where it is known; `limit-exceeded`; those of beginning to wait.
+    pub async fn receive(
+        &self,
+        vm: VmId,
+        expected: Expected,
+        shared: &Arc<Shared>,
+    ) -> Result<(), Problem> {
+        let _alone = self.lock(vm).await;
+        let mut known = self.known();
+        if known.contains_key(&vm) {
+            let what = format!("VM {vm} has just been registered on this host");
+            return Err(Problem::new(ErrorCode::Conflict, what));
+        }
+        if known.len() >= VMS_MAX {
+            return Err(too_many());
+        }
+        let spec = expected.vm.clone();
+        let receiving = Receiving::new(shared.clone(), expected)?;
+        let initial = Initial::Receiving(Box::new(receiving));
+        known.insert(vm, Vm::own(shared.clone(), spec, initial));
         Ok(())
     }
 
@@ -93,6 +119,11 @@ impl Vms {
         self.known().remove(&vm);
         Ok(())
     }
+}
+
+fn too_many() -> Problem {
+    let what = format!("a host takes at most {VMS_MAX} VMs: place it on another one");
+    Problem::new(ErrorCode::LimitExceeded, what)
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! The description of a host, and the versions of this contract that it speaks.
 
+use std::net::SocketAddr;
+
 use serde::{Deserialize, Serialize};
 
 use super::version::ContractRange;
@@ -41,6 +43,10 @@ pub struct HostDescription {
     /// The directories that images may be imported from and exported to.
     #[serde(default)]
     pub transfer_directories: Vec<String>,
+    /// Where the agent waits for VMs that other hosts send; none where it receives none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub migration_address: Option<SocketAddr>,
     /// What could not be protected on this host as it should be (swap in the clear, memory not lockable).
     pub weaknesses: Vec<String>,
 }

@@ -8,6 +8,7 @@
 //!                      └── an error ────► Failed:    nothing is left of it
 //!
 //! put ─► ReadyToCommit ── commit ─► Running ─► Done                  (a conversion in place)
+//! put ─► Running ─► ReadyToCommit ── commit ─► Done                  (a migration, at either host: [`super::migration`])
 //! ```
 //! Putting the same job again continues it, or begins it again if it failed or was cancelled. A job that an
 //! agent has lost with a restart is put again, too, and continues with what it had written. A task has one job at
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::DatastoreSpec;
 use super::disk::ImageSource;
 use super::key::{KeyReference, SealedKey};
+use super::migration::{MigrationProgress, ReceiveJob, SendJob};
 use super::proof::SignedReport;
 use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
@@ -63,6 +65,10 @@ pub enum JobSpec {
     VerifyBackup(VerifyBackupJob),
     /// Put what such a copy holds in the place of disks.
     RestoreBackup(RestoreBackupJob),
+    /// Send the VM, which runs, to another host.
+    Send(SendJob),
+    /// Receive the VM from another host.
+    Receive(ReceiveJob),
 }
 
 /// Makes disks of a registered VM that is off. A complete disk is not touched.
@@ -412,6 +418,8 @@ impl JobSpec {
             Self::Backup(_) => JobKind::Backup,
             Self::VerifyBackup(_) => JobKind::VerifyBackup,
             Self::RestoreBackup(_) => JobKind::RestoreBackup,
+            Self::Send(_) => JobKind::Send,
+            Self::Receive(_) => JobKind::Receive,
         }
     }
 
@@ -421,6 +429,8 @@ impl JobSpec {
         match (self, other) {
             (Self::Mirror(one), Self::Mirror(other)) => one.disks == other.disks,
             (Self::Convert(one), Self::Convert(other)) => one.disks == other.disks,
+            // A task has one at a time at each host, however it was begun.
+            (Self::Send(_), Self::Send(_)) | (Self::Receive(_), Self::Receive(_)) => true,
             (one, other) => one == other,
         }
     }
@@ -443,6 +453,8 @@ impl JobSpec {
             Self::Backup(job) => job.disks.clone(),
             Self::VerifyBackup(job) => vec![job.disk],
             Self::RestoreBackup(job) => job.disks.clone(),
+            Self::Send(job) => job.disks.clone(),
+            Self::Receive(job) => job.disks.clone(),
         }
     }
 
@@ -492,6 +504,10 @@ pub enum JobKind {
     VerifyBackup,
     /// [`RestoreBackupJob`]
     RestoreBackup,
+    /// [`SendJob`]
+    Send,
+    /// [`ReceiveJob`]
+    Receive,
     /// A kind of a newer agent that this side does not know.
     #[serde(other)]
     Unknown,
@@ -526,6 +542,9 @@ pub struct JobStatus {
     /// How much of the disks was read for a backup, in bytes; none for other jobs, and where it was written before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_bytes: Option<u64>,
+    /// How far a VM is that is sent; none for other jobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration: Option<MigrationProgress>,
 }
 
 /// The state of a job.

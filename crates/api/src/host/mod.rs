@@ -71,6 +71,7 @@ pub mod descriptor;
 mod disk;
 mod job;
 mod key;
+mod migration;
 pub mod proof;
 mod state;
 pub mod survey;
@@ -91,6 +92,10 @@ pub use self::job::{
     RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
+pub use self::migration::{
+    Arrival, Departure, MIGRATION_KEY_LEN, MigrationProgress, MigrationSession, ReceiveJob,
+    STREAMS_MAX, SendJob, migration_info,
+};
 pub use self::state::{
     DiskSettings, DiskState, HostState, KeyState, Notice, NoticeCode, Power, StartedWith,
     StateChange, StopReason, Stopped, VmState,

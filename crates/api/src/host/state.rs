@@ -163,6 +163,8 @@ pub enum Power {
     Suspending,
     /// The memory of its guest is saved beside its disks, and no process of it lives.
     Suspended,
+    /// It is between two hosts and its guest stands still: its memory is at the other host, or has come from there.
+    Migrating,
     /// Something that a newer agent says and this side does not know: it is not off.
     #[serde(other)]
     Unknown,
@@ -216,6 +218,8 @@ pub enum StopReason {
     FailedToStart,
     /// It was suspended: the memory of its guest is saved.
     Suspended,
+    /// It runs on another host.
+    Migrated,
     /// The agent restarted and found the VM half-started or gone.
     FoundDead,
     /// Something that a newer agent says and this side does not know; its detail tells it.
@@ -234,6 +238,7 @@ impl StopReason {
             | Self::GuestPanicked
             | Self::FailedToStart
             | Self::Suspended
+            | Self::Migrated
             | Self::Unknown => false,
         }
     }

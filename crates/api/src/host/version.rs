@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 31] = [
+pub const FEATURES: [&str; 34] = [
     "job-create",
     "job-export",
     NICS,
@@ -56,6 +56,8 @@ pub const FEATURES: [&str; 31] = [
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
+    MIGRATE,
+    MIGRATE_ENCRYPTED,
     SHARED_DATASTORES,
 ];
 
@@ -147,6 +149,12 @@ pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";
+
+/// The feature of agents that send running VMs to other hosts and receive them.
+pub const MIGRATE: &str = "job-migrate";
+
+/// The feature of agents that encrypt what they send VMs with.
+pub const MIGRATE_ENCRYPTED: &str = "job-migrate-encrypted";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

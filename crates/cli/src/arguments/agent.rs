@@ -1,5 +1,6 @@
 //! `vmseal agent`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -30,6 +31,10 @@ pub struct RunAgent {
     /// The address and port to listen on [default: the address this machine joined with]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
+    /// The address and port at which other hosts send running VMs to this one, best of a network of its own; port 0 is any free
+    /// one [default: the address to listen on, port 8446]
+    #[arg(long, value_name = "IP:PORT")]
+    pub migration_listen: Option<SocketAddr>,
     /// How to run guests: `kvm`, `tcg` (emulation, slow), or `auto`: KVM if a trial guest runs under it at
     /// start, else TCG
     #[arg(long, value_enum, default_value_t)]

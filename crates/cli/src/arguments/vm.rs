@@ -261,6 +261,22 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Move a running VM to another host
+    ///
+    /// Its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
+    /// that is sent is encrypted with a key for this migration alone. Both hosts need the datastores of its disks (`vmseal
+    /// datastore share`). Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
+    Migrate {
+        /// Its name or id
+        #[arg(value_name = "VM")]
+        name: String,
+        /// The host, by name or id [default: the one with the most free memory that can take it]
+        host: Option<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
@@ -377,6 +393,10 @@ pub struct SetVm {
     /// Start it after its host has rebooted, once its key is there
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub autostart: Option<OnOff>,
+    /// Whether what it is sent with to another host is encrypted; that of an encrypted VM always is. `opportunistic` is where both
+    /// hosts can
+    #[arg(long, value_enum, value_name = "MODE", group = "change")]
+    pub migration_encryption: Option<MigrationEncryption>,
     /// Make a VM that is off a template, which is cloned, and neither started nor changed; or an ordinary VM again
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub template: Option<OnOff>,
@@ -397,13 +417,31 @@ pub struct SetVm {
     /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
     /// is changed together with it
     #[arg(long, value_enum, value_name = "on|off", group = "change",
-        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "migration_encryption", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
     pub tpm: Option<OnOff>,
     /// Do not ask before a TPM is taken away
     #[arg(long, requires = "tpm")]
     pub yes: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
+}
+
+/// Whether what a VM is sent with to another host is encrypted.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MigrationEncryption {
+    Disabled,
+    Opportunistic,
+    Required,
+}
+
+impl From<MigrationEncryption> for vmseal_api::migration::MigrationEncryption {
+    fn from(mode: MigrationEncryption) -> Self {
+        match mode {
+            MigrationEncryption::Disabled => Self::Disabled,
+            MigrationEncryption::Opportunistic => Self::Opportunistic,
+            MigrationEncryption::Required => Self::Required,
+        }
+    }
 }
 
 /// Whether something is wanted.

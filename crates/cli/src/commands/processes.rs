@@ -72,6 +72,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
         },
         hardening: Some(hardening),
         filter_restart_timeout: FILTER_RESTART_TIMEOUT,
+        migration_listen: options.migration_listen,
     };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

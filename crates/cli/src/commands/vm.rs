@@ -8,7 +8,8 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MoveVm, RebootVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, SetVm,
+    StartVm, StopVm,
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
@@ -145,6 +146,10 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
+        arguments::Vm::Migrate { name, host, dry_run, wait } => {
+            let path = format!("vms/{name}/migrate");
+            task::begin(server, output, &path, &MigrateVm { host }, &dry_run, &wait).await
+        }
         arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
             let path = format!("vms/{name}/recrypt");
             let request = RecryptVm { provider, deep, rate, in_place };
@@ -218,6 +223,7 @@ async fn set(
         description: options.description,
         labels: removed.chain(set).collect(),
         autostart: options.autostart.map(|wanted| wanted == OnOff::On),
+        migration_encryption: options.migration_encryption.map(Into::into),
         template: options.template.map(|wanted| wanted == OnOff::On),
         policy: options.policy,
         cdrom: None,

@@ -232,6 +232,7 @@ impl Row for Vm {
         more("description", |it| it.description.clone().into()),
         more("labels", |it| all(it.labels.iter().map(|(key, value)| format!("{key}={value}")))),
         more("autostart", |it| Cell::YesNo(it.autostart)),
+        more("migration-encryption", |it| it.migration_encryption.name().into()),
         more("template", |it| Cell::YesNo(it.template)),
         more("linked", |it| {
             it.linked.as_ref().map(|to| format!("{}, snapshot {}", to.vm, to.snapshot)).into()

@@ -153,6 +153,7 @@ mod tests {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             template: false,
             host: HostId::new(),
             host_name: "here".to_owned(),

@@ -8,6 +8,7 @@ mod datastores;
 pub mod join;
 mod key_delivery;
 pub mod keys;
+mod left;
 mod monitor;
 mod panics;
 mod registration;
@@ -30,7 +31,7 @@ use self::datastores::DatastoreMonitor;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    for_agent, read as definition, register, register_with, spec_of, spec_of_disk,
+    definition_at, for_agent, read as definition, register, register_with, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

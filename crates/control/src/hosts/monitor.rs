@@ -38,6 +38,7 @@ use vmseal_api::request_id::{self, RequestId};
 use super::alarms;
 use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
+use super::left;
 use super::panics;
 use super::{HostView, is_silence, registration};
 use crate::locks::Locks;
@@ -286,9 +287,11 @@ impl Monitor {
                 Err(problem) => self.deliveries.failed(vm, problem),
             }
         }
-        for seen in state.vms.iter().filter(|seen| seen.power == Power::Off) {
-            if !vms.iter().any(|vm| vm.id == seen.vm) {
-                self.forget(seen.vm).await?;
+        for seen in &state.vms {
+            let is_here = vms.iter().any(|vm| vm.id == seen.vm);
+            if left::may_be(seen, is_here) {
+                let (store, agent) = (&self.store, &*self.agent);
+                left::deal_with(store, agent, &self.locks, (self.id, seen)).await?;
             }
         }
         Ok(())
@@ -372,18 +375,6 @@ impl Monitor {
                 Ok(())
             }
             Ok(()) => Ok(()),
-        }
-    }
-
-    /// Unregisters a VM that the inventory does not have: left by a crash.
-    async fn forget(&self, vm: VmId) -> Result<(), Problem> {
-        let _unchanged = self.locks.lock(vm).await;
-        if registration::read(&self.store, vm).await?.is_some() {
-            return Ok(());
-        }
-        match self.agent.unregister_vm(vm).await {
-            Err(problem) if is_silence(&problem) => Err(problem),
-            _ => Ok(()),
         }
     }
 

@@ -4,11 +4,12 @@ use vmseal_api::host::version::{DESCRIPTORS, PANIC, SNAPSHOTS};
 use vmseal_api::host::{
     Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
 };
-use vmseal_api::id::VmId;
+use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::SnapshotState;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Hosts;
+use crate::store::datastores;
 use crate::store::disks::{self, Disk};
 use crate::store::nics;
 use crate::store::snapshots::{self, Snapshot};
@@ -90,6 +91,29 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     let snapshots = whole.map(spec_of_snapshot).collect();
     let spec = VmSpec { snapshots, ..spec_of(&vm, &disks, &nics) };
     Ok(Some((vm, spec)))
+}
+
+/// The definition of a VM for a host that may get it: its datastores are where that host has them.
+///
+/// # Errors
+/// `not-found`: the inventory does not have it. `wrong-state`: the host has not all of its datastores.
+pub async fn definition_at(store: &Store, vm: VmId, host: HostId) -> Result<VmSpec, Problem> {
+    let Some((vm, mut spec)) = read(store, vm).await? else {
+        return Err(Problem::not_found("VM", vm));
+    };
+    let mut from = store.read().await?;
+    for disk in spec.disks_mut() {
+        let known = datastores::find(&mut from, &disk.datastore.datastore.to_string()).await?;
+        let Some(place) = known.and_then(|known| known.spec_on(host)) else {
+            let detail = format!(
+                "disk '{}' of VM '{}' is on a datastore that the host does not have (vmseal datastore share)",
+                disk.name, vm.name
+            );
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        };
+        disk.datastore = place;
+    }
+    Ok(spec)
 }
 
 /// Registers a VM on its host with a disk that it does not have, for the host to make or delete.

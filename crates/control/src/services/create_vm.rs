@@ -76,6 +76,7 @@ pub async fn create(
         description: request.description,
         labels: request.labels,
         autostart: request.autostart,
+        migration_encryption: Default::default(),
         template: false,
         host: host.id,
         host_name: host.name,

@@ -80,7 +80,9 @@ async fn require_running(
         Power::Paused => format!("unpause it first (vmseal vm unpause {name})"),
         Power::Off => format!("start it (vmseal vm start {name})"),
         Power::Suspended => format!("resume it (vmseal vm resume {name})"),
-        Power::Starting | Power::Stopping | Power::Suspending => "wait until it runs".to_owned(),
+        Power::Starting | Power::Stopping | Power::Suspending | Power::Migrating => {
+            "wait until it runs".to_owned()
+        }
     };
     let detail = format!("VM '{name}' is {word}: {remedy}");
     Err(Problem::new(ErrorCode::WrongState, detail))

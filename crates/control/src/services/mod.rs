@@ -43,6 +43,7 @@ pub mod hosts;
 pub mod kmip;
 pub mod log_levels;
 pub mod metrics;
+pub mod migrate;
 pub mod mirror;
 mod nics;
 pub mod passphrases;

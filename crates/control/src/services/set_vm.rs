@@ -225,6 +225,7 @@ fn changed(before: &vms::Vm, request: &SetVm) -> Result<vms::Vm, Problem> {
         description: description.clone().unwrap_or_else(|| before.description.clone()),
         labels,
         autostart: autostart.unwrap_or(before.autostart),
+        migration_encryption: request.migration_encryption.unwrap_or(before.migration_encryption),
         template: template.unwrap_or(before.template),
         hardware,
         ..before.clone()
@@ -316,6 +317,9 @@ fn told(before: &vms::Vm, after: &vms::Vm, runs: bool) -> Vec<String> {
     told.extend(gone.map(|key| format!("remove label {key}")));
     if before.autostart != after.autostart {
         told.push(format!("set autostart {}", if after.autostart { "on" } else { "off" }));
+    }
+    if before.migration_encryption != after.migration_encryption {
+        told.push(format!("set migration-encryption to {}", after.migration_encryption.name()));
     }
     if before.template != after.template {
         let to = if after.template { "make it a template" } else { "make it an ordinary VM" };

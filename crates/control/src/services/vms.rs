@@ -76,6 +76,7 @@ fn shown(
         description: vm.description,
         labels: vm.labels,
         autostart: vm.autostart,
+        migration_encryption: vm.migration_encryption,
         template: vm.template,
         linked,
         clones: links.from,
@@ -352,6 +353,7 @@ pub(super) fn word(power: Power) -> &'static str {
         Power::Paused => "paused",
         Power::Suspending => "being suspended",
         Power::Suspended => "suspended",
+        Power::Migrating => "between two hosts",
         Power::Unknown => "in a state that this server does not know",
     }
 }

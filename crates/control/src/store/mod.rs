@@ -18,6 +18,7 @@ pub mod kmip;
 pub mod links;
 pub mod nics;
 pub mod panics;
+pub mod placements;
 pub mod policies;
 pub mod proofs;
 pub mod providers;

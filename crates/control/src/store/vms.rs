@@ -6,6 +6,7 @@ use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{KeyReference, Power, Stopped};
 use vmseal_api::id::{HostId, PolicyId, ProviderId, VmId};
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Lifecycle;
 
 use super::{
@@ -26,6 +27,8 @@ pub struct Vm {
     pub labels: BTreeMap<String, String>,
     /// Whether it is started after its host has rebooted.
     pub autostart: bool,
+    /// Whether what it is sent with to another host is encrypted.
+    pub migration_encryption: MigrationEncryption,
     /// Whether it is a template: it is cloned, and neither started nor changed.
     pub template: bool,
     /// The host that it is on.
@@ -61,6 +64,7 @@ struct Row {
     description: String,
     labels: String,
     autostart: bool,
+    migration_encryption: String,
     template: bool,
     host_id: String,
     host_name: String,
@@ -81,7 +85,7 @@ struct Row {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT v.id, v.name, v.description, v.labels, v.autostart, v.template, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+            "SELECT v.id, v.name, v.description, v.labels, v.autostart, v.migration_encryption, v.template, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
                     v.vcpus, v.memory, v.hardware, v.provider_id, v.key_id, v.key_check, v.lifecycle,
                     v.seen_power, v.seen_stopped
              FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner'
@@ -108,6 +112,7 @@ impl TryFrom<Row> for Vm {
             description: row.description,
             labels: from_json(&row.labels, "the labels of a VM")?,
             autostart: row.autostart,
+            migration_encryption: from_name(&row.migration_encryption, "a mode of migrations")?,
             template: row.template,
             host: parse(&row.host_id, "a host's id")?,
             host_name: row.host_name,
@@ -132,8 +137,8 @@ impl TryFrom<Row> for Vm {
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle, hardware,
-                          description, labels, autostart, template)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+                          description, labels, autostart, template, migration_encryption)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
     )
     .bind(vm.id.to_string())
     .bind(&vm.name)
@@ -147,6 +152,7 @@ pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError
     .bind(to_json(&vm.labels))
     .bind(vm.autostart)
     .bind(vm.template)
+    .bind(to_name(&vm.migration_encryption))
     .execute(&mut *to)
     .await
     .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
@@ -214,8 +220,9 @@ pub async fn of_policy(
 pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE vms SET name = $1, vcpus = $2, memory = $3, description = $4, labels = $5,
-                        autostart = $6, policy_id = $7, hardware = $8, template = $9
-         WHERE id = $10",
+                        autostart = $6, policy_id = $7, hardware = $8, template = $9,
+                        migration_encryption = $10
+         WHERE id = $11",
     )
     .bind(&vm.name)
     .bind(vm.vcpus)
@@ -226,6 +233,7 @@ pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     .bind(vm.policy.to_string())
     .bind(to_json(&vm.hardware))
     .bind(vm.template)
+    .bind(to_name(&vm.migration_encryption))
     .bind(vm.id.to_string())
     .execute(to)
     .await

@@ -104,6 +104,7 @@ pub(crate) fn row(definition: &Definition) -> Vm {
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        migration_encryption: Default::default(),
         template: false,
         host: *host,
         host_name: host_name.clone(),

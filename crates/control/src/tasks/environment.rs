@@ -15,6 +15,7 @@ use super::alarms;
 use super::limits::Limits;
 use super::run::Context;
 use crate::metrics;
+use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 
@@ -104,6 +105,11 @@ impl Environment {
             _ => "task.failed",
         };
         self.save(task, Some((kind, vm))).await;
+        if let Operation::MigrateVm { from, to, .. } = task.operation {
+            // What it may have left is theirs from here on.
+            self.context.hosts.look_again(from);
+            self.context.hosts.look_again(to);
+        }
         tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
         let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
         let outcome = match state {

@@ -29,6 +29,7 @@ mod export_disk;
 mod grow_disk;
 mod job;
 mod limits;
+mod migrate_vm;
 pub(crate) mod mirror_vm;
 pub mod pacing;
 mod prove_vm;

@@ -165,7 +165,14 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
             Some((Power::Off | Power::Suspended, None)) | None => {
                 return Err(again("the host's agent restarted while it started the VM"));
             }
-            Some((Power::Starting | Power::Stopping | Power::Suspending | Power::Unknown, _)) => {}
+            Some((
+                Power::Starting
+                | Power::Stopping
+                | Power::Suspending
+                | Power::Migrating
+                | Power::Unknown,
+                _,
+            )) => {}
         }
         run.check_cancelled()?;
         if Instant::now() > deadline {

@@ -7,8 +7,8 @@ use super::mirror_vm::in_place;
 use super::step::Step;
 use super::{
     add_disk, adopt_vm, backups, change_nics, create_vm, delete_vm, dumps, export_disk, grow_disk,
-    mirror_vm, prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm, stop_vm,
-    suspend_vm,
+    migrate_vm, mirror_vm, prove_vm, reboot_vm, recrypt_vm, remove_disk, snapshots, start_vm,
+    stop_vm, suspend_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -54,6 +54,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::DecryptVm { .. } => mirror_vm::DECRYPT,
         Operation::DeepRecryptVm { .. } => mirror_vm::DEEP_RECRYPT,
         Operation::MoveVm { .. } => mirror_vm::MOVE,
+        Operation::MigrateVm { .. } => migrate_vm::STEPS,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
         Operation::AdoptVm { .. } => adopt_vm::STEPS,
         Operation::Unreadable { .. } => &[],
@@ -70,6 +71,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             remove_disk::unfinished(operation, target, cause)
         }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
+        Operation::MigrateVm { .. } => migrate_vm::unfinished(target, cause),
         Operation::TakeSnapshot { .. }
         | Operation::RevertSnapshot { .. }
         | Operation::DeleteSnapshot { .. } => snapshots::unfinished(operation, target, cause),

@@ -22,7 +22,9 @@ use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::users::Role;
 use crate::store::vms::Vm;
-use crate::store::{Store, alarms, disks, events, hosts, policies, providers, tasks, users, vms};
+use crate::store::{
+    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
+};
 use crate::tasks::{Engine, Retry};
 
 /// How long anything may take in a test.
@@ -118,6 +120,24 @@ impl Fixture {
         (host.id, agent)
     }
 
+    /// The agent of a host that was added.
+    pub fn agent_of(&self, name: &str) -> SimulatedHost {
+        self.connector.others.lock().unwrap()[name].clone()
+    }
+
+    /// Gives a host that was added the datastore of the first one.
+    pub async fn share_datastore(&self, with: HostId, name: &str) {
+        let mut write = self.store.write().await.unwrap();
+        let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
+        let on = datastores::OnHost {
+            host: with,
+            host_name: name.to_owned(),
+            location: local.hosts[0].location.clone(),
+        };
+        datastores::insert_host(&mut write, &local, &on).await.unwrap();
+        write.commit().await.unwrap();
+    }
+
     /// Adds a user.
     pub async fn add_user(&self, name: &str, token: &str, role: Role) {
         let mut write = self.store.write().await.unwrap();
@@ -201,6 +221,7 @@ impl Fixture {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             template: false,
             host: self.host,
             host_name: "here".to_owned(),

@@ -403,11 +403,8 @@ fn log_file(seals: SealFlag) -> File {
 }
 
 fn give(guest: &Driver, file: &File, mmap_size: u64) -> bool {
-    let region = VhostUserDirtyLogRegion {
-        mmap_size,
-        mmap_offset: 0,
-        mmap_handle: file.as_raw_fd(),
-    };
+    let region =
+        VhostUserDirtyLogRegion { mmap_size, mmap_offset: 0, mmap_handle: file.as_raw_fd() };
     guest.frontend.set_log_base(0, Some(region)).is_ok()
 }
 

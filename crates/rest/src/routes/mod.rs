@@ -143,6 +143,7 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vms::create))
                 .routes(routes!(vms::clone))
                 .routes(routes!(vms::move_disks))
+                .routes(routes!(vms::migrate))
                 .routes(routes!(vms::set, vms::delete))
                 .routes(routes!(datastores::adopt))
                 .routes(routes!(vm_devices::add_disk))

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MoveVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RecryptVm, SetVm, StartVm, StopVm,
 };
 use vmseal_control::services::{self, PageRequest, Services};
 
@@ -226,6 +226,23 @@ pub(super) async fn move_disks(
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     let begun =
         services::mirror::move_disks(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
+}
+
+/// Moves a running VM to another host, which has its datastores: its memory is sent, encrypted, while the guest runs, and the guest
+/// goes on there.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/migrate", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = Option<MigrateVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn migrate(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<MigrateVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun =
+        services::migrate::migrate(&control, &caller, &name, request, query.dry_run).await?;
     Ok(Answer(begun.map(Accepted)))
 }
 

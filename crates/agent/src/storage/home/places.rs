@@ -8,7 +8,7 @@ use uuid::Uuid;
 use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{CORE, Home, SNAPSHOT_MEMORY, is_base};
+use super::{CORE, Home, LEASE, SNAPSHOT_MEMORY, is_base};
 use crate::storage::mark::failed;
 
 /// What the names of memories have, behind the disk, that are to take their places with its copy.
@@ -224,6 +224,12 @@ impl Home {
             }
         }
         Ok(homes)
+    }
+
+    /// Which placement of the VM last used its disks.
+    #[must_use]
+    pub fn lease(&self) -> PathBuf {
+        self.path.join(LEASE)
     }
 
     /// The memory of a suspended VM.

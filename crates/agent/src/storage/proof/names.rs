@@ -4,7 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::{CORE, DESCRIPTOR, is_base};
+use crate::storage::home::{CORE, DESCRIPTOR, LEASE, is_base};
 
 /// A suspended VM's memory.
 const MEMORY: &str = "vm.memory";
@@ -28,6 +28,9 @@ pub fn name_of(name: &str) -> Named {
     let name = name.strip_suffix(".new").unwrap_or(name);
     if name == DESCRIPTOR {
         return Named::Other(FileKind::Descriptor);
+    }
+    if name == LEASE {
+        return Named::Other(FileKind::Note);
     }
     if name.starts_with(CORE) {
         return Named::Other(FileKind::Sealed);
@@ -79,6 +82,7 @@ mod tests {
         for (name, named) in [
             ("vm.json".to_owned(), Named::Other(FileKind::Descriptor)),
             ("vm.json.new".to_owned(), Named::Other(FileKind::Descriptor)),
+            ("vm.lease".to_owned(), Named::Other(FileKind::Note)),
             ("vm.memory".to_owned(), Named::Other(FileKind::Sealed)),
             ("vm.memory.writing".to_owned(), Named::Other(FileKind::Sealed)),
             (format!("vm.core-{disk}"), Named::Other(FileKind::Sealed)),

@@ -97,6 +97,8 @@ impl Owner {
                 return self.put_verification(task, &job.clone(), spec).await;
             }
             JobSpec::RestoreBackup(job) => return self.put_restore(task, &job.clone(), spec).await,
+            JobSpec::Send(job) => return self.put_send(task, &job.clone(), spec).await,
+            JobSpec::Receive(_) => self.ready(task, &spec, Vec::new()).await.map(drop)?,
             JobSpec::Create(_) | JobSpec::Export(_) => {}
         }
         let ready = self.ready(task, &spec, lent).await?;
@@ -152,6 +154,9 @@ impl Owner {
             JobSpec::RestoreBackup(job) => {
                 self.ready_to_restore(task, job, spec).await.map(|_| Ready::Nothing)
             }
+            JobSpec::Send(_) => self.ready_to_send(spec).map(|()| Ready::Nothing),
+            // Its VM is here: it has come, or was never away.
+            JobSpec::Receive(_) => Err(rules::wrong_state(&self.spec, "is on this host already")),
         }
     }
 
@@ -233,6 +238,9 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
         }
         match spec {
+            JobSpec::Send(_) => self.commit_send().await,
+            // Its guest runs here, or has since this agent started.
+            JobSpec::Receive(_) => Ok(()),
             JobSpec::Create(_)
             | JobSpec::Convert(_)
             | JobSpec::DropSources(_)
@@ -273,6 +281,11 @@ impl Owner {
         match &spec {
             JobSpec::Mirror(job) => return self.cancel_mirror(task, job).await,
             JobSpec::Convert(job) => return self.cancel_convert(task, job).await,
+            JobSpec::Send(_) => return self.cancel_send(task).await,
+            JobSpec::Receive(_) => {
+                let what = "runs on this host: its migration cannot be cancelled any more";
+                return Err(rules::wrong_state(&self.spec, what));
+            }
             _ => {}
         }
         self.stop_keeping(task).await;

@@ -1,0 +1,126 @@
+//! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
+
+use vmseal_api::host::{JobSpec, KeyState, Power, ReceiveJob, StopReason};
+use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::problem::Problem;
+
+use super::calls::Later;
+use super::running::RunningGuest;
+use super::{Inside, Known, SimulatedHost, Work};
+use crate::rules;
+
+impl SimulatedHost {
+    /// Whether a guest runs here, or is about to: not one that is handed over.
+    #[must_use]
+    pub fn runs(&self, vm: VmId) -> bool {
+        self.inside().persisted.guests.get(&vm).is_some_and(|guest| !guest.handed_over)
+    }
+}
+
+impl Inside {
+    /// Waits for a VM that is not known here.
+    pub fn receive(&mut self, vm: VmId, task: TaskId, job: &ReceiveJob) -> Result<Later, Problem> {
+        let spec = JobSpec::Receive(job.clone());
+        let Some(arrival) = job.begin.as_deref() else {
+            return Err(Problem::invalid("begin", "is needed to begin"));
+        };
+        rules::check_spec(&arrival.vm)?;
+        rules::check_session(&arrival.session)?;
+        let mut known = Known::new(arrival.vm.clone());
+        if let (Some(reference), Some(sealed)) = (&arrival.vm.key, &arrival.key) {
+            known.kek = Some(self.agent.key_box.open(vm, reference, sealed)?);
+            known.key_held = true;
+        }
+        if rules::key_state(&known.spec, known.key_held) == KeyState::Missing {
+            return Err(rules::locked(&known.spec));
+        }
+        known.power = Power::Migrating;
+        known.receiving = true;
+        known.jobs.begin(task, spec);
+        self.agent.vms.insert(vm, known);
+        self.numbered(vm, Work::Job(task), self.work)
+    }
+
+    /// All of the guest is sent: it stands still.
+    pub fn hand_over(&mut self, vm: VmId) {
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            guest.handed_over = true;
+        }
+        if let Ok(known) = self.known(vm) {
+            known.power = Power::Migrating;
+        }
+    }
+
+    /// The other host has the guest.
+    pub fn commit_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        match known.power {
+            Power::Off => return Ok(()),
+            Power::Migrating => {}
+            _ => return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT)),
+        }
+        known.stop(StopReason::Migrated, "it runs on another host now");
+        known.jobs.committed(task);
+        self.persisted.guests.remove(&vm);
+        self.agent.publish(vm);
+        Ok(())
+    }
+
+    /// The guest goes on here.
+    pub fn cancel_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        known.jobs.cancel(task);
+        known.work.remove(&Work::Job(task));
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            guest.handed_over = false;
+            let power = guest.power();
+            self.known(vm)?.power = power;
+        }
+        self.agent.publish(vm);
+        Ok(())
+    }
+
+    /// The guest goes on here, with the memory that was received.
+    pub fn commit_receive(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        if !known.receiving {
+            return Ok(());
+        }
+        if !known.jobs.is_ready_to_commit(task) {
+            return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
+        }
+        known.receiving = false;
+        known.power = Power::Running;
+        known.in_use = known.spec.disks().map(|disk| disk.disk).collect();
+        known.jobs.committed(task);
+        let guest = RunningGuest::new(known.spec.clone());
+        self.persisted.guests.insert(vm, guest);
+        self.agent.publish(vm);
+        Ok(())
+    }
+
+    /// The guest does not come.
+    pub fn cancel_receive(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        if !known.receiving {
+            let what = "runs on this host: its migration cannot be cancelled any more";
+            return Err(rules::wrong_state(&known.spec, what));
+        }
+        known.jobs.cancel(task);
+        known.work.remove(&Work::Job(task));
+        known.power = Power::Off;
+        self.agent.publish(vm);
+        Ok(())
+    }
+
+    /// The work of a migration's job ends.
+    pub fn migrated(&mut self, vm: VmId, task: TaskId, sent: bool) {
+        if sent {
+            self.hand_over(vm);
+        }
+        if let Ok(known) = self.known(vm) {
+            known.jobs.migrated(task, Ok(()));
+        }
+        self.agent.publish(vm);
+    }
+}

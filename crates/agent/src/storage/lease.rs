@@ -1,0 +1,126 @@
+//! The lease of a VM's disks: which placement of the VM last used them.
+//!
+//! ```text
+//! <datastore>/<vm id>/vm.lease   {"version":1,"generation":7}
+//! ```
+//! A host that receives a running VM takes the lease before the guest runs there. A host that has handed the guest over lets it
+//! go on only if the lease is as it was then: otherwise the guest has run elsewhere, and its memory no longer belongs to the
+//! disks. The lock of each image keeps two processes from one disk at a time; the lease keeps a stale guest from it afterwards.
+//! The file is beside the VM's first disk. A VM without disks has none, and nothing that could be harmed.
+
+use std::io::{self, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::host::VmSpec;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::storage::home::Home;
+use crate::storage::mark::failed;
+
+/// The version of the file.
+const VERSION: u32 = 1;
+
+/// The longest file, in bytes.
+const LENGTH_MAX: u64 = 4096;
+
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    version: u32,
+    generation: u64,
+}
+
+/// Where the lease of a VM is; none for a VM without disks.
+fn path(spec: &VmSpec) -> Result<Option<PathBuf>, Problem> {
+    let Some(first) = spec.disks().next() else { return Ok(None) };
+    Ok(Some(Home::of(&first.datastore, spec.vm)?.lease()))
+}
+
+/// The generation of the placement that last took it; 0 where none has. Blocks.
+///
+/// # Errors
+/// `damaged`, or those of the file system.
+pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
+    match path(spec)? {
+        Some(path) => read_at(&path),
+        None => Ok(0),
+    }
+}
+
+fn read_at(path: &Path) -> Result<u64, Problem> {
+    let mut text = Vec::new();
+    let file = std::fs::File::open(path);
+    match file.and_then(|file| file.take(LENGTH_MAX).read_to_end(&mut text)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+        Err(error) => return Err(failed(path, "read", &error)),
+    }
+    let damaged = |what: String| {
+        let what = format!("{}, the lease of the VM's disks, {what}", path.display());
+        Problem::new(ErrorCode::Damaged, what)
+    };
+    match serde_json::from_slice(&text) {
+        Ok(Stored { version: VERSION, generation }) => Ok(generation),
+        Ok(Stored { version, .. }) => {
+            Err(damaged(format!("has version {version}: use a newer vmseal")))
+        }
+        Err(error) => Err(damaged(format!("is damaged: {error}"))),
+    }
+}
+
+/// Takes it. When this returns, no guest that was handed over before goes on. Blocks.
+///
+/// # Errors
+/// `conflict` where a later placement has it; those of [`read`].
+pub fn take(spec: &VmSpec, generation: u64) -> Result<(), Problem> {
+    let Some(path) = path(spec)? else { return Ok(()) };
+    let before = read_at(&path)?;
+    if before > generation {
+        let what = format!(
+            "the disks of VM '{}' belong to a later placement of it ({before}, and this is {generation})",
+            spec.name
+        );
+        return Err(Problem::new(ErrorCode::Conflict, what));
+    }
+    serde_json::to_vec(&Stored { version: VERSION, generation })
+        .map_err(io::Error::from)
+        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
+        .map_err(|error| failed(&path, "written", &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+    use crate::storage::datastore;
+
+    #[test]
+    fn a_lease_is_taken_by_later_placements_and_by_no_earlier_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.devices.retain(|device| !matches!(device, Device::Disk(_)));
+        assert_eq!(read(&spec).unwrap(), 0);
+        take(&spec, 9).unwrap();
+        assert_eq!(read(&spec).unwrap(), 0, "a VM without disks has none");
+        let mut disk = crate::rules::tests::disk("system");
+        disk.datastore = place;
+        spec.devices.push(Device::Disk(disk));
+        std::fs::create_dir(directory.path().join(spec.vm.to_string())).unwrap();
+        assert_eq!(read(&spec).unwrap(), 0);
+        for generation in [2, 2, 5] {
+            take(&spec, generation).unwrap();
+            assert_eq!(read(&spec).unwrap(), generation);
+        }
+        assert_eq!(take(&spec, 4).unwrap_err().code, ErrorCode::Conflict);
+        assert_eq!(read(&spec).unwrap(), 5);
+        std::fs::write(path(&spec).unwrap().unwrap(), "{").unwrap();
+        assert_eq!(read(&spec).unwrap_err().code, ErrorCode::Damaged);
+        assert_eq!(take(&spec, 6).unwrap_err().code, ErrorCode::Damaged);
+    }
+}

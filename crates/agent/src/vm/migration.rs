@@ -1,0 +1,258 @@
+//! What the two hosts of a migration say to each other, and what both ask of QEMU.
+//!
+//! ```text
+//! source                                    destination
+//!   ├─ Machine: what the guest runs as ──────►│  starts QEMU, which waits
+//!   │◄──────────────────────────── Ready ─────┤  (or Refused)
+//!   ├─ QEMU's stream, on connections of its own ►│  loads it
+//! ```
+//! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
+
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+use vmseal_api::host::{MigrationProgress, MigrationSession, migration_info};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::{Shared, internal};
+use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::migration::transport::{Bridge, Cipher, Control, Session, Spec, TransportError};
+use crate::process::run_record::Record;
+
+/// How long the destination may take to start QEMU, which may have to wait for other VMs that start.
+pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long a message may take that the other host's kernel does not take at once.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The connection that is the control channel.
+const CONTROL_STREAM: u16 = 0;
+
+/// The connection that carries QEMU's stream.
+const MEMORY_STREAM: u16 = 1;
+
+/// The longest refusal that is read, in characters.
+const REFUSAL_MAX: usize = 2000;
+
+/// A message on the control channel of a session.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Message {
+    /// What the guest runs as.
+    Machine {
+        /// The type of the machine, with its version: `pc-q35-7.2`.
+        machine: String,
+        /// What it is, and how QEMU has its devices, as a run record.
+        record: Box<RawValue>,
+    },
+    /// QEMU waits for its stream.
+    Ready,
+    /// It cannot be received.
+    Refused {
+        /// Why.
+        why: String,
+    },
+}
+
+impl Message {
+    /// What the guest of a record runs as.
+    ///
+    /// # Errors
+    /// `internal`: a path that is not UTF-8.
+    pub fn machine(machine: String, record: &Record) -> Result<Self, Problem> {
+        let text = record.to_text().map_err(internal)?;
+        let text = String::from_utf8(text).map_err(internal)?;
+        Ok(Self::Machine { machine, record: RawValue::from_string(text).map_err(internal)? })
+    }
+}
+
+/// What the other host should not have said.
+pub fn unexpected() -> Problem {
+    internal("the other host of the migration says something unexpected: is its vmseal newer?")
+}
+
+/// The other host's refusal, for people.
+pub fn refused(why: &str) -> Problem {
+    let why: String = why.chars().filter(|c| !c.is_control()).take(REFUSAL_MAX).collect();
+    Problem::new(ErrorCode::WrongState, format!("the other host cannot receive it: {why}"))
+}
+
+/// What the transport is told of a session.
+///
+/// # Errors
+/// `wrong-state` where its key was sealed to an earlier run of this agent; `invalid-request`.
+pub fn session_of(shared: &Shared, vm: VmId, session: &MigrationSession) -> Result<Spec, Problem> {
+    let info = migration_info(vm, session.migration);
+    let key: SecretBytes = shared.key_box.open_migration(&info, &session.key)?;
+    let cipher = if session.encrypted { Cipher::Aes256Gcm } else { Cipher::None };
+    Spec::new(session.migration.0, key, session.nonce, session.streams, cipher).map_err(internal)
+}
+
+/// A session, with its first stream as the control channel. Dropped, it ends.
+pub struct Link {
+    session: Session,
+    control: Control,
+}
+
+impl Link {
+    /// Of a session whose streams are all there.
+    ///
+    /// # Errors
+    /// `internal`: it has failed.
+    pub fn of(mut session: Session) -> Result<Self, Problem> {
+        let first = session.take(CONTROL_STREAM).ok_or_else(|| internal("no control channel"))?;
+        let control = Control::new(first).map_err(lost)?;
+        Ok(Self { session, control })
+    }
+
+    /// Tells the other host something.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub async fn send(&mut self, message: &Message) -> Result<(), Problem> {
+        self.control.send(message, SEND_TIMEOUT).await.map_err(lost)
+    }
+
+    /// Hears what the other host says.
+    ///
+    /// # Errors
+    /// Those of the connection, also where it says nothing for so long.
+    pub async fn receive(&mut self, within: Duration) -> Result<Message, Problem> {
+        self.control.receive(within).await.map_err(lost)
+    }
+
+    /// Carries QEMU's stream.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry_memory(&mut self, local: UnixStream) -> Result<Bridge, Problem> {
+        let stream = self.session.take(MEMORY_STREAM);
+        let stream = stream.ok_or_else(|| internal("no connection for the memory"))?;
+        Bridge::start(stream, local).map_err(lost)
+    }
+
+    /// Limits what is sent.
+    pub fn set_rate(&self, bytes_per_second: Option<u64>) {
+        self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
+    }
+
+    /// All has been carried.
+    pub async fn finish(self) {
+        // Whoever commits has waited for the end of each stream that matters.
+        if let Err(error) = self.control.finish(SEND_TIMEOUT).await {
+            tracing::debug!(%error, "the control channel of a migration has not ended as it should");
+        }
+    }
+}
+
+/// The problem of a connection between two hosts.
+pub fn lost(error: TransportError) -> Problem {
+    internal(format!("the connection to the other host: {error}"))
+}
+
+/// Two connected sockets: one for QEMU, and one for this process.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn sockets() -> Result<(OwnedFd, UnixStream), Problem> {
+    let (theirs, ours) = UnixStream::pair().map_err(internal)?;
+    Ok((OwnedFd::from(theirs), ours))
+}
+
+/// The type of a QEMU's machine, with its version.
+///
+/// # Errors
+/// QEMU's.
+pub async fn machine_of(qmp: &Qmp) -> Result<String, QmpError> {
+    let question = json!({"path": "/machine", "property": "type"});
+    let machine = qmp.execute("qom-get", question).await?;
+    Ok(machine.as_str().unwrap_or_default().trim_end_matches("-machine").to_owned())
+}
+
+/// Sets what both QEMUs must agree on. Guests are slowed down where they change memory faster than it can be sent.
+///
+/// # Errors
+/// QEMU's.
+pub async fn set_capabilities(qmp: &Qmp) -> Result<(), QmpError> {
+    let on = |name: &str| json!({"capability": name, "state": true});
+    let arguments = json!({"capabilities": [on("events"), on("auto-converge")]});
+    qmp.execute("migrate-set-capabilities", arguments).await.map(drop)
+}
+
+/// How far a QEMU is that sends.
+pub fn progress_of(state: &Value) -> MigrationProgress {
+    let number = |value: &Value| value.as_f64().map_or(0, |number| number as u64);
+    let ram = &state["ram"];
+    let page = number(&ram["page-size"]).max(1);
+    let downtime =
+        if state["downtime"].is_null() { &state["expected-downtime"] } else { &state["downtime"] };
+    MigrationProgress {
+        passes: number(&ram["dirty-sync-count"]),
+        remaining: number(&ram["remaining"]),
+        sent: number(&ram["transferred"]),
+        dirty_rate: number(&ram["dirty-pages-rate"]).saturating_mul(page),
+        rate: ram["mbps"].as_f64().map_or(0, |mbps| (mbps * 1e6 / 8.0) as u64),
+        downtime_milliseconds: number(downtime),
+        throttle: number(&state["cpu-throttle-percentage"]),
+    }
+}
+
+/// Where a QEMU's stream is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamState {
+    /// On its way.
+    Active,
+    /// All of it is written, or loaded.
+    Completed,
+}
+
+/// The state of a QEMU's stream, as it was asked.
+///
+/// # Errors
+/// `internal` where it failed.
+pub fn state_of_stream(state: &Value) -> Result<StreamState, Problem> {
+    match state["status"].as_str().unwrap_or_default() {
+        "completed" => Ok(StreamState::Completed),
+        "failed" | "cancelled" => {
+            let why = state["error-desc"].as_str().unwrap_or("it does not say why");
+            Err(internal(format!("QEMU has not moved the guest's memory: {why}")))
+        }
+        _ => Ok(StreamState::Active),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn how_far_a_migration_is_is_read_from_what_qemu_says() {
+        let state = json!({
+            "status": "active", "expected-downtime": 300, "cpu-throttle-percentage": 20,
+            "ram": {"remaining": 5, "transferred": 7, "dirty-sync-count": 2, "dirty-pages-rate": 3,
+                    "page-size": 4096, "mbps": 8.0}
+        });
+        let expected = MigrationProgress {
+            passes: 2,
+            remaining: 5,
+            sent: 7,
+            dirty_rate: 12288,
+            rate: 1_000_000,
+            downtime_milliseconds: 300,
+            throttle: 20,
+        };
+        assert_eq!(progress_of(&state), expected);
+        assert_eq!(state_of_stream(&state).unwrap(), StreamState::Active);
+        assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());
+        assert!(state_of_stream(&json!({"status": "failed"})).is_err());
+        let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300});
+        assert_eq!(progress_of(&done).downtime_milliseconds, 12);
+    }
+}

@@ -1,0 +1,245 @@
+//! A VM that is sent to another host, and handed over to it.
+//!
+//! ```text
+//!   Running ─ put ─► sending, the guest runs ─► all is sent, the guest stands still ─► handed over ─ commit ─► Off
+//!      ▲                      │                       │ on record; disks drained, replaced, let go    │
+//!      └── cancel, an error ──┴───────────────────────┴─────────────────────── cancel ────────────────┘
+//!                                                        (the lease as it was, disks locked and served again)
+//! ```
+//! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{DiskSpec, JobSpec, Notice, SendJob, StopReason};
+use vmseal_api::id::TaskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::{Owner, State};
+use crate::filter::{Control, NewLayers};
+use crate::process::run_record::{Phase, Record};
+use crate::rules;
+use crate::rules::exclusion::Action;
+use crate::storage::lease;
+use crate::storage::opening::data_offset;
+use crate::storage::placeholder;
+use crate::vm::internal;
+use crate::vm::migration::session_of;
+use crate::vm::receiving::layers_of;
+use crate::vm::sending::{Sending, SendingEvent, ToSend};
+use crate::vm::serve::{self, Plan};
+use crate::vm::service::{Service, serve_once};
+
+impl Owner {
+    /// The guest has run here since it was received: the job of that is done.
+    #[must_use]
+    pub fn received(mut self, task: TaskId, job: JobSpec, notices: Vec<Notice>) -> Self {
+        self.jobs.begin(task, job);
+        self.jobs.committed(task);
+        self.header_notices = notices;
+        self.serves_sizes = true;
+        self
+    }
+
+    /// Whether the guest is handed over to another host.
+    pub(super) fn is_handed_over(&self) -> bool {
+        matches!(&self.state, State::Running(running) if running.live.handed_over.is_some())
+    }
+
+    /// Begins to send the VM.
+    pub(super) async fn put_send(
+        &mut self,
+        task: TaskId,
+        job: &SendJob,
+        spec: JobSpec,
+    ) -> Result<(), Problem> {
+        if self.is_handed_over() {
+            // By an earlier agent.
+            return Ok(());
+        }
+        self.require_no_panic()?;
+        self.ready_to_send(&spec)?;
+        self.may_replace_filter().await?;
+        let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
+        let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
+        let vm = self.spec.clone();
+        let State::Running(running) = &mut self.state else {
+            return Err(internal("a VM that runs has no processes"));
+        };
+        let live = running.live.clone();
+        let record = Record { boot: String::new(), spec: vm, slot: 0, phase: Phase::Running, live };
+        running.sending = Some(Sending::begin(ToSend {
+            session,
+            to: departure.to,
+            downtime_milliseconds: departure.downtime_milliseconds,
+            bytes_per_second: departure.bytes_per_second,
+            record,
+            qmp: running.qmp.clone(),
+        }));
+        self.jobs.begin(task, spec);
+        tracing::info!(vm = %self.spec.vm, to = %departure.to, "the VM is being sent to another host");
+        Ok(())
+    }
+
+    /// Checks whether the VM could be sent.
+    pub(super) fn ready_to_send(&self, spec: &JobSpec) -> Result<(), Problem> {
+        self.situation().may(Action::Send, None)?;
+        rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
+    }
+
+    /// How far it is.
+    pub(super) async fn sending(&mut self, event: SendingEvent) {
+        let Some(task) = self.jobs.sender() else { return };
+        match event {
+            SendingEvent::Progress(progress) => self.jobs.migrates(task, progress),
+            SendingEvent::Ended(sent) => {
+                if let Some(running) = self.running() {
+                    running.sending = None;
+                }
+                let handed_over = match sent {
+                    Ok(()) => self.hand_over().await,
+                    Err(problem) => Err(problem),
+                };
+                if let Err(problem) = &handed_over {
+                    tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent, and goes on");
+                    self.let_go_on().await;
+                }
+                self.jobs.migrated(task, handed_over);
+            }
+        }
+    }
+
+    /// All of the guest is sent, and it stands still: its disks are let go.
+    async fn hand_over(&mut self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let read = move || lease::read(&spec);
+        let generation = spawn_blocking(read).await.map_err(internal)??;
+        let spec = self.spec.clone();
+        let disks = self.served_disks();
+        let Some(running) = self.running() else { return Err(internal("it has ended")) };
+        let Service::Served(_) = running.service else {
+            return Err(internal("its filter has died"));
+        };
+        running.live.handed_over = Some(generation);
+        running.write(&spec)?;
+        let control = running.control.clone();
+        let let_go = move || {
+            let new = disks.iter().map(|(disk, offset)| {
+                let file = placeholder::file(disk, *offset)?;
+                let (layers, own, keeps_room) = (Vec::new(), None, false);
+                Ok(NewLayers { disk: disk.disk, file, layers, offset: *offset, keeps_room, own })
+            });
+            replace(&control, &new.collect::<Result<Vec<_>, Problem>>()?)
+        };
+        let replaced = spawn_blocking(let_go).await.map_err(internal)?;
+        let Err(problem) = replaced else {
+            tracing::info!(vm = %self.spec.vm, "the guest is handed over: its disks are free");
+            return Ok(());
+        };
+        // Some disks may be free and others not: it has what it had before it goes on.
+        self.take_back().await?;
+        Err(problem)
+    }
+
+    /// The disks that the filter serves, and where the first byte of each is.
+    fn served_disks(&self) -> Vec<(DiskSpec, u64)> {
+        let Ok(plan) = self.plan() else { return Vec::new() };
+        plan.disks.into_iter().map(|(disk, facts)| (disk, data_offset(&facts))).collect()
+    }
+
+    /// Gives a guest that was handed over its disks again.
+    async fn take_back(&mut self) -> Result<(), Problem> {
+        let (spec, plan, shared) = (self.spec.clone(), self.plan()?, self.shared.clone());
+        let Some(running) = self.running() else { return Ok(()) };
+        let Some(before) = running.live.handed_over else { return Ok(()) };
+        let of = spec.clone();
+        let now = spawn_blocking(move || lease::read(&of)).await.map_err(internal)??;
+        if now != before {
+            let what = format!(
+                "VM '{}' has run on another host since it was handed over, and does not go on here",
+                spec.name
+            );
+            return Err(Problem::new(ErrorCode::Conflict, what));
+        }
+        match running.service {
+            Service::Served(_) => {
+                let (directory, control) = (running.directory.clone(), running.control.clone());
+                let again = move || serve_again(&directory, &control, &plan);
+                spawn_blocking(again).await.map_err(internal)??;
+            }
+            Service::Down(_) => {
+                let (directory, slot) = (running.directory.clone(), running.slot.clone());
+                let qmp = running.qmp.clone();
+                let served = serve_once(&shared, &directory, plan.into(), &slot, &qmp).await;
+                running.service = Service::Served(served.map_err(|error| error.into_problem())?);
+            }
+        }
+        running.live.handed_over = None;
+        running.write(&spec)
+    }
+
+    /// The other host has the guest: its processes here end.
+    pub(super) async fn commit_send(&mut self) -> Result<(), Problem> {
+        if !self.is_handed_over() {
+            return match self.state {
+                State::Off => Ok(()),
+                _ => Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT)),
+            };
+        }
+        if let Some(running) = self.take_running() {
+            running.force_off().await;
+            let detail = "it runs on another host now".to_owned();
+            self.went_off((StopReason::Migrated, detail)).await;
+        }
+        if let Some(task) = self.jobs.sender() {
+            self.jobs.committed(task);
+        }
+        Ok(())
+    }
+
+    /// The guest goes on here.
+    pub(super) async fn cancel_send(&mut self, task: TaskId) -> Result<(), Problem> {
+        let sending = self.jobs.sender().is_some_and(|sender| sender == task);
+        let handed_over = self.is_handed_over();
+        if handed_over {
+            self.take_back().await?;
+        }
+        if let Some(running) = self.running()
+            && running.sending.take().is_none()
+            && !handed_over
+        {
+            self.jobs.cancel(task);
+            return Ok(());
+        }
+        self.let_go_on().await;
+        if sending || handed_over {
+            tracing::info!(vm = %self.spec.vm, "the VM stays on this host");
+        }
+        self.jobs.cancel(task);
+        Ok(())
+    }
+}
+
+/// Has the disks of a guest be its own again. Blocks.
+fn serve_again(
+    directory: &crate::process::run_dir::ProcessDir,
+    control: &Control,
+    plan: &Plan,
+) -> Result<(), Problem> {
+    let opened = serve::open_to_write(directory, plan)?;
+    let new = plan.disks.iter().zip(opened);
+    let new: Vec<_> = new.map(|((disk, _), it)| layers_of(disk, it)).collect();
+    replace(control, &new)
+}
+
+/// Gives disks other files, while nothing is in flight. Blocks.
+///
+/// # Errors
+/// The filter's.
+pub fn replace(control: &Control, new: &[NewLayers]) -> Result<(), Problem> {
+    if new.is_empty() {
+        return Ok(());
+    }
+    let disks = new.iter().map(|new| new.disk).collect();
+    let mut waiting = control.drain(disks).map_err(internal)?;
+    waiting.replace(new).map_err(internal)?;
+    waiting.resume().map_err(internal)
+}

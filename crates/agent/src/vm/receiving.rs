@@ -1,0 +1,531 @@
+//! A VM that comes from another host. One task owns it until it runs here; then its owner does ([`super::owner`]).
+//!
+//! ```text
+//!            the source connects           memory loaded            commit
+//!   Coming ─────────────────────► Coming ────────────────► Loaded ─────────► (the VM's owner)
+//!      │  Machine; QEMU starts, with placeholders for disks    │
+//!      └──────────────── an error, cancel, QEMU ends ──────────┴───► Ended: no process is left
+//!
+//!   commit:  disks opened, locked ─► drained ─► replaced ─► resumed ─► lease taken ─► on record as running ─► cont
+//! ```
+//! The lease is the point from which the guest runs here whatever dies: an agent that starts and finds the VM on record as
+//! received goes on with it if the lease is this placement's, and removes what is left of it otherwise.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::sleep;
+use vmseal_api::host::{
+    Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, Notice, Power, VmSpec, VmState,
+};
+use vmseal_api::id::TaskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use super::migration::{
+    Link, Message, StreamState, lost, refused, session_of, set_capabilities, sockets,
+    state_of_stream, unexpected,
+};
+use super::owner::{Owner, replace};
+use super::running::{ProcessEvent, Running};
+use super::serve::{self, Memory, Plan};
+use super::start::boot;
+use super::stream::pass;
+use super::{Call, Initial, Request, Shared, internal, suspend};
+use crate::filter::NewLayers;
+use crate::hypervisor::qmp::Qmp;
+use crate::jobs::Jobs;
+use crate::migration::transport::Expected as Pending;
+use crate::process::live::Live;
+use crate::process::run_dir::ProcessDir;
+use crate::process::run_record::Record;
+use crate::process::users::Slot;
+use crate::rules;
+use crate::storage::builder::{self, is_preallocated};
+use crate::storage::lease;
+use crate::storage::mirror::GuestDisk;
+
+/// How long the source may take to connect: the control plane tells it as soon as this host waits.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long the source may take to say what its guest runs as.
+const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The pause between questions whether the memory is loaded: the guest stands still meanwhile.
+const ASK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The memory that comes from another host.
+pub struct Arriving {
+    /// The type of the machine.
+    pub machine: String,
+    /// Taken when it is loaded.
+    link: Mutex<Option<Link>>,
+}
+
+impl Arriving {
+    /// Has the source send it, and a QEMU that waits load it.
+    ///
+    /// # Errors
+    /// QEMU's, and those of the connection.
+    pub async fn load(&self, qmp: &Qmp) -> Result<(), Problem> {
+        let taken = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut link = taken.ok_or_else(|| internal("the memory has been loaded already"))?;
+        set_capabilities(qmp).await.map_err(internal)?;
+        let (theirs, ours) = sockets()?;
+        let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
+        let carried = link.carry_memory(ours)?;
+        let uri = json!({"uri": format!("fd:{name}")});
+        qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
+        link.send(&Message::Ready).await?;
+        let streamed = async {
+            loop {
+                let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
+                if state_of_stream(&state)? == StreamState::Completed {
+                    return Ok(());
+                }
+                sleep(ASK_INTERVAL).await;
+            }
+        };
+        // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it was cut
+        // off.
+        tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+        link.finish().await;
+        Ok(())
+    }
+}
+
+/// What the server says of the VM.
+pub struct Expected {
+    pub task: TaskId,
+    pub job: JobSpec,
+    pub vm: VmSpec,
+    pub kek: Option<SecretBytes>,
+    pub generation: u64,
+    pub pending: Pending,
+}
+
+/// A VM whose memory is loaded.
+struct Loaded {
+    running: Running,
+    plan: Arc<Plan>,
+    notices: Vec<Notice>,
+}
+
+enum Stage {
+    Coming(JoinHandle<Result<Loaded, Problem>>),
+    Loaded(Box<Loaded>),
+    Ended,
+}
+
+/// See the module.
+pub struct Receiving {
+    shared: Arc<Shared>,
+    spec: VmSpec,
+    kek: Option<SecretBytes>,
+    task: TaskId,
+    job: JobSpec,
+    generation: u64,
+    jobs: Jobs,
+    stage: Stage,
+}
+
+/// How the time as a VM that comes ends.
+enum End {
+    /// Its guest runs here.
+    Runs(Box<Loaded>),
+    /// It is not expected any more.
+    Forgotten,
+    /// The agent is ending.
+    Agent,
+}
+
+/// Something that happens to a VM that comes.
+enum Event {
+    Call(Option<Request>),
+    Came(Result<Loaded, Problem>),
+    Process(ProcessEvent),
+}
+
+impl Receiving {
+    /// Begins to wait for its source.
+    ///
+    /// # Errors
+    /// `invalid-request`, `locked`, `wrong-state`: it cannot be received.
+    pub fn new(shared: Arc<Shared>, expected: Expected) -> Result<Self, Problem> {
+        let Expected { task, job, vm, kek, generation, pending } = expected;
+        let mut jobs = Jobs::default();
+        jobs.begin(task, job.clone());
+        let slot = Arc::new(shared.users.take().ok_or_else(builder::too_many)?);
+        let directory = shared.run_dir.vm(vm.vm);
+        let clone = kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let work = come(shared.clone(), directory, vm.clone(), clone, generation, pending, slot);
+        let stage = Stage::Coming(tokio::spawn(vmseal_api::request_id::inherit(work)));
+        Ok(Self { shared, spec: vm, kek, task, job, generation, jobs, stage })
+    }
+
+    /// Publishes its state.
+    pub fn publish(&self) {
+        let state = VmState {
+            vm: self.spec.vm,
+            power: match self.stage {
+                Stage::Ended => Power::Off,
+                Stage::Coming(_) | Stage::Loaded(_) => Power::Migrating,
+            },
+            key: rules::key_state(&self.spec, self.kek.is_some()),
+            stopped: None,
+            died: None,
+            disks: Vec::new(),
+            notices: Vec::new(),
+            jobs: self.jobs.statuses(),
+            nics: Vec::new(),
+            started_with: None,
+            not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
+            request_id: None,
+        };
+        self.shared.states.publish(self.spec.vm, Some(state));
+    }
+
+    /// Answers calls until the VM runs here, then becomes its owner; or until it is forgotten.
+    pub async fn run(mut self, mut calls: mpsc::Receiver<Request>) {
+        match self.until_end(&mut calls).await {
+            End::Agent => {}
+            End::Forgotten => self.shared.states.publish(self.spec.vm, None),
+            End::Runs(loaded) => {
+                let Loaded { running, plan, notices } = *loaded;
+                let initial = Initial::Alive(Box::new(running));
+                let owner = Owner::new(self.shared, plan.spec.clone(), initial);
+                let owner = owner.with_key(self.kek).received(self.task, self.job, notices);
+                owner.publish();
+                owner.run(calls).await;
+            }
+        }
+    }
+
+    async fn until_end(&mut self, calls: &mut mpsc::Receiver<Request>) -> End {
+        loop {
+            let event = tokio::select! {
+                call = calls.recv() => Event::Call(call),
+                event = next(&mut self.stage) => event,
+            };
+            let ended = match event {
+                Event::Call(None) => return End::Agent,
+                Event::Call(Some((request, call))) => {
+                    vmseal_api::request_id::during(request, self.answer(call)).await
+                }
+                Event::Came(Ok(loaded)) => {
+                    tracing::info!(vm = %self.spec.vm, "the VM's memory is here");
+                    self.stage = Stage::Loaded(Box::new(loaded));
+                    self.jobs.migrated(self.task, Ok(()));
+                    None
+                }
+                Event::Came(Err(problem)) => {
+                    self.fail(problem);
+                    None
+                }
+                Event::Process(ProcessEvent::QemuEnded(_) | ProcessEvent::MonitorLost) => {
+                    self.end().await;
+                    self.give_up(internal("QEMU has ended before its guest could run here"));
+                    None
+                }
+                Event::Process(ProcessEvent::Service(_)) => {
+                    self.end().await;
+                    self.give_up(internal("the filter has ended before the guest could run here"));
+                    None
+                }
+                Event::Process(_) => None,
+            };
+            if let Some(end) = ended {
+                return end;
+            }
+            self.publish();
+        }
+    }
+
+    fn fail(&mut self, problem: Problem) {
+        tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not received");
+        self.stage = Stage::Ended;
+        self.jobs.migrated(self.task, Err(problem));
+    }
+
+    /// Its memory was here, and is lost.
+    fn give_up(&mut self, problem: Problem) {
+        tracing::warn!(vm = %self.spec.vm, %problem, "the VM that was received is lost");
+        self.jobs.cancel(self.task);
+        self.jobs.begin(self.task, self.job.clone());
+        self.jobs.migrated(self.task, Err(problem));
+    }
+
+    /// Ends its processes.
+    async fn end(&mut self) {
+        match std::mem::replace(&mut self.stage, Stage::Ended) {
+            Stage::Coming(coming) => {
+                coming.abort();
+                let _ = coming.await;
+            }
+            Stage::Loaded(loaded) => {
+                loaded.running.force_off().await;
+            }
+            Stage::Ended => {}
+        }
+        // Also what a start that was aborted has left: every process is on record before it runs.
+        if let Err(error) = self.shared.run_dir.vm(self.spec.vm).sweep().await {
+            tracing::warn!(vm = %self.spec.vm, %error, "cannot remove the run directory of a VM");
+        }
+    }
+
+    async fn answer(&mut self, call: Call) -> Option<End> {
+        // The caller may have gone.
+        macro_rules! refuse {
+            ($($to:expr),*) => {{ $(drop($to.send(Err(self.refusal())));)* None }};
+        }
+        match call {
+            Call::PutJob(task, job, _, to) => {
+                let same = task == self.task && job.is_same_work(&self.job);
+                drop(to.send(if same { Ok(()) } else { Err(self.refusal()) }));
+                None
+            }
+            Call::Job(task, to) => {
+                drop(to.send(self.jobs.status(task)));
+                None
+            }
+            Call::CommitJob(task, JobSpec::Receive(_), to) if task == self.task => {
+                match self.commit().await {
+                    Ok(loaded) => {
+                        // The owner has it from here on; it answers what comes next.
+                        let _ = to.send(Ok(()));
+                        Some(End::Runs(loaded))
+                    }
+                    Err(problem) => {
+                        self.publish();
+                        drop(to.send(Err(problem)));
+                        None
+                    }
+                }
+            }
+            Call::CancelJob(task, JobSpec::Receive(_), to) if task == self.task => {
+                self.end().await;
+                self.jobs.cancel(self.task);
+                self.publish();
+                drop(to.send(Ok(())));
+                None
+            }
+            Call::Unregister(to) => {
+                self.end().await;
+                drop(to.send(Ok(())));
+                Some(End::Forgotten)
+            }
+            Call::Register(_, to)
+            | Call::OfferKey(_, to)
+            | Call::ChangeKeys(_, _, to)
+            | Call::DeleteDisk(_, to)
+            | Call::ExamineJob(_, to)
+            | Call::CommitJob(_, _, to)
+            | Call::CancelJob(_, _, to)
+            | Call::PowerOn(_, to)
+            | Call::Suspend(to)
+            | Call::DiscardMemory(to)
+            | Call::DiscardDump(_, to)
+            | Call::PowerOff(_, to)
+            | Call::ControlGuest(_, to)
+            | Call::GrowDisk(_, _, to) => refuse!(to),
+            Call::Console(_, to) | Call::Screen(to) | Call::Expose(_, _, to) => refuse!(to),
+            Call::Guest(to) => refuse!(to),
+            Call::Lend(_, to) => refuse!(to),
+            Call::Bitmaps(_, _, to) => refuse!(to),
+            Call::Replica(_, to) => refuse!(to),
+        }
+    }
+
+    fn refusal(&self) -> Problem {
+        let what = "is on its way to this host. Wait until its migration has ended";
+        rules::wrong_state(&self.spec, what)
+    }
+
+    /// Has the guest run here.
+    async fn commit(&mut self) -> Result<Box<Loaded>, Problem> {
+        let Stage::Loaded(loaded) = &mut self.stage else {
+            return Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT));
+        };
+        let (plan, directory) = (loaded.plan.clone(), loaded.running.directory.clone());
+        let (control, generation) = (loaded.running.control.clone(), self.generation);
+        let take = move || {
+            let opened = serve::open_to_write(&directory, &plan)?;
+            let new = plan.disks.iter().zip(opened);
+            let new: Vec<_> = new.map(|((disk, _), it)| layers_of(disk, it)).collect();
+            replace(&control, &new)?;
+            lease::take(&plan.spec, generation)
+        };
+        spawn_blocking(take).await.map_err(internal)??;
+        // From here on it runs here, whatever dies.
+        if let Err(problem) = go(&self.shared, loaded).await {
+            tracing::error!(vm = %self.spec.vm, %problem, "the guest that was received does not go on yet");
+        }
+        match std::mem::replace(&mut self.stage, Stage::Ended) {
+            Stage::Loaded(loaded) => Ok(loaded),
+            other => {
+                self.stage = other;
+                Err(internal("the VM is not loaded"))
+            }
+        }
+    }
+}
+
+/// Puts the VM on record as running, and lets its guest go.
+async fn go(shared: &Shared, loaded: &mut Loaded) -> Result<(), Problem> {
+    let Loaded { running, plan, .. } = loaded;
+    let recorded = shared.died.forget(plan.spec.vm).map_err(internal);
+    let recorded = recorded.and_then(|()| running.write(&plan.spec));
+    if !running.live.paused {
+        running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+    }
+    recorded
+}
+
+/// The next event of a stage.
+async fn next(stage: &mut Stage) -> Event {
+    match stage {
+        Stage::Coming(coming) => {
+            Event::Came(coming.await.unwrap_or_else(|error| Err(internal(error))))
+        }
+        Stage::Loaded(loaded) => Event::Process(loaded.running.next().await),
+        Stage::Ended => std::future::pending().await,
+    }
+}
+
+/// What a filter is to serve in place of a placeholder, or of what it served before.
+pub fn layers_of(disk: &DiskSpec, opened: GuestDisk) -> NewLayers {
+    let open = opened.open;
+    NewLayers {
+        disk: disk.disk,
+        file: open.file,
+        layers: open.layers,
+        offset: open.offset,
+        keeps_room: is_preallocated(disk),
+        own: open.shared.own,
+    }
+}
+
+/// Waits for the source, and has QEMU load what it sends.
+async fn come(
+    shared: Arc<Shared>,
+    directory: ProcessDir,
+    vm: VmSpec,
+    kek: Option<SecretBytes>,
+    generation: u64,
+    pending: Pending,
+    slot: Arc<Slot>,
+) -> Result<Loaded, Problem> {
+    let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
+    let (machine, record) = match link.receive(MACHINE_TIMEOUT).await? {
+        Message::Machine { machine, record } => (machine, record),
+        Message::Refused { why } => return Err(refused(&why)),
+        Message::Ready => return Err(unexpected()),
+    };
+    let planned = Record::parse(record.get().as_bytes())
+        .map_err(|why| internal(format!("what the guest runs as {why}")))
+        .and_then(|record| plan(&vm, record, kek, generation));
+    let arriving = |link| Memory::Arriving(Arriving { machine, link: Mutex::new(Some(link)) });
+    let plan = match planned {
+        Ok(plan) => Arc::new(Plan { memory: arriving(link), ..plan }),
+        Err(problem) => {
+            let why = problem.detail.clone();
+            let _ = link.send(&Message::Refused { why }).await;
+            return Err(problem);
+        }
+    };
+    match boot(&shared, &directory, plan.clone(), slot).await {
+        Ok((running, notices)) => Ok(Loaded { running, plan, notices }),
+        Err(problem) => {
+            if let Memory::Arriving(arriving) = &plan.memory {
+                arriving.refuse(&problem).await;
+            }
+            if let Err(error) = directory.sweep().await {
+                tracing::warn!(%error, "cannot remove a run directory");
+            }
+            Err(problem)
+        }
+    }
+}
+
+impl Arriving {
+    /// Tells the source why it need not send, unless it does already.
+    async fn refuse(&self, problem: &Problem) {
+        let link = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(mut link) = link {
+            let why = problem.detail.clone();
+            let _ = link.send(&Message::Refused { why }).await;
+        }
+    }
+}
+
+/// What is to be started here for a guest that runs so elsewhere.
+fn plan(
+    vm: &VmSpec,
+    record: Record,
+    kek: Option<SecretBytes>,
+    generation: u64,
+) -> Result<Plan, Problem> {
+    if record.spec.vm != vm.vm {
+        return Err(internal("the source sends another VM"));
+    }
+    let spec = suspend::same_machine(vm, record.spec)?;
+    let live =
+        Live { nics: Vec::new(), received: Some(generation), handed_over: None, ..record.live };
+    let facts = |disk: &DiskSpec| -> Result<DiskFacts, Problem> {
+        disk.facts.clone().ok_or_else(|| {
+            let what = format!("its disk '{}' is not made", disk.name);
+            Problem::new(ErrorCode::WrongState, what)
+        })
+    };
+    let served = spec
+        .disks()
+        .filter(|disk| disk.role.attachment() != Attachment::Tpm && live.disk(disk.disk).is_some());
+    let disks =
+        served.map(|disk| Ok((disk.clone(), facts(disk)?))).collect::<Result<Vec<_>, Problem>>()?;
+    Ok(Plan {
+        disks,
+        kek,
+        shared_out: Default::default(),
+        nics_before: Vec::new(),
+        live,
+        tpm: None,
+        boot_once: None,
+        memory: Memory::New,
+        spec,
+    })
+}
+
+/// Takes what the server says of a VM that comes.
+///
+/// # Errors
+/// `key-mismatch`, `wrong-state`, `invalid-request`, `locked`.
+pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, Problem> {
+    let JobSpec::Receive(receive) = &job else { return Err(internal("it receives nothing")) };
+    let arrival = receive
+        .begin
+        .as_deref()
+        .ok_or_else(|| Problem::invalid("begin", "is needed to begin"))?
+        .clone();
+    let vm = arrival.vm;
+    rules::check_spec(&vm)?;
+    rules::check_session(&arrival.session)?;
+    let kek = match (&vm.key, &arrival.key) {
+        (Some(reference), Some(sealed)) => Some(shared.key_box.open(vm.vm, reference, sealed)?),
+        _ => None,
+    };
+    if rules::key_state(&vm, kek.is_some()) == KeyState::Missing {
+        return Err(rules::locked(&vm));
+    }
+    let session = session_of(shared, vm.vm, &arrival.session)?;
+    let listener = shared.migrations.as_ref().ok_or_else(|| {
+        let what = "this host receives no VMs: its agent has no address for migrations";
+        Problem::new(ErrorCode::Unsupported, what)
+    })?;
+    let pending = listener.expect(session).map_err(lost)?;
+    Ok(Expected { task, job, vm, kek, generation: arrival.generation, pending })
+}

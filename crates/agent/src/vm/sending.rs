@@ -1,0 +1,126 @@
+//! Sending a running guest's memory to another host. See [`super::migration`].
+//!
+//! ```text
+//! connect ─► Machine ─► Ready ─► QEMU's stream, while the guest runs ─► the guest stands still, the rest ─► all is sent
+//! ```
+//! Dropped before that, the guest goes on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+use vmseal_api::host::MigrationProgress;
+use vmseal_api::problem::Problem;
+
+use super::internal;
+use super::migration::{
+    Link, Message, PREPARE_TIMEOUT, StreamState, lost, machine_of, progress_of, refused,
+    set_capabilities, sockets, state_of_stream, unexpected,
+};
+use super::stream::{pass, take_back};
+use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::migration::transport::{self, Spec};
+use crate::process::run_record::Record;
+
+/// The pause between questions about the progress: the guest stands still while the end is not noticed.
+const ASK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// As fast as it can, in bytes a second.
+const BANDWIDTH_MAX: u64 = 1 << 40;
+
+/// The sending of a guest to another host. Dropped, it ends.
+pub struct Sending {
+    work: JoinHandle<Result<(), Problem>>,
+    progress: watch::Receiver<MigrationProgress>,
+}
+
+/// What has become of it.
+#[derive(Debug)]
+pub enum SendingEvent {
+    /// It is so far.
+    Progress(MigrationProgress),
+    /// All is sent, and the guest stands still; or why not.
+    Ended(Result<(), Problem>),
+}
+
+/// What is sent.
+pub struct ToSend {
+    pub session: Spec,
+    pub to: std::net::SocketAddr,
+    pub downtime_milliseconds: u32,
+    pub bytes_per_second: Option<u64>,
+    pub record: Record,
+    pub qmp: Arc<Qmp>,
+}
+
+impl Sending {
+    /// Begins.
+    pub fn begin(what: ToSend) -> Self {
+        let (report, progress) = watch::channel(MigrationProgress::default());
+        let work = tokio::spawn(vmseal_api::request_id::inherit(send(what, report)));
+        Self { work, progress }
+    }
+
+    /// The next event.
+    pub async fn next(&mut self) -> SendingEvent {
+        tokio::select! {
+            ended = &mut self.work => {
+                SendingEvent::Ended(ended.unwrap_or_else(|error| Err(internal(error))))
+            }
+            Ok(()) = self.progress.changed() => {
+                SendingEvent::Progress(self.progress.borrow_and_update().clone())
+            }
+        }
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        self.work.abort();
+    }
+}
+
+async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<(), Problem> {
+    let refuses = |error: QmpError| internal(format!("QEMU does not send its guest: {error}"));
+    let qmp = what.qmp;
+    let machine = machine_of(&qmp).await.map_err(refuses)?;
+    let session = transport::connect(what.session, what.to).await.map_err(lost)?;
+    let mut link = Link::of(session)?;
+    link.set_rate(what.bytes_per_second);
+    link.send(&Message::machine(machine, &what.record)?).await?;
+    match link.receive(PREPARE_TIMEOUT).await? {
+        Message::Ready => {}
+        Message::Refused { why } => return Err(refused(&why)),
+        Message::Machine { .. } => return Err(unexpected()),
+    }
+    set_capabilities(&qmp).await.map_err(refuses)?;
+    let bandwidth = what.bytes_per_second.unwrap_or(BANDWIDTH_MAX);
+    let parameters =
+        json!({"downtime-limit": what.downtime_milliseconds, "max-bandwidth": bandwidth});
+    qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
+    let (theirs, ours) = sockets()?;
+    let name = pass(&qmp, "migration", theirs).await.map_err(refuses)?;
+    let carried = link.carry_memory(ours)?;
+    if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
+        take_back(&qmp, &name).await;
+        return Err(refuses(error));
+    }
+    let streamed = async {
+        loop {
+            let state = qmp.execute("query-migrate", Value::Null).await.map_err(refuses)?;
+            report.send_replace(progress_of(&state));
+            if state_of_stream(&state)? == StreamState::Completed {
+                return Ok(());
+            }
+            sleep(ASK_INTERVAL).await;
+        }
+    };
+    // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
+    // and ended.
+    tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+    link.finish().await;
+    Ok(())
+}

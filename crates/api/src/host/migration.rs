@@ -1,0 +1,119 @@
+//! Moving a running VM from one host to another.
+//!
+//! ```text
+//! destination  put ─► Waiting ─► Running (the source has connected) ─► ReadyToCommit ─ commit ─► the VM runs here
+//!                                                                     (its memory is loaded)
+//! source       put ─► Running ──────────────────────────────────────► ReadyToCommit ─ commit ─► its processes have ended
+//!                     (its guest runs)          (its guest stands still, its disks are free)
+//! ```
+//! A host never takes part in a migration that the control plane has not specified, to both hosts alike. Until the
+//! destination's job is committed, cancelling it and then the source's has the guest go on where it was. Once the destination
+//! has been asked to commit, its answer decides: where the VM runs there, the source's job is committed as well.
+
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::VmSpec;
+use super::key::SealedKey;
+use crate::id::{DiskId, MigrationId, VmId};
+
+/// The most connections of a migration: more gain nothing on the fastest links that were measured.
+pub const STREAMS_MAX: u16 = 16;
+
+/// The length of the key of a migration, in bytes.
+pub const MIGRATION_KEY_LEN: usize = 32;
+
+/// What both hosts are told of a migration. It is made anew for each attempt, and serves one session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationSession {
+    /// The attempt.
+    pub migration: MigrationId,
+    /// The nonce of the session.
+    pub nonce: u64,
+    /// The key of the session, sealed to this host's key box with [`migration_info`].
+    pub key: SealedKey,
+    /// How many connections there are, at most [`STREAMS_MAX`].
+    pub streams: u16,
+    /// Whether what they carry is encrypted. The connections themselves are authenticated in either case.
+    pub encrypted: bool,
+}
+
+/// The context that the key of a session is sealed with.
+#[must_use]
+pub fn migration_info(vm: VmId, migration: MigrationId) -> Vec<u8> {
+    format!("vmseal migration v1\0{vm}\0{migration}").into_bytes()
+}
+
+/// Sends a running VM to another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SendJob {
+    /// The disks of the VM, each once.
+    pub disks: Vec<DiskId>,
+    /// How; committing and cancelling do without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub begin: Option<Box<Departure>>,
+}
+
+/// How a VM is sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Departure {
+    /// The session.
+    pub session: MigrationSession,
+    /// Where the other host waits for it.
+    pub to: SocketAddr,
+    /// The longest that the guest is to stand still while the rest of its memory is sent, in milliseconds.
+    pub downtime_milliseconds: u32,
+    /// The highest rate, in bytes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+}
+
+/// Receives a running VM from another host. It need not be registered, and is when the job is committed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReceiveJob {
+    /// The disks of the VM, each once.
+    pub disks: Vec<DiskId>,
+    /// How; committing and cancelling do without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub begin: Option<Box<Arrival>>,
+}
+
+/// How a VM is received.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Arrival {
+    /// The session.
+    pub session: MigrationSession,
+    /// The VM, as it will be registered here.
+    pub vm: VmSpec,
+    /// Its key, sealed with [`super::key_info`]; none where it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SealedKey>,
+    /// The generation of its placement here: higher than any before.
+    pub generation: u64,
+}
+
+/// How far a migration is, as its source sees it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct MigrationProgress {
+    /// How often the memory was gone through.
+    pub passes: u64,
+    /// What is left to send of the memory, in bytes.
+    pub remaining: u64,
+    /// What has been sent, in bytes.
+    pub sent: u64,
+    /// How much memory the guest changes, in bytes a second, as QEMU measures it.
+    pub dirty_rate: u64,
+    /// How fast QEMU sends, in bytes a second.
+    pub rate: u64,
+    /// How long the guest would stand still now, in milliseconds; after the switch-over, how long QEMU says that it did.
+    pub downtime_milliseconds: u64,
+    /// By how much the guest is slowed down so that it changes less, in percent.
+    pub throttle: u64,
+}

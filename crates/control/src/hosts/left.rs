@@ -1,0 +1,68 @@
+//! What a migration that ended before its end has left on a host: the inventory says where the VM is.
+//!
+//! | the VM is | on this host | what is done |
+//! |---|---|---|
+//! | elsewhere | off | it is unregistered |
+//! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
+//! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
+
+use vmseal_api::host::{HostAgent, JobSpec, Power, SendJob, VmState};
+use vmseal_api::id::{HostId, TaskId, VmId};
+use vmseal_api::problem::Problem;
+
+use super::{is_silence, registration};
+use crate::locks::Locks;
+use crate::store::{Store, disks, tasks};
+
+/// Whether a VM may be left so.
+pub(super) fn may_be(seen: &VmState, is_here: bool) -> bool {
+    match seen.power {
+        Power::Migrating => true,
+        Power::Off => !is_here,
+        _ => false,
+    }
+}
+
+/// Deals with a VM of which something may be left on a host. While a task has the VM, that is the task's.
+///
+/// # Errors
+/// The host does not answer, or the inventory's.
+pub(super) async fn deal_with(
+    store: &Store,
+    agent: &dyn HostAgent,
+    locks: &Locks<VmId>,
+    (host, seen): (HostId, &VmState),
+) -> Result<(), Problem> {
+    let _unchanged = locks.lock(seen.vm).await;
+    let mut read = store.read().await?;
+    if tasks::holding(&mut read, seen.vm).await?.is_some() {
+        return Ok(());
+    }
+    let disks = disks::of_vm(&mut read, seen.vm).await?;
+    drop(read);
+    let disks = disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
+    let known = registration::read(store, seen.vm).await?;
+    let is_here = known.is_some_and(|(vm, _)| vm.host == host);
+    let (task, job) = (TaskId::new(), JobSpec::Send(SendJob { disks, begin: None }));
+    let done = match (is_here, seen.power) {
+        (true, Power::Migrating) => agent.cancel_job(seen.vm, task, job).await,
+        (true, _) => return Ok(()),
+        (false, Power::Migrating) => {
+            // One that is received has no such job, and ends when it is unregistered.
+            let ended = agent.commit_job(seen.vm, task, job).await;
+            match ended {
+                Err(problem) if is_silence(&problem) => Err(problem),
+                _ => agent.unregister_vm(seen.vm).await,
+            }
+        }
+        (false, _) => agent.unregister_vm(seen.vm).await,
+    };
+    match done {
+        Err(problem) if is_silence(&problem) => Err(problem),
+        Err(problem) => {
+            tracing::warn!(vm = %seen.vm, %problem, "what a migration has left stays");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}

@@ -1,0 +1,237 @@
+//! Moving running VMs to other hosts.
+
+use std::fmt::Write as _;
+
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
+use vmseal_api::host::{HostDescription, Power};
+use vmseal_api::migration::MigrationEncryption;
+use vmseal_api::model::{Connection, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::MigrateVm;
+
+use super::caller::{Caller, Privilege};
+use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::{Outcome, Services, features, hosts};
+use crate::hosts::definition_at;
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::hosts::Host;
+use crate::store::vms::Vm;
+use crate::store::{self, Part};
+
+/// Moves a running VM to another host, which has its datastores. Without a host, one with the most free memory is chosen.
+pub async fn migrate(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: MigrateVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::VmConfigure)?;
+    let (vm, disks) = find(services, name).await?;
+    require_ready(&vm)?;
+    if vm.key.is_some() {
+        caller.require(Privilege::Migrate)?;
+    }
+    features::require(services, &vm, MIGRATE, "send running VMs to other hosts")?;
+    let now = power(services, &vm).await?.unwrap_or(Power::Off);
+    if !matches!(now, Power::Running | Power::Paused) {
+        let detail = format!(
+            "VM '{}' is {}: only a VM that runs or is paused is migrated",
+            vm.name,
+            word(now)
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    check_key(services, &vm)?;
+    if must_be_encrypted(&vm) {
+        features::require(services, &vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
+    }
+    require_movable(&vm, &disks)?;
+    let to = match &request.host {
+        Some(host) => {
+            let host = hosts::find(services, host).await?;
+            let fits = fits(services, &vm, &disks, &host).await;
+            fits.map_err(|why| {
+                let detail = format!("VM '{}' cannot go to host '{}': {why}", vm.name, host.name);
+                let problem = Problem::new(ErrorCode::WrongState, detail);
+                Problem { field: Some("host".to_owned()), ..problem }
+            })?;
+            host
+        }
+        None => choose(services, &vm, &disks).await?,
+    };
+    let encrypted = is_encrypted(services, &vm, &to);
+    let operation = Operation::MigrateVm { vm: vm.id, from: vm.host, to: to.id, encrypted };
+    let write = services.store.write().await?;
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    Ok(match begun {
+        Outcome::Planned(mut plan) => {
+            plan.steps.insert(0, understood(&to, encrypted));
+            plan.warnings.extend(in_the_clear(&vm, encrypted));
+            Outcome::Planned(plan)
+        }
+        done => done,
+    })
+}
+
+/// Whether what the VM is sent with is encrypted.
+fn is_encrypted(services: &Services, vm: &Vm, to: &Host) -> bool {
+    let can = |host| services.hosts.view(host).has(MIGRATE_ENCRYPTED);
+    must_be_encrypted(vm)
+        || vm.migration_encryption != MigrationEncryption::Disabled && can(vm.host) && can(to.id)
+}
+
+fn must_be_encrypted(vm: &Vm) -> bool {
+    vm.key.is_some() || vm.migration_encryption == MigrationEncryption::Required
+}
+
+fn understood(to: &Host, encrypted: bool) -> String {
+    let how = if encrypted { "encrypted" } else { "not encrypted" };
+    format!("choose host '{}'; memory and all else that is sent is {how}", to.name)
+}
+
+/// What people should know who did not ask for that.
+fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
+    let asked = vm.migration_encryption == MigrationEncryption::Disabled;
+    (!encrypted && !asked).then(|| {
+        "one of the hosts cannot encrypt what is sent: all of the guest's memory goes over the network in the clear".to_owned()
+    })
+}
+
+/// Refuses what does not move with a VM that runs.
+fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+    let refuse =
+        |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
+    if vm.hardware.tpm {
+        return refuse(
+            "has a TPM, and what that keeps does not move with a VM that runs: stop it first"
+                .to_owned(),
+        );
+    }
+    if let Some(path) = vm.hardware.medium() {
+        return refuse(format!(
+            "has {} in its CD-ROM drive, which is a file of its host: eject it first (vmseal vm cdrom eject {})",
+            path.display(),
+            vm.name
+        ));
+    }
+    match disks.iter().find(|disk| disk.replica.is_some()) {
+        Some(disk) => refuse(format!(
+            "has a replica of its disk '{}', which would stay behind: stop it first",
+            disk.name
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The host with the most memory that no VM has, of those that the VM can go to.
+async fn choose(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<Host, Problem> {
+    let known = store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
+    let mut refused = String::new();
+    let mut best: Option<(u64, Host)> = None;
+    for host in known.into_iter().filter(|host| host.id != vm.host) {
+        match fits(services, vm, disks, &host).await {
+            Ok(free) if best.as_ref().is_none_or(|(most, _)| free > *most) => {
+                best = Some((free, host));
+            }
+            Ok(_) => {}
+            Err(why) => {
+                let _ = write!(refused, "; host '{}': {why}", host.name);
+            }
+        }
+    }
+    best.map(|(_, host)| host).ok_or_else(|| {
+        let why = if refused.is_empty() { "; there is no other host" } else { &refused };
+        let detail = format!("no other host can take VM '{}'{why}", vm.name);
+        Problem::new(ErrorCode::WrongState, detail)
+    })
+}
+
+/// How much memory a host has for more VMs, where this one can go there; or why not.
+async fn fits(services: &Services, vm: &Vm, disks: &[Disk], host: &Host) -> Result<u64, String> {
+    if host.id == vm.host {
+        return Err("it is there already".to_owned());
+    }
+    let view = services.hosts.view(host.id);
+    let Some(there) = view.description.clone().filter(|_| view.connection == Connection::Connected)
+    else {
+        return Err("it does not answer".to_owned());
+    };
+    if !view.has(MIGRATE) || there.migration_address.is_none() {
+        return Err("its agent receives no running VMs: upgrade vmseal there".to_owned());
+    }
+    if must_be_encrypted(vm) && !view.has(MIGRATE_ENCRYPTED) {
+        return Err("its agent cannot encrypt what is sent: upgrade vmseal there".to_owned());
+    }
+    let Some(here) = services.hosts.view(vm.host).description.clone() else {
+        return Err("the host of the VM is not known well enough".to_owned());
+    };
+    same_machine(&here, &there)?;
+    let failed = |problem: Problem| problem.detail;
+    let spec = definition_at(&services.store, vm.id, host.id).await.map_err(failed)?;
+    let agent = services.hosts.connected(host.id).map_err(failed)?;
+    for disk in disks {
+        let place = spec.disk(disk.id).map_or(&disk.datastore, |disk| &disk.datastore);
+        let there = match agent.measure_datastore(place.clone()).await.map_err(failed)? {
+            DatastoreCondition::Available { .. } => continue,
+            DatastoreCondition::WrongMark { detail }
+            | DatastoreCondition::Unavailable { detail } => detail,
+        };
+        return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
+    }
+    for nic in spec.nics() {
+        agent
+            .examine_nic(vm.id, nic.clone())
+            .await
+            .map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
+    }
+    agent.examine_hardware(spec.hardware.clone()).await.map_err(failed)?;
+    let room = {
+        let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
+        super::usage::room(&mut read, host.id, &view).await.map_err(|error| failed(error.into()))?
+    };
+    let free = room.memory_left.unwrap_or(there.memory);
+    if free < vm.memory {
+        return Err("it has not enough free memory".to_owned());
+    }
+    Ok(free)
+}
+
+/// Whether a guest that runs on one host goes on on the other.
+fn same_machine(here: &HostDescription, there: &HostDescription) -> Result<(), String> {
+    if here.accelerator.kind != there.accelerator.kind {
+        return Err(format!(
+            "its guests run by {:?}, and those of the VM's host by {:?}",
+            there.accelerator.kind, here.accelerator.kind
+        ));
+    }
+    if older(&there.qemu, &here.qemu) {
+        return Err(format!(
+            "its QEMU {} is older than QEMU {} of the VM's host",
+            there.qemu, here.qemu
+        ));
+    }
+    Ok(())
+}
+
+/// Whether one version of QEMU is older than another.
+fn older(one: &str, other: &str) -> bool {
+    let numbers = |text: &str| -> Vec<u64> {
+        let number = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>();
+        text.split('.').take(2).map(|part| number(part).parse().unwrap_or(0)).collect()
+    };
+    numbers(one) < numbers(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_qemu_is_one_with_lower_numbers() {
+        assert!(older("7.2.22", "8.0.0") && older("9.2.0", "10.0.1"));
+        assert!(!older("7.2.1", "7.2.22") && !older("10.0", "9.2") && !older("8.1-rc1", "8.1"));
+    }
+}

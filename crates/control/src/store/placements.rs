@@ -1,0 +1,34 @@
+//! Which host has a VM. Each time that it gets another one, the generation of the placement grows.
+
+use sqlx::SqliteConnection;
+use vmseal_api::id::{HostId, VmId};
+
+use super::{StoreError, unsigned};
+
+/// The generation that the next placement of a VM gets.
+pub async fn next_generation(from: &mut SqliteConnection, vm: VmId) -> Result<u64, StoreError> {
+    let now: i64 =
+        sqlx::query_scalar("SELECT generation FROM placements WHERE vm_id = $1 AND role = 'owner'")
+            .bind(vm.to_string())
+            .fetch_one(from)
+            .await?;
+    Ok(unsigned(now, "the generation of a placement")?.saturating_add(1))
+}
+
+/// Records that a host has a VM.
+pub async fn set_owner(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    host: HostId,
+    generation: u64,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE placements SET host_id = $1, generation = $2 WHERE vm_id = $3 AND role = 'owner'",
+    )
+    .bind(host.to_string())
+    .bind(i64::try_from(generation).unwrap_or(i64::MAX))
+    .bind(vm.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}

@@ -1,0 +1,445 @@
+//! Moves a running VM to another host ([`vmseal_api::host::SendJob`] has the hosts' part).
+//!
+//! ```text
+//!   check ─► transfer ─────────────────────────────► switch ───────────────────► finish ─► done
+//!             destination waits, source sends;         destination lets the        source ends its
+//!             the guest stands still, memory loaded    guest go; inventory says so  processes, forgets
+//!                    │                                  commit step
+//!                    └── undone: source goes on, destination forgets
+//! ```
+//! Until the destination is asked to let the guest go, the source can have it back at any time: the destination does nothing by
+//! itself. Then its answer decides. While it does not answer, nobody runs the guest, and the task waits: only the destination, or
+//! the operator who knows that it is gone for good, can tell.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{
+    Arrival, Departure, HostAgent, HostState, JobSpec, JobState, MIGRATION_KEY_LEN,
+    MigrationSession, Power, ReceiveJob, SealedKey, SendJob, migration_info,
+};
+use vmseal_api::id::{DiskId, HostId, MigrationId, VmId};
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::Progress;
+use vmseal_secret::{SecretBytes, sealed_box};
+
+use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::start_vm::locked;
+use super::step::{Output, Step, WaitPolicy};
+use crate::hosts::keys::{self, Purpose};
+use crate::hosts::{self};
+use crate::operation::Operation;
+use crate::store::events::NewEvent;
+use crate::store::vms::{self, Vm};
+use crate::store::{hosts as store_hosts, placements};
+
+/// The steps, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MigrateVmStep {
+    Check,
+    Transfer,
+    Switch,
+    Finish,
+}
+
+pub(crate) const STEPS: &[&dyn Step] = &[
+    &MigrateVmStep::Check,
+    &MigrateVmStep::Transfer,
+    &MigrateVmStep::Switch,
+    &MigrateVmStep::Finish,
+];
+
+/// How many connections carry a guest beside the control channel.
+const STREAMS: u16 = 2;
+
+/// The longest that a guest is to stand still while the rest of its memory is sent, in milliseconds: QEMU's usual limit.
+const DOWNTIME_MILLISECONDS: u32 = 300;
+
+/// What the steps after the first one need.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Checked {
+    disks: Vec<DiskId>,
+    generation: u64,
+}
+
+#[async_trait]
+impl Step for MigrateVmStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Check => "check",
+            Self::Transfer => "transfer",
+            Self::Switch => "switch",
+            Self::Finish => "finish",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Check => "check the VM and both hosts",
+            Self::Transfer => "send the memory",
+            Self::Switch => "let the guest go on at the other host",
+            Self::Finish => "end its processes at the former host",
+        }
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Switch)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::Check | Self::Transfer => WaitPolicy::NONE,
+            // The guest stands still, and may run there already.
+            Self::Switch | Self::Finish => WaitPolicy::BOTH,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Check => return check(run).await.map(|checked| Output::of(&checked)),
+            Self::Transfer => transfer(run).await,
+            Self::Switch => switch(run).await,
+            Self::Finish => finish(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Transfer => stay(run).await,
+            Self::Switch => switch_back(run).await,
+            // Past the commit step, or nothing was done.
+            Self::Check | Self::Finish => Ok(()),
+        }
+    }
+}
+
+/// The hosts of a task.
+struct Ends {
+    from: HostId,
+    to: HostId,
+    encrypted: bool,
+}
+
+fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
+    match run.task.operation {
+        Operation::MigrateVm { from, to, encrypted, .. } => Ok(Ends { from, to, encrypted }),
+        _ => Err(internal("the task does not say where the VM goes")),
+    }
+}
+
+fn internal(what: &str) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::Internal, what))
+}
+
+fn wrong_state(detail: String) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// Checks the preconditions, and settles what the inventory will say.
+async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
+    let (vm, ends) = (run.vm().await?, ends(run)?);
+    if vm.lifecycle != Lifecycle::Ready || vm.host != ends.from {
+        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+    }
+    let state = run.host_state(ends.from, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        Some(Power::Running | Power::Paused) => {}
+        _ => return Err(wrong_state(format!("VM '{}' does not run any more", vm.name))),
+    }
+    let disks = run.disks().await?;
+    let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
+    let generation = placements::next_generation(&mut *run.store().read().await?, vm.id).await?;
+    Ok(Checked { disks, generation })
+}
+
+fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
+    let known = run.output(MigrateVmStep::Check.name());
+    known.ok_or_else(|| internal("the task does not say which disks it moves"))
+}
+
+fn agent_of(run: &Run<'_>, host: HostId) -> Result<Arc<dyn HostAgent>, Problem> {
+    run.hosts().agent(host)
+}
+
+fn sent(disks: &[DiskId]) -> JobSpec {
+    JobSpec::Send(SendJob { disks: disks.to_vec(), begin: None })
+}
+
+fn received(disks: &[DiskId]) -> JobSpec {
+    JobSpec::Receive(ReceiveJob { disks: disks.to_vec(), begin: None })
+}
+
+/// Has the guest sent, unless it is.
+async fn transfer(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, ends, checked) = (run.vm().await?, ends(run)?, checked(run)?);
+    let (source, destination) =
+        (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
+    if is_handed_over(run, &source) && has_loaded(run, &destination)? {
+        return Ok(());
+    }
+    // A session serves one attempt; what an earlier one has left is removed.
+    leave(run, &ends, &checked).await?;
+    begin(run, &vm, &ends, &checked).await?;
+    follow(run, &ends).await
+}
+
+/// Tells both hosts of a new session.
+async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+    let (source, destination) = (agent_of(run, ends.from)?, agent_of(run, ends.to)?);
+    let (here, there) = (source.describe().await?, destination.describe().await?);
+    let mut read = run.store().read().await?;
+    let to = store_hosts::find(&mut read, &ends.to.to_string()).await?;
+    drop(read);
+    let to = to.ok_or_else(|| internal("the other host is not known any more"))?;
+    let address = there
+        .migration_address
+        .ok_or_else(|| wrong_state(format!("host '{}' has no address for migrations", to.name)))?;
+    let spec = hosts::definition_at(run.store(), vm.id, ends.to).await?;
+    let spec = hosts::for_agent(spec, Some(&there));
+    let kek = match &vm.key {
+        None => None,
+        Some(key) => {
+            let kek = keys::fetch(&run.context.providers, vm, key, Purpose::Open).await;
+            let at = Vm { host: ends.to, host_name: to.name.clone(), ..vm.clone() };
+            let kek = kek.map_err(locked)?;
+            Some(keys::seal(run.store(), &there.key_box, &at, key, kek).await?)
+        }
+    };
+    let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
+    let new = NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key };
+    let session = |key_box: &str, host: &str| new.sealed(key_box, host, ends.encrypted);
+    let disks = checked.disks.clone();
+    let arrival = Arrival {
+        session: session(&there.key_box, &to.name)?,
+        vm: spec,
+        key: kek,
+        generation: checked.generation,
+    };
+    let job = ReceiveJob { disks: disks.clone(), begin: Some(Box::new(arrival)) };
+    destination.put_job(vm.id, run.task.id, JobSpec::Receive(job)).await?;
+    let departure = Departure {
+        session: session(&here.key_box, &vm.host_name)?,
+        to: reachable(address, &to.address),
+        downtime_milliseconds: DOWNTIME_MILLISECONDS,
+        bytes_per_second: None,
+    };
+    let job = SendJob { disks, begin: Some(Box::new(departure)) };
+    Ok(source.put_job(vm.id, run.task.id, JobSpec::Send(job)).await?)
+}
+
+/// A session that nobody has been told of.
+struct NewSession {
+    vm: VmId,
+    migration: MigrationId,
+    nonce: u64,
+    key: SecretBytes,
+}
+
+impl NewSession {
+    /// As a host is told of it.
+    fn sealed(
+        &self,
+        key_box: &str,
+        host: &str,
+        encrypted: bool,
+    ) -> Result<MigrationSession, Problem> {
+        let (public, info) =
+            (keys::public_key(key_box, host)?, migration_info(self.vm, self.migration));
+        let sealed =
+            sealed_box::seal(&public, &info, &self.key).map_err(|error| crate::internal(&error))?;
+        let sealed = STANDARD.encode(sealed.as_bytes());
+        let key = SealedKey { key_box: key_box.to_owned(), sealed };
+        let (migration, nonce) = (self.migration, self.nonce);
+        Ok(MigrationSession { migration, nonce, key, streams: STREAMS, encrypted })
+    }
+}
+
+/// A random number.
+fn nonce() -> Result<u64, StepError> {
+    let random = SecretBytes::random(8).map_err(|error| crate::internal(&error))?;
+    let bytes: [u8; 8] = random.expose().try_into().map_err(|_| internal("a nonce of 8 bytes"))?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+/// Where another host connects to: an agent that waits at all of its addresses is reached at the one that the server knows.
+fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
+    if !address.ip().is_unspecified() {
+        return address;
+    }
+    let host = agent.rsplit_once(':').map_or(agent, |(host, _)| host);
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    match host.parse::<IpAddr>() {
+        Ok(ip) => SocketAddr::new(ip, address.port()),
+        Err(_) => address,
+    }
+}
+
+/// Follows both hosts until the guest is between them.
+async fn follow(run: &Run<'_>, ends: &Ends) -> Result<(), StepError> {
+    let (mut source, mut destination) =
+        (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
+    loop {
+        let loaded = has_loaded(run, &destination)?;
+        if is_handed_over(run, &source) && loaded {
+            run.show(Progress::default());
+            return Ok(());
+        }
+        sends(run, &source)?;
+        run.check_cancelled()?;
+        tokio::select! {
+            newer = run.host_state(ends.from, Some(&source)) => source = newer?,
+            newer = run.host_state(ends.to, Some(&destination)) => destination = newer?,
+        }
+    }
+}
+
+/// Checks that the source sends, and publishes how far it is.
+fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
+    let job = run.job_in(source);
+    match job.map(|job| &job.state) {
+        Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+        Some(JobState::Cancelled) => {
+            let what = "the source has cancelled it";
+            return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)));
+        }
+        Some(_) => {}
+        None if is_handed_over(run, source) => {}
+        None => {
+            let what = "the agent of the source has restarted while it sent the VM";
+            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)));
+        }
+    }
+    if let Some(progress) = job.and_then(|job| job.migration.as_ref()) {
+        let (done, left) = (progress.sent, progress.remaining);
+        run.show(Progress { done, total: done.saturating_add(left) });
+    }
+    Ok(())
+}
+
+/// Whether the source's guest stands still, and its disks are free.
+fn is_handed_over(run: &Run<'_>, source: &HostState) -> bool {
+    state_of(source, run.vm_id).is_some_and(|seen| seen.power == Power::Migrating)
+}
+
+/// Whether the destination has loaded the guest's memory.
+fn has_loaded(run: &Run<'_>, destination: &HostState) -> Result<bool, StepError> {
+    match run.job_in(destination).map(|job| &job.state) {
+        Some(JobState::ReadyToCommit) => Ok(true),
+        Some(JobState::Failed { problem }) => Err(StepError::Final(problem.clone())),
+        _ => Ok(false),
+    }
+}
+
+/// Has the source keep the guest, and the destination forget it. The destination has not been asked to let it go.
+async fn leave(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+    let source = agent_of(run, ends.from)?;
+    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    forget(run, ends, checked).await
+}
+
+async fn forget(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+    let destination = agent_of(run, ends.to)?;
+    let cancelled = destination.cancel_job(run.vm_id, run.task.id, received(&checked.disks)).await;
+    absent_is_fine(cancelled)?;
+    absent_is_fine(destination.unregister_vm(run.vm_id).await)
+}
+
+/// Undoes [`transfer`]. The guest goes on first; what the destination has left it or its monitor removes.
+async fn stay(run: &Run<'_>) -> Result<(), StepError> {
+    let (ends, checked) = (ends(run)?, checked(run)?);
+    let source = agent_of(run, ends.from)?;
+    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    if let Err(error) = forget(run, &ends, &checked).await {
+        tracing::warn!(vm = %run.vm_id, error = %error.as_problem(), "the destination may keep what it received for a while");
+    }
+    let state = run.host_state(ends.from, None).await?;
+    run.hosts().until_shown(ends.from, &state).await;
+    Ok(())
+}
+
+/// Has the destination let the guest go, and records that it is there.
+async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+    let (ends, checked) = (ends(run)?, checked(run)?);
+    let destination = agent_of(run, ends.to)?;
+    destination.commit_job(run.vm_id, run.task.id, received(&checked.disks)).await?;
+    record(run, &ends, &checked).await?;
+    let state = run.host_state(ends.to, None).await?;
+    run.hosts().until_shown(ends.to, &state).await;
+    Ok(())
+}
+
+async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let mut write = run.store().write().await?;
+    let to = store_hosts::find(&mut write, &ends.to.to_string()).await?;
+    placements::set_owner(&mut write, run.vm_id, ends.to, checked.generation).await?;
+    // It has run without a break.
+    vms::set_seen(&mut write, run.vm_id, Power::Running, None).await?;
+    let how = if ends.encrypted { "encrypted" } else { "not encrypted" };
+    let to = to.map_or_else(|| ends.to.to_string(), |host| host.name);
+    let detail = format!("from host '{}' to host '{to}', {how}", vm.host_name);
+    let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
+    write.event(NewEvent { kind: "vm.migrated", actor, target, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// Undoes [`switch`], which is possible only while the guest has not gone on at the destination. Otherwise it goes on to the end.
+async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
+    let (ends, checked) = (ends(run)?, checked(run)?);
+    let destination = agent_of(run, ends.to)?;
+    let job = received(&checked.disks);
+    match destination.cancel_job(run.vm_id, run.task.id, job).await {
+        Ok(()) => Ok(absent_is_fine(destination.unregister_vm(run.vm_id).await)?),
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            record(run, &ends, &checked).await?;
+            finish(run).await?;
+            let detail = format!(
+                "VM '{}' runs on the other host: its migration could not be cancelled any more",
+                run.task.target
+            );
+            Err(wrong_state(detail))
+        }
+        Err(problem) => Err(problem.into()),
+    }
+}
+
+/// Has the source end the VM's processes, and forget it.
+async fn finish(run: &Run<'_>) -> Result<(), StepError> {
+    let (ends, checked) = (ends(run)?, checked(run)?);
+    let source = agent_of(run, ends.from)?;
+    absent_is_fine(source.commit_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    absent_is_fine(source.unregister_vm(run.vm_id).await)
+}
+
+/// The problem of a failure after the guest has gone on at the other host.
+pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
+    let detail = format!(
+        "VM '{target}' runs on the other host, and what is left of it at the former one could not be removed: {cause}. It is removed when that host's agent answers again"
+    );
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_that_waits_at_all_addresses_is_reached_at_the_one_that_is_known() {
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        for (address, agent, expected) in [
+            ("10.0.0.1:7444", "10.0.0.9:7443", "10.0.0.1:7444"),
+            ("0.0.0.0:7444", "10.0.0.9:7443", "10.0.0.9:7444"),
+            ("[::]:7444", "[fd00::1]:7443", "[fd00::1]:7444"),
+        ] {
+            assert_eq!(reachable(at(address), agent), at(expected), "{address} {agent}");
+        }
+    }
+}
