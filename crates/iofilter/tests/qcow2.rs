@@ -11,8 +11,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use vmseal_api::filter::FilterConfig;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_iofilter::disk::{Disk, DiskStorage};
+use vmseal_iofilter::handle::Handles;
+use vmseal_iofilter::process::Opened;
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::chain::Chain;
 use vmseal_iofilter::stack::memory::Segment;
@@ -559,4 +562,48 @@ fn a_disk_in_memory_is_served_sparse() {
     by_nbd(&place, &["read -P 0 0 1M".into(), format!("discard {far} 1M")]);
     by_nbd(&place, &[format!("read -P 0 {far} 1M")]);
     filter.end();
+}
+
+/// Locks a file as agents do; false if somebody has it locked.
+fn lock(file: &File) -> bool {
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_OFD_SETLK(&whole)).is_ok()
+}
+
+#[test]
+fn the_file_with_a_disks_lock_is_kept_open_also_where_the_stack_cannot_be_exchanged() {
+    let place = Place::new();
+    place.create("image", &[]);
+    File::create(place.path("header")).unwrap();
+    let header = place.file("header");
+    assert!(lock(&header));
+    let backend = json!({ "kind": "qcow2", "file": { "fd": 0 }, "offset": 0, "lock": { "fd": 1 } });
+    // Nobody serves it, so it is not exchanged.
+    let config = json!({
+        "version": 1,
+        "vm": "01890a5d-ac96-774b-bcce-b302099a8057",
+        "control": { "path": "not opened here" },
+        "disks": [{
+            "disk": "01890a5d-ac96-774b-bcce-b302099a8058", "size": SIZE, "serial": "",
+            "chain": [], "backend": backend
+        }]
+    });
+    let config: FilterConfig = serde_json::from_value(config).unwrap();
+    let mut handles = Handles::passed(vec![place.file("image").into(), header.into()]);
+    let opened = Opened::open(&config, &mut handles).unwrap();
+    drop(handles);
+    assert!(!lock(&place.file("header")), "another process could have the disk");
+    drop(opened);
+    // A child that another test has forked may keep it for a moment.
+    let until = Instant::now() + TIMEOUT;
+    while !lock(&place.file("header")) {
+        assert!(Instant::now() < until, "the lock stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

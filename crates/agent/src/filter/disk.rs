@@ -610,7 +610,7 @@ mod tests {
         let BackendSpec::File { file, .. } = &replicate.to.backend else {
             panic!("{:?}", replicate.to)
         };
-        assert_eq!((file, &replicate.to.chain[..]), (&Handle::Fd(replica), &[][..]));
+        assert_eq!(*file, Handle::Fd(replica));
         assert!(matches!(disk.config(0).backend, BackendSpec::File { .. }));
         disk.layers = (0..2).map(|_| tempfile::tempfile().unwrap()).collect();
         assert_eq!(disk.descriptors().count(), 8, "the filter lacks a layer");
