@@ -277,7 +277,10 @@ impl NewMirror<'_> {
         let noted = made.and_then(|copy| {
             let note = Note::new(task, source, copy);
             let note = if layers.is_empty() { note } else { note.of_layers() };
-            let note = memory.map_or(note.clone(), |form| note.with_memory(form));
+            let note = match memory {
+                Some(form) => note.with_memory(form),
+                None => note,
+            };
             self.note(&home, &target, note)
         });
         noted.inspect_err(|_| {

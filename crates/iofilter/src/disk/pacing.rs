@@ -1,13 +1,13 @@
 //! The pace of work that copies a whole disk or layer, for nobody: it may be changed, paused and resumed meanwhile.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use std::os::fd::AsFd;
 use vmseal_api::pace::CopyPace;
 
 use crate::layers::replicate::pace::Bucket;
