@@ -15,7 +15,9 @@ use vmseal_api::request::{CreateBackup, RestoreBackup};
 
 use super::caller::{Caller, Privilege};
 use super::snapshots::{keepable, require_power};
-use super::vms::{begin, check_key, find, require_no_template, require_ready};
+use super::vms::{
+    begin, begin_named, check_key, find, find_ready, new_name, require_no_template, require_ready,
+};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
@@ -24,7 +26,7 @@ use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, snapshots, vms};
 use crate::tasks::backups::{digest_of, place, snapshot_name};
-use crate::tasks::{Engine, adopt_vm};
+use crate::tasks::adopt_vm;
 
 /// The backups of a VM, which may be deleted.
 struct OfVm {
@@ -166,13 +168,7 @@ pub async fn create(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::DirectAccess)?;
-    if let Some(name) = &request.name {
-        vmseal_api::id::check_name(name)
-            .map_err(|error| Problem::invalid("name", error.to_string()))?;
-    }
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
+    let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     features::require(services, &vm, BACKUP, "back VMs up")?;
     let remedy = "backups are made while it runs or is off";
     require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
@@ -185,16 +181,15 @@ pub async fn create(
     }
     let directory = directory(&vm, &all, request.directory)?;
     let parent = if request.full { None } else { parent(&vm, &all, &directory) };
+    let name = new_name(request.name, "backup", all.iter().map(|it| it.name.as_str()))?;
     let snapshot = temporary_snapshot(&mut write, &vm).await?;
-    let free = |name: &String| all.iter().all(|other| other.name != *name);
-    let made_up = (1..=all.len() + 1).map(|number| format!("backup-{number}")).find(free);
     let backup = Backup {
         id: BackupId::new(),
         vm: vm.id,
         vm_name: vm.name.clone(),
         host: vm.host,
         host_name: vm.host_name.clone(),
-        name: request.name.or(made_up).unwrap_or_default(),
+        name,
         directory,
         created: Timestamp::now(),
         state: BackupState::Creating,
@@ -568,17 +563,8 @@ pub async fn delete(
         );
         return Err(Problem::new(ErrorCode::InUse, detail));
     }
-    let mut write = services.store.write().await?;
+    let write = services.store.write().await?;
     let operation = Operation::DeleteBackup { vm: of.id, backup: backup.id };
-    if let Some(vm) = &of.vm {
-        return begin(services, write, operation, vm, caller, dry_run).await;
-    }
-    let task = Engine::record(&mut write, operation, of.name(), caller.name()).await?;
-    if dry_run {
-        return Ok(Outcome::Planned(super::vms::plan_of(&task, of.name(), backup.key.is_none())));
-    }
-    write.commit().await?;
-    let shown = services.engine.shown(&task);
-    services.engine.begin(task);
-    Ok(Outcome::Done(shown))
+    let keyless = of.vm.as_ref().map_or(backup.key.is_none(), |vm| vm.provider.is_none());
+    begin_named(services, write, operation, (of.name(), keyless), caller, dry_run).await
 }

@@ -72,10 +72,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
 }
 
 async fn made(fixture: &Fixture, vm: VmId, name: &str) {
-    let operation = reserve(fixture, vm, name).await;
-    let task = fixture.begin(operation, "web").await;
-    let ended = fixture.ended(task).await;
-    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    fixture.done(reserve(fixture, vm, name).await, "web").await;
 }
 
 async fn living_keys(fixture: &Fixture, vm: VmId) -> Vec<KeyReference> {
@@ -93,9 +90,7 @@ impl Backup {
             made(fixture, vm, "second").await;
         }
         if self == Self::RestoreDeleted {
-            let task =
-                fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-            assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+            fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
             assert_eq!(living_keys(fixture, vm).await.len(), 1, "the backups' key is destroyed");
         }
         vm
@@ -116,7 +111,7 @@ impl Backup {
         }
     }
 
-    fn all(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+    pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (vm, backup, disks) = (VmId::new(), BackupId::new(), Vec::new());
         steps::of(&match self {
             Self::Create => {
@@ -132,13 +127,8 @@ impl Backup {
         })
     }
 
-    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
-        self.all()
-    }
-
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        let before = self.all().iter().take_while(|it| it.name() != step);
-        before.into_iter().any(|step| step.commits())
+        is_past_commit(self.steps(), step)
     }
 
     fn power(self) -> Power {
@@ -289,8 +279,7 @@ async fn a_key_lives_as_long_as_a_backup_needs_it() {
     let vm = fixture.made("web", "encrypted").await;
     made(&fixture, vm, "first").await;
     let old = fixture.vm(vm).await.unwrap().key.unwrap();
-    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
-    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.done(fixture.recryption(vm).await, "web").await;
     assert!(living_keys(&fixture, vm).await.contains(&old), "the backup's key is destroyed");
     made(&fixture, vm, "second").await;
     // With the key of that time.
@@ -300,14 +289,11 @@ async fn a_key_lives_as_long_as_a_backup_needs_it() {
         Operation::VerifyBackup { vm, backup: first },
         Operation::RestoreBackup { vm, backup: first, disks },
     ] {
-        let task = fixture.begin(operation, "web").await;
-        let ended = fixture.ended(task).await;
-        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        fixture.done(operation, "web").await;
     }
     let all = rows(&fixture, vm).await;
     for (number, backup) in all.iter().rev().enumerate() {
-        let task = fixture.begin(Operation::DeleteBackup { vm, backup: backup.id }, "web").await;
-        assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+        fixture.done(Operation::DeleteBackup { vm, backup: backup.id }, "web").await;
         let there = living_keys(&fixture, vm).await.contains(&old);
         assert_eq!(there, number == 0, "after {} deletions", number + 1);
     }
