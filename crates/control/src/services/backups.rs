@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use jiff::Timestamp;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
-use vmseal_api::host::{DatastoreSpec, Device, DiskRole, DiskSpec, Power, VmSpec};
+use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
 use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
@@ -25,7 +25,7 @@ use crate::store::disks::Disk;
 use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, snapshots, vms};
-use crate::tasks::backups::{digest_of, place, snapshot_name};
+use crate::tasks::backups::{digest_of, is_beside, place, snapshot_name};
 use crate::tasks::adopt_vm;
 
 /// The backups of a VM, which may be deleted.
@@ -110,6 +110,7 @@ fn shown(vm: Option<String>, all: &[Backup], backup: &Backup) -> model::VmBackup
         verified: backup.verified,
         verification_failed: backup.failed.clone(),
         key: backup.key.clone(),
+        contents: backup.contents.clone(),
     }
 }
 
@@ -147,7 +148,7 @@ pub async fn list(
     Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
 }
 
-/// Shows a backup.
+/// Shows a backup. What is in one of an earlier version its host says, where that answers.
 pub async fn show(
     services: &Services,
     caller: &Caller,
@@ -156,7 +157,16 @@ pub async fn show(
 ) -> Result<model::VmBackup, Problem> {
     caller.require(Privilege::Read)?;
     let of = OfVm::find(services, vm).await?;
-    Ok(of.shown(of.one(name)?))
+    let backup = of.one(name)?;
+    let mut shown = of.shown(backup);
+    if backup.contents.is_none()
+        && backup.state == BackupState::Ready
+        && let Ok(agent) = services.hosts.connected(backup.host)
+    {
+        let manifest = agent.read_backup(place(backup)).await;
+        shown.contents = manifest.ok().map(|manifest| manifest.contents());
+    }
+    Ok(shown)
 }
 
 /// Backs up the disks of a VM, which may run.
@@ -200,6 +210,7 @@ pub async fn create(
         verified: None,
         failed: None,
         key: vm.key.clone(),
+        contents: None,
     };
     backups::insert(&mut write, &backup).await?;
     let (backup, quiesce) = (backup.id, request.quiesce);
@@ -362,10 +373,22 @@ pub async fn restore(
     let disks = restored(&of, vm, &manifest)?;
     let write = services.store.write().await?;
     let operation = Operation::RestoreBackup { vm: vm.id, backup: backup.id, disks };
-    begin(services, write, operation, vm, caller, dry_run).await
+    let begun = begin(services, write, operation, vm, caller, dry_run).await;
+    begun.map(|begun| warned(begun, &manifest, "stays as it is"))
 }
 
-/// The disks that are restored: those of the VM that are in the backup. One that is not would be of another time.
+/// Has a plan say what is not restored; `then` says what becomes of that.
+fn warned(mut begun: Outcome<Task>, manifest: &BackupManifest, then: &str) -> Outcome<Task> {
+    if let Outcome::Planned(plan) = &mut begun {
+        let lacks = manifest.contents().lacks;
+        let warnings = lacks.iter().map(|it| format!("'{}' is not in it, and {then}", it.name));
+        plan.warnings.extend(warnings);
+    }
+    begun
+}
+
+/// The disks that are restored: those of the VM that are in the backup. One that its guest writes to and that is not would be of
+/// another time; what no guest writes to stays as it is.
 fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>, Problem> {
     let backed_up: HashSet<DiskId> = manifest.disks.iter().map(|disk| disk.disk).collect();
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
@@ -396,7 +419,9 @@ fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>
             )));
         }
     }
-    Ok(kept)
+    let beside = of.disks.iter().filter(|disk| is_beside(disk.role));
+    let beside = beside.map(|disk| disk.id).filter(|disk| backed_up.contains(disk));
+    Ok(kept.into_iter().chain(beside).collect())
 }
 
 /// Makes a VM again that was deleted, as it was when it was backed up.
@@ -422,9 +447,10 @@ async fn restore_deleted(
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let disks = definition.spec.disks().map(|disk| disk.disk).collect();
-    let (backup, manifest) = (backup.id, digest_of(&manifest));
-    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let (backup, digest) = (backup.id, digest_of(&manifest));
+    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest: digest };
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await;
+    begun.map(|begun| warned(begun, &manifest, "the VM will not have it"))
 }
 
 /// The VM that a manifest describes, on the datastores that its host has still, or on the one that is asked for.
@@ -485,8 +511,8 @@ pub(crate) async fn define(
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
     let nics = of.nics.iter().cloned().map(Device::Nic);
     let mut hardware = of.hardware.clone();
-    // What it kept is not in the backup.
-    hardware.tpm = false;
+    // A TPM without what it kept would lock its guest out of what that has sealed.
+    hardware.tpm &= manifest.disks.iter().any(|disk| disk.tpm.is_some());
     Ok(Definition {
         spec: VmSpec {
             vm: of.vm,
@@ -532,7 +558,7 @@ fn disk(
         datastore,
         size: of.size,
         encrypted: of.encrypted,
-        role: if of.role == DiskRole::UefiVariables { of.role } else { DiskRole::Data },
+        role: of.role,
         allocation: of.allocation,
         limits: of.limits,
         cache: of.cache,
