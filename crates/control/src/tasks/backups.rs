@@ -372,10 +372,9 @@ async fn write(run: &Run<'_>) -> Result<Written, StepError> {
     Ok(Written { parent: manifest.parent, bytes, disks, read, contents })
 }
 
-/// Has the host name the backup; what an agent that has restarted has lost is written again.
+/// Has the host name the backup; what an agent that has restarted has lost is written again, and the VM registered before that.
 async fn name(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, job) = (run.vm().await?, order(run).await?);
-    register(run).await?;
     let agent = run.agent(&vm)?;
     match agent.commit_job(vm.id, run.task.id, job.clone()).await {
         Err(problem) if problem.code == ErrorCode::NotFound => {}

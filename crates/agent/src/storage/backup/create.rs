@@ -28,6 +28,7 @@ use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
 use crate::storage::mark::{failed, usage};
+use crate::storage::mirror::source::next_data;
 use crate::storage::opening::{self, Open};
 
 /// A backup to write.
@@ -340,11 +341,9 @@ impl Creating {
         let vm = self.spec.vm;
         let run = exporting::run_all(vm, to_read, &self.builder, slot, progress, explain);
         let read = run.await?.values().sum();
-        let directory = self.job.directory.clone();
         let end = move || {
+            // The filter has flushed both.
             let end = |(at, file, sums, entry): (usize, File, File, BackedUpDisk)| {
-                let flushed = file.sync_all().and_then(|()| sums.sync_all());
-                flushed.map_err(|error| failed(&directory, "written", &error))?;
                 let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
                 Ok((at, BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry }))
             };
@@ -372,11 +371,21 @@ struct Lower {
 /// Whether the first bytes of an image, a multiple of the blocks that have sums, are those of these sums.
 fn is_summed(image: &File, length: u64, sums: &File) -> Result<bool, Problem> {
     let (mut block, mut sum) = (vec![0; SUM_BLOCK], [0; SUM_LEN]);
+    let mut data = next_data(image, 0, length).map_err(internal)?;
     for number in 0..length / SUM_BLOCK as u64 {
-        image.read_exact_at(&mut block, number * SUM_BLOCK as u64).map_err(internal)?;
+        let at = number * SUM_BLOCK as u64;
+        if data.as_ref().is_some_and(|data| data.end <= at) {
+            data = next_data(image, at, length).map_err(internal)?;
+        }
+        // Most of a header is a hole.
+        let is_hole = data.as_ref().is_none_or(|data| data.start >= at + SUM_BLOCK as u64);
+        let found = if is_hole {
+            [0; SUM_LEN]
+        } else {
+            image.read_exact_at(&mut block, at).map_err(internal)?;
+            if block.iter().all(|byte| *byte == 0) { [0; SUM_LEN] } else { sha256(&block) }
+        };
         sums.read_exact_at(&mut sum, number * SUM_LEN as u64).map_err(internal)?;
-        let zeroes = block.iter().all(|byte| *byte == 0);
-        let found = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
         if found != sum {
             return Ok(false);
         }
@@ -405,4 +414,39 @@ fn check_room<'a>(
         Size(free)
     );
     Err(Problem::new(ErrorCode::NoSpace, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_that_of_the_sums_also_where_it_has_holes() {
+        let (image, sums) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        let blocks = 8;
+        let length = blocks * SUM_BLOCK as u64;
+        image.set_len(length).unwrap();
+        // Two pieces in one block, and one that ends in the middle of another.
+        for at in [4096, 40_960, 3 * SUM_BLOCK as u64 + 8192] {
+            image.write_all_at(&[7; 4096], at).unwrap();
+        }
+        let mut block = vec![0; SUM_BLOCK];
+        for number in 0..blocks {
+            image.read_exact_at(&mut block, number * SUM_BLOCK as u64).unwrap();
+            let zeroes = block.iter().all(|byte| *byte == 0);
+            let sum = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
+            sums.write_all_at(&sum, number * SUM_LEN as u64).unwrap();
+        }
+        assert!(is_summed(&image, length, &sums).unwrap());
+        // Zeroes that are written are as good as a hole, and one other byte is not.
+        image.write_all_at(&[0; 4096], 5 * SUM_BLOCK as u64).unwrap();
+        assert!(is_summed(&image, length, &sums).unwrap());
+        for at in [40_961, 3 * SUM_BLOCK as u64 + 8192, 6 * SUM_BLOCK as u64, length - 1] {
+            let mut byte = [0];
+            image.read_exact_at(&mut byte, at).unwrap();
+            image.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            assert!(!is_summed(&image, length, &sums).unwrap(), "at {at}");
+            image.write_all_at(&byte, at).unwrap();
+        }
+    }
 }
