@@ -10,7 +10,8 @@ pub fn run(data: &[u8]) {
         Ok(manifest) => {
             assert!(data.len() <= LENGTH_MAX && manifest.disks.len() <= DISKS_MAX);
             for disk in &manifest.disks {
-                for name in [&disk.file, &disk.sums] {
+                let of_tpm = disk.tpm.as_ref().map(|tpm| &tpm.file);
+                for name in [&disk.file, &disk.sums].into_iter().chain(of_tpm) {
                     assert!(!name.contains('/') && !name.starts_with('.'), "{name}");
                 }
             }

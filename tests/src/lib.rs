@@ -11,6 +11,7 @@
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
+//! | [`tpm_guest`] | a guest that has its TPM keep something |
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
 //! | [`kills`] | processes that die in the middle of a task |
@@ -32,6 +33,7 @@ pub mod rest;
 pub mod scan;
 pub mod shell_guest;
 pub mod test_guest;
+pub mod tpm_guest;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -3,124 +3,18 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde_json::Value;
 use vmseal_tests::eventually;
-use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
-
-/// What the guest has its TPM keep.
-const MARKER: &[u8; 16] = b"vmseal-tpm-state";
-
-/// The place in the TPM where the guest keeps it: an index that owners of TPMs may define.
-const INDEX: u32 = 0x0150_0001;
-
-/// `TPMA_NV_OWNERWRITE`, `OWNERREAD`, `AUTHREAD`, `AUTHWRITE` and `NO_DA` of that index.
-const ATTRIBUTES: u32 = 0x0206_0002;
-
-const OWNER: u32 = 0x4000_0001;
-const SHA256: u16 = 0x000b;
-
-/// The codes of `TPM2_NV_DefineSpace`, `TPM2_NV_Write` and `TPM2_NV_Read`.
-const DEFINE: u32 = 0x12a;
-const WRITE: u32 = 0x137;
-const READ: u32 = 0x14e;
-
-/// How many commands the guests' TPMs were sent.
-static ASKED: AtomicU32 = AtomicU32::new(0);
-
-/// An answer without an error: tag, length and code.
-const DONE: &str = "80020000001300000000";
-
-/// A command with an empty password of the owner's, which new TPMs have.
-fn command(code: u32, handles: &[u32], parameters: &[u8]) -> Vec<u8> {
-    let mut body: Vec<u8> = handles.iter().flat_map(|it| it.to_be_bytes()).collect();
-    body.extend([0, 0, 0, 9, 0x40, 0, 0, 9, 0, 0, 0, 0, 0]);
-    body.extend(parameters);
-    let length = u32::try_from(10 + body.len()).unwrap();
-    [&0x8002u16.to_be_bytes()[..], &length.to_be_bytes(), &code.to_be_bytes(), &body].concat()
-}
-
-fn sized(bytes: &[u8]) -> Vec<u8> {
-    [&u16::try_from(bytes.len()).unwrap().to_be_bytes()[..], bytes].concat()
-}
-
-fn define() -> Vec<u8> {
-    let public = [
-        &INDEX.to_be_bytes()[..],
-        &SHA256.to_be_bytes(),
-        &ATTRIBUTES.to_be_bytes(),
-        &sized(&[]),
-        &16u16.to_be_bytes(),
-    ];
-    command(DEFINE, &[OWNER], &[sized(&[]), sized(&public.concat())].concat())
-}
-
-fn write() -> Vec<u8> {
-    command(WRITE, &[OWNER, INDEX], &[sized(MARKER), vec![0, 0]].concat())
-}
-
-fn read() -> Vec<u8> {
-    command(READ, &[OWNER, INDEX], &[0, 16, 0, 0])
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        write!(text, "{byte:02x}").unwrap();
-        text
-    })
-}
-
-/// Has the guest send a command to its TPM; the first `digits` hexadecimal digits of the answer.
-fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
-    let octal = command.iter().fold(String::new(), |mut text, byte| {
-        write!(text, "\\{byte:03o}").unwrap();
-        text
-    });
-    let answer = "$(dd bs=4096 count=1 <&3 2>/dev/null | od -An -v -tx1 | tr -d ' \\n')";
-    // A console that is opened again shows what was said before.
-    let number = ASKED.fetch_add(1, Ordering::Relaxed);
-    let line = format!(
-        "exec 3<>/dev/tpm0; printf '{octal}' >&3; echo \"TPM{number}=\"\"{answer}............\"; exec 3>&-\r"
-    );
-    guest.type_text(&line).unwrap();
-    guest.expect(&format!("TPM{number}="), digits).unwrap()
-}
-
-/// Checks that the guest's TPM keeps what it was told.
-fn keeps(guest: &mut Console) {
-    // After the header: the length of the parameters, and that of the data.
-    let answer = ask(guest, &read(), 2 * (10 + 4 + 2 + 16));
-    assert!(answer.ends_with(&format!("0010{}", hex(MARKER))), "{answer}");
-}
-
-fn guest_image() -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "the guest could not be built");
-    String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
-}
-
-fn create(here: &Installation, vm: &str) {
-    let disk = format!("datastore=local,format=raw,image={}", guest_image());
-    let create = ["vm", "create", vm, "--policy", "encrypted", "--disk", &disk, "--tpm"];
-    here.vmseal(&[&create[..], &["--nic", "user", "--memory", "192MiB"]].concat()).unwrap();
-}
-
-/// Starts a VM, and waits for its guest's shell.
-fn start(here: &Installation, vm: &str) -> Console {
-    here.vmseal(&["vm", "start", vm]).unwrap();
-    let mut guest = here.console(vm).unwrap();
-    guest.expect("VMSEAL-NET eth0", 0).unwrap();
-    guest
-}
+use vmseal_tests::tpm_guest::{
+    DONE, MARKER, ask, create, define, guest_image, has_tpm, hex, keeps, read, start, write,
+};
 
 /// The user that a process runs as.
 fn user(pid: i32) -> String {
@@ -167,7 +61,7 @@ fn keep_in_the_clear(directory: &Path) {
 #[test]
 fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
     let mut here = Installation::new().unwrap();
-    create(&here, "web");
+    create(&here, "web", &[]);
     let shown = here.vm("web").unwrap();
     assert_eq!(shown["hardware"]["tpm"], true);
     let disk = &shown["disks"][1];
@@ -293,13 +187,6 @@ fn kept_on(here: &Installation) -> usize {
     let vms = std::fs::read_dir(here.path("datastore")).unwrap().map(|it| it.unwrap().path());
     let files = vms.filter(|it| it.is_dir()).flat_map(|it| std::fs::read_dir(it).unwrap());
     files.filter(|it| it.as_ref().unwrap().path().extension() == Some("tpm".as_ref())).count()
-}
-
-/// Whether the guest has a TPM.
-fn has_tpm(guest: &mut Console) -> bool {
-    let number = ASKED.fetch_add(1, Ordering::Relaxed);
-    guest.type_text(&format!("[ -e /dev/tpm0 ]; echo \"HAS{number}=\"$?\r")).unwrap();
-    guest.expect(&format!("HAS{number}="), 1).unwrap().ends_with('0')
 }
 
 #[test]

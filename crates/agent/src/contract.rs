@@ -267,6 +267,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     snapshots::disks(agent, &mut session).await;
     proofs::disks(agent, &session).await;
     backups::disks(agent, &session).await;
+    backups::tpms(agent, &session).await;
     dumps::off(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use jiff::Timestamp;
-use vmseal_api::host::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackupManifest, BackupPlace, VERSION};
 use vmseal_api::host::{
     BackupJob, HostAgent, JobSpec, JobState, RestoreBackupJob, VerifyBackupJob,
 };
@@ -13,6 +13,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ImageFormat;
 
 use super::snapshots::{drop_snapshot, take};
+use super::tpm::added;
 use super::{Session, done, refused};
 
 fn directory(session: &Session) -> PathBuf {
@@ -35,6 +36,7 @@ pub fn back_up(
         snapshot,
         quiesced: Some(false),
         disks: vec![session.disk(0).disk],
+        beside: Vec::new(),
     })
 }
 
@@ -91,9 +93,7 @@ impl Session {
     /// Backups that cannot be made.
     async fn refused_backups(&self, agent: &dyn HostAgent, snapshot: SnapshotId) {
         let (vm, disk, strange) = (self.vm(), self.disk(0).disk, BackupId::new());
-        let JobSpec::Backup(good) = back_up(self, strange, None, snapshot) else {
-            unreachable!("it backs up")
-        };
+        let good = of_backup(back_up(self, strange, None, snapshot));
         let (absent, invalid) = (ErrorCode::NotFound, ErrorCode::InvalidRequest);
         for (job, code, what) in [
             (BackupJob { snapshot: SnapshotId::new(), ..good.clone() }, absent, "no snapshot"),
@@ -146,6 +146,63 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
         let gone = agent.read_backup(session.place(backup)).await;
         refused(gone, ErrorCode::NotFound, "what is removed");
     }
+}
+
+/// What a TPM keeps is backed up with the disk that has its key, and comes back with it. In the end the VM is as it was.
+pub async fn tpms(agent: &dyn HostAgent, session: &Session) {
+    let (vm, data, backup) = (session.vm(), session.disk(0).disk, BackupId::new());
+    let (spec, tpm) = added(session);
+    done(agent.register_vm(spec).await, "registering a TPM");
+    let task = done(session.create(agent, tpm, None).await, "making its disk");
+    let facts = session.made(agent, task, tpm).await;
+    let (task, snapshot) = (TaskId::new(), SnapshotId::new());
+    done(agent.put_job(vm, task, take(data, snapshot)).await, "a snapshot");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+
+    let job = of_backup(back_up(session, backup, None, snapshot));
+    let put = |job| agent.put_job(vm, TaskId::new(), JobSpec::Backup(job));
+    let kept = put(BackupJob { disks: vec![data, tpm], ..job.clone() }).await;
+    refused(kept, ErrorCode::WrongState, "a TPM's disk as one that a snapshot keeps");
+    let written = BackupJob { disks: vec![tpm], beside: vec![data], ..job.clone() };
+    refused(
+        put(written).await,
+        ErrorCode::WrongState,
+        "a disk that is written, without a snapshot",
+    );
+    let twice = BackupJob { beside: vec![tpm, tpm], ..job.clone() };
+    refused(put(twice).await, ErrorCode::InvalidRequest, "a disk twice");
+    let (task, job) = (TaskId::new(), JobSpec::Backup(BackupJob { beside: vec![tpm], ..job }));
+    done(agent.put_job(vm, task, job.clone()).await, "a backup");
+    assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+    done(agent.commit_job(vm, task, job).await, "naming it");
+    let manifest = done(agent.read_backup(session.place(backup)).await, "the manifest");
+    let of_tpm = manifest.disks.iter().find(|disk| disk.disk == tpm).expect("it is in it");
+    assert!(of_tpm.tpm.is_some() && of_tpm.facts == facts, "{manifest:?}");
+    assert_eq!((manifest.version, manifest.contents().lacks), (VERSION, Vec::new()));
+    let task = TaskId::new();
+    done(agent.put_job(vm, task, verify(session, backup)).await, "verifying");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+
+    let task = TaskId::new();
+    done(agent.put_job(vm, task, drop_snapshot(data, snapshot)).await, "dropping the snapshot");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    done(agent.delete_disk(vm, tpm).await, "removing its disk");
+    let (task, job) = (TaskId::new(), of(&restore(session, backup)));
+    let job = JobSpec::RestoreBackup(RestoreBackupJob { disks: vec![data, tpm], ..job });
+    done(agent.put_job(vm, task, job.clone()).await, "restoring");
+    assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+    done(agent.commit_job(vm, task, job).await, "using what is restored");
+    // It is there: what makes it finds it made.
+    let task = done(session.create(agent, tpm, None).await, "making its disk");
+    assert_eq!(session.made(agent, task, tpm).await, facts);
+    done(agent.discard_backup(session.place(backup)).await, "removing the backup");
+    done(agent.delete_disk(vm, tpm).await, "removing its disk");
+    done(agent.register_vm(session.spec.clone()).await, "registering without it");
+}
+
+fn of_backup(job: JobSpec) -> BackupJob {
+    let JobSpec::Backup(job) = job else { unreachable!("it backs up") };
+    job
 }
 
 /// As many backups above each other as there can be, two of which are there, are read.

@@ -11,17 +11,27 @@ use vmseal_api::transfer::ExportFormat;
 use super::jobs::image;
 use super::{Session, done, refused};
 
-/// Such a disk is made and removed; in the end the VM is as it was.
-pub async fn disks(agent: &dyn HostAgent, session: &Session) {
-    let (vm, system) = (session.vm(), session.disk(0).clone());
+/// The session's VM with a TPM, and its disk.
+pub fn added(session: &Session) -> (VmSpec, DiskId) {
     let disk = DiskSpec {
         disk: DiskId::new(),
         name: TPM_DISK.to_owned(),
         size: TPM_DISK_SIZE,
         role: DiskRole::Tpm,
-        ..system
+        ..session.disk(0).clone()
     };
     let hardware = Hardware { tpm: true, ..Hardware::default() };
+    let (id, mut spec) = (disk.disk, VmSpec { hardware, ..session.spec.clone() });
+    spec.devices.push(Device::Disk(disk));
+    (spec, id)
+}
+
+/// Such a disk is made and removed; in the end the VM is as it was.
+pub async fn disks(agent: &dyn HostAgent, session: &Session) {
+    let vm = session.vm();
+    let (spec, id) = added(session);
+    let disk = spec.disk(id).cloned().expect("it was added");
+    let hardware = spec.hardware.clone();
     let with = |hardware: &Hardware, disk: Option<&DiskSpec>| {
         let mut spec = VmSpec { hardware: hardware.clone(), ..session.spec.clone() };
         spec.devices.extend(disk.cloned().map(Device::Disk));

@@ -196,6 +196,12 @@ impl ProcessDir {
         self.path.join(format!("{name}.sock"))
     }
 
+    /// The path of something else that is to be gone with it.
+    #[must_use]
+    pub fn inside(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
     /// The record of which files a VM's disks are.
     #[must_use]
     pub fn images(&self) -> PathBuf {

@@ -98,17 +98,18 @@ pub fn check_job(
             if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
         }
         JobSpec::Backup(job) => {
-            each_once(job.disks.iter().copied())?;
+            each_once(job.all_disks())?;
             vmseal_api::id::check_name(&job.name)
                 .map_err(|error| Problem::invalid("name", error.to_string()))?;
             if spec.key.is_some() && key == KeyState::Missing {
                 return Err(locked(spec));
             }
-            job.disks.iter().try_for_each(|disk| {
-                let disk = find_disk(spec, *disk)?;
-                needs_to_be_made(spec, disk, made(disk))?;
-                holds_data(spec, disk)
-            })
+            job.all_disks().try_for_each(|disk| {
+                let disk = find_disk(spec, disk)?;
+                needs_to_be_made(spec, disk, made(disk))
+            })?;
+            job.disks.iter().try_for_each(|disk| holds_data(spec, find_disk(spec, *disk)?))?;
+            job.beside.iter().try_for_each(|disk| is_not_written(find_disk(spec, *disk)?))
         }
         JobSpec::VerifyBackup(job) => {
             find_disk(spec, job.disk)?;
@@ -118,7 +119,6 @@ pub fn check_job(
             each_once(job.disks.iter().copied())?;
             job.disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
-                holds_data(spec, disk)?;
                 check_keepable(spec, disk)?;
                 needs_key(spec, disk, key)
             })
@@ -193,6 +193,15 @@ pub fn check_copied(
     needs_to_be_made(spec, disk, made)?;
     holds_data(spec, disk)?;
     needs_key(spec, disk, key)
+}
+
+/// Whether a disk is one that no guest writes to, which is backed up without a snapshot.
+fn is_not_written(disk: &DiskSpec) -> Result<(), Problem> {
+    if matches!(disk.role, DiskRole::CloudInit | DiskRole::Tpm) {
+        return Ok(());
+    }
+    let what = format!("disk '{}' is written by the guest, and needs a snapshot", disk.name);
+    Err(Problem::invalid("beside", what))
 }
 
 /// Whether snapshots can keep a disk.

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{BackupJob, BackupKey, DiskFacts, JobSpec, KeyReference, RestoreBackupJob};
+use vmseal_api::host::backup::{BackedUpDisk, BackedUpTpm, BackupManifest, BackupPlace};
+use vmseal_api::host::{
+    BackupJob, BackupKey, DiskFacts, DiskRole, JobSpec, KeyReference, RestoreBackupJob,
+};
 use vmseal_api::id::{BackupId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
@@ -68,6 +70,9 @@ impl Inside {
                         return Err(rules::no_snapshot(&name, &disk, job.snapshot));
                     }
                 }
+                job.beside
+                    .iter()
+                    .try_for_each(|id| find_disk(&self.known(vm)?.spec, *id).map(drop))?;
                 match job.parent {
                     Some(parent) => self.whole_backup(&job.directory, parent).map(drop),
                     None if job.directory.is_absolute() => Ok(()),
@@ -170,7 +175,7 @@ impl Inside {
         let parent = parent.cloned();
         let known = self.known(vm)?;
         let mut disks = Vec::new();
-        for id in &job.disks {
+        for id in &job.all_disks().collect::<Vec<_>>() {
             let disk = find_disk(&known.spec, *id)?;
             let facts = disk.facts.clone().or_else(|| known.made.get(id).cloned());
             let facts = facts.unwrap_or(DiskFacts::Raw);
@@ -189,6 +194,12 @@ impl Inside {
                 length: offset + disk.size,
                 bytes: if above { 1 << 16 } else { disk.size },
                 facts,
+                tpm: (disk.role == DiskRole::Tpm).then(|| BackedUpTpm {
+                    file: format!("{}.tpm", disk.name),
+                    bytes: 1,
+                    sha256: "0".repeat(64),
+                    later: false,
+                }),
                 sums: format!("{}.sums", disk.name),
                 sums_sha256: "0".repeat(64),
             });

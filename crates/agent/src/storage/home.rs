@@ -20,6 +20,7 @@
 //! <datastore>/<vm id>/<disk id>.converting    its image meanwhile
 //! <datastore>/<vm id>/<disk id>.restoring     what is to be the disk, from a backup ([`crate::storage::backup`])
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
+//! <datastore>/<vm id>/<disk id>.tpm-restored-<task id>  what the VM's TPM is to keep, from a backup
 //! <datastore>/<vm id>/vm.lease                which placement of the VM last used its disks ([`crate::storage::lease`])
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
 //! <datastore>/<vm id>/vm.core-<dump id>*      a core dump ([`crate::storage::core_file`])

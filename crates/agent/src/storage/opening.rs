@@ -172,6 +172,20 @@ pub fn open_sealed_kept(
     whole(disk, facts, open_files_kept(spec, disk, snapshot)?)
 }
 
+/// The same of a disk that no guest writes to, as it is now. Blocks.
+///
+/// # Errors
+/// As [`open_sealed`].
+pub fn open_sealed_beside(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(Open, u64), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let active = layers::read(&home, disk.disk)?.active();
+    whole(disk, facts, layers::open_from(&home, disk.disk, active)?)
+}
+
 fn whole(disk: &DiskSpec, facts: &DiskFacts, mut files: Files) -> Result<(Open, u64), Problem> {
     let offset = data_offset(facts);
     check_length(&files.image, disk, offset)?;

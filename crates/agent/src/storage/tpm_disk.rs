@@ -4,7 +4,7 @@ use std::fs::File;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::DiskSpec;
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
@@ -35,7 +35,7 @@ pub struct MakeTpm<'a> {
 pub async fn make(wanted: MakeTpm<'_>, builder: &DiskBuilder, slot: &Slot) -> Result<(), Problem> {
     let MakeTpm { swtpm, disk, home, file, dek } = wanted;
     let dek = dek.ok_or_else(|| internal("a TPM's disk was begun without its key"))?;
-    let key = tpm_key(dek, disk)?;
+    let key = key_of(dek, disk.disk)?;
     let (path, user) = (home.tpm_state(disk.disk), slot.tpm());
     let lock = file.try_clone().map_err(internal)?;
     let directory = builder.directory.clone();
@@ -52,8 +52,12 @@ pub async fn make(wanted: MakeTpm<'_>, builder: &DiskBuilder, slot: &Slot) -> Re
     builder.directory.sweep().await.map_err(internal)
 }
 
-fn tpm_key(dek: &SecretBytes, disk: &DiskSpec) -> Result<SecretBytes, Problem> {
-    vmseal_secret::derive::tpm_key(dek, *disk.disk.0.as_bytes()).map_err(internal)
+/// The key of what a TPM keeps that has this disk. `dek` is the disk's.
+///
+/// # Errors
+/// `internal`: no memory for it.
+pub fn key_of(dek: &SecretBytes, disk: DiskId) -> Result<SecretBytes, Problem> {
+    vmseal_secret::derive::tpm_key(dek, *disk.0.as_bytes()).map_err(internal)
 }
 
 /// What a VM's TPM keeps, open for its start.
@@ -74,7 +78,7 @@ pub fn open(
     dek: &SecretBytes,
     user: Option<u32>,
 ) -> Result<OpenTpm, Problem> {
-    let key = tpm_key(dek, disk)?;
+    let key = key_of(dek, disk.disk)?;
     let path = Home::of(&disk.datastore, vm)?.tpm_state(disk.disk);
     Ok(OpenTpm { directory: tpm_state::open(&path, user)?, key })
 }

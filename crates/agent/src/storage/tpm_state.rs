@@ -8,13 +8,15 @@
 //! a whole, by a new one that is renamed.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use vmseal_api::atomic_file;
+use vmseal_api::host::backup::TPM_STATE_MAX;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
 
 use crate::storage::mark::failed;
 
@@ -78,6 +80,67 @@ pub fn open(path: &Path, user: Option<u32>) -> Result<File, Problem> {
     }
     own(&directory, user).map_err(|error| failed(path, "given to swtpm", &error))?;
     Ok(directory)
+}
+
+/// What is kept there, as swtpm has encrypted it: all of one instant, as swtpm replaces its file as a whole. Blocks.
+///
+/// # Errors
+/// `damaged` when it is missing, or more than a TPM keeps; those of the file system.
+pub fn read(path: &Path) -> Result<Vec<u8>, Problem> {
+    let directory = open_directory(path)?;
+    let unread = |error: io::Error| failed(path, "read", &error);
+    let file = inside(&directory, STATE).map_err(unread)?.ok_or_else(|| missing(path))?;
+    let mut state = Vec::new();
+    file.take(TPM_STATE_MAX + 1).read_to_end(&mut state).map_err(unread)?;
+    if state.len() as u64 <= TPM_STATE_MAX {
+        return Ok(state);
+    }
+    let what = format!("{STATE} in {} has more than {}", path.display(), Size(TPM_STATE_MAX));
+    Err(Problem::new(ErrorCode::Damaged, what))
+}
+
+/// Makes a directory with this in it, for this user alone; none is the agent's. It is not made durable. Blocks.
+///
+/// # Errors
+/// Those of the file system.
+pub fn make_of(path: &Path, state: &[u8], user: Option<u32>) -> Result<File, Problem> {
+    let directory = make(path, user)?;
+    let write = || {
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(by_descriptor(&directory).join(STATE))?;
+        file.write_all(state)?;
+        own_file(&file, user)
+    };
+    write().map_err(|error| failed(path, "written", &error))?;
+    Ok(directory)
+}
+
+/// Has the file at `from` be what is kept in the directory at `path`, which is made where there is none. Returns whether there was
+/// such a file. Blocks.
+///
+/// # Errors
+/// Those of the file system.
+pub fn put(path: &Path, from: &Path) -> Result<bool, Problem> {
+    if matches!(from.symlink_metadata(), Err(error) if error.kind() == io::ErrorKind::NotFound) {
+        return Ok(false);
+    }
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            return Err(failed(path, "made", &error));
+        }
+        _ => {}
+    }
+    let directory = open_directory(path)?;
+    let put = || {
+        std::fs::rename(from, by_descriptor(&directory).join(STATE))?;
+        directory.sync_all()?;
+        atomic_file::flush_directory_of(path)
+    };
+    put().map_err(|error| failed(path, "restored", &error))?;
+    Ok(true)
 }
 
 /// Removes it with all that is in it; does nothing when there is none.
@@ -148,6 +211,36 @@ fn own_file(file: &File, user: Option<u32>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_kept_is_read_as_a_whole_and_put_in_the_place_of_what_is_there() {
+        let place = tempfile::tempdir().unwrap();
+        let (path, from) = (place.path().join("x.tpm"), place.path().join("x.tpm-restored-y"));
+        assert_eq!(read(&path).unwrap_err().code, ErrorCode::Damaged);
+        make_of(&path, b"then", None).unwrap();
+        assert_eq!(read(&path).unwrap(), b"then");
+        assert!(!put(&path, &from).unwrap(), "there was none");
+        for of_deleted in [false, true] {
+            std::fs::write(&from, "before").unwrap();
+            assert!(put(&path, &from).unwrap());
+            assert_eq!((read(&path).unwrap(), from.exists()), (b"before".to_vec(), false));
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+            assert!(open(&path, None).is_ok(), "{of_deleted}");
+            remove(&path).unwrap();
+        }
+        // Who writes to the datastore has put a link in the place of the directory.
+        std::fs::write(&from, "before").unwrap();
+        let elsewhere = place.path().join("elsewhere");
+        std::fs::create_dir(&elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+        put(&path, &from).unwrap_err();
+        assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0, "it was followed");
+        std::fs::remove_file(&path).unwrap();
+        make(&path, None).unwrap();
+        let long = File::create(path.join(STATE)).unwrap();
+        long.set_len(TPM_STATE_MAX + 1).unwrap();
+        assert_eq!(read(&path).unwrap_err().code, ErrorCode::Damaged);
+    }
 
     #[test]
     fn only_files_of_its_own_are_given_away_and_what_is_missing_is_missed() {

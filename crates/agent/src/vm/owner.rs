@@ -109,6 +109,8 @@ pub struct Owner {
     shared_out: BTreeSet<DiskId>,
     /// How often a layer was put above the active one of a disk so that it can be merged.
     merge_rounds: BTreeMap<DiskId, u32>,
+    /// What the TPM kept when the last snapshot was taken that a backup is of.
+    kept_tpm: backups::KeptTpm,
     /// The tasks of disks that are exposed, or were: these end by themselves.
     exposed: BTreeMap<DiskId, ConnectionSender>,
     /// The errors of disks while they were exposed; kept until the disks are used again.
@@ -182,6 +184,7 @@ impl Owner {
             workers: Workers::new(),
             shared_out: BTreeSet::new(),
             merge_rounds: BTreeMap::new(),
+            kept_tpm: None,
             exposed: BTreeMap::new(),
             exposed_errors: BTreeMap::new(),
             changing_keys: None,

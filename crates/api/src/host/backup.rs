@@ -9,16 +9,23 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::filter::DISKS_MAX;
-use crate::host::DiskFacts;
 use crate::host::descriptor::{LENGTH_MAX as DESCRIPTOR_MAX, VmDescriptor};
+use crate::host::{DiskFacts, DiskRole};
 use crate::id::{BackupId, DiskId, VmId, check_name};
+use crate::model::{BackupContents, BackupPart};
 use crate::transfer::ImageFormat;
 
-/// The version of manifests.
-pub const VERSION: u32 = 1;
+/// The newest version of manifests, with what a TPM keeps. One without is written as [`WITHOUT_TPM`].
+pub const VERSION: u32 = 2;
+
+/// The version before, which earlier versions of vmseal read.
+pub const WITHOUT_TPM: u32 = 1;
 
 /// The longest manifest, in bytes: a descriptor, and as much again for the files of the most disks.
 pub const LENGTH_MAX: usize = 2 * DESCRIPTOR_MAX;
+
+/// The most that a TPM keeps, as swtpm encrypts it, in bytes: several times as much as one with all of its memory in use.
+pub const TPM_STATE_MAX: u64 = 1 << 20;
 
 /// The digits of a MAC, and of a SHA-256.
 const DIGITS: usize = 64;
@@ -93,6 +100,24 @@ pub struct BackedUpDisk {
     pub sums: String,
     /// The SHA-256 of that file, in hexadecimal.
     pub sums_sha256: String,
+    /// What the VM's TPM kept, where this is the disk that has its key; none before version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpm: Option<BackedUpTpm>,
+}
+
+/// What a TPM kept, in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackedUpTpm {
+    /// Its file, beside the manifest.
+    pub file: String,
+    /// The length of that, in bytes.
+    pub bytes: u64,
+    /// Its SHA-256, in hexadecimal.
+    pub sha256: String,
+    /// Whether it was read later than the disks were kept, while the guest ran on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub later: bool,
 }
 
 /// Why a manifest cannot be used.
@@ -105,7 +130,7 @@ pub enum ManifestError {
     #[error("it cannot be parsed: {0}")]
     Json(#[from] serde_json::Error),
     /// A later vmseal wrote it.
-    #[error("it has version {0}, and this vmseal reads version {VERSION}")]
+    #[error("it has version {0}, and this vmseal reads versions {WITHOUT_TPM} to {VERSION}")]
     Version(u64),
     /// A value that no backup has.
     #[error("{0}")]
@@ -127,7 +152,7 @@ pub fn parse(json: &[u8]) -> Result<BackupManifest, ManifestError> {
         return Err(ManifestError::TooLong);
     }
     let Head { version } = serde_json::from_slice(json)?;
-    if version != u64::from(VERSION) {
+    if !(u64::from(WITHOUT_TPM)..=u64::from(VERSION)).contains(&version) {
         return Err(ManifestError::Version(version));
     }
     let manifest: BackupManifest = serde_json::from_slice(json)?;
@@ -137,7 +162,7 @@ pub fn parse(json: &[u8]) -> Result<BackupManifest, ManifestError> {
 
 /// Whether it is the name of a file beside the manifest, and of no other.
 fn is_file_name(name: &str) -> bool {
-    let known = ["luks", "raw", "qcow2", "sums"];
+    let known = ["luks", "raw", "qcow2", "sums", "tpm"];
     name.rsplit_once('.')
         .is_some_and(|(disk, kind)| known.contains(&kind) && check_name(disk).is_ok())
 }
@@ -178,6 +203,7 @@ impl BackupManifest {
             if disk.format == ImageFormat::Qcow2 && self.parent.is_none() {
                 return Err(of("it is above another backup, which is not named"));
             }
+            self.check_tpm(disk, known.role).map_err(of)?;
         }
         match &self.mac {
             Some(mac) if !is_hexadecimal(mac) => {
@@ -185,6 +211,42 @@ impl BackupManifest {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The disk of a TPM comes with what the TPM kept, and no other one does.
+    fn check_tpm(&self, disk: &BackedUpDisk, role: DiskRole) -> Result<(), &'static str> {
+        match &disk.tpm {
+            None if role == DiskRole::Tpm => Err("it lacks what the TPM kept"),
+            None => Ok(()),
+            Some(_) if role != DiskRole::Tpm || self.version < VERSION => {
+                Err("it has what a TPM kept, and is not the disk of one")
+            }
+            Some(tpm) if !is_file_name(&tpm.file) => {
+                Err("what the TPM kept has a name that vmseal does not give")
+            }
+            Some(tpm) if tpm.bytes > TPM_STATE_MAX => Err("it has more than a TPM keeps"),
+            Some(tpm) if !is_hexadecimal(&tpm.sha256) => {
+                Err("the SHA-256 of what the TPM kept has another form")
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// What is in it, and what the VM had that is not.
+    #[must_use]
+    pub fn contents(&self) -> BackupContents {
+        let (mut disks, mut lacks, mut tpm_later) = (Vec::new(), Vec::new(), false);
+        for disk in &self.vm.disks {
+            let part = BackupPart { name: disk.name.clone(), role: disk.role };
+            match self.disks.iter().find(|it| it.disk == disk.disk) {
+                Some(entry) => {
+                    tpm_later |= entry.tpm.as_ref().is_some_and(|tpm| tpm.later);
+                    disks.push(part);
+                }
+                None => lacks.push(part),
+            }
+        }
+        BackupContents { disks, lacks, tpm_later }
     }
 
     /// The bytes that are authenticated: compact JSON of all fields but the MAC.
@@ -198,7 +260,8 @@ impl BackupManifest {
     /// The room that its files took, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.disks.iter().map(|disk| disk.bytes).sum()
+        let of_tpm = |disk: &BackedUpDisk| disk.tpm.as_ref().map_or(0, |tpm| tpm.bytes);
+        self.disks.iter().map(|disk| disk.bytes.saturating_add(of_tpm(disk))).sum()
     }
 
     /// Whether each of its files is whole in itself.

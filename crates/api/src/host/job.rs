@@ -329,8 +329,20 @@ pub struct BackupJob {
     /// Whether the guest's file systems were frozen, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,
-    /// The disks, each once.
+    /// The disks that the snapshot keeps, each once.
     pub disks: Vec<DiskId>,
+    /// The disks that no guest writes to and no snapshot keeps: that for cloud-init, and that of the VM's TPM, with what the TPM
+    /// keeps. That is of the instant of the snapshot, if the agent has taken it. For hosts with
+    /// [`super::version::WHOLE_BACKUP`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub beside: Vec<DiskId>,
+}
+
+impl BackupJob {
+    /// All of its disks.
+    pub fn all_disks(&self) -> impl Iterator<Item = DiskId> {
+        self.disks.iter().chain(&self.beside).copied()
+    }
 }
 
 /// The key of a backup that was made before the VM got another one. Two that are sealed differently are the same key.
@@ -352,7 +364,7 @@ impl PartialEq for BackupKey {
 impl Eq for BackupKey {}
 
 /// Reads all of a backup of a VM, whatever the VM does: that its blocks have the sums in its manifest, that the manifest is
-/// authentic, and that the key opens each disk. Nothing is written. [`JobStatus::backup`] has the manifest then.
+/// authentic, that the key opens each disk, and that a TPM loads what it kept. Nothing is written. [`JobStatus::backup`] has the manifest then.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VerifyBackupJob {
@@ -372,7 +384,7 @@ pub struct VerifyBackupJob {
 
 /// Writes what a backup holds to new images beside those of disks of a VM that is off, and opens them. Nothing is decrypted; a
 /// header whose key is not the VM's is given the VM's. Committing the job puts the images in the place of those of the disks,
-/// one after the other. [`JobStatus::backup`] has the manifest then.
+/// one after the other, and what a TPM kept in the place of what it keeps. [`JobStatus::backup`] has the manifest then.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RestoreBackupJob {
@@ -450,7 +462,7 @@ impl JobSpec {
             Self::Prove(job) => job.disks.clone(),
             Self::Dump(job) => vec![job.disk],
             Self::DecryptDump(job) => vec![job.disk],
-            Self::Backup(job) => job.disks.clone(),
+            Self::Backup(job) => job.all_disks().collect(),
             Self::VerifyBackup(job) => vec![job.disk],
             Self::RestoreBackup(job) => job.disks.clone(),
             Self::Send(job) => job.disks.clone(),

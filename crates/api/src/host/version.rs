@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 34] = [
+pub const FEATURES: [&str; 35] = [
     "job-create",
     "job-export",
     NICS,
@@ -50,6 +50,7 @@ pub const FEATURES: [&str; 34] = [
     MEMORY_SNAPSHOTS,
     BACKUP,
     TRACKED_BACKUP,
+    WHOLE_BACKUP,
     MIRROR_LAYERS,
     MIRROR_MEMORY,
     PACE,
@@ -137,6 +138,9 @@ pub const BACKUP: &str = "job-backup";
 
 /// The feature of agents that note what guests change after a backup.
 pub const TRACKED_BACKUP: &str = "tracked-backup";
+
+/// The feature of agents whose backups have what a TPM keeps, and the disk for cloud-init.
+pub const WHOLE_BACKUP: &str = "backup-beside";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";

@@ -33,8 +33,8 @@ pub enum Backup {
     ///
     /// All disks are of one instant; the guest sees a short pause. Its file systems are frozen for that instant if the guest
     /// agent answers (`quiesced`). Encrypted disks are copied as ciphertext, and open with the VM's key alone. What has
-    /// changed since the VM's last backup in the directory is copied, or all of it if there is none. What a TPM keeps is not
-    /// in it.
+    /// changed since the VM's last backup in the directory is copied, or all of it if there is none. What a TPM keeps is of the
+    /// same instant, and is copied as it is encrypted.
     #[command(visible_alias = "take")]
     Create {
         /// The VM's name or id
@@ -71,7 +71,7 @@ pub enum Backup {
     /// Have the disks of a VM that is off hold what a backup has, or make a deleted VM again
     ///
     /// What the disks hold now is lost: back the VM up before, if in doubt. Nothing is encrypted anew. A VM that was deleted is
-    /// made again with its id, name, disks and network cards.
+    /// made again with its id, name, TPM, disks and network cards.
     Restore {
         /// The VM's name or id
         vm: String,

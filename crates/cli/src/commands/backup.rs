@@ -1,6 +1,7 @@
 //! Backups of VMs.
 
 use vmseal_api::client::ServerClient;
+use vmseal_api::host::DiskRole;
 use vmseal_api::model;
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 use vmseal_api::size::Size;
@@ -44,7 +45,27 @@ fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
         || "none: the backup is IN THE CLEAR".to_owned(),
         |key| format!("'{}' of provider {}", key.key_id, key.provider),
     );
-    vec![("files", files), ("path", path.display().to_string()), ("opens with key", key)]
+    let mut rows =
+        vec![("files", files), ("path", path.display().to_string()), ("opens with key", key)];
+    if let Some(contents) = &backup.contents {
+        rows.push(("contains", parts(&contents.disks, contents.tpm_later)));
+        if !contents.lacks.is_empty() {
+            rows.push(("LACKS", parts(&contents.lacks, false)));
+        }
+    }
+    rows
+}
+
+/// The names of disks; with that of a TPM is what it kept.
+fn parts(parts: &[model::BackupPart], tpm_later: bool) -> String {
+    let name = |part: &model::BackupPart| match (part.role, tpm_later) {
+        (DiskRole::Tpm, false) => format!("{} (what the TPM keeps)", part.name),
+        (DiskRole::Tpm, true) => {
+            format!("{} (what the TPM keeps, of a later instant than the disks)", part.name)
+        }
+        _ => part.name.clone(),
+    };
+    parts.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 
 fn path(vm: &str) -> String {

@@ -7,7 +7,7 @@ use vmseal_api::model::Lifecycle;
 
 use crate::store::dumps::{self, Dump};
 use crate::store::events::NewEvent;
-use crate::store::{Store, StoreError, panics, vms};
+use crate::store::{Store, StoreError, free_name, panics, vms};
 
 /// Whether a host tells of any.
 #[must_use]
@@ -45,7 +45,7 @@ pub async fn tell(store: &Store, seen: &VmState) -> Result<(), StoreError> {
         if rows.iter().any(|row| row.id == *dump) {
             continue;
         }
-        let name = dumps::free_name(&rows, "panic");
+        let name = free_name("panic", rows.iter().map(|row| row.name.as_str()));
         let how = if *encrypted { "encrypted" } else { "IN THE CLEAR, as the VM had no key" };
         let detail = format!("core dump '{name}' of a guest that panicked, {how}");
         write.event(NewEvent { kind: "vm.dumped", actor, target, detail: &detail }).await?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use jiff::Timestamp;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
-use vmseal_api::host::{DatastoreSpec, Device, DiskRole, DiskSpec, Power, VmSpec};
+use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
 use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
@@ -15,7 +15,9 @@ use vmseal_api::request::{CreateBackup, RestoreBackup};
 
 use super::caller::{Caller, Privilege};
 use super::snapshots::{keepable, require_power};
-use super::vms::{begin, check_key, find, require_no_template, require_ready};
+use super::vms::{
+    begin, begin_named, check_key, find, find_ready, new_name, require_no_template, require_ready,
+};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
@@ -23,8 +25,8 @@ use crate::store::disks::Disk;
 use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, snapshots, vms};
-use crate::tasks::backups::{digest_of, place, snapshot_name};
-use crate::tasks::{Engine, adopt_vm};
+use crate::tasks::backups::{digest_of, is_beside, place, snapshot_name};
+use crate::tasks::adopt_vm;
 
 /// The backups of a VM, which may be deleted.
 struct OfVm {
@@ -108,6 +110,7 @@ fn shown(vm: Option<String>, all: &[Backup], backup: &Backup) -> model::VmBackup
         verified: backup.verified,
         verification_failed: backup.failed.clone(),
         key: backup.key.clone(),
+        contents: backup.contents.clone(),
     }
 }
 
@@ -145,7 +148,7 @@ pub async fn list(
     Ok(super::page_of(items, part.limit, |last| last.id.to_string()))
 }
 
-/// Shows a backup.
+/// Shows a backup. What is in one of an earlier version its host says, where that answers.
 pub async fn show(
     services: &Services,
     caller: &Caller,
@@ -154,7 +157,16 @@ pub async fn show(
 ) -> Result<model::VmBackup, Problem> {
     caller.require(Privilege::Read)?;
     let of = OfVm::find(services, vm).await?;
-    Ok(of.shown(of.one(name)?))
+    let backup = of.one(name)?;
+    let mut shown = of.shown(backup);
+    if backup.contents.is_none()
+        && backup.state == BackupState::Ready
+        && let Ok(agent) = services.hosts.connected(backup.host)
+    {
+        let manifest = agent.read_backup(place(backup)).await;
+        shown.contents = manifest.ok().map(|manifest| manifest.contents());
+    }
+    Ok(shown)
 }
 
 /// Backs up the disks of a VM, which may run.
@@ -166,13 +178,7 @@ pub async fn create(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::DirectAccess)?;
-    if let Some(name) = &request.name {
-        vmseal_api::id::check_name(name)
-            .map_err(|error| Problem::invalid("name", error.to_string()))?;
-    }
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
+    let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     features::require(services, &vm, BACKUP, "back VMs up")?;
     let remedy = "backups are made while it runs or is off";
     require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
@@ -185,16 +191,15 @@ pub async fn create(
     }
     let directory = directory(&vm, &all, request.directory)?;
     let parent = if request.full { None } else { parent(&vm, &all, &directory) };
+    let name = new_name(request.name, "backup", all.iter().map(|it| it.name.as_str()))?;
     let snapshot = temporary_snapshot(&mut write, &vm).await?;
-    let free = |name: &String| all.iter().all(|other| other.name != *name);
-    let made_up = (1..=all.len() + 1).map(|number| format!("backup-{number}")).find(free);
     let backup = Backup {
         id: BackupId::new(),
         vm: vm.id,
         vm_name: vm.name.clone(),
         host: vm.host,
         host_name: vm.host_name.clone(),
-        name: request.name.or(made_up).unwrap_or_default(),
+        name,
         directory,
         created: Timestamp::now(),
         state: BackupState::Creating,
@@ -205,6 +210,7 @@ pub async fn create(
         verified: None,
         failed: None,
         key: vm.key.clone(),
+        contents: None,
     };
     backups::insert(&mut write, &backup).await?;
     let (backup, quiesce) = (backup.id, request.quiesce);
@@ -367,10 +373,22 @@ pub async fn restore(
     let disks = restored(&of, vm, &manifest)?;
     let write = services.store.write().await?;
     let operation = Operation::RestoreBackup { vm: vm.id, backup: backup.id, disks };
-    begin(services, write, operation, vm, caller, dry_run).await
+    let begun = begin(services, write, operation, vm, caller, dry_run).await;
+    begun.map(|begun| warned(begun, &manifest, "stays as it is"))
 }
 
-/// The disks that are restored: those of the VM that are in the backup. One that is not would be of another time.
+/// Has a plan say what is not restored; `then` says what becomes of that.
+fn warned(mut begun: Outcome<Task>, manifest: &BackupManifest, then: &str) -> Outcome<Task> {
+    if let Outcome::Planned(plan) = &mut begun {
+        let lacks = manifest.contents().lacks;
+        let warnings = lacks.iter().map(|it| format!("'{}' is not in it, and {then}", it.name));
+        plan.warnings.extend(warnings);
+    }
+    begun
+}
+
+/// The disks that are restored: those of the VM that are in the backup. One that its guest writes to and that is not would be of
+/// another time; what no guest writes to stays as it is.
 fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>, Problem> {
     let backed_up: HashSet<DiskId> = manifest.disks.iter().map(|disk| disk.disk).collect();
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
@@ -401,7 +419,9 @@ fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>
             )));
         }
     }
-    Ok(kept)
+    let beside = of.disks.iter().filter(|disk| is_beside(disk.role));
+    let beside = beside.map(|disk| disk.id).filter(|disk| backed_up.contains(disk));
+    Ok(kept.into_iter().chain(beside).collect())
 }
 
 /// Makes a VM again that was deleted, as it was when it was backed up.
@@ -427,9 +447,10 @@ async fn restore_deleted(
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let disks = definition.spec.disks().map(|disk| disk.disk).collect();
-    let (backup, manifest) = (backup.id, digest_of(&manifest));
-    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let (backup, digest) = (backup.id, digest_of(&manifest));
+    let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest: digest };
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await;
+    begun.map(|begun| warned(begun, &manifest, "the VM will not have it"))
 }
 
 /// The VM that a manifest describes, on the datastores that its host has still, or on the one that is asked for.
@@ -488,8 +509,8 @@ pub(crate) async fn define(
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
     let nics = of.nics.iter().cloned().map(Device::Nic);
     let mut hardware = of.hardware.clone();
-    // What it kept is not in the backup.
-    hardware.tpm = false;
+    // A TPM without what it kept would lock its guest out of what that has sealed.
+    hardware.tpm &= manifest.disks.iter().any(|disk| disk.tpm.is_some());
     Ok(Definition {
         spec: VmSpec {
             vm: of.vm,
@@ -535,7 +556,7 @@ fn disk(
         datastore,
         size: of.size,
         encrypted: of.encrypted,
-        role: if of.role == DiskRole::UefiVariables { of.role } else { DiskRole::Data },
+        role: of.role,
         allocation: of.allocation,
         limits: of.limits,
         cache: of.cache,
@@ -566,17 +587,8 @@ pub async fn delete(
         );
         return Err(Problem::new(ErrorCode::InUse, detail));
     }
-    let mut write = services.store.write().await?;
+    let write = services.store.write().await?;
     let operation = Operation::DeleteBackup { vm: of.id, backup: backup.id };
-    if let Some(vm) = &of.vm {
-        return begin(services, write, operation, vm, caller, dry_run).await;
-    }
-    let task = Engine::record(&mut write, operation, of.name(), caller.name()).await?;
-    if dry_run {
-        return Ok(Outcome::Planned(super::vms::plan_of(&task, of.name(), backup.key.is_none())));
-    }
-    write.commit().await?;
-    let shown = services.engine.shown(&task);
-    services.engine.begin(task);
-    Ok(Outcome::Done(shown))
+    let keyless = of.vm.as_ref().map_or(backup.key.is_none(), |vm| vm.provider.is_none());
+    begin_named(services, write, operation, (of.name(), keyless), caller, dry_run).await
 }

@@ -11,8 +11,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DecryptDump, TakeDump};
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, check_key, find, power, require_ready, word};
-use super::{Outcome, PageRequest, Services, features};
+use super::vms::{begin, check_key, find, find_ready, new_name, power, word};
+use super::{Outcome, PageRequest, Services};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::dumps::{self, Dump};
@@ -85,16 +85,10 @@ pub async fn take(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::DirectAccess)?;
-    if let Some(name) = &request.name {
-        vmseal_api::id::check_name(name)
-            .map_err(|error| Problem::invalid("name", error.to_string()))?;
-    }
-    let (vm, disks) = find(services, vm).await?;
+    let (vm, disks) = find_ready(services, vm, DUMP, "write core dumps").await?;
     if request.decrypt_to.is_some() {
         require_privileges(caller, &vm)?;
     }
-    require_ready(&vm)?;
-    features::require(services, &vm, DUMP, "write core dumps")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
     if !matches!(now, Power::Running | Power::Paused | Power::Stopping) {
         let detail = format!(
@@ -120,7 +114,7 @@ pub async fn take(
     let dump = Dump {
         id: DumpId::new(),
         vm: vm.id,
-        name: request.name.unwrap_or_else(|| dumps::free_name(&known, "dump")),
+        name: new_name(request.name, "dump", known.iter().map(|it| it.name.as_str()))?,
         format: request.format,
         reason: DumpReason::Request,
         created: Timestamp::now(),
@@ -145,10 +139,8 @@ pub async fn decrypt(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::DirectAccess)?;
-    let (vm, disks) = find(services, vm).await?;
+    let (vm, disks) = find_ready(services, vm, DUMP, "write core dumps").await?;
     require_privileges(caller, &vm)?;
-    require_ready(&vm)?;
-    features::require(services, &vm, DUMP, "write core dumps")?;
     let all = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
     let dump = one(&vm, &all, name)?;
     if dump.bytes.is_none() {
@@ -215,9 +207,7 @@ pub async fn delete(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    features::require(services, &vm, DUMP, "write core dumps")?;
+    let (vm, _) = find_ready(services, vm, DUMP, "write core dumps").await?;
     let mut write = services.store.write().await?;
     let all = dumps::of_vm(&mut write, vm.id).await?;
     let operation = Operation::DeleteDump { vm: vm.id, dump: one(&vm, &all, name)?.id };

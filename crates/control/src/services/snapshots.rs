@@ -10,7 +10,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, find, power, require_no_clones, require_no_template, require_ready, word};
+use super::vms::{
+    begin, find, find_ready, new_name, power, require_no_clones, require_no_template, word,
+};
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
 use crate::store::Write;
@@ -133,18 +135,12 @@ pub async fn take(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    if let Some(name) = &request.name {
-        vmseal_api::id::check_name(name)
-            .map_err(|error| Problem::invalid("name", error.to_string()))?;
-    }
     let description = request.description.clone().unwrap_or_default();
     if description.len() > DESCRIPTION_MAX {
         let detail = format!("is longer than {DESCRIPTION_MAX} bytes");
         return Err(Problem::invalid("description", detail));
     }
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
+    let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     let remedy = "snapshots are taken while it runs or is off";
     if request.memory {
         features::require(services, &vm, MEMORY_SNAPSHOTS, "take snapshots with memory")?;
@@ -161,9 +157,7 @@ pub async fn take(
         let detail = format!("VM '{}' has {SNAPSHOTS_MAX} snapshots: delete one first", vm.name);
         return Err(Problem::new(ErrorCode::LimitExceeded, detail));
     }
-    let free = |name: &String| known.iter().all(|other| other.name != *name);
-    let made_up = (1..=known.len() + 1).map(|number| format!("snapshot-{number}")).find(free);
-    let name = request.name.or(made_up).unwrap_or_default();
+    let name = new_name(request.name, "snapshot", known.iter().map(|it| it.name.as_str()))?;
     let snapshot = Snapshot {
         id: SnapshotId::new(),
         vm: vm.id,
@@ -208,10 +202,8 @@ pub async fn revert(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
+    let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     require_no_template(&vm)?;
-    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
     let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
     require_power(services, &vm, &[Power::Off], &remedy).await?;
     let mut write = services.store.write().await?;
@@ -242,9 +234,7 @@ pub async fn delete(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    let (vm, _) = find(services, vm).await?;
-    require_ready(&vm)?;
-    features::require(services, &vm, SNAPSHOTS, "take snapshots")?;
+    let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmState};
-use vmseal_api::id::{HostId, VmId};
+use vmseal_api::id::{HostId, VmId, check_name};
 use vmseal_api::model::{
     self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
 };
@@ -20,7 +20,7 @@ use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
-use crate::store::{StoreError, Write, disks, nics, providers, vms};
+use crate::store::{StoreError, Write, disks, free_name, nics, providers, vms};
 use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down by default, in seconds.
@@ -229,18 +229,55 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     Ok(shown(vm, disks, nics, provider, links, seen))
 }
 
+/// A VM that is made, on a host whose agent has a feature; `cannot` completes "the agent of host 'x' cannot …".
+pub(super) async fn find_ready(
+    services: &Services,
+    name: &str,
+    feature: &str,
+    cannot: &str,
+) -> Result<(vms::Vm, Vec<disks::Disk>), Problem> {
+    let (vm, disks) = find(services, name).await?;
+    require_ready(&vm)?;
+    super::features::require(services, &vm, feature, cannot)?;
+    Ok((vm, disks))
+}
+
+/// The name of something new: the one that is asked for, else one that begins so and is not taken.
+pub(super) fn new_name<'a>(
+    asked: Option<String>,
+    begin: &str,
+    taken: impl Iterator<Item = &'a str>,
+) -> Result<String, Problem> {
+    let name = asked.unwrap_or_else(|| free_name(begin, taken));
+    check_name(&name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    Ok(name)
+}
+
 /// Commits a transaction with a new task, and begins the task; or only plans it.
 pub(super) async fn begin(
     services: &Services,
-    mut write: Write<'_>,
+    write: Write<'_>,
     operation: Operation,
     vm: &vms::Vm,
     caller: &Caller,
     dry_run: bool,
 ) -> Result<Outcome<model::Task>, Problem> {
-    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    let keyless = vm.provider.is_none();
+    begin_named(services, write, operation, (&vm.name, keyless), caller, dry_run).await
+}
+
+/// The same of a VM that may be deleted, by its name; `keyless` is one that had no key.
+pub(super) async fn begin_named(
+    services: &Services,
+    mut write: Write<'_>,
+    operation: Operation,
+    (name, keyless): (&str, bool),
+    caller: &Caller,
+    dry_run: bool,
+) -> Result<Outcome<model::Task>, Problem> {
+    let task = Engine::record(&mut write, operation, name, caller.name()).await?;
     if dry_run {
-        return Ok(Outcome::Planned(plan(&task, vm)));
+        return Ok(Outcome::Planned(plan_of(&task, name, keyless)));
     }
     write.commit().await?;
     let shown = services.engine.shown(&task);
@@ -254,7 +291,7 @@ pub(super) fn plan(task: &Task, vm: &vms::Vm) -> Plan {
 }
 
 /// The same of a VM that may be deleted, and may have had no key.
-pub(super) fn plan_of(task: &Task, vm: &str, keyless: bool) -> Plan {
+fn plan_of(task: &Task, vm: &str, keyless: bool) -> Plan {
     let steps = steps::of(&task.operation).iter().filter(|step| !(keyless && step.needs_key()));
     Plan {
         kind: task.operation.kind().to_owned(),

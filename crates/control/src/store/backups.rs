@@ -6,9 +6,9 @@ use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::KeyReference;
 use vmseal_api::id::{BackupId, HostId, VmId};
-use vmseal_api::model::{BackupState, FailedVerification};
+use vmseal_api::model::{BackupContents, BackupState, FailedVerification};
 
-use super::{StoreError, from_name, parse, taken, to_name};
+use super::{StoreError, from_json, from_name, parse, taken, to_json, to_name};
 
 /// A backup as the inventory has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +45,8 @@ pub struct Backup {
     pub failed: Option<FailedVerification>,
     /// The key that opens it; none where the VM had none.
     pub key: Option<KeyReference>,
+    /// What is in it, where that is known.
+    pub contents: Option<BackupContents>,
 }
 
 #[derive(FromRow)]
@@ -68,6 +70,7 @@ struct Row {
     provider_id: Option<String>,
     key_id: Option<String>,
     check_value: Option<String>,
+    contents: Option<String>,
 }
 
 impl Row {
@@ -80,6 +83,7 @@ impl Row {
         };
         let failed = self.failed.map(|at| parse(&at, "a time")).transpose()?;
         let why = self.failure.unwrap_or_default();
+        let contents = self.contents.map(|it| from_json(&it, "what is in a backup"));
         let parent = self.parent_id.as_deref().map(|id| parse(id, "a backup's id"));
         Ok(Backup {
             id: parse(&self.id, "a backup's id")?,
@@ -98,6 +102,7 @@ impl Row {
             verified: self.verified.map(|at| parse(&at, "a time")).transpose()?,
             failed: failed.map(|at| FailedVerification { at, why }),
             key,
+            contents: contents.transpose()?,
         })
     }
 }
@@ -107,7 +112,7 @@ macro_rules! select {
     ($rest:literal) => {
         concat!(
             "SELECT id, vm_id, vm_name, host_id, host_name, name, directory, created, state, parent_id, quiesced,
-             bytes, read_bytes, verified, failed, failure, provider_id, key_id, check_value FROM backups ",
+             bytes, read_bytes, verified, failed, failure, provider_id, key_id, check_value, contents FROM backups ",
             $rest
         )
     };
@@ -197,7 +202,7 @@ pub async fn set_whole(to: &mut SqliteConnection, backup: &Backup) -> Result<(),
     let key = backup.key.as_ref();
     sqlx::query(
         "UPDATE backups SET state = $1, created = $2, parent_id = $3, quiesced = $4, bytes = $5,
-         provider_id = $6, key_id = $7, check_value = $8, read_bytes = $9 WHERE id = $10",
+         provider_id = $6, key_id = $7, check_value = $8, read_bytes = $9, contents = $10 WHERE id = $11",
     )
     .bind(to_name(&BackupState::Ready))
     .bind(backup.created.to_string())
@@ -208,9 +213,24 @@ pub async fn set_whole(to: &mut SqliteConnection, backup: &Backup) -> Result<(),
     .bind(key.map(|key| key.key_id.clone()))
     .bind(key.map(|key| key.check.clone()))
     .bind(backup.read_bytes.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
+    .bind(backup.contents.as_ref().map(to_json))
     .bind(backup.id.to_string())
     .execute(to)
     .await?;
+    Ok(())
+}
+
+/// Records what is in a backup.
+pub async fn set_contents(
+    to: &mut SqliteConnection,
+    backup: BackupId,
+    contents: &BackupContents,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE backups SET contents = $1 WHERE id = $2")
+        .bind(to_json(contents))
+        .bind(backup.to_string())
+        .execute(to)
+        .await?;
     Ok(())
 }
 

@@ -109,11 +109,3 @@ pub async fn delete(to: &mut SqliteConnection, dump: DumpId) -> Result<(), Store
     sqlx::query("DELETE FROM dumps WHERE id = $1").bind(dump.to_string()).execute(to).await?;
     Ok(())
 }
-
-/// A name that no core dump among these has: `BEGIN-N`.
-#[must_use]
-pub fn free_name(known: &[Dump], begin: &str) -> String {
-    let free = |name: &String| known.iter().all(|other| other.name != *name);
-    let names = (1..=known.len() + 1).map(|number| format!("{begin}-{number}"));
-    names.into_iter().find(free).unwrap_or_default()
-}

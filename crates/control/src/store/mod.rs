@@ -273,6 +273,13 @@ fn parse<T: FromStr>(value: &str, expected: &'static str) -> Result<T, StoreErro
     value.parse().map_err(|_| StoreError::Unreadable { value: value.to_owned(), expected })
 }
 
+/// The first of the names `BEGIN-1`, `BEGIN-2` and so on that is not taken.
+pub(crate) fn free_name<'a>(begin: &str, taken: impl Iterator<Item = &'a str>) -> String {
+    let taken: std::collections::HashSet<&str> = taken.collect();
+    let mut names = (1..=taken.len() + 1).map(|number| format!("{begin}-{number}"));
+    names.find(|name| !taken.contains(name.as_str())).unwrap_or_default()
+}
+
 /// A column that holds JSON.
 fn from_json<T: DeserializeOwned>(value: &str, expected: &'static str) -> Result<T, StoreError> {
     serde_json::from_str(value)

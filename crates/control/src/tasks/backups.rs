@@ -14,13 +14,13 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::backup::{BackupManifest, BackupPlace};
-use vmseal_api::host::version::TRACKED_BACKUP;
+use vmseal_api::host::version::{TRACKED_BACKUP, WHOLE_BACKUP};
 use vmseal_api::host::{
-    BackupJob, BackupKey, DiskFacts, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
+    BackupJob, BackupKey, DiskFacts, DiskRole, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
     RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
-use vmseal_api::model::{BackupState, FailedVerification, Lifecycle};
+use vmseal_api::model::{BackupContents, BackupState, FailedVerification, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
@@ -298,6 +298,22 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     Ok(Taken { at: Timestamp::now(), quiesced })
 }
 
+/// The disks that no guest writes to, which are backed up without a snapshot, by hosts that can.
+async fn beside(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
+    let vm = run.vm().await?;
+    if !run.hosts().view(vm.host).has(WHOLE_BACKUP) {
+        return Ok(Vec::new());
+    }
+    let disks = run.disks().await?;
+    let found = disks.iter().filter(|disk| is_beside(disk.role) && disk.facts.is_some());
+    Ok(found.map(|disk| disk.id).collect())
+}
+
+/// Whether disks of this role are written by no guest, so that no snapshot keeps them.
+pub(crate) fn is_beside(role: DiskRole) -> bool {
+    matches!(role, DiskRole::CloudInit | DiskRole::Tpm)
+}
+
 async fn order(run: &Run<'_>) -> Result<JobSpec, StepError> {
     let (backup, kept) = (backup(run).await?, snapshot(run).await?);
     let kept = kept.ok_or_else(|| internal("the task has lost its snapshot"))?;
@@ -311,6 +327,7 @@ async fn order(run: &Run<'_>) -> Result<JobSpec, StepError> {
         snapshot: kept.id,
         quiesced: taken.and_then(|taken| taken.quiesced),
         disks: kept.disks,
+        beside: beside(run).await?,
     }))
 }
 
@@ -322,6 +339,8 @@ struct Written {
     disks: usize,
     #[serde(default)]
     read: Option<u64>,
+    #[serde(default)]
+    contents: Option<BackupContents>,
 }
 
 /// The manifest that the task's job has found or written.
@@ -349,13 +368,13 @@ async fn write(run: &Run<'_>) -> Result<Written, StepError> {
     follow(run, &vm, JobKind::Backup).await?;
     let (manifest, read) = written(run, &vm).await?;
     let (bytes, disks) = (manifest.bytes(), manifest.disks.len());
-    Ok(Written { parent: manifest.parent, bytes, disks, read })
+    let contents = Some(manifest.contents());
+    Ok(Written { parent: manifest.parent, bytes, disks, read, contents })
 }
 
-/// Has the host name the backup; what an agent that has restarted has lost is written again.
+/// Has the host name the backup; what an agent that has restarted has lost is written again, and the VM registered before that.
 async fn name(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, job) = (run.vm().await?, order(run).await?);
-    register(run).await?;
     let agent = run.agent(&vm)?;
     match agent.commit_job(vm.id, run.task.id, job.clone()).await {
         Err(problem) if problem.code == ErrorCode::NotFound => {}
@@ -379,6 +398,7 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         bytes: Some(written.bytes),
         read_bytes: written.read,
         key: vm.key.clone(),
+        contents: written.contents,
         ..known
     };
     let mut write = run.store().write().await?;
@@ -454,7 +474,26 @@ async fn verify(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, backup) = (run.vm().await?, backup(run).await?);
     let key = other_key(run, &vm, &backup).await?;
     put(run, &vm, verification(run, key).await?).await?;
-    follow(run, &vm, JobKind::VerifyBackup).await.map(drop)
+    follow(run, &vm, JobKind::VerifyBackup).await?;
+    match manifest(run, &vm).await {
+        Ok(manifest) => note_contents(run, &backup, &manifest).await,
+        // All of it was read: what is in it is not worth doing that again.
+        Err(_) => Ok(()),
+    }
+}
+
+/// Notes what is in a backup of an earlier version.
+async fn note_contents(
+    run: &Run<'_>,
+    backup: &Backup,
+    manifest: &BackupManifest,
+) -> Result<(), StepError> {
+    if backup.contents.is_some() {
+        return Ok(());
+    }
+    let mut write = run.store().write().await?;
+    backups::set_contents(&mut write, backup.id, &manifest.contents()).await?;
+    Ok(write.commit().await?)
 }
 
 async fn record_verified(run: &Run<'_>) -> Result<(), StepError> {
@@ -541,6 +580,7 @@ async fn write_images(run: &Run<'_>) -> Result<Vec<(DiskId, DiskFacts)>, StepErr
         let detail = "the backup's manifest has changed since the restore began: begin it again";
         return Err(StepError::Final(Problem::new(ErrorCode::Conflict, detail)));
     }
+    note_contents(run, &backup, &manifest).await?;
     let disks = restored_disks(run).await?;
     let restored = manifest.disks.into_iter().filter(|disk| disks.contains(&disk.disk));
     Ok(restored.map(|disk| (disk.disk, disk.facts)).collect())
@@ -594,7 +634,10 @@ async fn tell_restored(
     backup: &Backup,
 ) -> Result<(), StepError> {
     let (kind, actor) = ("backup.restored", run.task.actor.as_str());
-    let detail = format!("backup '{}' of {}", backup.name, backup.created);
+    let lacks = backup.contents.as_ref().map_or(&[][..], |it| &it.lacks);
+    let lacks = lacks.iter().map(|it| format!(", without '{}', which is not in it", it.name));
+    let lacks: String = lacks.collect();
+    let detail = format!("backup '{}' of {}{lacks}", backup.name, backup.created);
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(())
 }

@@ -37,6 +37,7 @@ mod waiting;
 
 use super::Engine;
 use super::environment::{Fault, FaultPoint, Faults};
+use super::step::Step;
 use crate::operation::Operation;
 use crate::store::tasks::Task;
 use crate::tasks::steps;
@@ -79,6 +80,11 @@ fn silent() -> Problem {
 
 /// Where disks are exported to.
 const OUT: &str = "/exports/out.raw";
+
+/// Whether a step is behind the one from which these only go on.
+fn is_past_commit(steps: &[&dyn Step], step: &str) -> bool {
+    steps.iter().take_while(|it| it.name() != step).any(|before| before.commits())
+}
 
 fn exporting(vm: VmId, disk: DiskId) -> Operation {
     Operation::ExportDisk {

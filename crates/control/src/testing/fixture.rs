@@ -277,11 +277,21 @@ impl Fixture {
         id
     }
 
+    /// The same, and it is done.
+    pub async fn done(&self, operation: Operation, target: &str) {
+        self.ends_well(self.begin(operation, target).await).await;
+    }
+
+    /// A task that is done.
+    pub async fn ends_well(&self, task: TaskId) {
+        let ended = self.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    }
+
     /// A complete VM.
     pub async fn made(&self, name: &str, policy: &str) -> VmId {
         let (vm, task) = self.create(name, policy).await;
-        let ended = self.ended(task).await;
-        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        self.ends_well(task).await;
         vm
     }
 

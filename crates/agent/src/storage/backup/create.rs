@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::filter::{Extent, SUM_BLOCK, SUM_LEN};
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{BackupJob, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{BackupJob, DiskFacts, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
@@ -21,19 +21,21 @@ use vmseal_secret::digest::sha256;
 use super::chain::{Opened, sha256_of};
 use super::directory::{Backups, Unfinished, in_memory};
 use super::manifest::{Key, check, manifest_of};
+use super::tpm::{self, TpmToKeep};
 use crate::filter::{self, Sums, Volume, Work};
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
 use crate::storage::mark::{failed, usage};
+use crate::storage::mirror::source::next_data;
 use crate::storage::opening::{self, Open};
 
 /// A backup to write.
 pub struct Creating {
     /// The VM.
     pub spec: VmSpec,
-    /// Its disks that are in the backup, with what is pinned of them.
+    /// Its disks that are in the backup, with what is pinned of them; those beside the snapshot, too.
     pub disks: Vec<(DiskSpec, DiskFacts)>,
     /// The VM's KEK, where it has one.
     pub kek: Option<SecretBytes>,
@@ -43,6 +45,8 @@ pub struct Creating {
     pub builder: DiskBuilder,
     /// What its guest may have changed of disks since the backup below, as extents, where that is known.
     pub changed: BTreeMap<DiskId, File>,
+    /// What the VM's TPM kept when the snapshot was taken, where this agent has taken it.
+    pub tpm: Option<Arc<TpmToKeep>>,
 }
 
 /// A backup that has begun.
@@ -135,18 +139,38 @@ impl Creating {
         let total =
             self.disks.iter().map(|(disk, facts)| opening::data_offset(facts) + disk.size).sum();
         let (mut entries, mut before, mut read) = (Vec::new(), 0, 0);
-        for at in 0..self.disks.len() {
+        for group in self.groups() {
             let (this, all) = (Arc::clone(&self), Arc::clone(&begun));
-            let part = spawn_blocking(move || this.open(&all, at)).await.map_err(internal)??;
+            let open = move || {
+                group.into_iter().map(|at| Ok((at, this.open(&all, at)?))).collect::<Result<_, _>>()
+            };
+            let parts = spawn_blocking(open).await.map_err(internal)??;
             let shown = |done, _| progress(before + done, total);
-            let (entry, read_of_disk) = self.copy(part, &slot, shown).await?;
-            read += read_of_disk;
-            before += entry.length;
+            let (copied, read_of_group) = self.copy(parts, &slot, shown).await?;
+            read += read_of_group;
+            before += copied.iter().map(|(_, entry)| entry.length).sum::<u64>();
             progress(before, total);
-            entries.push(entry);
+            entries.extend(copied);
         }
+        // In the order of the VM's disks.
+        entries.sort_by_key(|(at, _)| *at);
+        let entries = entries.into_iter().map(|(_, entry)| entry).collect();
         let finished = spawn_blocking(move || self.finish(&begun, entries));
         Ok((finished.await.map_err(internal)??, Some(read)))
+    }
+
+    /// The places of the disks that one filter copies: one after the other, as each may be large. Those that no guest writes to are
+    /// small, and go with the first: the start of a process takes longer.
+    fn groups(&self) -> Vec<Vec<usize>> {
+        let is_beside = |at: &usize| self.job.beside.contains(&self.disks[*at].0.disk);
+        let (beside, written): (Vec<usize>, Vec<usize>) =
+            (0..self.disks.len()).partition(is_beside);
+        let mut groups: Vec<_> = written.into_iter().map(|at| vec![at]).collect();
+        match groups.first_mut() {
+            Some(first) => first.extend(beside),
+            None => groups.push(beside),
+        }
+        groups
     }
 
     /// Begins the backup; one that an attempt before has finished is returned as it is.
@@ -164,12 +188,22 @@ impl Creating {
     /// Opens a disk, and makes its files.
     fn open(&self, begun: &Begun, at: usize) -> Result<Part, Problem> {
         let (disk, facts) = &self.disks[at];
-        let opened = opening::open_sealed_kept(&self.spec, disk, facts, self.job.snapshot);
+        let opened = if self.job.beside.contains(&disk.disk) {
+            opening::open_sealed_beside(&self.spec, disk, facts)
+        } else {
+            opening::open_sealed_kept(&self.spec, disk, facts, self.job.snapshot)
+        };
         let (Open { file: image, layers, shared, .. }, length) = opened?;
         let below = self.below(begun.parent.as_ref(), disk, facts, length)?;
         if below.is_none() {
             check_room(begun, length, [&image].into_iter().chain(&layers))?;
         }
+        let tpm = match disk.role {
+            DiskRole::Tpm => {
+                Some(tpm::write(&begun.files, self.spec.vm, disk, self.tpm.as_deref())?)
+            }
+            _ => None,
+        };
         let (extension, format) = match (&below, facts) {
             (Some(_), _) => ("qcow2", ImageFormat::Qcow2),
             (None, DiskFacts::Raw) => ("raw", ImageFormat::Raw),
@@ -184,6 +218,7 @@ impl Creating {
             bytes: 0,
             facts: facts.clone(),
             sums: format!("{}.sums", disk.name),
+            tpm,
             sums_sha256: String::new(),
         };
         let (file, sums) = (begun.files.make(&entry.file)?, begun.files.make(&entry.sums)?);
@@ -290,23 +325,29 @@ impl Creating {
         Ok(Some(file))
     }
 
-    /// Has a filter write the files of a disk; returns what the manifest says of it, and how many bytes were read.
+    /// Has a filter write the files of disks; returns what the manifest says of each, and how many bytes were read of all.
     async fn copy(
         &self,
-        part: Part,
+        parts: Vec<(usize, Part)>,
         slot: &Slot,
         progress: impl Fn(u64, u64) + Send + Sync,
-    ) -> Result<(BackedUpDisk, u64), Problem> {
-        let Part { to_read, file, sums, entry } = part;
+    ) -> Result<(Vec<(usize, BackedUpDisk)>, u64), Problem> {
+        let (mut to_read, mut written) = (Vec::new(), Vec::new());
+        for (at, Part { to_read: disk, file, sums, entry }) in parts {
+            to_read.push(disk);
+            written.push((at, file, sums, entry));
+        }
         let explain = |message| full_or_internal(&self.job.directory, message);
-        let run = exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain);
-        let read = run.await?;
-        let directory = self.job.directory.clone();
+        let vm = self.spec.vm;
+        let run = exporting::run_all(vm, to_read, &self.builder, slot, progress, explain);
+        let read = run.await?.values().sum();
         let end = move || {
-            let flushed = file.sync_all().and_then(|()| sums.sync_all());
-            flushed.map_err(|error| failed(&directory, "written", &error))?;
-            let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
-            Ok((BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry }, read))
+            // The filter has flushed both.
+            let end = |(at, file, sums, entry): (usize, File, File, BackedUpDisk)| {
+                let bytes = file.metadata().map_err(internal)?.blocks().saturating_mul(512);
+                Ok((at, BackedUpDisk { bytes, sums_sha256: sha256_of(&sums)?, ..entry }))
+            };
+            Ok((written.into_iter().map(end).collect::<Result<_, Problem>>()?, read))
         };
         spawn_blocking(end).await.map_err(internal)?
     }
@@ -330,11 +371,21 @@ struct Lower {
 /// Whether the first bytes of an image, a multiple of the blocks that have sums, are those of these sums.
 fn is_summed(image: &File, length: u64, sums: &File) -> Result<bool, Problem> {
     let (mut block, mut sum) = (vec![0; SUM_BLOCK], [0; SUM_LEN]);
+    let mut data = next_data(image, 0, length).map_err(internal)?;
     for number in 0..length / SUM_BLOCK as u64 {
-        image.read_exact_at(&mut block, number * SUM_BLOCK as u64).map_err(internal)?;
+        let at = number * SUM_BLOCK as u64;
+        if data.as_ref().is_some_and(|data| data.end <= at) {
+            data = next_data(image, at, length).map_err(internal)?;
+        }
+        // Most of a header is a hole.
+        let is_hole = data.as_ref().is_none_or(|data| data.start >= at + SUM_BLOCK as u64);
+        let found = if is_hole {
+            [0; SUM_LEN]
+        } else {
+            image.read_exact_at(&mut block, at).map_err(internal)?;
+            if block.iter().all(|byte| *byte == 0) { [0; SUM_LEN] } else { sha256(&block) }
+        };
         sums.read_exact_at(&mut sum, number * SUM_LEN as u64).map_err(internal)?;
-        let zeroes = block.iter().all(|byte| *byte == 0);
-        let found = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
         if found != sum {
             return Ok(false);
         }
@@ -363,4 +414,39 @@ fn check_room<'a>(
         Size(free)
     );
     Err(Problem::new(ErrorCode::NoSpace, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_that_of_the_sums_also_where_it_has_holes() {
+        let (image, sums) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        let blocks = 8;
+        let length = blocks * SUM_BLOCK as u64;
+        image.set_len(length).unwrap();
+        // Two pieces in one block, and one that ends in the middle of another.
+        for at in [4096, 40_960, 3 * SUM_BLOCK as u64 + 8192] {
+            image.write_all_at(&[7; 4096], at).unwrap();
+        }
+        let mut block = vec![0; SUM_BLOCK];
+        for number in 0..blocks {
+            image.read_exact_at(&mut block, number * SUM_BLOCK as u64).unwrap();
+            let zeroes = block.iter().all(|byte| *byte == 0);
+            let sum = if zeroes { [0; SUM_LEN] } else { sha256(&block) };
+            sums.write_all_at(&sum, number * SUM_LEN as u64).unwrap();
+        }
+        assert!(is_summed(&image, length, &sums).unwrap());
+        // Zeroes that are written are as good as a hole, and one other byte is not.
+        image.write_all_at(&[0; 4096], 5 * SUM_BLOCK as u64).unwrap();
+        assert!(is_summed(&image, length, &sums).unwrap());
+        for at in [40_961, 3 * SUM_BLOCK as u64 + 8192, 6 * SUM_BLOCK as u64, length - 1] {
+            let mut byte = [0];
+            image.read_exact_at(&mut byte, at).unwrap();
+            image.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            assert!(!is_summed(&image, length, &sums).unwrap(), "at {at}");
+            image.write_all_at(&byte, at).unwrap();
+        }
+    }
 }

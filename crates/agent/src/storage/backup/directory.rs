@@ -269,6 +269,12 @@ pub struct Unfinished {
 }
 
 impl Unfinished {
+    /// The path of a file that people see.
+    #[must_use]
+    pub fn shown(&self, name: &str) -> PathBuf {
+        self.shown.join(name)
+    }
+
     /// Makes an empty file.
     ///
     /// # Errors

@@ -47,8 +47,10 @@ pub fn manifest_of(
     // Of no datastore: where its disks are is in the descriptor. Nor are its snapshots in the backup.
     let vm = VmSpec { snapshots: Vec::new(), ..spec.clone() };
     let overlays = disks.iter().any(|disk| disk.format == ImageFormat::Qcow2);
+    // Earlier versions of vmseal restore a backup that has no TPM as they always did.
+    let has_tpm = disks.iter().any(|disk| disk.tpm.is_some());
     let mut manifest = BackupManifest {
-        version: backup::VERSION,
+        version: if has_tpm { backup::VERSION } else { backup::WITHOUT_TPM },
         backup: job.backup,
         name: job.name.clone(),
         created: job.created,

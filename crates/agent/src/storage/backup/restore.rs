@@ -15,6 +15,7 @@ use vmseal_secret::SecretBytes;
 
 use super::chain::Opened;
 use super::manifest::{Key, check};
+use super::tpm;
 use super::verify::open_header;
 use crate::filter::{self, Volume};
 use crate::keys;
@@ -29,6 +30,7 @@ use crate::storage::layers;
 use crate::storage::mark::failed;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
+use crate::storage::tpm_state;
 
 /// Disks to restore.
 pub struct Restoring {
@@ -203,6 +205,11 @@ impl Restoring {
             let disk = &self.disks[at];
             self.unlock(disk, &entry, &mut file)?;
             file.sync_all().map_err(internal)?;
+            if let Some(state) = tpm::read(&all, &entry)? {
+                let path = home.restored_tpm(disk.disk, self.task);
+                let written = atomic_file::write(&path, &state, atomic_file::PRIVATE);
+                written.map_err(|error| failed(&path, "written", &error))?;
+            }
             // With this name it is whole.
             let (from, to) = (home.restoring(disk.disk), home.restored(disk.disk, self.task));
             std::fs::rename(&from, &to)
@@ -224,7 +231,7 @@ impl Restoring {
             let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
             return Err(Problem::new(ErrorCode::Locked, what));
         };
-        open_header(self.spec.vm, file, entry, key)?;
+        drop(open_header(self.spec.vm, file, entry, key)?);
         let cannot = |error| header_problem(&disk.name, &error);
         let held = (key.kek, &keys::context(self.spec.vm, key.reference));
         let wanted = keys::context(self.spec.vm, vm_key.reference);
@@ -253,7 +260,7 @@ fn room(opened: &Opened, entry: &BackedUpDisk) -> Result<u64, Problem> {
     Ok(room.min(entry.length))
 }
 
-/// Puts restored images in the place of those of disks, one after the other. One that is there already stays. Blocks.
+/// Puts restored images in the place of those of disks, one after the other, and what a TPM kept in the place of what it keeps. One that is there already stays. Blocks.
 ///
 /// # Errors
 /// `not-found` when no disk has a restored image; those of the file system.
@@ -261,6 +268,8 @@ pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec], task: TaskId) -> Result<(
     let mut found = false;
     for disk in disks {
         let home = Home::of(&disk.datastore, spec.vm)?;
+        // First what a TPM kept: a disk of a TPM without it has lost it.
+        found |= tpm_state::put(&home.tpm_state(disk.disk), &home.restored_tpm(disk.disk, task))?;
         let (from, to) = (home.restored(disk.disk, task), home.image(disk.disk));
         match std::fs::rename(&from, &to) {
             Ok(()) => found = true,

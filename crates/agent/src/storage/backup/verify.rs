@@ -1,4 +1,5 @@
-//! Checking a backup: its manifest, each block, and that the key opens each disk. No guest is needed.
+//! Checking a backup: its manifest, each block, that the key opens each disk, and that a TPM loads what it kept. No guest is
+//! needed.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,7 +15,9 @@ use vmseal_secret::SecretBytes;
 use super::chain::Opened;
 use super::directory::in_memory;
 use super::manifest::{Key, check};
+use super::tpm::{self, Trying};
 use crate::filter::Volume;
+use crate::hypervisor::tpm::Swtpm;
 use crate::keys;
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder, internal};
@@ -34,13 +37,15 @@ pub struct Verifying {
     pub key: Option<(KeyReference, SecretBytes)>,
     /// What filters need.
     pub builder: DiskBuilder,
+    /// What loads what a TPM kept.
+    pub swtpm: Swtpm,
 }
 
 impl Verifying {
     /// Reads all of it. `progress` receives the bytes done and the total.
     ///
     /// # Errors
-    /// `damaged`, `locked`, `key-mismatch`, `not-found`, `cancelled`.
+    /// `damaged`, `locked`, `key-mismatch`, `not-found`, `cancelled`; `unsupported` for one with a TPM, on a host without swtpm.
     pub async fn run(
         self,
         progress: impl Fn(u64, u64) + Send + Sync,
@@ -71,12 +76,16 @@ impl Verifying {
         let opened = Arc::new(opened.map_err(internal)??);
         let key = self.key.as_ref().map(|(reference, kek)| Key { reference, kek });
         check(&opened.manifest, self.opens_with.as_ref(), key)?;
+        if opened.manifest.disks.iter().any(|disk| disk.tpm.is_some()) {
+            self.swtpm.examine()?;
+        }
         let total = opened.manifest.disks.iter().map(|disk| disk.length).sum();
         let mut before = 0;
         for disk in &opened.manifest.disks {
             let shown = |done, _| progress(before + done, total);
             self.check_blocks(&opened, disk, &slot, shown).await?;
-            self.check_header(&opened, disk, &slot).await?;
+            let dek = self.check_header(&opened, disk, &slot).await?;
+            self.check_tpm(&opened, disk, dek, &slot).await?;
             before += disk.length;
             progress(before, total);
         }
@@ -103,16 +112,31 @@ impl Verifying {
         spawn_blocking(move || all.compare(&of, &sums)).await.map_err(internal)?
     }
 
-    /// Checks that the key opens an encrypted disk.
+    /// Has a TPM load what it kept, where the disk is that of one.
+    async fn check_tpm(
+        &self,
+        opened: &Arc<Opened>,
+        disk: &BackedUpDisk,
+        dek: Option<SecretBytes>,
+        slot: &Slot,
+    ) -> Result<(), Problem> {
+        let (of, all) = (disk.clone(), Arc::clone(opened));
+        let kept = spawn_blocking(move || tpm::read(&all, &of)).await.map_err(internal)??;
+        let Some((state, dek)) = kept.zip(dek) else { return Ok(()) };
+        let trying = Trying { swtpm: self.swtpm.clone(), disk: disk.clone(), dek, state };
+        trying.run(&self.builder.directory, slot).await
+    }
+
+    /// Checks that the key opens an encrypted disk, and returns the disk's key.
     async fn check_header(
         &self,
         opened: &Arc<Opened>,
         disk: &BackedUpDisk,
         slot: &Slot,
-    ) -> Result<(), Problem> {
+    ) -> Result<Option<SecretBytes>, Problem> {
         let length = data_offset(&disk.facts);
         if length == 0 {
-            return Ok(());
+            return Ok(None);
         }
         let header = in_memory().map_err(internal)?;
         // The header says how long its image is.
@@ -120,12 +144,12 @@ impl Verifying {
         let to_read = opened.to_read(disk, length, (&header, Volume::Raw), None)?;
         let damaged = |message| Problem::new(ErrorCode::Damaged, message);
         exporting::run(self.spec.vm, to_read, &self.builder, slot, |_, _| {}, damaged).await?;
-        let Some((reference, kek)) = &self.key else { return Ok(()) };
+        let Some((reference, kek)) = &self.key else { return Ok(None) };
         open_header(self.spec.vm, &header, disk, Key { reference, kek })
     }
 }
 
-/// Opens the header of a disk.
+/// Opens the header of a disk; returns the disk's key, if it is encrypted.
 ///
 /// # Errors
 /// `damaged`, `key-mismatch`.
@@ -134,9 +158,9 @@ pub(super) fn open_header(
     header: &File,
     disk: &BackedUpDisk,
     key: Key<'_>,
-) -> Result<(), Problem> {
+) -> Result<Option<SecretBytes>, Problem> {
     let size = disk.length - data_offset(&disk.facts);
-    let Some(facts) = of_disk(disk.disk, size, &disk.facts) else { return Ok(()) };
+    let Some(facts) = of_disk(disk.disk, size, &disk.facts) else { return Ok(None) };
     let opened = vmseal_luks::open(header, &facts, key.kek, &keys::context(vm, key.reference));
-    opened.map(drop).map_err(|error| header_problem(&disk.name, &error))
+    opened.map(|opened| Some(opened.dek)).map_err(|error| header_problem(&disk.name, &error))
 }

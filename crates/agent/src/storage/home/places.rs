@@ -114,13 +114,21 @@ impl Home {
         self.path.join(format!("{disk}.restored-{task}"))
     }
 
+    /// What a TPM kept, from a backup, as a task has had it written beside the disk that has its key.
+    #[must_use]
+    pub fn restored_tpm(&self, disk: DiskId, task: TaskId) -> PathBuf {
+        self.path.join(format!("{disk}.tpm-restored-{task}"))
+    }
+
     /// All that was restored of a disk and is not used.
     #[must_use]
     pub fn all_restored(&self, disk: DiskId) -> Vec<PathBuf> {
-        let prefix = format!("{disk}.restored-");
+        let prefixes = [format!("{disk}.restored-"), format!("{disk}.tpm-restored-")];
         let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
-        let whole =
-            entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
+        let whole = entries.filter(|entry| {
+            let name = entry.file_name();
+            prefixes.iter().any(|prefix| name.to_string_lossy().starts_with(prefix))
+        });
         whole.map(|entry| entry.path()).chain([self.restoring(disk)]).collect()
     }
 

@@ -49,6 +49,7 @@ pub fn name_of(name: &str) -> Named {
         "replica" => image(ImageKind::Replica),
         "copy" | "restoring" => image(ImageKind::Copy),
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
+        _ if rest.starts_with("tpm-restored-") => Named::Other(FileKind::Tpm),
         "source" => image(ImageKind::Former),
         _ if is_layer || is_base(rest) => image(ImageKind::Layer),
         _ if is_memory => Named::Other(FileKind::Sealed),
@@ -101,6 +102,7 @@ mod tests {
             (format!("{disk}.source-layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-pace"), Named::Other(FileKind::Note)),
+            (format!("{disk}.tpm-restored-{disk}"), Named::Other(FileKind::Tpm)),
             ("notes.raw".to_owned(), Named::Other(FileKind::Unknown)),
             ("README".to_owned(), Named::Other(FileKind::Unknown)),
         ] {

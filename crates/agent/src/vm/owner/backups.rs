@@ -1,22 +1,27 @@
 //! Backups of a VM, as its owner begins, finishes and stops them.
 
+use std::sync::Arc;
+
 use tokio::task::spawn_blocking;
 use vmseal_api::host::backup::BackupPlace;
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, KeyReference, Power, RestoreBackupJob,
-    VerifyBackupJob,
+    SnapshotJob, VerifyBackupJob,
 };
-use vmseal_api::id::{BackupId, DiskId, TaskId};
+use vmseal_api::id::{BackupId, DiskId, SnapshotId, TaskId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::storage::backup::{self, Creating, Restoring, Verifying};
+use crate::storage::backup::{self, Creating, Restoring, TpmToKeep, Verifying};
 use crate::storage::timed;
-use crate::vm::internal;
 use crate::vm::workers::Workers;
+use crate::vm::{internal, tpm};
+
+/// What a TPM kept at the instant of a snapshot.
+pub(super) type KeptTpm = Option<(SnapshotId, Arc<TpmToKeep>)>;
 
 impl Owner {
     fn place(&self, directory: &std::path::Path, backup: BackupId) -> BackupPlace {
@@ -44,6 +49,21 @@ impl Owner {
         key.map(open).transpose()
     }
 
+    /// What a snapshot for a backup is to take along: what the VM's TPM keeps at the same instant.
+    pub(super) async fn tpm_to_keep(
+        &mut self,
+        job: &SnapshotJob,
+    ) -> Result<Option<Arc<TpmToKeep>>, Problem> {
+        let Some(disk) = tpm::disk_of(&self.spec).filter(|_| job.tracked.is_some()).cloned() else {
+            return Ok(None);
+        };
+        let vm = self.spec.vm;
+        let of = spawn_blocking(move || TpmToKeep::of(vm, &disk)).await.map_err(internal)??;
+        let of = Arc::new(of);
+        self.kept_tpm = Some((job.snapshot, Arc::clone(&of)));
+        Ok(Some(of))
+    }
+
     /// Whether a backup could be made so.
     pub(super) async fn ready_to_back_up(
         &self,
@@ -51,8 +71,8 @@ impl Owner {
         spec: &JobSpec,
     ) -> Result<Creating, Problem> {
         self.may_work(Action::BackUp, spec)?;
-        let disks = self.disks_of_backup(&job.disks)?;
-        for (disk, _) in &disks {
+        let disks = self.disks_of_backup(&job.all_disks().collect::<Vec<_>>())?;
+        for (disk, _) in disks.iter().filter(|(disk, _)| job.disks.contains(&disk.disk)) {
             self.keeps(disk, job.snapshot).await?;
         }
         let first = disks.first().map_or_else(DiskId::default, |(disk, _)| disk.disk);
@@ -63,6 +83,7 @@ impl Owner {
             job: job.clone(),
             builder: Workers::builder_of_export(&self.shared, first),
             changed: self.changed_since(job).await,
+            tpm: self.kept_tpm.clone().filter(|(of, _)| *of == job.snapshot).map(|(_, it)| it),
         };
         timed::call(&job.directory, move || creating.check().map(|()| creating)).await
     }
@@ -84,7 +105,8 @@ impl Owner {
         };
         let builder = Workers::builder_of_export(&self.shared, job.disk);
         let opens_with = job.opens_with.clone();
-        Ok(Verifying { spec: self.spec.clone(), place, opens_with, key, builder })
+        let (spec, swtpm) = (self.spec.clone(), self.shared.swtpm.clone());
+        Ok(Verifying { spec, place, opens_with, key, builder, swtpm })
     }
 
     /// Whether disks could be restored so.

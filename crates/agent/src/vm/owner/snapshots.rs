@@ -12,6 +12,7 @@
 //! All disks are kept at one instant: one filter serves them all, and none has a request in flight while the notes are put
 //! ([`super::stacks`]). A filter of an earlier vmseal, or of disks that are copied, ends before that and another one starts after.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
@@ -29,6 +30,7 @@ use super::stacks::Put;
 use crate::hypervisor::plug;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::backup::TpmToKeep;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, LayerId, ToMerge};
 use crate::vm::internal;
@@ -91,8 +93,9 @@ impl Owner {
         let served = served.into_iter().any(|disk| self.is_served(disk));
         let vm = self.spec.vm;
         let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
+        let tpm = self.tpm_to_keep(job).await?;
         let frozen = served && job.quiesce && self.freeze().await;
-        let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7()))).await;
+        let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7())), tpm).await;
         if frozen {
             self.thaw().await;
         }
@@ -109,7 +112,7 @@ impl Owner {
         let served = served.into_iter().any(|disk| self.is_served(disk));
         let vm = self.spec.vm;
         let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
-        self.put_above(served, begun, Some((snapshot, Uuid::now_v7()))).await
+        self.put_above(served, begun, Some((snapshot, Uuid::now_v7())), None).await
     }
 
     /// Has layers be active that were begun, while no request is in flight.
@@ -118,9 +121,10 @@ impl Owner {
         served: bool,
         begun: Begun,
         keep: Option<(SnapshotId, Uuid)>,
+        tpm: Option<Arc<TpmToKeep>>,
     ) -> Result<(), Problem> {
         if served {
-            match self.put_above_served(&begun, keep).await? {
+            match self.put_above_served(&begun, keep, tpm.clone()).await? {
                 Put::Served => return Ok(()),
                 Put::NotPossible => {}
                 Put::Unknown(problem) => {
@@ -134,6 +138,9 @@ impl Owner {
         }
         let vm = self.spec.vm;
         let put = move || {
+            if let Some(tpm) = tpm {
+                tpm.take();
+            }
             begun.into_iter().try_for_each(|(disk, layer)| {
                 layers::put_active(&Home::of(&disk.datastore, vm)?, disk.disk, layer, keep)
             })
@@ -247,6 +254,7 @@ impl Owner {
         spawn_blocking(forget).await.map_err(internal)??;
         // Last: a snapshot with memory is never there without it.
         self.forget_memory(snapshot).await?;
+        self.kept_tpm.take_if(|(kept, _)| *kept == snapshot);
         self.jobs.begin(task, spec);
         for disk in &job.disks {
             self.merge_rounds.remove(disk);
@@ -331,7 +339,7 @@ impl Owner {
                     if size > SMALL_BYTES && *rounds <= ROUNDS_MAX {
                         let begun = spawn_blocking(move || begin(vm, vec![spec]));
                         let begun = begun.await.map_err(internal)??;
-                        self.put_above(true, begun, None).await?;
+                        self.put_above(true, begun, None, None).await?;
                     } else if let Some(merge) = next {
                         self.merge_active(&spec, merge.upper).await?;
                     }

@@ -8,6 +8,8 @@
 //! An agent that dies after a note was put leaves a filter that may serve the disks as before: the next one restarts it
 //! ([`crate::vm::serve::has_stacks_of`]). What a snapshot keeps is then of that later instant, of all disks together.
 
+use std::sync::Arc;
+
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 use vmseal_api::filter::FilterStatus;
@@ -17,6 +19,7 @@ use vmseal_api::problem::Problem;
 
 use super::Owner;
 use crate::filter::{Control, FilterError, NewLayers};
+use crate::storage::backup::TpmToKeep;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files, Layer, PreparedNote};
@@ -46,6 +49,7 @@ impl Owner {
         &mut self,
         begun: &[(DiskSpec, Layer)],
         keep: Option<(SnapshotId, Uuid)>,
+        tpm: Option<Arc<TpmToKeep>>,
     ) -> Result<Put, Problem> {
         let vm = self.spec.vm;
         let facts = |(disk, layer): &(DiskSpec, Layer)| {
@@ -57,7 +61,8 @@ impl Owner {
         let named: Vec<DiskId> = disks.iter().map(|(disk, ..)| disk.disk).collect();
         match self.filter_that_replaces(&named).await {
             Some((control, _)) => {
-                spawn_blocking(move || put(vm, &control, disks, keep)).await.map_err(internal)?
+                let put = move || put(vm, &control, disks, keep, tpm.as_deref());
+                spawn_blocking(put).await.map_err(internal)?
             }
             None => Ok(Put::NotPossible),
         }
@@ -89,6 +94,7 @@ fn put(
     control: &Control,
     disks: Vec<(DiskSpec, Layer, DiskFacts)>,
     keep: Option<(SnapshotId, Uuid)>,
+    tpm: Option<&TpmToKeep>,
 ) -> Result<Put, Problem> {
     let ready = disks.into_iter().map(|disk| ready(vm, disk, keep));
     let ready = ready.collect::<Result<Vec<_>, Problem>>()?;
@@ -101,6 +107,9 @@ fn put(
         }
     };
     let begun = std::time::Instant::now();
+    if let Some(tpm) = tpm {
+        tpm.take();
+    }
     let put = PreparedNote::put_all(notes);
     let replaced = put.and_then(|()| waiting.replace(&new).map_err(unknown));
     let resumed = replaced.and_then(|()| waiting.resume().map_err(unknown));

@@ -97,16 +97,16 @@ impl Step for InPlaceStep {
 
     fn title(&self) -> &'static str {
         match self {
-            Self::Check => "check the VM",
-            Self::MakeKey => "make the key",
-            Self::Prepare => "register and deliver the key",
+            Self::Check => MirrorVmStep::Check.title(),
+            Self::MakeKey => MirrorVmStep::MakeKey.title(),
+            Self::Prepare => MirrorVmStep::Prepare.title(),
             Self::Ready => "make the new headers and journals",
             Self::Begin => "take the disks out of use",
             Self::Convert => "convert the disks in place",
             Self::Record => "record what they are",
             Self::Settle => "put the disks into use",
-            Self::ForgetKey => "take the key from the VM",
-            Self::DestroyKey => "destroy the key",
+            Self::ForgetKey => MirrorVmStep::ForgetKey.title(),
+            Self::DestroyKey => MirrorVmStep::DestroyKey.title(),
         }
     }
 

@@ -1,11 +1,18 @@
 //! Backups that are made, verified, restored and deleted.
 
 use jiff::Timestamp;
+use vmseal_api::cloud_init::CloudInit;
 use vmseal_api::host::KeyReference;
+use vmseal_api::host::version::WHOLE_BACKUP;
 use vmseal_api::id::{BackupId, SnapshotId};
-use vmseal_api::model::{BackupState, SnapshotState};
+use vmseal_api::model::{self, BackupState, SnapshotState};
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::request::{CreateBackup, CreateVm, RestoreBackup};
+use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
+use crate::services::{Caller, Outcome, Services, backups as service, create_vm, vm_tpm};
+use crate::store::disks::Disk;
 use crate::store::{backups, keys, snapshots};
 
 /// What is done with backups.
@@ -50,6 +57,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
         verified: None,
         failed: None,
         key: row.key.clone(),
+        contents: None,
     };
     let kept = snapshots::Snapshot {
         memory: false,
@@ -72,10 +80,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
 }
 
 async fn made(fixture: &Fixture, vm: VmId, name: &str) {
-    let operation = reserve(fixture, vm, name).await;
-    let task = fixture.begin(operation, "web").await;
-    let ended = fixture.ended(task).await;
-    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    fixture.done(reserve(fixture, vm, name).await, "web").await;
 }
 
 async fn living_keys(fixture: &Fixture, vm: VmId) -> Vec<KeyReference> {
@@ -93,9 +98,7 @@ impl Backup {
             made(fixture, vm, "second").await;
         }
         if self == Self::RestoreDeleted {
-            let task =
-                fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
-            assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+            fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
             assert_eq!(living_keys(fixture, vm).await.len(), 1, "the backups' key is destroyed");
         }
         vm
@@ -116,7 +119,7 @@ impl Backup {
         }
     }
 
-    fn all(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+    pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (vm, backup, disks) = (VmId::new(), BackupId::new(), Vec::new());
         steps::of(&match self {
             Self::Create => {
@@ -132,13 +135,8 @@ impl Backup {
         })
     }
 
-    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
-        self.all()
-    }
-
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        let before = self.all().iter().take_while(|it| it.name() != step);
-        before.into_iter().any(|step| step.commits())
+        is_past_commit(self.steps(), step)
     }
 
     fn power(self) -> Power {
@@ -289,8 +287,7 @@ async fn a_key_lives_as_long_as_a_backup_needs_it() {
     let vm = fixture.made("web", "encrypted").await;
     made(&fixture, vm, "first").await;
     let old = fixture.vm(vm).await.unwrap().key.unwrap();
-    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
-    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.done(fixture.recryption(vm).await, "web").await;
     assert!(living_keys(&fixture, vm).await.contains(&old), "the backup's key is destroyed");
     made(&fixture, vm, "second").await;
     // With the key of that time.
@@ -300,17 +297,121 @@ async fn a_key_lives_as_long_as_a_backup_needs_it() {
         Operation::VerifyBackup { vm, backup: first },
         Operation::RestoreBackup { vm, backup: first, disks },
     ] {
-        let task = fixture.begin(operation, "web").await;
-        let ended = fixture.ended(task).await;
-        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        fixture.done(operation, "web").await;
     }
     let all = rows(&fixture, vm).await;
     for (number, backup) in all.iter().rev().enumerate() {
-        let task = fixture.begin(Operation::DeleteBackup { vm, backup: backup.id }, "web").await;
-        assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+        fixture.done(Operation::DeleteBackup { vm, backup: backup.id }, "web").await;
         let there = living_keys(&fixture, vm).await.contains(&old);
         assert_eq!(there, number == 0, "after {} deletions", number + 1);
     }
     let current = fixture.vm(vm).await.unwrap().key.unwrap();
     assert_eq!(living_keys(&fixture, vm).await, [current]);
+}
+
+/// Does what a service has begun.
+async fn done(fixture: &Fixture, begun: Result<Outcome<model::Task>, Problem>) {
+    let Outcome::Done(task) = begun.unwrap() else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+}
+
+async fn back_up(fixture: &Fixture, services: &Services, name: &str) -> model::VmBackup {
+    let me = Caller::administrator("me");
+    let (name, directory) = (Some(name.to_owned()), Some(DIRECTORY.into()));
+    let request = CreateBackup { name: name.clone(), directory, full: true, quiesce: false };
+    done(fixture, service::create(services, &me, "web", request, false).await).await;
+    service::show(services, &me, "web", &name.unwrap()).await.unwrap()
+}
+
+fn names(parts: &[model::BackupPart]) -> Vec<&str> {
+    parts.iter().map(|part| part.name.as_str()).collect()
+}
+
+/// A VM with a TPM and a disk for cloud-init is backed up as a whole, and made again as a whole; of a backup by an agent of before
+/// it is said what it lacks.
+#[tokio::test]
+async fn what_no_guest_writes_is_in_a_backup_and_comes_back() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let user_data = Some("#cloud-config\n".to_owned().into());
+    let documents = CloudInit { user_data, ..CloudInit::default() };
+    let request = CreateVm { cloud_init: Some(documents), ..super::tpm::request("encrypted") };
+    done(&fixture, create_vm::create(&services, &me, request, false).await).await;
+    let all = ["disk0", "cloud-init", "tpm"];
+    let whole = back_up(&fixture, &services, "whole").await;
+    let contents = whole.contents.unwrap();
+    assert_eq!((names(&contents.disks), names(&contents.lacks)), (all.to_vec(), vec![]));
+
+    fixture.agent.lack_features(&[WHOLE_BACKUP]);
+    fixture.agent.restart();
+    let known = async || {
+        let description = fixture.hosts.view(fixture.host).description?;
+        (!description.features.iter().any(|it| it == WHOLE_BACKUP)).then_some(())
+    };
+    fixture.eventually("the server knows", known).await;
+    let old = back_up(&fixture, &services, "old").await;
+    let of_old = old.contents.clone().unwrap();
+    assert_eq!((names(&of_old.disks), names(&of_old.lacks)), (vec!["disk0"], all[1..].to_vec()));
+    // What a server of before has not noted, the host says, and the next verification notes.
+    let mut write = fixture.store.write().await.unwrap();
+    sqlx::query("UPDATE backups SET contents = NULL").execute(&mut *write).await.unwrap();
+    write.commit().await.unwrap();
+    let shown = service::show(&services, &me, "web", "old").await.unwrap();
+    assert_eq!(shown.contents.as_ref(), Some(&of_old));
+    done(&fixture, service::verify(&services, &me, "web", "old", false).await).await;
+    let noted = rows(&fixture, old.vm_id).await.pop().unwrap().contents;
+    assert_eq!(noted, Some(of_old));
+
+    let vm = old.vm_id;
+    let restore = async |name, dry_run| {
+        service::restore(&services, &me, "web", name, RestoreBackup::default(), dry_run).await
+    };
+    let planned = async |name| match restore(name, true).await.unwrap() {
+        Outcome::Planned(plan) => plan.warnings,
+        Outcome::Done(_) => panic!("it was begun"),
+    };
+    let disks = fixture.disks(vm).await;
+    assert!(planned("whole").await.is_empty());
+    let warned = planned("old").await;
+    assert!(
+        warned.len() == 2 && warned[1] == "'tpm' is not in it, and stays as it is",
+        "{warned:?}"
+    );
+    for (name, restored) in [("whole", &disks[..]), ("old", &disks[..1])] {
+        done(&fixture, restore(name, false).await).await;
+        let from = rows(&fixture, vm).await.into_iter().find(|row| row.name == name).unwrap().id;
+        let of = disks.iter().filter(|disk| fixture.agent.restored(disk.id).0 == Some(from));
+        assert_eq!(of.count(), restored.len(), "{name}");
+    }
+    for (name, expected) in [("old", &all[..1]), ("whole", &all[..])] {
+        fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+        done(&fixture, restore(name, false).await).await;
+        let made = fixture.disks(vm).await;
+        let roles = |disks: &[Disk]| disks.iter().map(|disk| disk.role).collect::<Vec<_>>();
+        assert_eq!(roles(&made), roles(&disks[..expected.len()]), "{name}");
+        let hardware = fixture.vm(vm).await.unwrap().hardware;
+        assert_eq!(hardware.tpm, name == "whole");
+        assert_eq!(fixture.agent.registered_as(vm).unwrap().hardware, hardware);
+    }
+}
+
+/// What was removed since is not put back under a VM that is there.
+#[tokio::test]
+async fn a_tpm_that_was_removed_is_not_restored_into_its_vm() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = super::tpm::request("encrypted");
+    done(&fixture, create_vm::create(&services, &me, request, false).await).await;
+    back_up(&fixture, &services, "whole").await;
+    done(&fixture, vm_tpm::remove(&services, &me, "web", false).await).await;
+    let restored = RestoreBackup::default();
+    let refused = service::restore(&services, &me, "web", "whole", restored, false).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    assert!(
+        refused.detail.contains("'tpm'") && refused.detail.contains("was removed"),
+        "{refused}"
+    );
 }

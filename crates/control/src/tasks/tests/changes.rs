@@ -125,13 +125,12 @@ impl Change {
         }
     }
 
-    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+    pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         steps::of(&self.any())
     }
 
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        let before = self.steps().iter().take_while(|it| it.name() != step);
-        before.into_iter().any(|step| step.commits())
+        is_past_commit(self.steps(), step)
     }
 
     pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {

@@ -65,8 +65,7 @@ impl Dump {
         let vm = fixture.running("web").await;
         if !self.takes() {
             let dump = reserve(fixture, vm).await;
-            let task = fixture.begin(Self::Take.of(vm, dump), "web").await;
-            assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+            fixture.done(Self::Take.of(vm, dump), "web").await;
         }
         vm
     }
@@ -79,13 +78,12 @@ impl Dump {
         self.of(vm, dump)
     }
 
-    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+    pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         steps::of(&self.of(VmId::new(), DumpId::new()))
     }
 
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        let before = self.steps().iter().take_while(|it| it.name() != step);
-        before.into_iter().any(|step| step.commits())
+        is_past_commit(self.steps(), step)
     }
 
     async fn assert_there(fixture: &Fixture, vm: VmId, there: bool, what: &str) {

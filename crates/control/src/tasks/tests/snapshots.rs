@@ -53,8 +53,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
 pub(super) async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
     let snapshot = reserve(fixture, vm, name).await;
     let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
-    let task = fixture.begin(operation, "web").await;
-    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    fixture.done(operation, "web").await;
     snapshot
 }
 
@@ -103,7 +102,7 @@ impl Snapshot {
         }
     }
 
-    fn all(self) -> &'static [&'static dyn crate::tasks::step::Step] {
+    pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (vm, snapshot) = (VmId::new(), SnapshotId::new());
         steps::of(&match self {
             Self::Take => Operation::TakeSnapshot { vm, snapshot, quiesce: true },
@@ -112,13 +111,8 @@ impl Snapshot {
         })
     }
 
-    pub(super) fn steps(self) -> &'static [&'static dyn crate::tasks::step::Step] {
-        self.all()
-    }
-
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        let before = self.all().iter().take_while(|it| it.name() != step);
-        before.into_iter().any(|step| step.commits())
+        is_past_commit(self.steps(), step)
     }
 
     fn power(self) -> Power {
