@@ -145,7 +145,9 @@ mod tests {
         let path = |name: &str| directory.path().join(name);
         let ready = |name: &str| prepare(&path(name), name.as_bytes(), PRIVATE).unwrap();
         put_all(vec![ready("a"), ready("b")]).unwrap();
-        assert!(["a", "b"].iter().all(|name| std::fs::read_to_string(path(name)).unwrap() == *name));
+        assert!(
+            ["a", "b"].iter().all(|name| std::fs::read_to_string(path(name)).unwrap() == *name)
+        );
         let all = vec![ready("c"), ready("d"), ready("e")];
         std::fs::create_dir(path("d")).unwrap();
         assert!(put_all(all).is_err());

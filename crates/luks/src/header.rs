@@ -174,8 +174,7 @@ pub fn drop_other_keks(
     let Session { metadata, slot, .. } = &session;
     let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
-    let others: Vec<u32> =
-        metadata.areas.keys().copied().filter(|other| other != slot).collect();
+    let others: Vec<u32> = metadata.areas.keys().copied().filter(|other| other != slot).collect();
     for other in &others {
         attached.device.remove_slot(*other)?;
     }

@@ -157,13 +157,7 @@ impl Xts {
                 tweak.as_ptr(),
                 -1,
             ) == 1
-                && aws::EVP_CipherUpdate(
-                    self.0.as_ptr(),
-                    to,
-                    &raw mut written,
-                    from,
-                    length,
-                ) == 1
+                && aws::EVP_CipherUpdate(self.0.as_ptr(), to, &raw mut written, from, length) == 1
         };
         if done && written == length { Ok(()) } else { Err(XtsError::Failed) }
     }
