@@ -55,9 +55,8 @@ impl Marker {
     pub(super) fn segments(&mut self, written: &[Segment]) -> Result<(), LogError> {
         for segment in written {
             let start = segment.base() as usize;
-            let holds = |region: &&Mapped| {
-                start >= region.host && start - region.host < region.length
-            };
+            let holds =
+                |region: &&Mapped| start >= region.host && start - region.host < region.length;
             let region = self.regions.iter().find(holds).ok_or(LogError::Elsewhere)?;
             let address = region.guest + (start - region.host) as u64;
             self.ring.log.mark(address, segment.len() as u64)?;
