@@ -43,6 +43,8 @@ const LONGEST: u64 = 64;
 const EVENT_IDX: u64 = 1 << 29;
 const FLUSH: u64 = 1 << 9;
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two looks at what others do: giving the processor up without one would wait for all that runs on a busy machine.
+const STEP: Duration = Duration::from_micros(30);
 /// Well above the time for which a queue polls before it sleeps.
 const ASLEEP: Duration = Duration::from_millis(5);
 
@@ -114,7 +116,7 @@ impl Load {
                 self.guest.kick(queue);
             } else {
                 self.guest.take_answers(queue);
-                std::thread::yield_now();
+                std::thread::sleep(STEP);
             }
         }
     }
@@ -126,7 +128,7 @@ impl Load {
             while self.guest.in_flight(queue) > 0 {
                 assert!(Instant::now() < until, "queue {queue} does not answer");
                 if self.guest.take_answers(queue) == 0 {
-                    std::thread::yield_now();
+                    std::thread::sleep(STEP);
                 }
             }
         }
@@ -170,7 +172,7 @@ impl Load {
             let sending = scope.spawn(|| {
                 while !ended.load(Ordering::Acquire) {
                     marked.fetch_add(destination.round(), Ordering::Relaxed);
-                    std::thread::yield_now();
+                    std::thread::sleep(STEP);
                 }
                 destination
             });
@@ -355,7 +357,7 @@ fn the_memory_of_a_guest_arrives_though_its_filter_dies_meanwhile() {
         let place = tempfile::tempdir_in(directory).unwrap();
         std::fs::write(place.path().join("disk"), noise(SIZE)).unwrap();
         let backend = json!({ "kind": "file", "offset": 0 });
-        let delay = json!({ "kind": "delay", "microseconds": 50, "jitter_microseconds": 300 });
+        let delay = json!({ "kind": "delay", "microseconds": 50, "jitter_microseconds": 300, "reorders": true });
         let start = || Filter::start(place.path(), &backend, SIZE, &json!([delay]));
         let (mut filter, stream) = start();
         let guest = MovedGuest::connect(stream, 1, u64::MAX, true);
