@@ -92,3 +92,34 @@ async fn a_gibibyte_arrives_through_one_two_and_four_streams() {
         }
     }
 }
+
+/// Frames of one length, from one thread to another.
+async fn frames(length: usize, bytes: usize) -> Duration {
+    let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
+    let (mut sender, _back) = records(here.take(0).unwrap()).unwrap();
+    let (_back, mut receiver) = records(there.take(0).unwrap()).unwrap();
+    let sending = thread::spawn(move || {
+        (0..bytes / length).for_each(|_| sender.send_filled(Kind::BYTES, length).unwrap());
+        sender.finish().unwrap();
+    });
+    // A thread of its own: what is counted is the thread's time.
+    let receiving = thread::spawn(move || while receiver.receive().unwrap().is_some() {});
+    sending.join().unwrap();
+    receiving.join().unwrap();
+    let (here, there) = (here.handle().counters()[0], there.handle().counters()[0]);
+    here.sending_cpu + there.receiving_cpu
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a measurement"]
+async fn how_long_frames_should_be() {
+    for round in 0..5 {
+        for kib in [4, 16, 64, 128, 256, 512, 1024] {
+            let length = kib << 10;
+            if length <= CONTENT_MAX {
+                let cpu = frames(length, 1 << 30).await;
+                println!("round {round}, {kib} KiB: {:.3} CPU-s/GiB", cpu.as_secs_f64());
+            }
+        }
+    }
+}
