@@ -70,6 +70,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "Check a directory first:",
         "vmseal datastore add fast --host host1 --path /srv/nvme --dry-run",
     ),
+    (
+        "vmseal-datastore-share",
+        "Check first whether the other host has the same file system there:",
+        "vmseal datastore share nas --host host2 --dry-run",
+    ),
     ("vmseal-nic-set", "Pull the cable of a network card:", "vmseal nic set web nic0 --link down"),
     ("vmseal-datastore-scan", "List images and their size:", "vmseal datastore scan fast -o csv"),
     (
