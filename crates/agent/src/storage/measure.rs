@@ -122,14 +122,14 @@ mod tests {
         let debris = home.join("01890a5d-ac96-774b-bcce-b302099a8058.raw.creating");
         std::fs::write(&debris, "").unwrap();
         let sweeping = Sweeping::default();
-        sweeping.when_due(spec.clone());
+        sweeping.when_due(spec.clone(), |_| true);
         let give_up = std::time::Instant::now() + TIMEOUT;
         while debris.exists() {
             assert!(std::time::Instant::now() < give_up, "the datastore is never swept");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         std::fs::write(&debris, "").unwrap();
-        sweeping.when_due(spec);
+        sweeping.when_due(spec, |_| true);
         tokio::time::sleep(Duration::from_millis(100)).await;
         assert!(debris.exists(), "the datastore is swept at every measurement");
     }
