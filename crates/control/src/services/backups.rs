@@ -25,8 +25,8 @@ use crate::store::disks::Disk;
 use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, snapshots, vms};
-use crate::tasks::backups::{digest_of, is_beside, place, snapshot_name};
 use crate::tasks::adopt_vm;
+use crate::tasks::backups::{digest_of, is_beside, place, snapshot_name};
 
 /// The backups of a VM, which may be deleted.
 struct OfVm {
