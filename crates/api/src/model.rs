@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
+use crate::host::backup::BackupContents;
 use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
     Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
@@ -415,31 +416,6 @@ pub struct VmBackup {
     /// What is in it; none while it is made, and where an earlier vmseal has made it and its host does not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub contents: Option<BackupContents>,
-}
-
-/// What is in a backup.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct BackupContents {
-    /// The disks; with that of a TPM, what the TPM kept.
-    pub disks: Vec<BackupPart>,
-    /// What the VM had beside them: it is not restored.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub lacks: Vec<BackupPart>,
-    /// Whether what the TPM kept is of a later instant than the disks, as the agent has restarted between the two.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub tpm_later: bool,
-}
-
-/// A disk of a VM, in a backup or not.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct BackupPart {
-    /// Its name within the VM.
-    pub name: String,
-    /// What it is for.
-    #[serde(default, skip_serializing_if = "DiskRole::is_data")]
-    pub role: DiskRole,
 }
 
 /// A verification of a backup that failed.

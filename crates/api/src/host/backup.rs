@@ -12,7 +12,6 @@ use crate::filter::DISKS_MAX;
 use crate::host::descriptor::{LENGTH_MAX as DESCRIPTOR_MAX, VmDescriptor};
 use crate::host::{DiskFacts, DiskRole};
 use crate::id::{BackupId, DiskId, VmId, check_name};
-use crate::model::{BackupContents, BackupPart};
 use crate::transfer::ImageFormat;
 
 /// The newest version of manifests, with what a TPM keeps. One without is written as [`WITHOUT_TPM`].
@@ -118,6 +117,31 @@ pub struct BackedUpTpm {
     /// Whether it was read later than the disks were kept, while the guest ran on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub later: bool,
+}
+
+/// What is in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct BackupContents {
+    /// The disks; with that of a TPM, what the TPM kept.
+    pub disks: Vec<BackupPart>,
+    /// What the VM had beside them: it is not restored.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lacks: Vec<BackupPart>,
+    /// Whether what the TPM kept is of a later instant than the disks, as the agent has restarted between the two.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tpm_later: bool,
+}
+
+/// A disk of a VM, in a backup or not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct BackupPart {
+    /// Its name within the VM.
+    pub name: String,
+    /// What it is for.
+    #[serde(default, skip_serializing_if = "DiskRole::is_data")]
+    pub role: DiskRole,
 }
 
 /// Why a manifest cannot be used.

@@ -2,6 +2,7 @@
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::DiskRole;
+use vmseal_api::host::backup::BackupPart;
 use vmseal_api::model;
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 use vmseal_api::size::Size;
@@ -57,8 +58,8 @@ fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
 }
 
 /// The names of disks; with that of a TPM is what it kept.
-fn parts(parts: &[model::BackupPart], tpm_later: bool) -> String {
-    let name = |part: &model::BackupPart| match (part.role, tpm_later) {
+fn parts(parts: &[BackupPart], tpm_later: bool) -> String {
+    let name = |part: &BackupPart| match (part.role, tpm_later) {
         (DiskRole::Tpm, false) => format!("{} (what the TPM keeps)", part.name),
         (DiskRole::Tpm, true) => {
             format!("{} (what the TPM keeps, of a later instant than the disks)", part.name)

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::KeyReference;
+use vmseal_api::host::backup::BackupContents;
 use vmseal_api::id::{BackupId, HostId, VmId};
-use vmseal_api::model::{BackupContents, BackupState, FailedVerification};
+use vmseal_api::model::{BackupState, FailedVerification};
 
 use super::{StoreError, from_json, from_name, parse, taken, to_json, to_name};
 

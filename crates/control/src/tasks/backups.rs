@@ -13,14 +13,14 @@
 use async_trait::async_trait;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::backup::{BackupManifest, BackupPlace};
+use vmseal_api::host::backup::{BackupContents, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{TRACKED_BACKUP, WHOLE_BACKUP};
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskRole, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
     RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
-use vmseal_api::model::{BackupContents, BackupState, FailedVerification, Lifecycle};
+use vmseal_api::model::{BackupState, FailedVerification, Lifecycle};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;

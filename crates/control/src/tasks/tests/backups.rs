@@ -3,6 +3,7 @@
 use jiff::Timestamp;
 use vmseal_api::cloud_init::CloudInit;
 use vmseal_api::host::KeyReference;
+use vmseal_api::host::backup::BackupPart;
 use vmseal_api::host::version::WHOLE_BACKUP;
 use vmseal_api::id::{BackupId, SnapshotId};
 use vmseal_api::model::{self, BackupState, SnapshotState};
@@ -323,7 +324,7 @@ async fn back_up(fixture: &Fixture, services: &Services, name: &str) -> model::V
     service::show(services, &me, "web", &name.unwrap()).await.unwrap()
 }
 
-fn names(parts: &[model::BackupPart]) -> Vec<&str> {
+fn names(parts: &[BackupPart]) -> Vec<&str> {
     parts.iter().map(|part| part.name.as_str()).collect()
 }
 
