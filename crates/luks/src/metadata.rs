@@ -167,6 +167,9 @@ struct Requirements {
     mandatory: Vec<String>,
 }
 
+/// The offsets of the key slots' areas, and how the key of each follows from its KEK.
+type Slots = (BTreeMap<u32, u64>, BTreeMap<u32, Derivation>);
+
 /// How a key is derived by PBKDF2 with SHA-256.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Derivation {
@@ -320,10 +323,7 @@ fn check_segment(segments: &BTreeMap<u32, Segment>, facts: &Facts) -> Result<(),
     expect("segment.iv_tweak", &segment.iv_tweak, "0")
 }
 
-fn check_slots(
-    slots: &BTreeMap<u32, Keyslot>,
-    facts: &Facts,
-) -> Result<(BTreeMap<u32, u64>, BTreeMap<u32, Derivation>), Refusal> {
+fn check_slots(slots: &BTreeMap<u32, Keyslot>, facts: &Facts) -> Result<Slots, Refusal> {
     if slots.is_empty() || slots.len() > SLOTS_MAX {
         return Err(Refusal::Field {
             field: "the number of key slots",
