@@ -49,8 +49,11 @@ fn frame(sealer: &mut Sealer, kind: Kind, content: &[u8]) -> Vec<u8> {
     frame
 }
 
+/// The content of a frame, with the number of its kind.
+type Part = (u8, Vec<u8>);
+
 /// What an opener accepts of these bytes, and why it does not go on.
-fn opened(opener: &mut Opener, mut bytes: &[u8]) -> (Vec<(u8, Vec<u8>)>, Result<(), FrameError>) {
+fn opened(opener: &mut Opener, mut bytes: &[u8]) -> (Vec<Part>, Result<(), FrameError>) {
     let mut contents = Vec::new();
     let mut open = || -> Result<(), FrameError> {
         while let Some((head, rest)) = bytes.split_first_chunk() {
@@ -270,7 +273,7 @@ struct Direction {
 /// direction, another stream, another migration.
 const DIRECTIONS: usize = 5;
 
-fn directions(contents: &[(u8, Vec<u8>)]) -> (Vec<Direction>, Opener) {
+fn directions(contents: &[Part]) -> (Vec<Direction>, Opener) {
     let spec = GIVEN.spec();
     let other = Given { migration: Uuid::from_bytes([0x12; 16]), ..GIVEN }.spec();
     let (one, accepting) = connected(&spec, 1);

@@ -11,11 +11,9 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::timeout;
 use vmseal_seal::frame::{Content, FrameError, HEAD_LEN, Kind, Opener, Sealer, TAG_LEN};
 
+use super::MESSAGE_MAX;
 use super::error::TransportError;
 use super::session::{Shared, Stream};
-
-/// The longest message, in bytes: a list of a VM's disks fits, and a receiver holds no more before it trusts anything.
-pub const MESSAGE_MAX: usize = 64 * 1024;
 
 /// The kind of a frame that is a message.
 const MESSAGE: Kind = Kind::new(3);

@@ -13,7 +13,8 @@
 //! when its authenticated end has come; where it has not, nobody hears of an end. Dropping the [`Session`] cancels it.
 //!
 //! A spec serves one session: [`connect`] takes it, and the accepting end takes each stream once. What protects the frames is in the spec
-//! ([`Cipher`]); nothing is negotiated. The first stream that a user opens has no meaning here: numbers and kinds are the caller's.
+//! ([`Cipher`]); nothing is negotiated. Numbers of streams, and kinds of frames other than bytes and messages, are the caller's. A session is
+//! dropped only when its last stream has ended both ways, or what is still on its way is lost.
 
 mod bridge;
 mod connect;
@@ -32,7 +33,7 @@ pub use vmseal_seal::wire::{Cipher, STREAMS_MAX, Spec};
 
 pub use bridge::{Bridge, Moved};
 pub use connect::connect;
-pub use control::{Control, ControlReceiver, ControlSender, MESSAGE_MAX};
+pub use control::{Control, ControlReceiver, ControlSender};
 pub use error::TransportError;
 pub use listener::{Expected, Listener, Refused};
 pub use records::{RecordReceiver, RecordSender, records};
@@ -53,6 +54,9 @@ pub const UNPROVEN_PER_SOURCE: usize = STREAMS_MAX as usize;
 /// How long the other host may take nothing and answer nothing before the connection counts as lost. A destination whose storage hangs for
 /// longer is no place for the VM.
 pub const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The longest message, in bytes: a list of a VM's disks fits, and a receiver holds no more before it trusts anything.
+pub const MESSAGE_MAX: usize = 64 * 1024;
 
 #[cfg(test)]
 mod tests;

@@ -190,6 +190,10 @@ async fn a_rate_holds_frames_back_until_it_is_lifted() {
         sender.finish().unwrap();
     });
     assert_eq!(receiver.receive().unwrap().unwrap().1.len(), 100_000);
+    // It is counted a moment after it has gone.
+    while handle.counters()[0].sent_frames == 0 {
+        thread::yield_now();
+    }
     assert_eq!(handle.counters()[0].sent_frames, 1);
     handle.set_rate(None);
     assert_eq!(receiver.receive().unwrap().unwrap().1, [2; 100_000]);
