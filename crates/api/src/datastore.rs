@@ -38,6 +38,16 @@ pub enum DatastoreLocation {
     },
 }
 
+/// A datastore on a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DatastoreHost {
+    /// The host's name.
+    pub host: String,
+    /// Where it is on that host.
+    pub location: DatastoreLocation,
+}
+
 /// A step on the way to a datastore that two hosts share: whether both see the same files, and each sees the other's
 /// locks.
 ///

@@ -7,13 +7,14 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::datastore::DatastoreHost;
 use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
 use crate::host::backup::BackupContents;
 use crate::host::proof::{ProofReport, SignedReport};
 use crate::host::{
-    Allocation, DatastoreLocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole,
-    HostDescription, KeyReference, KeyState, Power, Stopped,
+    Allocation, DatastoreUsage, DiskFacts, DiskLimits, DiskRole, HostDescription, KeyReference,
+    KeyState, Power, Stopped,
 };
 use crate::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId,
@@ -106,16 +107,6 @@ pub struct Datastore {
     /// Its room when last measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<DatastoreUsage>,
-}
-
-/// A datastore on a host.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct DatastoreHost {
-    /// The host's name.
-    pub host: String,
-    /// Where it is on that host.
-    pub location: DatastoreLocation,
 }
 
 /// A key provider.

@@ -6,13 +6,14 @@ use std::path::Path;
 use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
 use vmseal_api::boot::BootDevice;
+use vmseal_api::datastore::DatastoreHost;
 use vmseal_api::dump::DumpFormat;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
-    Alarm, Datastore, DatastoreHost, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy,
-    Provider, Snapshot, Task, TaskState, Vm, VmBackup,
+    Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
+    Task, TaskState, Vm, VmBackup,
 };
 use vmseal_lab::catalogue::Listed;
 

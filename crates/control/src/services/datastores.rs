@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use vmseal_api::datastore::DatastoreScan;
+use vmseal_api::datastore::{DatastoreHost, DatastoreScan};
 use vmseal_api::host::version::DESCRIPTORS;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
-use vmseal_api::model::{Datastore, DatastoreHost, Page, Plan};
+use vmseal_api::model::{Datastore, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 
