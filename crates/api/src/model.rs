@@ -22,7 +22,6 @@ use crate::id::{
 };
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
-use crate::migration::MigrationEncryption;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
 use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
@@ -228,7 +227,7 @@ pub struct Vm {
     pub autostart: bool,
     /// Whether what it is sent with to another host is encrypted.
     #[serde(default)]
-    pub migration_encryption: MigrationEncryption,
+    pub migration_encryption: crate::migration::MigrationEncryption,
     /// Whether it is a template: it is cloned, and neither started nor changed.
     #[serde(default)]
     pub template: bool,

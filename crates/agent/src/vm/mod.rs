@@ -19,6 +19,7 @@
 //! gone.
 
 mod adopt;
+mod arriving;
 mod converting;
 mod dumping;
 mod exposed;

@@ -47,7 +47,6 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
-pub use self::send::replace;
 use super::exposed::ConnectionSender;
 use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};

@@ -11,13 +11,12 @@
 //! The lease is the point from which the guest runs here whatever dies: an agent that starts and finds the VM on record as
 //! received goes on with it if the lease is this placement's, and removes what is left of it otherwise.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::sleep;
 use vmseal_api::host::{
     Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, Notice, Power, VmSpec, VmState,
 };
@@ -25,18 +24,13 @@ use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::migration::{
-    Link, Message, StreamState, lost, refused, session_of, set_capabilities, sockets,
-    state_of_stream, unexpected,
-};
-use super::owner::{Owner, replace};
+use super::arriving::Arriving;
+use super::migration::{Link, Message, lost, refused, session_of, unexpected};
+use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
 use super::serve::{self, Memory, Plan};
 use super::start::boot;
-use super::stream::pass;
 use super::{Call, Initial, Request, Shared, internal, suspend};
-use crate::filter::NewLayers;
-use crate::hypervisor::qmp::Qmp;
 use crate::jobs::Jobs;
 use crate::migration::transport::Expected as Pending;
 use crate::process::live::Live;
@@ -44,58 +38,14 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::Record;
 use crate::process::users::Slot;
 use crate::rules;
-use crate::storage::builder::{self, is_preallocated};
+use crate::storage::builder;
 use crate::storage::lease;
-use crate::storage::mirror::GuestDisk;
 
 /// How long the source may take to connect: the control plane tells it as soon as this host waits.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long the source may take to say what its guest runs as.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// The pause between questions whether the memory is loaded: the guest stands still meanwhile.
-const ASK_INTERVAL: Duration = Duration::from_millis(10);
-
-/// The memory that comes from another host.
-pub struct Arriving {
-    /// The type of the machine.
-    pub machine: String,
-    /// Taken when it is loaded.
-    link: Mutex<Option<Link>>,
-}
-
-impl Arriving {
-    /// Has the source send it, and a QEMU that waits load it.
-    ///
-    /// # Errors
-    /// QEMU's, and those of the connection.
-    pub async fn load(&self, qmp: &Qmp) -> Result<(), Problem> {
-        let taken = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let mut link = taken.ok_or_else(|| internal("the memory has been loaded already"))?;
-        set_capabilities(qmp).await.map_err(internal)?;
-        let (theirs, ours) = sockets()?;
-        let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let carried = link.carry_memory(ours)?;
-        let uri = json!({"uri": format!("fd:{name}")});
-        qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
-        link.send(&Message::Ready).await?;
-        let streamed = async {
-            loop {
-                let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
-                if state_of_stream(&state)? == StreamState::Completed {
-                    return Ok(());
-                }
-                sleep(ASK_INTERVAL).await;
-            }
-        };
-        // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it was cut
-        // off.
-        tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
-        link.finish().await;
-        Ok(())
-    }
-}
 
 /// What the server says of the VM.
 pub struct Expected {
@@ -145,7 +95,7 @@ enum End {
 /// Something that happens to a VM that comes.
 enum Event {
     Call(Option<Request>),
-    Came(Result<Loaded, Problem>),
+    Came(Box<Result<Loaded, Problem>>),
     Process(ProcessEvent),
 }
 
@@ -217,14 +167,15 @@ impl Receiving {
                 Event::Call(Some((request, call))) => {
                     vmseal_api::request_id::during(request, self.answer(call)).await
                 }
-                Event::Came(Ok(loaded)) => {
-                    tracing::info!(vm = %self.spec.vm, "the VM's memory is here");
-                    self.stage = Stage::Loaded(Box::new(loaded));
-                    self.jobs.migrated(self.task, Ok(()));
-                    None
-                }
-                Event::Came(Err(problem)) => {
-                    self.fail(problem);
+                Event::Came(came) => {
+                    match *came {
+                        Ok(loaded) => {
+                            tracing::info!(vm = %self.spec.vm, "the VM's memory is here");
+                            self.stage = Stage::Loaded(Box::new(loaded));
+                            self.jobs.migrated(self.task, Ok(()));
+                        }
+                        Err(problem) => self.fail(problem),
+                    }
                     None
                 }
                 Event::Process(ProcessEvent::QemuEnded(_) | ProcessEvent::MonitorLost) => {
@@ -354,10 +305,7 @@ impl Receiving {
         let (plan, directory) = (loaded.plan.clone(), loaded.running.directory.clone());
         let (control, generation) = (loaded.running.control.clone(), self.generation);
         let take = move || {
-            let opened = serve::open_to_write(&directory, &plan)?;
-            let new = plan.disks.iter().zip(opened);
-            let new: Vec<_> = new.map(|((disk, _), it)| layers_of(disk, it)).collect();
-            replace(&control, &new)?;
+            serve::take_over(&directory, &control, &plan)?;
             lease::take(&plan.spec, generation)
         };
         spawn_blocking(take).await.map_err(internal)??;
@@ -390,23 +338,10 @@ async fn go(shared: &Shared, loaded: &mut Loaded) -> Result<(), Problem> {
 async fn next(stage: &mut Stage) -> Event {
     match stage {
         Stage::Coming(coming) => {
-            Event::Came(coming.await.unwrap_or_else(|error| Err(internal(error))))
+            Event::Came(Box::new(coming.await.unwrap_or_else(|error| Err(internal(error)))))
         }
         Stage::Loaded(loaded) => Event::Process(loaded.running.next().await),
         Stage::Ended => std::future::pending().await,
-    }
-}
-
-/// What a filter is to serve in place of a placeholder, or of what it served before.
-pub fn layers_of(disk: &DiskSpec, opened: GuestDisk) -> NewLayers {
-    let open = opened.open;
-    NewLayers {
-        disk: disk.disk,
-        file: open.file,
-        layers: open.layers,
-        offset: open.offset,
-        keeps_room: is_preallocated(disk),
-        own: open.shared.own,
     }
 }
 
@@ -429,7 +364,7 @@ async fn come(
     let planned = Record::parse(record.get().as_bytes())
         .map_err(|why| internal(format!("what the guest runs as {why}")))
         .and_then(|record| plan(&vm, record, kek, generation));
-    let arriving = |link| Memory::Arriving(Arriving { machine, link: Mutex::new(Some(link)) });
+    let arriving = |link| Memory::Arriving(Arriving::new(machine, link));
     let plan = match planned {
         Ok(plan) => Arc::new(Plan { memory: arriving(link), ..plan }),
         Err(problem) => {
@@ -448,17 +383,6 @@ async fn come(
                 tracing::warn!(%error, "cannot remove a run directory");
             }
             Err(problem)
-        }
-    }
-}
-
-impl Arriving {
-    /// Tells the source why it need not send, unless it does already.
-    async fn refuse(&self, problem: &Problem) {
-        let link = self.link.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(mut link) = link {
-            let why = problem.detail.clone();
-            let _ = link.send(&Message::Refused { why }).await;
         }
     }
 }

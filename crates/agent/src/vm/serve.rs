@@ -13,10 +13,10 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::receiving::Arriving;
+use super::arriving::Arriving;
 use super::suspend::Resume;
 use super::{Shared, images, internal};
-use crate::filter::{self, Connection, Control};
+use crate::filter::{self, Connection, Control, NewLayers};
 use crate::hypervisor::firmware;
 use crate::process::Process;
 use crate::process::live::{DiskInUse, Live};
@@ -194,11 +194,39 @@ fn open_disks(plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
         .collect()
 }
 
-/// Opens the disks of a plan with their locks, and records which files they are. Blocks.
+/// Opens the disks of a plan, with their locks, and has a filter serve them in place of placeholders. Blocks.
 ///
 /// # Errors
-/// Those of opening them.
-pub fn open_to_write(directory: &ProcessDir, plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
+/// Those of opening them, and the filter's.
+pub fn take_over(directory: &ProcessDir, control: &Control, plan: &Plan) -> Result<(), Problem> {
+    let opened = open_to_write(directory, plan)?;
+    let new = plan.disks.iter().zip(opened).map(|((disk, _), GuestDisk { open, .. })| NewLayers {
+        disk: disk.disk,
+        file: open.file,
+        layers: open.layers,
+        offset: open.offset,
+        keeps_room: is_preallocated(disk),
+        own: open.shared.own,
+    });
+    replace(control, &new.collect::<Vec<_>>())
+}
+
+/// Gives disks other files, while nothing is in flight. Blocks.
+///
+/// # Errors
+/// The filter's.
+pub fn replace(control: &Control, new: &[NewLayers]) -> Result<(), Problem> {
+    if new.is_empty() {
+        return Ok(());
+    }
+    let disks = new.iter().map(|new| new.disk).collect();
+    let mut waiting = control.drain(disks).map_err(internal)?;
+    waiting.replace(new).map_err(internal)?;
+    waiting.resume().map_err(internal)
+}
+
+/// Opens the disks of a plan with their locks, and records which files they are. Blocks.
+fn open_to_write(directory: &ProcessDir, plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
     let (spec, kek) = (&plan.spec, plan.kek.as_ref());
     let open =
         |(disk, facts): &(DiskSpec, DiskFacts)| mirror::open_for_guest(spec, disk, facts, kek);

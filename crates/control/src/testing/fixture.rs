@@ -100,9 +100,7 @@ impl Fixture {
     /// Another host, which sees the directories of the first one, and has no datastore yet; its agent, when it is connected.
     pub async fn add_host(&self, name: &str) -> (HostId, SimulatedHost) {
         let agent = self.agent.beside();
-        let mut others = self.connector.others.lock().unwrap();
-        others.insert(name.to_owned(), agent.clone());
-        drop(others);
+        self.connector.others.lock().unwrap().insert(name.to_owned(), agent.clone());
         let host = hosts::Host {
             id: HostId::new(),
             name: name.to_owned(),

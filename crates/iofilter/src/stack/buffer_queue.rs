@@ -48,13 +48,13 @@ impl BufferQueue {
     }
 
     /// The request that has waited longest, which waits no more.
-    pub fn next(&mut self) -> Option<RequestId> {
+    pub fn take_next(&mut self) -> Option<RequestId> {
         let id = self.line.pop_front()?;
         self.waits[id.index()] = false;
         Some(id)
     }
 
-    /// Whether a request from [`BufferQueue::next`] waits again, as all buffers are in use. Then it is the first once more.
+    /// Whether a request from [`BufferQueue::take_next`] waits again, as all buffers are in use. Then it is the first once more.
     pub fn stays_first(&mut self, id: RequestId) -> bool {
         let waits = self.line.back() == Some(&id);
         if waits {
@@ -124,7 +124,7 @@ mod tests {
             if !self.waiting.goes_behind(whole, wants, io) {
                 self.pump(whole, io);
             }
-            while let Some(next) = self.waiting.next() {
+            while let Some(next) = self.waiting.take_next() {
                 self.pump(next, io);
                 if self.waiting.stays_first(next) {
                     return;

@@ -14,7 +14,7 @@ use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Owner, State};
-use crate::filter::{Control, NewLayers};
+use crate::filter::NewLayers;
 use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::Action;
@@ -23,9 +23,8 @@ use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::vm::internal;
 use crate::vm::migration::session_of;
-use crate::vm::receiving::layers_of;
 use crate::vm::sending::{Sending, SendingEvent, ToSend};
-use crate::vm::serve::{self, Plan};
+use crate::vm::serve;
 use crate::vm::service::{Service, serve_once};
 
 impl Owner {
@@ -127,7 +126,7 @@ impl Owner {
                 let (layers, own, keeps_room) = (Vec::new(), None, false);
                 Ok(NewLayers { disk: disk.disk, file, layers, offset: *offset, keeps_room, own })
             });
-            replace(&control, &new.collect::<Result<Vec<_>, Problem>>()?)
+            serve::replace(&control, &new.collect::<Result<Vec<_>, Problem>>()?)
         };
         let replaced = spawn_blocking(let_go).await.map_err(internal)?;
         let Err(problem) = replaced else {
@@ -162,7 +161,7 @@ impl Owner {
         match running.service {
             Service::Served(_) => {
                 let (directory, control) = (running.directory.clone(), running.control.clone());
-                let again = move || serve_again(&directory, &control, &plan);
+                let again = move || serve::take_over(&directory, &control, &plan);
                 spawn_blocking(again).await.map_err(internal)??;
             }
             Service::Down(_) => {
@@ -216,30 +215,4 @@ impl Owner {
         self.jobs.cancel(task);
         Ok(())
     }
-}
-
-/// Has the disks of a guest be its own again. Blocks.
-fn serve_again(
-    directory: &crate::process::run_dir::ProcessDir,
-    control: &Control,
-    plan: &Plan,
-) -> Result<(), Problem> {
-    let opened = serve::open_to_write(directory, plan)?;
-    let new = plan.disks.iter().zip(opened);
-    let new: Vec<_> = new.map(|((disk, _), it)| layers_of(disk, it)).collect();
-    replace(control, &new)
-}
-
-/// Gives disks other files, while nothing is in flight. Blocks.
-///
-/// # Errors
-/// The filter's.
-pub fn replace(control: &Control, new: &[NewLayers]) -> Result<(), Problem> {
-    if new.is_empty() {
-        return Ok(());
-    }
-    let disks = new.iter().map(|new| new.disk).collect();
-    let mut waiting = control.drain(disks).map_err(internal)?;
-    waiting.replace(new).map_err(internal)?;
-    waiting.resume().map_err(internal)
 }

@@ -219,7 +219,7 @@ pub(super) mod tests {
             ranges in proptest::collection::vec((0u64..64 * PAGE, 0u64..20 * PAGE), 1..8),
         ) {
             let (log, file) = log(8);
-            let mut expected = vec![false; 64];
+            let mut expected = [false; 64];
             for (address, length) in ranges {
                 let length = length.min(64 * PAGE - address);
                 log.mark(address, length).unwrap();

@@ -255,7 +255,7 @@ impl Crypt {
                 self.pump(parent, io);
             }
         }
-        while let Some(next) = self.waiting.next() {
+        while let Some(next) = self.waiting.take_next() {
             self.pump(next, io);
             if self.waiting.stays_first(next) {
                 return;
