@@ -373,6 +373,12 @@ impl Installation {
         self.server.take().into_iter().chain(self.agent.take()).map(Process::wait).collect()
     }
 
+    /// The process id of the server, if it runs.
+    #[must_use]
+    pub fn server_process(&self) -> Option<i32> {
+        self.server.as_ref().map(Process::id)
+    }
+
     /// Process ids of server and agents, as far as they run.
     #[must_use]
     pub fn own_processes(&self) -> Vec<i32> {

@@ -246,7 +246,8 @@ fn a_backup_reads_no_more_than_was_changed_where_that_is_known() {
     let filters = here.processes_of(VM, "vmseal-filter").unwrap();
     let few = |name: &str| {
         let read = read_bytes(&here, name);
-        assert!(read > 0 && read <= 1 << 20, "{name}: {read} of {all}");
+        // What no snapshot keeps, such as the disk for cloud-init, is small, and read whole.
+        assert!(read > 0 && read <= 4 << 20, "{name}: {read} of {all}");
     };
     let much = |name: &str| {
         let read = read_bytes(&here, name);

@@ -3,8 +3,14 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use vmseal_tests::counting_guest::{
     count, read_marker_of_disk, started_with_one_disk, stop_counting,
@@ -20,6 +26,7 @@ const HERE: &str = "here";
 const THERE: &str = "there";
 const QEMU: &str = "qemu-system-x86_64";
 const FILTER: &str = "vmseal-filter";
+const PAGE: usize = 4096;
 
 /// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
 const SECRET: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2093");
@@ -165,4 +172,73 @@ fn whatever_dies_during_a_migration_the_guest_runs_on_one_host_and_has_lost_noth
     here.vmseal(&["vm", "migrate", VM, other(&source)]).unwrap();
     assert_eq!(only_host(&here), other(&source));
     has_lost_nothing(&here);
+}
+
+/// The memory of the guest in a QEMU.
+fn memory_of(here: &Installation, host: &str) -> File {
+    let qemu = processes(here, host, QEMU);
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", qemu[0])).unwrap();
+    let is_memory = |fd: &PathBuf| {
+        let target = std::fs::read_link(fd).unwrap_or_default();
+        target.to_string_lossy().contains("memory-backend-memfd")
+    };
+    let fd = fds.map(|fd| fd.unwrap().path()).find(is_memory).unwrap();
+    File::open(fd).unwrap()
+}
+
+/// The pages that differ, by number.
+fn differences(one: &File, other: &File) -> Vec<u64> {
+    let length = one.metadata().unwrap().len();
+    assert_eq!(length, other.metadata().unwrap().len());
+    let (mut here, mut there) = (vec![0; PAGE], vec![0; PAGE]);
+    let mut differs = |page: &u64| {
+        one.read_exact_at(&mut here, page * PAGE as u64).unwrap();
+        other.read_exact_at(&mut there, page * PAGE as u64).unwrap();
+        here != there
+    };
+    (0..length / PAGE as u64).filter(|page| differs(page)).collect()
+}
+
+/// Waits until the log of an agent has one more line with this text than before.
+fn wait_logged(here: &Installation, log: &str, text: &str, before: usize) {
+    eventually(text, || (logged(here, log, text) > before).then_some(())).unwrap();
+}
+
+fn logged(here: &Installation, log: &str, text: &str) -> usize {
+    std::fs::read_to_string(here.path(log)).unwrap_or_default().matches(text).count()
+}
+
+#[test]
+fn the_memory_at_the_destination_is_that_at_the_source_byte_for_byte() {
+    const HANDED_OVER: &str = "its disks are free";
+    const LOADED: &str = "the VM's memory is here";
+    const SENT: &str = "the VM is being sent";
+    let (here, console) = started("encrypted");
+    drop(console);
+    let rounds = std::env::var("MIGRATION_ROUNDS").ok().and_then(|it| it.parse().ok()).unwrap_or(2);
+    for round in 0..rounds {
+        let source = only_host(&here);
+        let (from, to) = match &*source {
+            HERE => ("agent.log", "agent-there.log"),
+            _ => ("agent-there.log", "agent.log"),
+        };
+        let before = [
+            logged(&here, from, SENT),
+            logged(&here, from, HANDED_OVER),
+            logged(&here, to, LOADED),
+        ];
+        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
+        wait_logged(&here, from, SENT, before[0]);
+        // Without the server the guest stays between the hosts.
+        let server = here.server_process().unwrap();
+        kill(Pid::from_raw(server), Signal::SIGSTOP).unwrap();
+        wait_logged(&here, from, HANDED_OVER, before[1]);
+        wait_logged(&here, to, LOADED, before[2]);
+        let differ = differences(&memory_of(&here, &source), &memory_of(&here, other(&source)));
+        kill(Pid::from_raw(server), Signal::SIGCONT).unwrap();
+        assert!(differ.is_empty(), "round {round}: {} pages differ: {differ:x?}", differ.len());
+        here.vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        assert_eq!(only_host(&here), other(&source));
+        has_lost_nothing(&here);
+    }
 }

@@ -190,9 +190,11 @@ async fn datastores_of_two_hosts_may_have_one_name() {
         assert!(said.contains("here:local or there:local"), "{said}");
     }
     for host in ["here", "there"] {
-        assert_eq!(api.get(&format!("datastores/{host}:local")).await.body["host"], host);
+        let shown = api.get(&format!("datastores/{host}:local")).await.body;
+        assert_eq!(shown["hosts"][0]["host"], host);
     }
-    assert_eq!(api.get(&format!("datastores/{}", known.id)).await.body["host"], "here");
+    let shown = api.get(&format!("datastores/{}", known.id)).await.body;
+    assert_eq!(shown["hosts"][0]["host"], "here");
     api.get("datastores/nowhere:local").await.assert_problem(404, "not-found");
     api.post("vms", vm()).await.assert_field("disks[0].datastore");
     let mut told = vm_with("/disks/0/datastore", json!("here:local"));

@@ -286,7 +286,7 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
     let (snapshot, disks, memory) = (kept.id, kept.disks, false);
-    let tracked = if run.hosts().view(vm.host).has(TRACKED_BACKUP) {
+    let tracked = if host_has(run, &vm, TRACKED_BACKUP).await? {
         let Backup { id, parent, .. } = backup(run).await?;
         Some(Tracked { backup: id, parent })
     } else {
@@ -298,10 +298,17 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     Ok(Taken { at: Timestamp::now(), quiesced })
 }
 
+/// Whether the agent of a VM's host has a feature. It is asked: a server that has just started does not know its hosts yet, and a
+/// job that is put again must be the same.
+async fn host_has(run: &Run<'_>, vm: &Vm, feature: &str) -> Result<bool, StepError> {
+    let description = run.agent(vm)?.describe().await?;
+    Ok(description.features.iter().any(|known| known == feature))
+}
+
 /// The disks that no guest writes to, which are backed up without a snapshot, by hosts that can.
 async fn beside(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     let vm = run.vm().await?;
-    if !run.hosts().view(vm.host).has(WHOLE_BACKUP) {
+    if !host_has(run, &vm, WHOLE_BACKUP).await? {
         return Ok(Vec::new());
     }
     let disks = run.disks().await?;

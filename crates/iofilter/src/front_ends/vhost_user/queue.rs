@@ -304,7 +304,9 @@ impl QueueWorker {
                 self.obey(order);
             }
             let moved = self.pass() > 0;
-            if self.phase == Phase::Draining && self.chain.in_flight() == 0 {
+            // What an earlier filter has taken is answered, too.
+            let idle = self.chain.in_flight() == 0 && self.replay.is_none();
+            if self.phase == Phase::Draining && idle {
                 self.chain.hasten(false);
                 return (self.chain, self.setup.queue.next_avail());
             }
@@ -329,6 +331,8 @@ impl QueueWorker {
 
     /// The ring can no longer be trusted: nothing is taken from it until the guest sets it up again.
     fn broken(&mut self, error: &QueueError) {
+        // Also where it is being drained.
+        self.replay = None;
         if self.phase == Phase::Serving {
             self.setup.state.note_broken(self.setup.index, error);
             self.setup.state.counters(self.setup.index).failed();
@@ -341,7 +345,12 @@ impl QueueWorker {
 
     /// One round; how many requests were taken and answered.
     fn pass(&mut self) -> usize {
-        let taken = if self.phase == Phase::Serving { self.take() } else { Ok(0) };
+        let takes = match self.phase {
+            Phase::Serving => true,
+            Phase::Draining => self.replay.is_some(),
+            Phase::Broken => false,
+        };
+        let taken = if takes { self.take() } else { Ok(0) };
         self.chain.poll();
         let answered = self.answer_all();
         if let Some(marker) = &mut self.marker {
@@ -383,6 +392,7 @@ impl QueueWorker {
             }
             taken += 1;
         }
+        self.replay.take_if(|replay| replay.is_done());
         Ok(taken)
     }
 
@@ -392,6 +402,7 @@ impl QueueWorker {
         let again = self.replay.as_mut().map(Replay::take).transpose()?.flatten();
         let chain = match again {
             Some(chain) => Some(chain),
+            None if self.phase == Phase::Draining => None,
             None => self.setup.queue.iter(memory)?.next(),
         };
         let Some(chain) = chain else { return Ok(None) };

@@ -42,6 +42,7 @@ pub enum ReplayError {
 pub struct Replay {
     queue: Queue,
     memory: GuestMemoryMmap,
+    count: u16,
 }
 
 impl Replay {
@@ -68,7 +69,13 @@ impl Replay {
         let mut queue = Queue::try_from(queue.state())?;
         queue.try_set_avail_ring_address(base)?;
         queue.set_next_avail(0);
-        Ok(Self { queue, memory })
+        Ok(Self { queue, memory, count })
+    }
+
+    /// Whether all are taken.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.queue.next_avail() >= self.count
     }
 
     /// The next one; none when all are taken.
