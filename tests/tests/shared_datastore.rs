@@ -67,28 +67,19 @@ fn vms_of_two_hosts_run_from_one_datastore() {
         let images = scan["images"].as_array().unwrap();
         assert!(images.len() == 2 && images.iter().all(|it| it["status"] == "in_use"), "{scan}");
     }
-    // Guests run on without the agents, and disks are added and moved on either host.
+    // Guests run on without the agents, and disks of VMs that are off are added and moved on either host.
     here.kill_agent_of("there").unwrap();
     here.start_agent_of("there").unwrap();
     here.console("two").unwrap().next_count().unwrap();
-    here.vmseal(&[
-        "disk",
-        "add",
-        "two",
-        "--name",
-        "more",
-        "--datastore",
-        "local",
-        "--size",
-        "8MiB",
-    ])
-    .unwrap();
+    here.vmseal(&["vm", "stop", "two", "--force"]).unwrap();
+    here.vmseal(&["disk", "add", "two", "--disk", "name=more,datastore=local,size=8MiB"]).unwrap();
     let own = here.path("own");
     std::fs::create_dir(&own).unwrap();
     let place = text(&own).unwrap();
     here.vmseal(&["datastore", "add", "own", "--host", "there", "--path", place]).unwrap();
     here.vmseal(&["vm", "move", "two", "--datastore", "own"]).unwrap();
     here.vmseal(&["vm", "move", "two", "--datastore", "local"]).unwrap();
+    here.vmseal(&["vm", "start", "two"]).unwrap();
     let refused = here.refused(&["vm", "move", "one", "--datastore", "own"]).unwrap();
     assert!(refused.contains("belongs to host 'there'"), "{refused}");
     for vm in ["one", "two"] {
