@@ -104,22 +104,9 @@ impl LeftRunning {
     /// Publishes its state.
     pub fn publish(&self) {
         let detail = self.detail();
-        let state = VmState {
-            vm: self.spec.vm,
-            power: Power::Running,
-            key: rules::key_state(&self.spec, self.kek.is_some()),
-            stopped: None,
-            died: None,
-            disks: Vec::new(),
-            notices: vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }],
-            jobs: Vec::new(),
-            nics: Vec::new(),
-            started_with: None,
-            not_suspended: None,
-            panics: Vec::new(),
-            panic_dumps: Vec::new(),
-            request_id: None,
-        };
+        let key = rules::key_state(&self.spec, self.kek.is_some());
+        let notices = vec![Notice { code: NoticeCode::NotAdopted, disk: None, detail }];
+        let state = VmState { notices, ..VmState::new(self.spec.vm, Power::Running, key) };
         self.shared.states.publish(self.spec.vm, Some(state));
     }
 

@@ -118,25 +118,13 @@ impl Receiving {
 
     /// Publishes its state.
     pub fn publish(&self) {
-        let state = VmState {
-            vm: self.spec.vm,
-            power: match self.stage {
-                Stage::Ended => Power::Off,
-                Stage::Coming(_) | Stage::Loaded(_) => Power::Migrating,
-            },
-            key: rules::key_state(&self.spec, self.kek.is_some()),
-            stopped: None,
-            died: None,
-            disks: Vec::new(),
-            notices: Vec::new(),
-            jobs: self.jobs.statuses(),
-            nics: Vec::new(),
-            started_with: None,
-            not_suspended: None,
-            panics: Vec::new(),
-            panic_dumps: Vec::new(),
-            request_id: None,
+        let power = match self.stage {
+            Stage::Ended => Power::Off,
+            Stage::Coming(_) | Stage::Loaded(_) => Power::Migrating,
         };
+        let key = rules::key_state(&self.spec, self.kek.is_some());
+        let jobs = self.jobs.statuses();
+        let state = VmState { jobs, ..VmState::new(self.spec.vm, power, key) };
         self.shared.states.publish(self.spec.vm, Some(state));
     }
 

@@ -114,22 +114,7 @@ mod tests {
     use super::*;
 
     fn off(vm: VmId) -> VmState {
-        VmState {
-            vm,
-            power: Power::Off,
-            key: KeyState::Missing,
-            stopped: None,
-            died: None,
-            disks: vec![],
-            notices: vec![],
-            jobs: vec![],
-            nics: Vec::new(),
-            started_with: None,
-            not_suspended: None,
-            panics: Vec::new(),
-            panic_dumps: Vec::new(),
-            request_id: None,
-        }
+        VmState::new(vm, Power::Off, KeyState::Missing)
     }
 
     #[tokio::test(start_paused = true)]

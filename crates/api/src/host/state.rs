@@ -106,6 +106,29 @@ pub struct VmState {
     pub request_id: Option<String>,
 }
 
+impl VmState {
+    /// Of a VM of which there is nothing else to say.
+    #[must_use]
+    pub fn new(vm: VmId, power: Power, key: KeyState) -> Self {
+        Self {
+            vm,
+            power,
+            key,
+            stopped: None,
+            died: None,
+            disks: Vec::new(),
+            notices: Vec::new(),
+            jobs: Vec::new(),
+            nics: Vec::new(),
+            started_with: None,
+            not_suspended: None,
+            panics: Vec::new(),
+            panic_dumps: Vec::new(),
+            request_id: None,
+        }
+    }
+}
+
 /// What a guest was started with that cannot change while it runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StartedWith {
@@ -288,22 +311,7 @@ mod tests {
     use super::*;
 
     fn vm(power: Power) -> VmState {
-        VmState {
-            vm: VmId::new(),
-            power,
-            key: KeyState::NotNeeded,
-            stopped: None,
-            died: None,
-            disks: vec![],
-            notices: vec![],
-            jobs: vec![],
-            nics: vec![],
-            started_with: None,
-            not_suspended: None,
-            panics: Vec::new(),
-            panic_dumps: Vec::new(),
-            request_id: None,
-        }
+        VmState::new(VmId::new(), power, KeyState::NotNeeded)
     }
 
     #[test]

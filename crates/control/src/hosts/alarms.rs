@@ -178,22 +178,7 @@ mod tests {
         let mut notices: Vec<_> = disks.iter().map(|(id, name)| notice(Some(*id), name)).collect();
         notices.push(notice(None, "one"));
         notices.push(notice(None, "two"));
-        let seen = VmState {
-            vm: vm.id,
-            power: Power::Running,
-            key: KeyState::NotNeeded,
-            stopped: None,
-            died: None,
-            disks: Vec::new(),
-            notices,
-            jobs: Vec::new(),
-            nics: Vec::new(),
-            started_with: None,
-            not_suspended: None,
-            panics: Vec::new(),
-            panic_dumps: Vec::new(),
-            request_id: None,
-        };
+        let seen = VmState { notices, ..VmState::new(vm.id, Power::Running, KeyState::NotNeeded) };
         let raised = of_vm(&vm, &seen, &disks, None);
         let told: Vec<_> =
             raised.iter().map(|it| (it.code, it.target.as_str(), it.detail.as_str())).collect();
