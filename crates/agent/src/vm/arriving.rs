@@ -1,21 +1,14 @@
 //! The memory of a guest that comes from another host, as QEMU loads it. See [`super::migration`].
 
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
-use serde_json::{Value, json};
-use tokio::time::sleep;
+use serde_json::json;
 use vmseal_api::problem::Problem;
 
 use super::internal;
-use super::migration::{
-    Link, Message, StreamState, lost, set_capabilities, sockets, state_of_stream,
-};
-use super::stream::pass;
+use super::migration::{Link, Message, lost, set_capabilities};
+use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
-
-/// The pause between questions whether the memory is loaded: the guest stands still meanwhile.
-const ASK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The memory that comes from another host.
 pub struct Arriving {
@@ -44,18 +37,9 @@ impl Arriving {
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
         link.send(&Message::Ready).await?;
-        let streamed = async {
-            loop {
-                let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
-                if state_of_stream(&state)? == StreamState::Completed {
-                    return Ok(());
-                }
-                sleep(ASK_INTERVAL).await;
-            }
-        };
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
-        tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+        tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(qmp, |_| ()))?;
         link.finish().await;
         Ok(())
     }

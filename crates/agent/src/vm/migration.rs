@@ -9,7 +9,6 @@
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
 use std::num::NonZeroU64;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -143,9 +142,9 @@ impl Link {
         self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
     }
 
-    /// All has been carried.
+    /// Ends the control channel. All has been carried.
     pub async fn finish(self) {
-        // Whoever commits has waited for the end of each stream that matters.
+        // Nothing depends on this end: the end of the memory's stream says that all of it has come.
         if let Err(error) = self.control.finish(SEND_TIMEOUT).await {
             tracing::debug!(%error, "the control channel of a migration has not ended as it should");
         }
@@ -155,15 +154,6 @@ impl Link {
 /// The problem of a connection between two hosts.
 pub fn lost(error: TransportError) -> Problem {
     internal(format!("the connection to the other host: {error}"))
-}
-
-/// Two connected sockets: one for QEMU, and one for this process.
-///
-/// # Errors
-/// Those of the kernel.
-pub fn sockets() -> Result<(OwnedFd, UnixStream), Problem> {
-    let (theirs, ours) = UnixStream::pair().map_err(internal)?;
-    Ok((OwnedFd::from(theirs), ours))
 }
 
 /// The type of a QEMU's machine, with its version.
@@ -204,30 +194,6 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
     }
 }
 
-/// Where a QEMU's stream is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StreamState {
-    /// On its way.
-    Active,
-    /// All of it is written, or loaded.
-    Completed,
-}
-
-/// The state of a QEMU's stream, as it was asked.
-///
-/// # Errors
-/// `internal` where it failed.
-pub fn state_of_stream(state: &Value) -> Result<StreamState, Problem> {
-    match state["status"].as_str().unwrap_or_default() {
-        "completed" => Ok(StreamState::Completed),
-        "failed" | "cancelled" => {
-            let why = state["error-desc"].as_str().unwrap_or("it does not say why");
-            Err(internal(format!("QEMU has not moved the guest's memory: {why}")))
-        }
-        _ => Ok(StreamState::Active),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,9 +215,7 @@ mod tests {
             throttle: 20,
         };
         assert_eq!(progress_of(&state), expected);
-        assert_eq!(state_of_stream(&state).unwrap(), StreamState::Active);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());
-        assert!(state_of_stream(&json!({"status": "failed"})).is_err());
         let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300});
         assert_eq!(progress_of(&done).downtime_milliseconds, 12);
     }

@@ -6,30 +6,22 @@
 //! Dropped before that, the guest goes on.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
 use vmseal_api::host::MigrationProgress;
 use vmseal_api::problem::Problem;
 
 use super::internal;
 use super::migration::{
-    Link, Message, PREPARE_TIMEOUT, StreamState, lost, machine_of, progress_of, refused,
-    set_capabilities, sockets, state_of_stream, unexpected,
+    Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
+    unexpected,
 };
-use super::stream::{pass, take_back};
+use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::transport::{self, Spec};
 use crate::process::run_record::Record;
-
-/// The pause between questions about the progress: the guest stands still while the end is not noticed.
-const ASK_INTERVAL: Duration = Duration::from_millis(10);
-
-/// As fast as it can, in bytes a second.
-const BANDWIDTH_MAX: u64 = 1 << 40;
 
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
@@ -108,19 +100,10 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
         take_back(&qmp, &name).await;
         return Err(refuses(error));
     }
-    let streamed = async {
-        loop {
-            let state = qmp.execute("query-migrate", Value::Null).await.map_err(refuses)?;
-            report.send_replace(progress_of(&state));
-            if state_of_stream(&state)? == StreamState::Completed {
-                return Ok(());
-            }
-            sleep(ASK_INTERVAL).await;
-        }
-    };
+    let tell = |state: &Value| drop(report.send_replace(progress_of(state)));
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
-    tokio::try_join!(async { carried.done().await.map_err(lost) }, streamed)?;
+    tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(&qmp, tell))?;
     link.finish().await;
     Ok(())
 }

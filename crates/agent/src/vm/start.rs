@@ -17,7 +17,7 @@ use super::panicking::{self, PANICKED};
 use super::running::{QemuEnd, Running};
 use super::serve::{self, Memory, Plan, filter, socket, wait_connected};
 use super::service::Service;
-use super::suspend;
+use super::stream;
 use super::tpm::{self, Tpm};
 use super::{Shared, internal};
 use crate::filter::log_level;
@@ -307,7 +307,7 @@ pub async fn reconnect(
             },
         )?;
         // An agent may have ended while it saved the guest's memory.
-        suspend::give_up(&qmp).await.map_err(internal)?;
+        stream::give_up(&qmp).await.map_err(internal)?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
     Ok(Running {

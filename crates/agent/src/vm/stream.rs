@@ -1,9 +1,12 @@
-//! Streams between QEMU and its agent: pipes, of which QEMU gets one end.
+//! Streams between QEMU and its agent: pipes and sockets, of which QEMU gets one end.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use serde_json::json;
+use serde_json::{Value, json};
+use tokio::time::sleep;
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::Problem;
 
@@ -13,6 +16,12 @@ use crate::hypervisor::qmp::{Qmp, QmpError};
 /// How many bytes QEMU may write before they are sealed: the most that the kernel gives anybody.
 const PIPE_SIZE: i32 = 1 << 20;
 
+/// The pause between questions about a stream: the guest may stand still while its end is not noticed.
+const ASK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// As fast as it can, in bytes a second: QEMU's usual limit is for networks.
+pub const BANDWIDTH_MAX: u64 = 1 << 40;
+
 /// A pipe: the reading end and the writing end.
 pub fn pipe() -> Result<(OwnedFd, OwnedFd), Problem> {
     let (reading, writing) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal)?;
@@ -20,6 +29,15 @@ pub fn pipe() -> Result<(OwnedFd, OwnedFd), Problem> {
         tracing::debug!(%error, "a pipe keeps its usual size");
     }
     Ok((reading, writing))
+}
+
+/// Two connected sockets: one for QEMU, and one for this process.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn sockets() -> Result<(OwnedFd, UnixStream), Problem> {
+    let (theirs, ours) = UnixStream::pair().map_err(internal)?;
+    Ok((OwnedFd::from(theirs), ours))
 }
 
 /// Passes a descriptor to QEMU, and returns its name there; nobody else keeps it.
@@ -33,4 +51,65 @@ pub async fn pass(qmp: &Qmp, purpose: &str, fd: OwnedFd) -> Result<String, QmpEr
 pub async fn take_back(qmp: &Qmp, name: &str) {
     // One that QEMU has used, or a QEMU that is gone, has closed it.
     let _ = qmp.execute("closefd", json!({"fdname": name})).await;
+}
+
+/// Waits until QEMU has written or loaded its whole stream. `tell` is given what QEMU says of it each time.
+///
+/// # Errors
+/// `internal`: QEMU's, and that the stream failed.
+pub async fn completed(qmp: &Qmp, mut tell: impl FnMut(&Value)) -> Result<(), Problem> {
+    loop {
+        let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
+        tell(&state);
+        if is_complete(&state)? {
+            return Ok(());
+        }
+        sleep(ASK_INTERVAL).await;
+    }
+}
+
+fn is_complete(state: &Value) -> Result<bool, Problem> {
+    match state["status"].as_str().unwrap_or_default() {
+        "completed" => Ok(true),
+        "failed" | "cancelled" => {
+            let why = state["error-desc"].as_str().unwrap_or("it does not say why");
+            Err(internal(format!("QEMU has not moved the guest's memory: {why}")))
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Has QEMU give up a stream that it may be writing, so that its guest can go on.
+///
+/// # Errors
+/// QEMU's.
+pub async fn give_up(qmp: &Qmp) -> Result<(), QmpError> {
+    loop {
+        let state = qmp.execute("query-migrate", Value::Null).await?;
+        match state["status"].as_str() {
+            Some("setup" | "active" | "device" | "pre-switchover") => {
+                qmp.execute("migrate_cancel", Value::Null).await?;
+            }
+            Some("cancelling") => {}
+            _ => return Ok(()),
+        }
+        sleep(ASK_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_is_complete_when_qemu_says_so() {
+        for status in ["setup", "active", "pre-switchover", "device", "a newer one"] {
+            assert!(!is_complete(&json!({"status": status})).unwrap(), "{status}");
+        }
+        assert!(is_complete(&json!({"status": "completed"})).unwrap());
+        for status in ["failed", "cancelled"] {
+            let failed = is_complete(&json!({"status": status, "error-desc": "no space"}));
+            assert!(failed.unwrap_err().detail.ends_with("no space"), "{status}");
+        }
+    }
 }

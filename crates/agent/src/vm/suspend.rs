@@ -10,11 +10,9 @@
 
 use std::fs::File;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::sleep;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{Device, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,17 +20,11 @@ use vmseal_secret::SecretBytes;
 
 use super::internal;
 use super::migration::machine_of;
-use super::stream::{pass, pipe, take_back};
+use super::stream::{BANDWIDTH_MAX, completed, pass, pipe, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::live::Live;
 use crate::process::run_record::Record;
 use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
-
-/// The pause between questions about the progress of a stream.
-const ASK_INTERVAL: Duration = Duration::from_millis(50);
-
-/// As fast as it can, in bytes a second: QEMU's usual limit is for networks.
-const BANDWIDTH_MAX: u64 = 1 << 40;
 
 /// The saving of a guest's memory, while the VM is being suspended. Dropped, it ends, and nothing is named.
 pub struct Saving(JoinHandle<Result<(), Problem>>);
@@ -92,7 +84,7 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
     }
     // It ends when QEMU has closed its end of the pipe; where it ends sooner, QEMU finds the pipe closed.
     let copied = copying.await.map_err(internal)?;
-    let streamed = streamed(&qmp).await;
+    let streamed = completed(&qmp, |_| ()).await;
     let writer = copied?;
     streamed?;
     let finish = move || {
@@ -100,39 +92,6 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
         memory::flush_disks(&spec)
     };
     spawn_blocking(finish).await.map_err(internal)?
-}
-
-/// Waits until QEMU has written or read its whole stream.
-async fn streamed(qmp: &Qmp) -> Result<(), Problem> {
-    loop {
-        let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
-        match state["status"].as_str().unwrap_or_default() {
-            "completed" => return Ok(()),
-            "failed" | "cancelled" => {
-                let why = state["error-desc"].as_str().unwrap_or("it does not say why");
-                return Err(internal(format!("QEMU has not moved the guest's memory: {why}")));
-            }
-            _ => sleep(ASK_INTERVAL).await,
-        }
-    }
-}
-
-/// Has QEMU give up a stream that it may be writing, so that its guest can go on.
-///
-/// # Errors
-/// QEMU's.
-pub async fn give_up(qmp: &Qmp) -> Result<(), QmpError> {
-    loop {
-        let state = qmp.execute("query-migrate", Value::Null).await?;
-        match state["status"].as_str() {
-            Some("setup" | "active" | "device" | "pre-switchover") => {
-                qmp.execute("migrate_cancel", Value::Null).await?;
-            }
-            Some("cancelling") => {}
-            _ => return Ok(()),
-        }
-        sleep(ASK_INTERVAL).await;
-    }
 }
 
 /// The saved memory that a VM starts with.
@@ -199,7 +158,7 @@ impl Resume {
         let uri = json!({"uri": format!("fd:{name}")});
         let loading = async {
             qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
-            streamed(qmp).await
+            completed(qmp, |_| ()).await
         };
         let loaded = loading.await;
         // First what the file says: QEMU only finds that its stream has ended.

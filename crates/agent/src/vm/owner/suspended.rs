@@ -12,6 +12,7 @@ use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
 use crate::storage::memory::MemoryFiles;
 use crate::vm::internal;
+use crate::vm::stream;
 use crate::vm::suspend::{self, Resume, ToSave};
 
 impl Owner {
@@ -86,7 +87,7 @@ impl Owner {
         if let Some(running) = self.running() {
             let (qmp, paused) = (running.qmp.clone(), running.live.paused);
             let go_on = async {
-                suspend::give_up(&qmp).await?;
+                stream::give_up(&qmp).await?;
                 if !paused {
                     qmp.execute("cont", Value::Null).await?;
                 }
