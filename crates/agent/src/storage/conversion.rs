@@ -1,18 +1,17 @@
 //! The note of a disk that is converted in its own file (docs/formats/in-place.md), and that such a disk is not used meanwhile.
 //! [`super::in_place`] has the work.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::json_file;
 use crate::storage::mark::failed;
 
 /// The version of notes.
@@ -107,12 +106,7 @@ pub fn parse(text: &[u8]) -> Result<Note, String> {
 /// `damaged` when it cannot be understood: how the disk's data is stored is then unknown.
 pub fn read(home: &Home, disk: DiskId) -> Result<Option<Note>, Problem> {
     let path = home.in_place_note(disk);
-    let mut text = Vec::new();
-    match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(&path, "read", &error)),
-    }
+    let Some(text) = json_file::read(&path, NOTE_MAX)? else { return Ok(None) };
     parse(&text).map(Some).map_err(|why| {
         let what = format!(
             "{}, which says how the disk's data is stored, cannot be read: {why}. A newer vmseal may have written it",
@@ -128,10 +122,7 @@ pub fn read(home: &Home, disk: DiskId) -> Result<Option<Note>, Problem> {
 /// Those of the file system.
 pub fn write(home: &Home, disk: DiskId, note: &Note) -> Result<(), Problem> {
     let path = home.in_place_note(disk);
-    serde_json::to_vec(note)
-        .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+    json_file::write(&path, note)
 }
 
 /// Whether a file has this name.

@@ -60,6 +60,7 @@ use vmseal_secret::SecretBytes;
 
 use crate::storage::descriptor;
 use crate::storage::image::ImageIdentity;
+use crate::storage::json_file;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{failed, marked, usage};
 use crate::storage::sealed::remove_if_there;
@@ -219,10 +220,7 @@ impl Home {
     /// As the file system.
     pub fn note(&self, disk: DiskId, note: &Note) -> Result<(), Problem> {
         let path = self.importing(disk);
-        serde_json::to_vec(note)
-            .map_err(io::Error::from)
-            .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-            .map_err(|error| failed(&path, "written", &error))
+        json_file::write(&path, note)
     }
 
     /// A half-made disk, locked, and the note of its import; none when there is none to continue.
@@ -230,14 +228,8 @@ impl Home {
     /// # Errors
     /// `in-use` when another process works on it; `damaged` when the note is.
     pub fn noted(&self, disk: DiskId) -> Result<Option<(File, Note)>, Problem> {
-        use std::io::Read;
         let path = self.importing(disk);
-        let mut text = Vec::new();
-        match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(failed(&path, "read", &error)),
-        }
+        let Some(text) = json_file::read(&path, NOTE_MAX)? else { return Ok(None) };
         let note = serde_json::from_slice::<Note>(&text).ok();
         let note = note.filter(|note| note.version == NOTE_VERSION).ok_or_else(|| {
             Problem::new(ErrorCode::Damaged, format!("{} cannot be parsed", path.display()))

@@ -8,16 +8,14 @@
 //! disks. The lock of each image keeps two processes from one disk at a time; the lease keeps a stale guest from it afterwards.
 //! The file is beside the VM's first disk. A VM without disks has none, and nothing that could be harmed.
 
-use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::host::VmSpec;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
+use crate::storage::json_file;
 
 /// The version of the file.
 const VERSION: u32 = 1;
@@ -49,13 +47,7 @@ pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
 }
 
 fn read_at(path: &Path) -> Result<u64, Problem> {
-    let mut text = Vec::new();
-    let file = std::fs::File::open(path);
-    match file.and_then(|file| file.take(LENGTH_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
-        Err(error) => return Err(failed(path, "read", &error)),
-    }
+    let Some(text) = json_file::read(path, LENGTH_MAX)? else { return Ok(0) };
     let damaged = |what: String| {
         let what = format!("{}, the lease of the VM's disks, {what}", path.display());
         Problem::new(ErrorCode::Damaged, what)
@@ -83,10 +75,7 @@ pub fn take(spec: &VmSpec, generation: u64) -> Result<(), Problem> {
         );
         return Err(Problem::new(ErrorCode::Conflict, what));
     }
-    serde_json::to_vec(&Stored { version: VERSION, generation })
-        .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+    json_file::write(&path, &Stored { version: VERSION, generation })
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! The mark that identifies a directory as a datastore.
 
-use std::fs::File;
 use std::io;
 use std::path::Path;
 
@@ -9,7 +8,7 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use vmseal_api::atomic_file::{self, PRIVATE};
+use crate::storage::json_file;
 
 /// The file that holds the mark.
 pub const MARKER: &str = "vmseal-datastore.json";
@@ -63,14 +62,8 @@ pub(super) fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
 }
 
 pub(super) fn marker(path: &Path) -> Result<Option<Marker>, Problem> {
-    use std::io::Read;
     let path = path.join(MARKER);
-    let mut text = Vec::new();
-    match File::open(&path).and_then(|file| file.take(MARKER_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(&path, "read", &error)),
-    }
+    let Some(text) = json_file::read(&path, MARKER_MAX)? else { return Ok(None) };
     match serde_json::from_slice::<Marker>(&text) {
         Ok(marker) if (VERSION..=SHARED_VERSION).contains(&marker.version) => Ok(Some(marker)),
         Ok(marker) => Err(Problem::new(
@@ -149,8 +142,5 @@ pub(super) fn put_shared(path: &Path, spec: &DatastoreSpec) -> Result<(), Proble
 fn put_version(path: &Path, spec: &DatastoreSpec, version: u32) -> Result<(), Problem> {
     let marker = Marker { version, datastore: spec.datastore };
     let path = path.join(MARKER);
-    serde_json::to_vec(&marker)
-        .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+    json_file::write(&path, &marker)
 }

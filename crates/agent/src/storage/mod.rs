@@ -21,6 +21,7 @@ pub(crate) mod grow;
 pub(crate) mod home;
 pub(crate) mod image;
 pub(crate) mod in_place;
+pub(crate) mod json_file;
 pub(crate) mod layers;
 pub(crate) mod lease;
 pub(crate) mod linking;

@@ -1,7 +1,6 @@
 //! The note of a disk's layers (docs/formats/layers-note.md).
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -12,6 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Base, Kept, Layer, LayerId, Layers};
 use crate::storage::home::Home;
+use crate::storage::json_file;
 use crate::storage::mark::failed;
 
 /// The version of notes.
@@ -45,12 +45,7 @@ pub fn read(home: &Home, disk: DiskId) -> Result<Layers, Problem> {
 /// # Errors
 /// As [`read`].
 pub(super) fn read_at(path: &Path) -> Result<Option<Layers>, Problem> {
-    let mut text = Vec::new();
-    match File::open(path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(path, "read", &error)),
-    }
+    let Some(text) = json_file::read(path, NOTE_MAX)? else { return Ok(None) };
     let damaged = |why: String| {
         let what = format!(
             "{}, which says which files are the disk, cannot be used: {why}. A newer vmseal may have written it",

@@ -1,17 +1,13 @@
 //! The note of a copy that is to take a disk's place (docs/formats/mirror-note.md).
 
-use std::fs::File;
-use std::io::{self, Read};
-
 use serde::{Deserialize, Serialize};
-use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::host::{DatastoreSpec, DiskFacts};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
+use crate::storage::json_file;
 
 /// The version of notes of a copy on the disk's own datastore.
 const VERSION: u32 = 1;
@@ -125,12 +121,7 @@ impl Note {
 /// `damaged` when it cannot be understood: whether the disk's data is in the image or in the copy is then unknown.
 pub fn read(home: &Home, disk: DiskId) -> Result<Option<Note>, Problem> {
     let path = home.mirror_note(disk);
-    let mut text = Vec::new();
-    match File::open(&path).and_then(|file| file.take(NOTE_MAX).read_to_end(&mut text)) {
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(&path, "read", &error)),
-    }
+    let Some(text) = json_file::read(&path, NOTE_MAX)? else { return Ok(None) };
     match serde_json::from_slice::<Note>(&text) {
         Ok(note) if note.is_whole() => Ok(Some(note)),
         understood => {
@@ -153,10 +144,7 @@ pub fn read(home: &Home, disk: DiskId) -> Result<Option<Note>, Problem> {
 /// Those of the file system.
 pub fn write(home: &Home, disk: DiskId, note: &Note) -> Result<(), Problem> {
     let path = home.mirror_note(disk);
-    serde_json::to_vec(note)
-        .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+    json_file::write(&path, note)
 }
 
 #[cfg(test)]

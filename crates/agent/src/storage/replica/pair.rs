@@ -4,7 +4,7 @@
 //! same name that the map is not about.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::Read;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -13,8 +13,7 @@ use vmseal_api::problem::Problem;
 
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
-use vmseal_api::atomic_file::{self, PRIVATE};
+use crate::storage::json_file;
 
 /// The version of the note.
 const VERSION: u32 = 1;
@@ -57,10 +56,7 @@ pub fn read(home: &Home, disk: DiskId) -> Option<Pair> {
 /// Those of the file system.
 pub fn write(home: &Home, disk: DiskId, pair: &Pair) -> Result<(), Problem> {
     let path = home.pair(disk);
-    serde_json::to_vec(pair)
-        .map_err(io::Error::from)
-        .and_then(|json| atomic_file::write(&path, &json, PRIVATE))
-        .map_err(|error| failed(&path, "written", &error))
+    json_file::write(&path, pair)
 }
 
 /// Removes the note from a home, durably.
