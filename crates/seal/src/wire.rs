@@ -37,7 +37,7 @@ pub const ACCEPTED: Kind = Kind::new(2);
 pub enum Cipher {
     /// AES-256-GCM.
     Aes256Gcm,
-    /// Nothing. Both ends prove that they have the spec, and whoever is between them can read and change all that follows.
+    /// Nothing. Both ends prove that they have the spec; an attacker between them can read and change the frames.
     None,
 }
 

@@ -2,12 +2,13 @@
 
 use vmseal_api::host::{
     DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, MigrationSession, RevertJob, STREAMS_MAX, SendJob, SnapshotJob, VmSpec,
+    JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
 use vmseal_api::transfer::ExportFormat;
+use vmseal_seal::wire::STREAMS_MAX;
 
 use super::{
     check_export, find_disk, holds_data, locked, needs_key, needs_to_be_made, wrong_state,

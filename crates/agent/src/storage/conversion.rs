@@ -9,10 +9,10 @@ use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::json_file;
-use crate::storage::mark::failed;
 
 /// The version of notes.
 const VERSION: u32 = 1;

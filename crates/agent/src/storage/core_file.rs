@@ -25,9 +25,9 @@ use vmseal_seal::stream::{SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
 use crate::rules;
+use crate::storage::file_error::failed;
 use crate::storage::home::{CORE, Home};
 use crate::storage::locked::make_locked;
-use crate::storage::mark::failed;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 
 /// What to do about a core dump that does not open.

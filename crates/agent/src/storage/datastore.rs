@@ -16,9 +16,10 @@ use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::storage::file_error::failed;
 use crate::storage::home;
 use crate::storage::mark::{
-    MARKER, check_marker, directory, failed, marked, marker, put, put_shared, usage, with_mark,
+    MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
 
 /// How deep a new datastore is searched for others below it.
@@ -214,7 +215,7 @@ mod tests {
             let (removed, kept) = (debris(directory.path(), own), debris(directory.path(), other));
             sweep(&spec, &mine).unwrap();
             assert!(!removed.exists() && kept.exists());
-            // Whoever adds it again finds it shared.
+            // It is still shared when it is added again.
             probe(&spec).unwrap();
             sweep(&spec, &|_| false).unwrap();
             assert!(kept.exists());

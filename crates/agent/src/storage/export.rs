@@ -7,9 +7,9 @@
 //! cancelled export finds what an earlier attempt has left.
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -28,7 +28,7 @@ use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::exported::Exported;
 use crate::storage::exporting;
-use crate::storage::locked::Access;
+use crate::storage::locked::{self, Access};
 use crate::storage::mark::usage;
 use crate::storage::open;
 use crate::storage::opening::{self, Open};
@@ -275,14 +275,7 @@ pub fn make(
         }
         _ => {}
     }
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(&path)
-        .map_err(|error| failed(&export.job.to, "made", &error))?;
+    let file = locked::make(&path).map_err(|error| failed(&export.job.to, "made", &error))?;
     // The record is written before any data, so that the file is found again from here on.
     Exported::begun(export.task, &shown, &file)
         .and_then(|begun| begun.write(record))

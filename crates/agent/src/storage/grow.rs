@@ -9,10 +9,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::conversion;
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::Access;
-use crate::storage::mark::failed;
 use crate::storage::mirror;
 use crate::storage::opening;
 

@@ -59,10 +59,11 @@ use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
 use crate::storage::descriptor;
+use crate::storage::file_error::failed;
 use crate::storage::image::ImageIdentity;
 use crate::storage::json_file;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
-use crate::storage::mark::{failed, marked, usage};
+use crate::storage::mark::{marked, usage};
 use crate::storage::sealed::remove_if_there;
 use crate::storage::tpm_state;
 use vmseal_api::atomic_file::{self, PRIVATE};

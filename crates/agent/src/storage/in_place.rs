@@ -32,11 +32,11 @@ use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::conversion::{self, Note, Stage, is_there, refusal};
 use crate::storage::facts::{from_api, to_api};
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::mark::failed;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{check_length, data_offset, header_problem};
 

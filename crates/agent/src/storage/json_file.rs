@@ -8,7 +8,7 @@ use serde::Serialize;
 use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::problem::Problem;
 
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
 
 /// At most the first `length_max` bytes of a file; none where there is no such file. Of a longer one that is no JSON, so it
 /// is found damaged.

@@ -31,11 +31,11 @@ use crate::rules;
 use crate::storage::builder::internal;
 use crate::storage::cloning::Lent;
 use crate::storage::facts::to_api;
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Base};
 use crate::storage::locked::Access;
-use crate::storage::mark::failed;
 use crate::storage::opening::{self, data_offset, header_problem};
 
 /// The most files of a base: a clone can then have snapshots of its own, as a read looks into each file.

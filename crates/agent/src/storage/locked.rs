@@ -11,7 +11,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
 
 /// How long a lock may stay after its holder has died: the kernel finishes its requests first.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
@@ -30,25 +30,26 @@ fn in_use(path: &Path) -> Problem {
 /// How often a file is made that another host takes for debris before it is locked.
 const MAKE_ATTEMPTS: usize = 3;
 
-/// Makes a file that only this user can access, and locks it.
+/// Makes a file that only this user can access.
+///
+/// # Errors
+/// Those of the file system; `AlreadyExists` where something has the name, also a link.
+pub fn make(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
+}
+
+/// Makes a file as [`make`] does, and locks it.
 ///
 /// # Errors
 /// `in-use`, or those of the file system.
 pub fn make_locked(path: &Path) -> Result<File, Problem> {
     for _ in 0..MAKE_ATTEMPTS {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(path)
-            .map_err(|error| failed(path, "made", &error))?;
+        let file = make(path).map_err(|error| failed(path, "made", &error))?;
         if !lock(&file, Access::Write).map_err(|error| failed(path, "locked", &error))? {
             return Err(in_use(path));
         }
-        // Whoever removes a file has its lock and has seen that the name is still its own: so it is this one's for good, or
-        // was removed before it was locked.
+        // A host removes a file only while it holds the file's lock and the file still has its name. So the file keeps its
+        // name from now on, or was removed before it was locked.
         let made = file.metadata().map_err(|error| failed(path, "read", &error))?;
         match path.symlink_metadata() {
             Ok(there) if (there.dev(), there.ino()) == (made.dev(), made.ino()) => return Ok(file),

@@ -1,6 +1,5 @@
 //! The mark that identifies a directory as a datastore.
 
-use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -8,6 +7,7 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::storage::file_error::failed;
 use crate::storage::json_file;
 
 /// The file that holds the mark.
@@ -34,14 +34,6 @@ impl Marker {
     pub(super) fn is_shared(&self) -> bool {
         self.version == SHARED_VERSION
     }
-}
-
-pub(crate) fn failed(path: &Path, what: &str, error: &io::Error) -> Problem {
-    let code = match error.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::NoSpace,
-        _ => ErrorCode::Internal,
-    };
-    Problem::new(code, format!("{} cannot be {what}: {error}", path.display()))
 }
 
 pub(super) fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {

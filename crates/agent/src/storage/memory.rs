@@ -25,8 +25,8 @@ use vmseal_seal::stream::{SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
 use crate::process::run_record::{LENGTH_MAX, Record};
+use crate::storage::file_error::failed;
 use crate::storage::home::{Home, SNAPSHOT_MEMORY};
-use crate::storage::mark::failed;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 
 /// The version of [`SavedMachine`].

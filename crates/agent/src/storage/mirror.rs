@@ -40,11 +40,11 @@ use crate::keys;
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::facts::{from_api, to_api};
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, make_locked, open_locked};
-use crate::storage::mark::failed;
 use crate::storage::opening::{self, Open, data_offset, header_problem};
 
 /// A copy that is to take a disk's place, or has taken it.

@@ -15,6 +15,7 @@ pub(crate) mod export;
 pub(crate) mod exported;
 pub(crate) mod exporting;
 pub(crate) mod facts;
+pub(crate) mod file_error;
 pub(crate) mod file_identity;
 pub(crate) mod filling;
 pub(crate) mod grow;

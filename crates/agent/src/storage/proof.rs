@@ -33,8 +33,8 @@ use vmseal_secret::SecretBytes;
 use self::data::Reading;
 use self::files::{DiskKey, Examiner};
 use self::names::{Named, name_of};
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
 
 /// What is to be read.
 pub struct Proving {

@@ -32,9 +32,9 @@ use vmseal_secret::SecretBytes;
 
 use crate::filter::Replica;
 use crate::storage::builder::internal;
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
 use crate::storage::timed;
 
 /// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so

@@ -14,7 +14,7 @@ use vmseal_seal::slot::VmKey;
 use vmseal_secret::SecretBytes;
 
 use crate::keys;
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
 
 /// The VM's key; none for a VM that has none. A VM with a key never has such a file in the clear.
 ///

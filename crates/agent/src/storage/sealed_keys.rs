@@ -11,9 +11,9 @@ use vmseal_api::problem::Problem;
 use vmseal_seal::file::{Header, SlotChange};
 use vmseal_seal::slot::VmKey;
 
+use crate::storage::file_error::failed;
 use crate::storage::home::{CORE, Home, SNAPSHOT_MEMORY};
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::mark::failed;
 use crate::storage::sealed;
 
 /// What to do about a file that does not open with the VM's key.

@@ -16,8 +16,9 @@ use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::datastore;
+use crate::storage::file_error::failed;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
-use crate::storage::mark::{failed, marked};
+use crate::storage::mark::marked;
 use crate::storage::sealed::remove_if_there;
 use crate::storage::timed;
 

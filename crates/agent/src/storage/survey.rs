@@ -15,8 +15,9 @@ use vmseal_api::problem::Problem;
 use crate::storage::contents::look;
 use crate::storage::descriptor;
 use crate::storage::facts;
+use crate::storage::file_error::failed;
 use crate::storage::home::DESCRIPTOR;
-use crate::storage::mark::{directory, failed, marker};
+use crate::storage::mark::{directory, marker};
 
 /// The most directory entries that are looked at, so that a foreign tree does not delay it for long.
 const ENTRIES_MAX: usize = 100_000;

@@ -18,7 +18,7 @@ use vmseal_api::host::backup::TPM_STATE_MAX;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
 
 /// The file in which a TPM 2.0 of swtpm's keeps all.
 const STATE: &str = "tpm2-00.permall";

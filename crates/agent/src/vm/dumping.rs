@@ -95,7 +95,7 @@ impl Dumping {
                     return Ok((file, writer));
                 }
                 writer.write(&part[..length]).map_err(|error| {
-                    crate::storage::mark::failed(file.path(), "written", &error)
+                    crate::storage::file_error::failed(file.path(), "written", &error)
                 })?;
             }
         });

@@ -100,7 +100,9 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
         take_back(&qmp, &name).await;
         return Err(refuses(error));
     }
-    let tell = |state: &Value| drop(report.send_replace(progress_of(state)));
+    let tell = |state: &Value| {
+        report.send_replace(progress_of(state));
+    };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
     tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(&qmp, tell))?;

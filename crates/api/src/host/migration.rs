@@ -18,9 +18,6 @@ use super::VmSpec;
 use super::key::SealedKey;
 use crate::id::{DiskId, MigrationId, VmId};
 
-/// The most connections of a migration: more gain nothing on the fastest links that were measured.
-pub const STREAMS_MAX: u16 = 16;
-
 /// The length of the key of a migration, in bytes.
 pub const MIGRATION_KEY_LEN: usize = 32;
 
@@ -34,7 +31,7 @@ pub struct MigrationSession {
     pub nonce: u64,
     /// The key of the session, sealed to this host's key box with [`migration_info`].
     pub key: SealedKey,
-    /// How many connections there are, at most [`STREAMS_MAX`].
+    /// How many connections there are: 1 to 64 (docs/formats/migration-wire.md).
     pub streams: u16,
     /// Whether what they carry is encrypted. The connections themselves are authenticated in either case.
     pub encrypted: bool,

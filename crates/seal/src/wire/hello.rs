@@ -282,7 +282,7 @@ impl<'a> Accepting<'a> {
     }
 }
 
-/// The accepting end of a connection whose other end has the spec. Whoever keeps count takes each stream once.
+/// The accepting end of a connection whose other end has the spec. Its owner makes sure that each stream is taken once.
 pub struct Accepted {
     stream: u16,
     ends: Ends,

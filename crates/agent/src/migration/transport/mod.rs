@@ -8,13 +8,13 @@
 //!                               ├─ Bridge::start  a local socket's bytes, both ways (QEMU), threads of its own
 //!                               └─ records        frames with a kind, for threads of the caller (disk blocks, pages)
 //! ```
-//! A session succeeds or fails as a whole. The first error of any stream is the session's ([`Handle::failure`]); from then on every
-//! connection and every bridged local socket is shut down, and whoever waits for a stream gets that first error. A stream is whole only
-//! when its authenticated end has come; where it has not, nobody hears of an end. Dropping the [`Session`] cancels it.
+//! A session succeeds or fails as a whole. The first error of any stream fails the session ([`Handle::failure`]): it closes every connection
+//! and every bridged local socket, and every call that waits for a stream returns this error. The reader of a stream is told of its end only
+//! when the authenticated end frame has come. Dropping the [`Session`] cancels it: drop it when the last stream has ended in both directions,
+//! or frames that are in flight are lost.
 //!
-//! A spec serves one session: [`connect`] takes it, and the accepting end takes each stream once. What protects the frames is in the spec
-//! ([`Cipher`]); nothing is negotiated. Numbers of streams, and kinds of frames other than bytes and messages, are the caller's. A session is
-//! dropped only when its last stream has ended both ways, or what is still on its way is lost.
+//! A spec serves one session: [`connect`] takes it, and the accepting end takes each stream once. The spec says how frames are protected
+//! ([`Cipher`]); nothing is negotiated. The caller chooses the numbers of the streams, and the kinds of frames other than bytes and messages.
 
 mod bridge;
 mod connect;
@@ -48,7 +48,7 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How many connections may be there that have not proved themselves: each costs a socket and some kilobytes.
 pub const UNPROVEN_MAX: usize = 256;
 
-/// How many of them may come from one address: all streams of one migration open together.
+/// How many of them may come from one address: a host opens all streams of a migration at once.
 pub const UNPROVEN_PER_SOURCE: usize = STREAMS_MAX as usize;
 
 /// How long the other host may take nothing and answer nothing before the connection counts as lost. A destination whose storage hangs for

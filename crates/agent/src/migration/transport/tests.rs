@@ -1,6 +1,5 @@
 mod attacked;
 mod listening;
-mod measured;
 mod messages;
 
 use std::io::{Read, Write};

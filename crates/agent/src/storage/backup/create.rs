@@ -27,7 +27,8 @@ use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
-use crate::storage::mark::{failed, usage};
+use crate::storage::file_error::failed;
+use crate::storage::mark::usage;
 use crate::storage::mirror::source::next_data;
 use crate::storage::opening::{self, Open};
 

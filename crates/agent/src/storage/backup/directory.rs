@@ -19,7 +19,8 @@ use vmseal_api::host::backup::{BackupManifest, BackupPlace, LENGTH_MAX, parse};
 use vmseal_api::id::BackupId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
+use crate::storage::locked;
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 
 /// The name of manifests.
@@ -280,13 +281,7 @@ impl Unfinished {
     /// # Errors
     /// Those of the file system.
     pub fn make(&self, name: &str) -> Result<File, Problem> {
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(self.open.path().join(name))
+        locked::make(&self.open.path().join(name))
             .map_err(|error| failed(&self.shown.join(name), "made", &error))
     }
 

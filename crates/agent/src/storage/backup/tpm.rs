@@ -24,8 +24,8 @@ use crate::hypervisor::tpm::{self, Swtpm};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::internal;
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
 use crate::storage::{tpm_disk, tpm_state};
 
 /// The directory, in that of the processes of a verification, of what a TPM kept.

@@ -9,7 +9,7 @@ use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::{CORE, Home, LEASE, SNAPSHOT_MEMORY, is_base};
-use crate::storage::mark::failed;
+use crate::storage::file_error::failed;
 
 /// What the names of memories have, behind the disk, that are to take their places with its copy.
 const COPY_MEMORY: &str = "copy-memory-";

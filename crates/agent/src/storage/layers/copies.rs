@@ -18,9 +18,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::files::{make_layer, open_layer, open_unlocked, remove_debris};
 use super::{Kept, Layer, LayerId, Layers, note};
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::mark::failed;
 
 /// What is to be copied next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,10 +14,10 @@ use vmseal_qcow2::Below;
 use super::note::PreparedNote;
 use super::{Base, Layer, LayerId, Layers, note};
 use crate::storage::builder::internal;
+use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
-use crate::storage::mark::failed;
 use crate::storage::sharing;
 
 /// The open files of a disk, from some layer downwards.

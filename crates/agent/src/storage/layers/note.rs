@@ -10,9 +10,9 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Base, Kept, Layer, LayerId, Layers};
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::json_file;
-use crate::storage::mark::failed;
 
 /// The version of notes.
 const VERSION: u32 = 1;

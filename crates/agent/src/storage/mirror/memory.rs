@@ -29,9 +29,9 @@ use super::Mirror;
 use super::gate::Gate;
 use super::note::MemoryForm;
 use crate::storage::builder::internal;
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::mark::failed;
 use crate::storage::memory::MemoryFiles;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 

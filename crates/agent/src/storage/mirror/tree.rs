@@ -21,10 +21,10 @@ use super::{Mirror, copy_key, memory};
 use crate::filter::{self, Lower, Shared, Sums, Volume};
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::mark::failed;
 use crate::storage::opening::{self, Open, data_offset};
 
 /// The layers of a disk and of its copy; none where the disk has none, or has pivoted.

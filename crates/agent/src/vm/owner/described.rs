@@ -19,8 +19,8 @@ use crate::keys;
 use crate::storage::contents::look;
 use crate::storage::descriptor;
 use crate::storage::facts::from_api;
+use crate::storage::file_error::failed;
 use crate::storage::home::Home;
-use crate::storage::mark::failed;
 use crate::storage::opening::header_problem;
 
 impl Owner {
