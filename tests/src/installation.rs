@@ -514,6 +514,21 @@ impl Installation {
         self.json(&["vm", "show", vm])
     }
 
+    /// The directory of a VM where its first disk is: in the datastore `local`, or in one at [`Self::path`] of its name.
+    pub fn home(&self, vm: &str) -> anyhow::Result<PathBuf> {
+        let shown = self.vm(vm)?;
+        let place = match shown["disks"][0]["datastore"].as_str().context("it has no disk")? {
+            "local" => self.path("datastore"),
+            other => self.path(other),
+        };
+        Ok(place.join(shown["id"].as_str().context("it has no id")?))
+    }
+
+    /// What is in the directory of a VM where its first disk is.
+    pub fn home_files(&self, vm: &str) -> anyhow::Result<Vec<PathBuf>> {
+        std::fs::read_dir(self.home(vm)?)?.map(|entry| Ok(entry?.path())).collect()
+    }
+
     /// Waits until a VM's `power` has this value.
     pub fn wait_power(&self, vm: &str, power: &str) -> anyhow::Result<Value> {
         eventually(&format!("{vm} is {power}"), || {

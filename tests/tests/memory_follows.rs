@@ -56,28 +56,13 @@ fn counts(console: &mut Console, from: u32) {
     run(console, &count, &format!("COUNTED-{}-", from + 1)).unwrap();
 }
 
-/// The directory of the VM where its first disk is.
-fn home(here: &Installation) -> PathBuf {
-    let vm = here.vm(VM).unwrap();
-    let place = match vm["disks"][0]["datastore"].as_str().unwrap() {
-        "local" => here.path("datastore"),
-        other => here.path(other),
-    };
-    place.join(vm["id"].as_str().unwrap())
-}
-
-fn files(here: &Installation) -> Vec<PathBuf> {
-    let home = home(here);
-    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
-}
-
 fn name(path: &Path) -> String {
     path.file_name().unwrap().to_string_lossy().into_owned()
 }
 
 /// The one memory that a snapshot keeps.
 fn memory(here: &Installation) -> PathBuf {
-    let mut kept = files(here);
+    let mut kept = here.home_files(VM).unwrap();
     kept.retain(|path| name(path).starts_with("vm.memory"));
     assert_eq!(kept.len(), 1, "{kept:?}");
     kept.remove(0)
@@ -85,10 +70,10 @@ fn memory(here: &Installation) -> PathBuf {
 
 /// Nothing is left of a copy or of what was before, and the memory is kept in this form.
 fn is_whole(here: &Installation, slot: u8) {
-    let left = files(here)
-        .into_iter()
-        .map(|path| name(&path))
-        .filter(|name| ["copy", "source", "mirror", ".new"].iter().any(|part| name.contains(part)));
+    let left =
+        here.home_files(VM).unwrap().into_iter().map(|path| name(&path)).filter(|name| {
+            ["copy", "source", "mirror", ".new"].iter().any(|part| name.contains(part))
+        });
     assert_eq!(left.collect::<Vec<_>>(), Vec::<String>::new());
     let content = std::fs::read(memory(here)).unwrap();
     let mut slots = [content[512], content[1024]];
@@ -174,12 +159,12 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
     assert!(std::fs::read(&was).unwrap()[..4096].iter().all(|byte| *byte == 0), "its key is left");
     counts(&mut console, 3);
 
-    let (former, second) = (home(&here), here.path("second"));
+    let (former, second) = (here.home(VM).unwrap(), here.path("second"));
     std::fs::create_dir(&second).unwrap();
     let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
     here.vmseal(&place).unwrap();
     here.vmseal(&["vm", "move", VM, "--datastore", "second"]).unwrap();
-    assert!(home(&here).starts_with(&second));
+    assert!(here.home(VM).unwrap().starts_with(&second));
     assert!(!former.exists(), "something is left where the VM was");
     is_whole(&here, WRAPPED);
     let console = comes_back(&here, Some(console), 1);
@@ -199,7 +184,7 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
     let console = comes_back(&here, None, 1);
     drop(console);
     here.vmseal(&["snapshot", "delete", VM, "asleep"]).unwrap();
-    assert!(files(&here).iter().all(|path| !name(path).starts_with("vm.memory")));
+    assert!(here.home_files(VM).unwrap().iter().all(|path| !name(path).starts_with("vm.memory")));
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
@@ -224,7 +209,7 @@ fn what_dies_while_a_memory_is_copied_loses_nothing() {
 
 /// The room that the copies take so far, in bytes.
 fn copied(here: &Installation) -> u64 {
-    let room = files(here).into_iter().filter_map(|path| path.metadata().ok());
+    let room = here.home_files(VM).unwrap().into_iter().filter_map(|path| path.metadata().ok());
     room.map(|it| it.blocks() * 512).sum()
 }
 
@@ -285,7 +270,7 @@ fn the_copy_of_a_tree_stands_still_while_its_task_is_paused() {
     let slowly = [&DECRYPT[..], &["--rate", "1M", "--no-wait"]].concat();
     let task = here.json(&slowly).unwrap()["id"].as_str().unwrap().to_owned();
     eventually("a memory is being copied", || {
-        files(&here).iter().any(|path| name(path).ends_with(".new")).then_some(())
+        here.home_files(VM).unwrap().iter().any(|path| name(path).ends_with(".new")).then_some(())
     })
     .unwrap();
     copies(&here, before);

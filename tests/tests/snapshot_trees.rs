@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::guest::Console;
@@ -84,23 +84,9 @@ fn tree(policy: &str) -> (Installation, Console) {
     (here, console)
 }
 
-/// The directory of the VM where its disks are.
-fn home(here: &Installation) -> PathBuf {
-    let vm = here.vm(VM).unwrap();
-    let place = match vm["disks"][0]["datastore"].as_str().unwrap() {
-        "local" => here.path("datastore"),
-        other => here.path(other),
-    };
-    place.join(vm["id"].as_str().unwrap())
-}
-
-fn files(home: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
-}
-
 /// The texts that can be read in the VM's files.
 fn in_the_clear(here: &Installation) -> Vec<&'static str> {
-    let files = files(&home(here));
+    let files = here.home_files(VM).unwrap();
     let contents: Vec<_> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
     let all = KEPT.iter().map(|(_, text)| *text).chain([NOW, LOWEST]);
     let is_there = |text: &&str| {
@@ -111,7 +97,7 @@ fn in_the_clear(here: &Installation) -> Vec<&'static str> {
 
 /// Two disks with their images, notes and layers, and nothing of a copy or of what was before.
 fn is_whole(here: &Installation, encrypted: bool) {
-    let files = files(&home(here));
+    let files = here.home_files(VM).unwrap();
     let kind = |file: &PathBuf| {
         let kind = file.extension().unwrap_or_default().to_string_lossy().into_owned();
         kind.split('-').next().unwrap_or_default().to_owned()
@@ -168,7 +154,7 @@ fn comes_back(here: &Installation, (name, text): (&str, &str)) {
 
 /// The room that all layers take, in bytes.
 fn room(here: &Installation) -> u64 {
-    let files = files(&home(here)).into_iter();
+    let files = here.home_files(VM).unwrap().into_iter();
     let layers = files.filter(|file| {
         file.extension().is_some_and(|it| it.to_string_lossy().starts_with("layer-"))
     });
@@ -225,7 +211,7 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
     std::fs::create_dir(&second).unwrap();
     let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
     here.vmseal(&place).unwrap();
-    let former = home(&here);
+    let former = here.home(VM).unwrap();
     for (operation, encrypted) in [
         (&["vm", "recrypt", VM, "--deep"][..], true),
         (&["vm", "move", VM, "--datastore", "second"], true),

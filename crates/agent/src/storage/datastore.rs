@@ -151,14 +151,15 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use vmseal_api::host::DatastoreLocation;
     use vmseal_api::id::DiskId;
 
     use super::*;
     use crate::storage::home::Home;
 
-    fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
+    /// A directory that is not a datastore yet.
+    pub fn unmarked() -> (tempfile::TempDir, DatastoreSpec) {
         let directory = tempfile::tempdir().unwrap();
         let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
         let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
@@ -167,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_datastore_is_marked_once_and_another_ones_place_is_refused() {
-        let (directory, spec) = datastore();
+        let (directory, spec) = unmarked();
         assert_eq!(Home::of(&spec, VmId::new()).unwrap_err().code, ErrorCode::WrongState);
         let looked_at = examine(&spec).unwrap();
         assert!(!directory.path().join(MARKER).exists(), "examining it has marked it");
@@ -202,7 +203,7 @@ mod tests {
 
     #[test]
     fn of_a_shared_datastore_a_host_sweeps_its_own_vms_alone() {
-        let (directory, spec) = datastore();
+        let (directory, spec) = unmarked();
         assert_eq!(mark_shared(&spec).unwrap_err().code, ErrorCode::WrongState);
         probe(&spec).unwrap();
         let (own, other) = (VmId::new(), VmId::new());
@@ -226,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_datastore_within_another_is_refused_from_above_and_below() {
-        let (directory, spec) = datastore();
+        let (directory, spec) = unmarked();
         let at = |path: &Path| {
             let location = DatastoreLocation::Dir { path: path.to_owned() };
             DatastoreSpec { datastore: DatastoreId::new(), location }

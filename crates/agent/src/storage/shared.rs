@@ -169,12 +169,10 @@ fn kind_of(mounts: &str, device: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::storage::datastore::probe;
+    use crate::storage::datastore::{probe, tests::unmarked};
 
     fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
-        let directory = tempfile::tempdir().unwrap();
-        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
-        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let (directory, spec) = unmarked();
         probe(&spec).unwrap();
         (directory, spec)
     }
