@@ -1,4 +1,5 @@
-//! The pace of work that copies a whole disk or layer, for nobody: it may be changed, paused and resumed meanwhile.
+//! The pace of work that copies a whole disk or layer while no guest waits for it: it may be changed,
+//! paused and resumed meanwhile.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -80,7 +80,7 @@ pub struct DiskState {
     bitmaps: Option<Arc<Bitmaps>>,
     replica: Option<Replicate>,
     mirror: Mutex<Option<Arc<Mirror>>>,
-    /// How fast its own work goes, where it is copied for nobody.
+    /// The pace of its work, where the work copies the disk and no guest waits for it.
     pace: Option<Arc<WorkPace>>,
     /// Of the readers beside its front end.
     beside: Option<Arc<DiskState>>,

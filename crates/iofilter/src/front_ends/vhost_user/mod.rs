@@ -10,8 +10,8 @@
 //! crate `vhost-user-backend` is not used: it takes a lock per request and cannot track those in flight
 //! ([`inflight`]).
 
-pub mod backend_channel;
 pub mod config;
+pub mod descriptor_message;
 pub mod inflight;
 pub mod memory_log;
 mod message;
@@ -31,7 +31,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use vhost::vhost_user::BackendReqHandler;
 use vmseal_api::filter::DiskActivity;
 
-use crate::front_ends::vhost_user::backend_channel::Given;
+use crate::front_ends::vhost_user::descriptor_message::Given;
 use crate::front_ends::vhost_user::message::Arrival;
 use crate::front_ends::vhost_user::session::Session;
 use crate::front_ends::{self, ServedDisk};
@@ -157,7 +157,7 @@ fn converse(
                 break;
             }
         }
-        if let Some(given) = backend_channel::next(&connection) {
+        if let Some(given) = descriptor_message::next(&connection) {
             if let Err(error) = take_descriptor(&connection, given, served, &session) {
                 tracing::warn!(%error, "the connection is ended");
                 break;
@@ -199,11 +199,11 @@ fn take_descriptor(
     served: &ServedDisk,
     session: &Mutex<Session>,
 ) -> io::Result<()> {
-    let (descriptor, answer) = backend_channel::take(connection)?;
+    let (descriptor, answer) = descriptor_message::take(connection)?;
     match given {
         Given::Channel => {
             let channel = UnixStream::from(descriptor);
-            let announce = move || backend_channel::announce(&channel);
+            let announce = move || descriptor_message::announce(&channel);
             served.state.set_announce(Some(Box::new(announce)));
         }
         Given::LogEvent => {

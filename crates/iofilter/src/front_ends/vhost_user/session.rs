@@ -401,7 +401,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        // BACKEND_REQ's one message is handled in `backend_channel`.
+        // BACKEND_REQ's one message is handled in `descriptor_message`.
         Ok(VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::MQ
