@@ -120,7 +120,9 @@ impl RunningQueue {
                 let Ok(chain) = receive.recv() else {
                     unreachable!("the chain is sent once the thread exists")
                 };
-                QueueWorker::new(setup, chain, ordered).run()
+                let mut worker = QueueWorker::new(setup, chain, ordered);
+                worker.start_ring();
+                worker.run()
             });
         match spawned {
             Err(error) => Err((Box::new(chain), error)),
@@ -158,7 +160,7 @@ impl RunningQueue {
 pub fn serve_now(setup: Setup, chain: Chain, passes: usize) -> std::io::Result<(Chain, u16)> {
     let (orders, ordered) = orders::channel()?;
     let mut worker = QueueWorker::new(setup, chain, ordered);
-    worker.check_ring();
+    worker.start_ring();
     for _ in 0..passes {
         if worker.pass() == 0 {
             break;
@@ -279,6 +281,12 @@ impl QueueWorker {
         }
     }
 
+    /// What comes once, before anything is taken from the ring.
+    fn start_ring(&mut self) {
+        self.notify_of_earlier_answers();
+        self.check_ring();
+    }
+
     fn check_ring(&mut self) {
         let Setup { queue, memory, begun, .. } = &self.setup;
         if !queue.is_valid(memory) {
@@ -297,8 +305,6 @@ impl QueueWorker {
     }
 
     fn run(mut self) -> (Chain, u16) {
-        self.notify_of_earlier_answers();
-        self.check_ring();
         loop {
             while let Some(order) = self.orders.next() {
                 self.obey(order);
