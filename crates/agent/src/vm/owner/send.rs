@@ -97,9 +97,16 @@ impl Owner {
                     Ok(()) => self.hand_over().await,
                     Err(problem) => Err(problem),
                 };
-                if let Err(problem) = &handed_over {
-                    tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent, and goes on");
-                    self.let_go_on().await;
+                match &handed_over {
+                    Ok(()) => {}
+                    // Some of its disks are not served: the server cancels, and so tries again to give them back.
+                    Err(problem) if self.is_handed_over() => {
+                        tracing::error!(vm = %self.spec.vm, %problem, "the VM is not sent, and stands still");
+                    }
+                    Err(problem) => {
+                        tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent, and goes on");
+                        self.let_go_on().await;
+                    }
                 }
                 self.jobs.migrated(task, handed_over);
             }
@@ -118,7 +125,12 @@ impl Owner {
             return Err(internal("its filter has died"));
         };
         running.live.handed_over = Some(generation);
-        running.write(&spec)?;
+        if let Err(problem) = running.write(&spec) {
+            running.live.handed_over = None;
+            // What was written may be there, though it failed.
+            let _ = running.write(&spec);
+            return Err(problem);
+        }
         let control = running.control.clone();
         let let_go = move || {
             let new = disks.iter().map(|(disk, offset)| {
