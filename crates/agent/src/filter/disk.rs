@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::PipeReader;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, ConvertSpec, Direct, DiskConfig,
@@ -27,23 +27,75 @@ pub struct Replica {
     pub bytes_per_second: u64,
 }
 
-/// The open copy that is to take a disk's place, for a filter.
+/// The open copy of a disk, for a filter.
 #[derive(Debug)]
 pub struct Mirror {
-    /// The copy's image; its lock is held.
-    pub file: File,
-    /// The layers above it, the active one first: below that they hold what the disk's own hold.
-    pub layers: Vec<File>,
-    /// Where the guest's first byte is in it, in bytes.
-    pub offset: u64,
+    /// Where it is.
+    pub to: CopyPlace,
     /// The copy's DEK as a descriptor, and what holes mean; none for a plain one.
     pub key: Option<(SecretFd, Holes)>,
     /// The map of what the copy lacks; its lock is held.
     pub map: File,
-    /// Whether the copy stays allocated when the guest discards.
-    pub keeps_room: bool,
     /// How fast it is copied. Without a rate it yields to the guest by itself.
     pub pace: CopyPace,
+}
+
+/// Where the copy of a disk is.
+#[derive(Debug)]
+pub enum CopyPlace {
+    /// On this host: the disk is to pivot to it.
+    Image {
+        /// The copy's image; its lock is held.
+        file: File,
+        /// The layers above it, the active one first: below that they hold what the disk's own hold.
+        layers: Vec<File>,
+        /// Where the guest's first byte is in it, in bytes.
+        offset: u64,
+        /// Whether the copy stays allocated when the guest discards.
+        keeps_room: bool,
+    },
+    /// On another one, whose NBD server is behind this socket: the disk stays here.
+    OtherHost(UnixStream),
+}
+
+impl CopyPlace {
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        match self {
+            Self::Image { file, layers, .. } => {
+                std::iter::once(file).chain(layers).map(AsFd::as_fd).collect()
+            }
+            Self::OtherHost(socket) => vec![socket.as_fd()],
+        }
+    }
+
+    fn backend(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> BackendSpec {
+        let (file, layers, offset, keeps_room) = match self {
+            Self::Image { file, layers, offset, keeps_room } => {
+                (file, layers, *offset, *keeps_room)
+            }
+            Self::OtherHost(socket) => {
+                let sockets = vec![fd(socket.as_fd())];
+                return BackendSpec::Nbd { sockets, export: String::new(), offset: 0 };
+            }
+        };
+        match layers.split_first() {
+            None => BackendSpec::File {
+                file: fd(file.as_fd()),
+                offset,
+                direct: Direct::Auto,
+                keeps_room,
+            },
+            Some((active, below)) => {
+                let active = fd(active.as_fd());
+                let below = below.iter().map(|layer| (layer, ImageFormat::Qcow2));
+                let below = below.chain([(file, ImageFormat::Raw)]);
+                let below =
+                    below.map(|(file, format)| BackingSpec { file: fd(file.as_fd()), format });
+                let backing = below.collect();
+                BackendSpec::Qcow2 { file: active, backing, offset, lock: None }
+            }
+        }
+    }
 }
 
 impl Mirror {
@@ -51,26 +103,11 @@ impl Mirror {
     pub(super) fn spec(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> MirrorSpec {
         let crypt = self.key.iter().map(|(key, holes)| (fd(key.as_fd()), *holes));
         let chain = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes }).collect();
-        let backend = match self.layers.split_first() {
-            None => BackendSpec::File {
-                file: fd(self.file.as_fd()),
-                offset: self.offset,
-                direct: Direct::Auto,
-                keeps_room: self.keeps_room,
-            },
-            Some((active, below)) => {
-                let active = fd(active.as_fd());
-                let below = below.iter().map(|layer| (layer, ImageFormat::Qcow2));
-                let below = below.chain([(&self.file, ImageFormat::Raw)]);
-                let below =
-                    below.map(|(file, format)| BackingSpec { file: fd(file.as_fd()), format });
-                let backing = below.collect();
-                BackendSpec::Qcow2 { file: active, backing, offset: self.offset, lock: None }
-            }
-        };
+        let backend = self.to.backend(&mut fd);
         let (map, pace) = (fd(self.map.as_fd()), self.pace);
-        let same_below = !self.layers.is_empty();
-        MirrorSpec { to: StackSpec { chain, backend }, map, pace, same_below }
+        let stays = matches!(self.to, CopyPlace::OtherHost(_));
+        let same_below = matches!(&backend, BackendSpec::Qcow2 { .. });
+        MirrorSpec { to: StackSpec { chain, backend }, map, pace, same_below, stays }
     }
 }
 
@@ -503,8 +540,7 @@ impl Disk {
         let replica = self.replica.iter().flat_map(|it| [it.file.as_fd(), it.map.as_fd()]);
         let mirror = self.mirror.iter().flat_map(|it| {
             let key = it.key.as_ref().map(|(key, _)| key.as_fd());
-            let files = [&it.file, &it.map].into_iter().chain(&it.layers);
-            files.map(AsFd::as_fd).chain(key)
+            it.to.descriptors().into_iter().chain([it.map.as_fd()]).chain(key)
         });
         file.chain(self.work.descriptors()).chain(key).chain(beside).chain(replica).chain(mirror)
     }

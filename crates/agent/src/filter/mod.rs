@@ -29,7 +29,9 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
 use vmseal_secret::SecretFd;
 
-pub use self::disk::{Conversion, Disk, Lower, Mirror, Replica, Shared, Sums, Volume, Work};
+pub use self::disk::{
+    Conversion, CopyPlace, Disk, Lower, Mirror, Replica, Shared, Sums, Volume, Work,
+};
 pub use self::stacks::{NewLayers, Waiting};
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};

@@ -103,6 +103,14 @@ impl Waiting {
         self.ask(&ControlRequest::Retire, &[])
     }
 
+    /// Completes the copies that other hosts get of these disks. Blocks.
+    ///
+    /// # Errors
+    /// [`FilterError::Refused`]: one lacks something.
+    pub fn complete(&mut self, disks: Vec<DiskId>) -> Result<(), FilterError> {
+        self.ask(&ControlRequest::Complete { disks }, &[])
+    }
+
     /// Gives all of these disks other layers. Blocks.
     ///
     /// # Errors

@@ -35,7 +35,7 @@ use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
 use self::note::Note;
 use self::pivot_mark::PivotMark;
-use crate::filter;
+use crate::filter::{self, CopyPlace};
 use crate::keys;
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
@@ -550,7 +550,8 @@ fn open_copy(
     let key = copy_key(note, spec, disk, kek, &file)?.map(|key| (key, Holes::Zero));
     let offset = data_offset(&note.copy_facts);
     let (keeps_room, pace) = (is_preallocated(disk), mirror.pace()?);
-    Ok(filter::Mirror { file, layers, offset, key, map, keeps_room, pace })
+    let to = CopyPlace::Image { file, layers, offset, keeps_room };
+    Ok(filter::Mirror { to, key, map, pace })
 }
 
 /// The DEK of a copy, whose image is open; none of one that is plain.

@@ -72,8 +72,8 @@ pub enum ControlRequest {
         /// The disks.
         disks: Vec<DiskId>,
     },
-    /// Exchange the stacks of disks that this connection has drained, all of them or none: the new ones hold the same bytes.
-    /// Answered by [`ControlReply::Done`]; the disks wait on. After an error they have their stacks as before. A `fd` in a
+    /// Exchange the stacks of disks that this connection has drained, all of them or none: the new ones hold the same bytes. A copy
+    /// of a disk that stays ([`super::MirrorSpec::stays`]) ends. Answered by [`ControlReply::Done`]; the disks wait on. After an error they have their stacks as before. A `fd` in a
     /// stack is the number, from 0 on, of a descriptor that is sent with this request (SCM_RIGHTS).
     Replace {
         /// The stacks.
@@ -88,6 +88,13 @@ pub enum ControlRequest {
     Mirror {
         /// What they are copied to.
         copies: Vec<NewCopy>,
+    },
+    /// Copy what the copies of these disks lack, which this connection has drained. Answered by [`ControlReply::Done`] when the
+    /// copies have all that the disks have, durably; they do as long as the disks wait. Refused where a disk has no copy, or its
+    /// copy is paused or lacks more than [`super::PIVOT_BYTES_MAX`]. The disks wait on in either case.
+    Complete {
+        /// The disks.
+        disks: Vec<DiskId>,
     },
     /// Serve the disks that this connection has drained; answered by [`ControlReply::Done`]. Refused when they no longer
     /// wait: they are served by the stacks that they have.
@@ -197,6 +204,9 @@ pub struct FilterStatus {
     /// pivot. One of an earlier vmseal does not.
     #[serde(default)]
     pub mirrors: bool,
+    /// Whether it copies disks for other hosts ([`ControlRequest::Complete`]). One of an earlier vmseal does not.
+    #[serde(default)]
+    pub completes: bool,
     /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,

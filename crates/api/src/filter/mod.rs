@@ -198,6 +198,10 @@ pub struct MirrorSpec {
     /// other. Then nothing is copied but what the disk's own image has.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub same_below: bool,
+    /// Whether the disk stays where it is: the copy is for another host, and the disk never pivots to it. It ends with
+    /// [`ControlRequest::Replace`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stays: bool,
 }
 
 /// The most that a copy may lack when the disk is to pivot, in bytes: the guest waits while it is copied, which is to
@@ -432,8 +436,8 @@ pub enum BackendSpec {
     Nbd {
         /// Connected stream sockets, which are not negotiated on yet; by a path, for starting a filter by hand, a unix socket
         /// to connect to. Each chain needs one: the disk's queues; a copy of the disk that begins while it is served, as
-        /// many again and one more; the copy of a mirrored disk, its queues and one; a replica, one; each reader beside the
-        /// front end, one.
+        /// many again and one more; the copy of a mirrored disk, its queues and one, or one where the disk stays
+        /// ([`MirrorSpec::stays`]); a replica, one; each reader beside the front end, one.
         /// 1 to [`NBD_SOCKETS_MAX`].
         sockets: Vec<Handle>,
         /// The export's name; at most 255 bytes.

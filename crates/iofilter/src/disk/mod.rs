@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::disk::allocation::Allocation;
 use crate::layers::leg::COPY_POOL_BYTES;
 use crate::layers::stack::Stack;
-use crate::layers::{align, crypt, stays_above_a_mirror};
+use crate::layers::{align, crypt, replicate, stays_above_a_mirror};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::CipherTime;
@@ -91,6 +91,12 @@ impl Disk {
         let layers = self.stack.layers().iter();
         let stay = layers.take_while(|above| stays_above_a_mirror(&***above)).count();
         Self { stack: self.stack.with(stay, layer), ..self.clone() }
+    }
+
+    /// The same disk, which nothing copies to a mirror.
+    #[must_use]
+    pub fn unmirrored(&self) -> Self {
+        Self { stack: self.stack.without(replicate::MIRROR), ..self.clone() }
     }
 
     /// Where its data is stored.

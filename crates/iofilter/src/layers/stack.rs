@@ -72,6 +72,13 @@ impl Stack {
         Self::new(layers, self.storage.clone(), self.size)
     }
 
+    /// The same without the layers of this kind.
+    #[must_use]
+    pub fn without(&self, kind: &str) -> Self {
+        let layers = self.layers.iter().filter(|layer| layer.kind() != kind).cloned().collect();
+        Self::new(layers, self.storage.clone(), self.size)
+    }
+
     /// All layers, from the guest downwards.
     #[must_use]
     pub fn layers(&self) -> &[Arc<dyn Layer>] {

@@ -144,6 +144,10 @@ impl Control {
                     let answer = replace(&mut drained, &stacks, passed);
                     send(stream, &changed(answer))?;
                 }
+                Ok(ControlRequest::Complete { disks }) => {
+                    let answer = drained.as_ref().ok_or(NotChanged::NothingWaits);
+                    send(stream, &changed(answer.and_then(|it| it.complete(&disks))))?;
+                }
                 Ok(ControlRequest::Retire) => {
                     let answer = drained.as_ref().ok_or(NotChanged::NothingWaits);
                     send(stream, &changed(answer.and_then(Drained::retire)))?;
@@ -187,6 +191,7 @@ impl Control {
             replaces: true,
             retires: true,
             mirrors: true,
+            completes: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }

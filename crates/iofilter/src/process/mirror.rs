@@ -37,8 +37,8 @@ pub(super) struct Mirrored {
     pub layers: Vec<Arc<dyn Layer>>,
     /// The time of the copy's cipher, if it has one.
     pub cipher_time: Option<Arc<CipherTime>>,
-    /// The copy.
-    pub copy: Copy,
+    /// The copy; none where the disk stays.
+    pub copy: Option<Copy>,
 }
 
 /// A copy, for when the disk has pivoted to it.
@@ -58,7 +58,8 @@ pub(super) fn open(
 ) -> Result<OpenedCopy, StartError> {
     let leg = open_stack::leg(disk, COPY, size, &spec.to, handles)?;
     let opened = OpenedMirror::open(disk, size, &spec.map, spec.pace, image, leg, handles);
-    let mut opened = opened.map_err(|error| StartError::Replica { disk, error })?;
+    let mut opened =
+        opened.map_err(|error| StartError::Replica { disk, error })?.that_stays(spec.stays);
     if let (true, DiskStorage::Qcow2(image)) = (spec.same_below, image) {
         let extents = image.extents().map_err(|error| {
             let error = Qcow2Error::System(error);
@@ -94,9 +95,11 @@ impl OpenedCopy {
         let count = shared.len();
         let leg = self.opened.leg();
         let copy = Disk::of(leg.stack().under(shared), false, pools).as_copy_of(disk);
+        let (stays, queues) = (self.opened.stays(), if self.opened.stays() { 0 } else { queues });
         let chains = (0..queues).map(|_| copy.chain()).collect::<Result<Vec<_>, _>>()?;
         let (layers, cipher_time) = (copy.layers().split_off(count), copy.cipher_time());
         let copy = Copy { disk: Arc::new(copy), files: leg.files().to_vec() };
+        let copy = (!stays).then_some(copy);
         if self.opened.mirror.status().pivoted {
             let pivot = Arc::new(self.opened.pivoted());
             return Ok(Mirrored { pivot, chains: Some(chains), layers, cipher_time, copy });

@@ -393,7 +393,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         Some(mirrored) => {
             layers.extend(mirrored.layers);
             cipher_time = cipher_time.or(mirrored.cipher_time);
-            (mirrored.chains.unwrap_or(chains), Some(mirrored.pivot), Some(mirrored.copy))
+            (mirrored.chains.unwrap_or(chains), Some(mirrored.pivot), mirrored.copy)
         }
         None => (chains, None, None),
     };

@@ -6,6 +6,8 @@
 //!     ^                   │ an error, or too long                                        ^      └─────────┘
 //!     └───────────────────┴────────────── Resume, the connection ends, DRAINED_MAX ──────┘
 //! ```
+//! A copy of a disk that stays is completed while the disk is drained ([`Drained::complete`]), and ends when it gets another stack.
+//!
 //! A stack that is retired is never served again: if the disk would go on before it is replaced, the process ends.
 //!
 //! All disks of one [`Drained`] have no request in flight at one time, and get their new stacks together or not at all. The
@@ -28,6 +30,7 @@ use crate::disk::allocation::Allocation;
 use crate::disk::current::{CurrentDisk, IsRead};
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
+use crate::layers::replicate::mirror::{NotPivoted, Pivot};
 use crate::process::mirror::{self, Copy, Mirrored};
 use crate::process::open_stack::{self, IMAGE, WantedStack};
 use crate::process::{CurrentPivot, RunningDisk, StartError, config};
@@ -90,6 +93,9 @@ pub enum NotChanged {
     /// The new stack, or the copy, makes no sense.
     #[error("disk {0}: {1}")]
     Sense(DiskId, String),
+    /// Its copy is not complete.
+    #[error("disk {0}: {1}")]
+    Copy(DiskId, NotPivoted),
     /// The new stack cannot be opened.
     #[error("{0}")]
     Open(#[from] StartError),
@@ -165,8 +171,9 @@ impl DiskStack {
 
     /// The disk has pivoted: it has its copy from now on, and no other file.
     pub(super) fn pivoted(&self, former: Option<Arc<Disk>>) -> FormerStack {
+        let (chains, files) = (Vec::new().into(), BTreeMap::new());
         let mut stack =
-            FormerStack { _chains: Vec::new().into(), _disk: former, _files: BTreeMap::new() };
+            FormerStack { _chains: chains, _copier: None, _disk: former, _files: files };
         let Some(Copy { disk, files }) = self.copy().take() else { return stack };
         stack._files = self.show(&disk, files);
         drop(self.current.exchange(disk));
@@ -210,11 +217,12 @@ impl DiskStack {
     ) -> Result<OpenedDisk, NotChanged> {
         let id = self.id();
         config::check_new_stack(spec).map_err(|what| NotChanged::Sense(id, what))?;
-        if self.copy().is_some() {
+        if self.is_to_pivot() {
             return Err(NotChanged::Mirrored(id));
         }
         self.current.is_free().map_err(|error| NotChanged::Read(id, error))?;
-        let former = self.current.disk().ok_or(NotChanged::Ending(id))?;
+        let served = self.current.disk().ok_or(NotChanged::Ending(id))?;
+        let former = served.unmirrored();
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
         let (size, read_only) = (former.size(), former.read_only());
         let (chain, backend) = (spec.chain.as_deref().unwrap_or_default(), &spec.backend);
@@ -225,7 +233,8 @@ impl DiskStack {
             None => former.moved_to(stack.storage().clone()),
             Some(_) => Disk::of(stack, read_only, self.pools).as_copy_of(&former),
         };
-        let keeps_filters = spec.chain.is_none() && former.filters_suit(&disk);
+        let is_mirrored = self.copier().is_some();
+        let keeps_filters = spec.chain.is_none() && !is_mirrored && former.filters_suit(&disk);
         let new = if keeps_filters {
             NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect::<Result<_, _>>()?)
         } else {
@@ -241,6 +250,7 @@ impl DiskStack {
         let before = self.show(&disk, files);
         // Of a copy that it has pivoted to, nothing is left to be said.
         self.served.state.set_mirror(None);
+        let copier = self.copier();
         if let Some(pivot) = &self.pivot {
             pivot.set(None);
         }
@@ -253,7 +263,19 @@ impl DiskStack {
             }
             NewChains::Whole(new) => FormerChains::Whole(std::mem::replace(chains, new)),
         };
-        FormerStack { _chains: former, _disk: self.current.exchange(disk), _files: before }
+        let disk = self.current.exchange(disk);
+        FormerStack { _chains: former, _copier: copier, _disk: disk, _files: before }
+    }
+
+    /// What copies the disk, while something does.
+    fn copier(&self) -> Option<Arc<Pivot>> {
+        let pivot = self.pivot.as_ref()?.get()?;
+        (!pivot.mirror().status().pivoted).then_some(pivot)
+    }
+
+    /// Whether the disk is copied, and is to pivot to its copy.
+    fn is_to_pivot(&self) -> bool {
+        self.copier().is_some_and(|copier| !copier.stays())
     }
 
     /// Opens a copy of the disk, and makes chains that mark what changes; the disk does not have them yet.
@@ -261,7 +283,7 @@ impl DiskStack {
         let id = self.id();
         let pivot = self.pivot.clone().ok_or(NotChanged::NotMirrored(id))?;
         config::check_new_copy(&spec.mirror).map_err(|what| NotChanged::Sense(id, what))?;
-        if self.copy().is_some() {
+        if self.copier().is_some() {
             return Err(NotChanged::Mirrored(id));
         }
         let (former, chains) = (self.current.disk().ok_or(NotChanged::Ending(id))?, self.queues);
@@ -286,7 +308,7 @@ impl DiskStack {
         state.set_layers([disk.layers(), layers].concat());
         state.set_cipher(disk.cipher_time().or(cipher_time));
         state.set_mirror(Some(new_pivot.mirror()));
-        self.set_copy(copy);
+        *self.copy() = copy;
         // All of the disk is marked: nothing waits for the threads if there are none.
         if let Err(error) = new_pivot.start() {
             new_pivot
@@ -295,7 +317,7 @@ impl DiskStack {
         pivot.set(Some(new_pivot));
         let former = std::mem::replace(chains, new).into();
         let disk = self.current.exchange(disk);
-        FormerStack { _chains: former, _disk: disk, _files: BTreeMap::new() }
+        FormerStack { _chains: former, _copier: None, _disk: disk, _files: BTreeMap::new() }
     }
 }
 
@@ -342,6 +364,7 @@ impl From<Vec<Chain>> for FormerChains {
 /// What a disk had before; closed when this is dropped, which may take long.
 pub(super) struct FormerStack {
     _chains: FormerChains,
+    _copier: Option<Arc<Pivot>>,
     _disk: Option<Arc<Disk>>,
     _files: BTreeMap<(u64, u64), Arc<OwnedFd>>,
 }
@@ -387,7 +410,7 @@ pub fn mirror(
         let mut held = disk.gate.held();
         let chains = held.chains().ok_or(NotChanged::NotDrained(id))?.len();
         let is_of_now = disk.stack.current.disk().is_some_and(|now| Arc::ptr_eq(&now, &opened.of));
-        if disk.stack.copy().is_some() || !is_of_now || chains != opened.chains.len() {
+        if disk.stack.copier().is_some() || !is_of_now || chains != opened.chains.len() {
             return Err(NotChanged::Another(id));
         }
         changes.push((disk, held, opened));
@@ -459,6 +482,26 @@ impl Drained {
         }
         all.iter_mut().for_each(Held::retire);
         Ok(())
+    }
+
+    /// Completes the copies of these disks.
+    ///
+    /// # Errors
+    /// [`NotChanged`]: one lacks something, or may.
+    pub fn complete(&self, disks: &[DiskId]) -> Result<(), NotChanged> {
+        for id in disks {
+            let found = self.disks.iter().find(|disk| disk.stack.id() == *id);
+            let disk = found.ok_or(NotChanged::NotDrained(*id))?;
+            let copier = disk.stack.copier();
+            let completed = copier.ok_or(NotPivoted::NoMirror).and_then(|it| it.complete());
+            completed.map_err(|error| NotChanged::Copy(*id, error))?;
+        }
+        // What went on meanwhile may have changed since.
+        let waits = |disk: &DrainedDisk| disk.gate.held().chains().is_some();
+        match self.disks.iter().find(|disk| !waits(disk)) {
+            Some(disk) => Err(NotChanged::NotDrained(disk.stack.id())),
+            None => Ok(()),
+        }
     }
 
     /// Gives disks other stacks: all of those named, or none.

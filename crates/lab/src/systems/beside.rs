@@ -59,6 +59,7 @@ impl Beside {
             map,
             pace: CopyPace::default(),
             same_below: false,
+            stays: false,
         })))
     }
 

@@ -114,7 +114,8 @@ fn a_copy_is_begun_once_and_opened_with_its_disk() {
     assert_eq!(bench.begin_of(TaskId::new()).unwrap_err().code, ErrorCode::WrongState);
     let opened = bench.open().unwrap();
     let copy = opened.mirror.as_ref().expect("its copy");
-    assert!(copy.key.is_some() && copy.offset == vmseal_luks::DATA_OFFSET);
+    let CopyPlace::Image { offset, .. } = &copy.to else { panic!("{copy:?}") };
+    assert!(copy.key.is_some() && *offset == vmseal_luks::DATA_OFFSET);
     assert!(opened.open.key.is_none() && !opened.has_pivoted);
     drop(opened);
     // Nobody else writes to the disk: the copy would not see it.

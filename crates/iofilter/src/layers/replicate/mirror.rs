@@ -9,6 +9,9 @@
 //! copy has. So a process may die at any instant, and the next one, started with the same configuration, serves the
 //! right place. Only the disk's own thread pivots, with all of its queues stopped. What only the former place needed is
 //! returned, for another thread to close: that takes longer than the pivot.
+//!
+//! A disk that stays ([`MirrorSpec::stays`](vmseal_api::filter::MirrorSpec)) is copied in the same way and never pivots: the copy
+//! is complete when it is told so, with all of its queues stopped, and ends with the disk's stack.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,6 +51,9 @@ pub enum NotPivoted {
     /// Nothing is copied for now.
     #[error("its copy is paused; have it go on first")]
     Paused,
+    /// It is copied for another host.
+    #[error("its copy is for another host, and the disk stays here")]
+    Stays,
     /// The copy met an error.
     #[error("{0}")]
     Copy(String),
@@ -113,6 +119,8 @@ pub struct OpenedMirror {
     leg: Leg,
     /// Of the disk, where the copy has the same below it.
     layer: Option<LayerParts>,
+    /// Whether the disk never pivots.
+    stays: bool,
 }
 
 impl OpenedMirror {
@@ -143,7 +151,19 @@ impl OpenedMirror {
         tracing::info!(%disk, pivoted, ?pace, dirty_bytes = replicate.status().dirty_bytes, "the disk is mirrored");
         let copied = (!pivoted).then(|| replicate.clone());
         let mirror = Arc::new(Mirror(Mutex::new(copied)));
-        Ok(Self { replicate, mirror, leg, layer: None })
+        Ok(Self { replicate, mirror, leg, layer: None, stays: false })
+    }
+
+    /// Of a disk that never pivots, if `stays`.
+    #[must_use]
+    pub fn that_stays(self, stays: bool) -> Self {
+        Self { stays, ..self }
+    }
+
+    /// Whether the disk never pivots.
+    #[must_use]
+    pub fn stays(&self) -> bool {
+        self.stays
     }
 
     /// Copies only what the disk's own image has: below it the copy has the same.
@@ -170,17 +190,17 @@ impl OpenedMirror {
         chains: Vec<Chain>,
         cipher_time: &Arc<CipherTime>,
     ) -> io::Result<Pivot> {
-        let Self { replicate, mirror, leg, layer } = self;
+        let Self { replicate, mirror, leg, layer, stays } = self;
         let copier = Copier::new(&replicate, source, holes, leg.chain(cipher_time)?);
         let copier = Some(Box::new(copier.of_layer(layer)));
         let former = Former { replicate, copier, copying: None };
-        Ok(Pivot { mirror, place: Mutex::new(Place::Former { former, chains }) })
+        Ok(Pivot { mirror, stays, place: Mutex::new(Place::Former { former, chains }) })
     }
 
     /// Of a disk that has pivoted before.
     #[must_use]
     pub fn pivoted(self) -> Pivot {
-        Pivot { mirror: self.mirror, place: Mutex::new(Place::Copy) }
+        Pivot { mirror: self.mirror, stays: self.stays, place: Mutex::new(Place::Copy) }
     }
 }
 
@@ -217,6 +237,7 @@ pub struct Pivoted {
 /// Switches a disk to its copy; see the module.
 pub struct Pivot {
     mirror: Arc<Mirror>,
+    stays: bool,
     place: Mutex<Place>,
 }
 
@@ -262,11 +283,30 @@ impl Pivot {
         }
     }
 
+    /// Whether the disk never pivots.
+    #[must_use]
+    pub fn stays(&self) -> bool {
+        self.stays
+    }
+
+    /// Copies what the copy lacks. The disk has no request in flight, in none of its queues, and gets none meanwhile.
+    ///
+    /// # Errors
+    /// [`NotPivoted`]: the copy lacks something.
+    pub fn complete(&self) -> Result<(), NotPivoted> {
+        let replicate = self.mirror.replicate().clone().ok_or(NotPivoted::NoMirror)?;
+        replicate.is_near()?;
+        replicate.copy_the_rest(Instant::now() + PIVOT_TIMEOUT)
+    }
+
     /// Whether the disk can be asked to pivot: it has, or its copy lacks little and is not paused.
     ///
     /// # Errors
-    /// [`NotPivoted::TooMuch`]; [`NotPivoted::Paused`].
+    /// [`NotPivoted::TooMuch`]; [`NotPivoted::Paused`]; [`NotPivoted::Stays`].
     pub fn is_near(&self) -> Result<(), NotPivoted> {
+        if self.stays {
+            return Err(NotPivoted::Stays);
+        }
         match &*self.mirror.replicate() {
             Some(replicate) => replicate.is_near(),
             None => Ok(()),

@@ -3,6 +3,7 @@
 
 mod backends;
 mod chains;
+mod copied_away;
 mod forgetful;
 mod guest;
 mod killed;
