@@ -15,6 +15,7 @@
 //! | [`exposed`] | `vmseal disk expose` |
 //! | [`process`] | children that never outlive their test |
 //! | [`kills`] | processes that die in the middle of a task |
+//! | [`two_hosts`] | a VM that is on one of two hosts |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
@@ -34,6 +35,7 @@ pub mod scan;
 pub mod shell_guest;
 pub mod test_guest;
 pub mod tpm_guest;
+pub mod two_hosts;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -20,12 +20,9 @@ use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::run;
+use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other, processes};
 
 const VM: &str = "web";
-const HERE: &str = "here";
-const THERE: &str = "there";
-const QEMU: &str = "qemu-system-x86_64";
-const FILTER: &str = "vmseal-filter";
 const PAGE: usize = 4096;
 
 /// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
@@ -44,28 +41,9 @@ fn started(policy: &str) -> (Installation, Console) {
     (here, console)
 }
 
-/// The processes of the guest on a host.
-fn processes(here: &Installation, host: &str, name: &str) -> Vec<i32> {
-    match host {
-        HERE => here.guest_processes(name),
-        other => here.guest_processes_on(other, name),
-    }
-}
-
-fn other(host: &str) -> &'static str {
-    if host == HERE { THERE } else { HERE }
-}
-
 /// The host that the guest runs on, and no other has a process of it.
 fn only_host(here: &Installation) -> String {
-    eventually("it runs on one host alone", || {
-        let shown = here.vm(VM).ok().filter(|shown| shown["power"] == "running")?;
-        let host = shown["host"].as_str()?.to_owned();
-        let left = [QEMU, FILTER].iter().flat_map(|it| processes(here, other(&host), it)).count();
-        let runs = processes(here, &host, QEMU).len() == 1;
-        (runs && left == 0).then_some(host)
-    })
-    .unwrap()
+    two_hosts::only_host(here, VM).unwrap()
 }
 
 /// The guest has what it had, and goes on counting.
@@ -213,7 +191,8 @@ fn the_memory_at_the_destination_is_that_at_the_source_byte_for_byte() {
     const HANDED_OVER: &str = "its disks are free";
     const LOADED: &str = "the VM's memory is here";
     const SENT: &str = "the VM is being sent";
-    let (here, console) = started("encrypted");
+    let policy = std::env::var("MIGRATION_POLICY").unwrap_or_else(|_| "encrypted".into());
+    let (here, console) = started(&policy);
     drop(console);
     let rounds = std::env::var("MIGRATION_ROUNDS").ok().and_then(|it| it.parse().ok()).unwrap_or(2);
     for round in 0..rounds {

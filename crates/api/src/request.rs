@@ -618,7 +618,7 @@ pub struct MoveVm {
     pub rate: Option<u64>,
 }
 
-/// Moves a running VM to another host, which has its datastores.
+/// Moves a running VM to another host. Disks on datastores that the host does not have are copied.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -626,6 +626,10 @@ pub struct MigrateVm {
     /// The host, by name or id; none means the one with the most free memory of those that can take it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
+    /// The datastore of that host, by name or id, for copies of disks on datastores that it does not have; none means the one with the
+    /// most free room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<String>,
 }
 
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.

@@ -341,6 +341,10 @@ pub enum Operation {
         to: HostId,
         /// Whether what is sent is encrypted.
         encrypted: bool,
+        /// The datastore for copies of the disks on datastores that the other host does not have; none where there are no such
+        /// disks.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        datastore: Option<DatastoreId>,
     },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {

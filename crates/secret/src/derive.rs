@@ -258,6 +258,23 @@ pub fn migration_proof_key(
     hkdf_sha256(&nonce.to_be_bytes(), checked_migration_key(spec_key)?, &info, DERIVED_LEN)
 }
 
+/// The key under which the DEK of a disk's copy goes from host to host in a migration: [`DERIVED_LEN`] bytes that follow from the
+/// VM's KEK, which both hosts have.
+///
+/// # Errors
+/// [`DeriveError`]: the KEK has a wrong length, or there is no memory.
+pub fn migrated_disk_key(
+    kek: &SecretBytes,
+    migration: [u8; 16],
+    disk: [u8; 16],
+) -> Result<SecretBytes, DeriveError> {
+    if kek.len() != KEK_LEN {
+        return Err(DeriveError::KekLength(kek.len()));
+    }
+    let info = fields(&[MIGRATION_LABEL, b"disk", &migration, &disk]);
+    hkdf_sha256(&[], kek.expose(), &info, DERIVED_LEN)
+}
+
 /// Distinguishes a key from another one with the same id. Public: it is stored and shown as hex.
 ///
 /// # Errors

@@ -299,7 +299,7 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             }
         }
         Action::Send => {
-            let job = SendJob { disks: vec![disk], begin: None };
+            let job = SendJob { disks: vec![disk], copies: Vec::new(), begin: None };
             match agent.put_job(vm, TaskId::new(), JobSpec::Send(job)).await {
                 // It was let as far as to look where to.
                 Err(problem) if problem.code == ErrorCode::InvalidRequest => Ok(()),

@@ -28,7 +28,7 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
+    OtherKey, PowerOff, ReceiveJob, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -450,6 +450,12 @@ impl HostAgent for RealHost {
     }
 
     async fn cancel_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {
+        if let JobSpec::Receive(ReceiveJob { copies: Some(copies), .. }) = &spec
+            && self.vms.get(vm).is_err()
+        {
+            // An earlier agent may have left them.
+            return vm::give_up_copies(&self.shared, vm, copies).await;
+        }
         self.vm(vm).await?.ask(vm, |reply| Call::CancelJob(task, spec, reply)).await
     }
 

@@ -1,8 +1,8 @@
 //! The preconditions of jobs.
 
 use vmseal_api::host::{
-    DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
+    Attachment, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
+    DumpJob, JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -149,6 +149,19 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     let all: Vec<_> = spec.disks().map(|disk| disk.disk).collect();
     if all.len() != job.disks.len() || !all.iter().all(|disk| job.disks.contains(disk)) {
         return Err(Problem::invalid("disks", "is not all disks of the VM, each once"));
+    }
+    if !job.copies.is_empty() {
+        each_once(job.copies.iter().copied())?;
+    }
+    for disk in &job.copies {
+        let disk = find_disk(spec, *disk)?;
+        if disk.role.attachment() != Attachment::Disk {
+            let what = format!(
+                "has disk '{}' on a datastore that the other host does not have, and what its firmware keeps is not copied while it runs. Share the datastore with that host, or stop the VM first",
+                disk.name
+            );
+            return Err(wrong_state(spec, &what));
+        }
     }
     let Some(begin) = &job.begin else {
         return Err(Problem::invalid("begin", "is needed to begin"));

@@ -243,7 +243,9 @@ impl Inside {
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
         if self.agent.vms.contains_key(&vm) {
             self.situation(vm)?.may(Action::Unregister, None)?;
-            self.agent.vms.remove(&vm);
+            if let Some(known) = self.agent.vms.remove(&vm).filter(|known| known.receiving) {
+                known.made.keys().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+            }
             self.agent.publish(vm);
         }
         Ok(())

@@ -284,7 +284,7 @@ impl Inside {
         }
         match &job {
             JobSpec::Send(_) => return self.cancel_send(vm, task),
-            JobSpec::Receive(_) => return self.cancel_receive(vm, task),
+            JobSpec::Receive(job) => return self.cancel_receive(vm, task, job),
             _ => {}
         }
         let known = self.known(vm)?;

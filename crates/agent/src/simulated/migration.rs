@@ -51,6 +51,18 @@ impl Inside {
         }
     }
 
+    /// Makes the copies that a host gets of disks.
+    fn make_copies(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let Some(JobSpec::Receive(job)) = self.known(vm)?.jobs.spec(task).cloned() else {
+            return Ok(());
+        };
+        for copy in job.copies.into_iter().flat_map(|copies| copies.disks) {
+            let facts = self.make_disk(vm, copy.disk)?;
+            self.known(vm)?.made.insert(copy.disk, facts);
+        }
+        Ok(())
+    }
+
     /// The other host has the guest.
     pub fn commit_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
         let known = self.known(vm)?;
@@ -100,7 +112,19 @@ impl Inside {
     }
 
     /// The guest does not come.
-    pub fn cancel_receive(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+    pub fn cancel_receive(
+        &mut self,
+        vm: VmId,
+        task: TaskId,
+        job: &ReceiveJob,
+    ) -> Result<(), Problem> {
+        let copies = job.copies.iter().flat_map(|copies| &copies.disks);
+        let copies: Vec<_> = copies.map(|copy| copy.disk).collect();
+        if !self.agent.vms.contains_key(&vm) && !copies.is_empty() {
+            // An earlier agent has made them.
+            copies.iter().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+            return Ok(());
+        }
         let known = self.known(vm)?;
         if !known.receiving {
             let what = "runs on this host: its migration cannot be cancelled any more";
@@ -109,6 +133,8 @@ impl Inside {
         known.jobs.cancel(task);
         known.work.remove(&Work::Job(task));
         known.power = Power::Off;
+        known.made.clear();
+        copies.iter().for_each(|disk| drop(self.persisted.disks.remove(disk)));
         self.agent.publish(vm);
         Ok(())
     }
@@ -117,6 +143,12 @@ impl Inside {
     pub fn migrated(&mut self, vm: VmId, task: TaskId, sent: bool) {
         if sent {
             self.hand_over(vm);
+        } else if let Err(problem) = self.make_copies(vm, task) {
+            if let Ok(known) = self.known(vm) {
+                known.jobs.migrated(task, Err(problem));
+            }
+            self.agent.publish(vm);
+            return;
         }
         if let Ok(known) = self.known(vm) {
             known.jobs.migrated(task, Ok(()));

@@ -337,6 +337,29 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
+/// Begins a disk that reads as zeroes, with all of its room where it is to have that: its half-made image with its lock, its facts
+/// and its DEK. Blocks.
+///
+/// # Errors
+/// As [`create`].
+pub fn begin_empty(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    kek: Option<&SecretBytes>,
+    home: &Home,
+) -> Result<(File, DiskFacts, Option<SecretBytes>), Problem> {
+    let kek = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
+    let new_disk = NewDisk { spec: spec.clone(), disk: disk.clone(), kek, source: None };
+    let Attempt::Begun(Begun { file, facts, key, .. }) = begin(&new_disk, home, None)? else {
+        let what = format!("{} is there already", home.image(disk.disk).display());
+        return Err(Problem::new(ErrorCode::AlreadyExists, what));
+    };
+    if is_preallocated(disk) {
+        home.allocate(disk.disk, &file, 0..data_offset(&facts) + disk.size)?;
+    }
+    Ok((file, facts, key))
+}
+
 /// The unfinished disk of an interrupted import of the same image, if its progress was noted.
 fn go_on(
     vm: VmId,

@@ -22,6 +22,7 @@
 //! <datastore>/<vm id>/<disk id>.restored-<task id>  the same when it is whole
 //! <datastore>/<vm id>/<disk id>.tpm-restored-<task id>  what the VM's TPM is to keep, from a backup
 //! <datastore>/<vm id>/vm.lease                which placement of the VM last used its disks ([`crate::storage::lease`])
+//! <datastore>/<vm id>/vm.arriving             which disks have come from another host ([`crate::storage::arriving`])
 //! <datastore>/<vm id>/vm.memory               the memory of a suspended VM ([`crate::storage::memory`])
 //! <datastore>/<vm id>/vm.core-<dump id>*      a core dump ([`crate::storage::core_file`])
 //! <datastore>/<vm id>/<disk id>.layers        the note of its layers ([`crate::storage::layers`])

@@ -46,6 +46,14 @@ pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
     }
 }
 
+/// The same of the VM whose first disk is in this home. Blocks.
+///
+/// # Errors
+/// As [`read`].
+pub fn generation_at(home: &Home) -> Result<u64, Problem> {
+    read_at(&home.lease())
+}
+
 fn read_at(path: &Path) -> Result<u64, Problem> {
     let Some(text) = json_file::read(path, LENGTH_MAX)? else { return Ok(0) };
     let damaged = |what: String| {

@@ -1,5 +1,6 @@
 //! The datastores of a host and what is on them: disks, VM homes, replicas, images, exports.
 
+pub(crate) mod arriving;
 pub(crate) mod backup;
 pub(crate) mod builder;
 pub(crate) mod cloning;

@@ -8,14 +8,16 @@ use std::os::fd::AsFd;
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use vmseal_api::filter::Holes;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use crate::storage::arriving::ArrivingDisk;
 use crate::storage::builder::internal;
 use crate::storage::locked::Access;
 use crate::storage::mirror::GuestDisk;
-use crate::storage::opening::{self, Open};
+use crate::storage::opening::{self, Open, data_offset};
 
 /// A placeholder for a disk whose first byte is at `offset`.
 ///
@@ -48,6 +50,24 @@ pub fn open(
     let file = file(disk, open.offset)?;
     let shared = crate::filter::Shared { own: None, key: open.shared.key };
     let open = Open { file, layers: Vec::new(), shared, ..open };
+    Ok(GuestDisk { open, mirror: None, has_pivoted: false })
+}
+
+/// A disk that is being filled, with its key and a placeholder for its image.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn of_arriving(arriving: &ArrivingDisk) -> Result<GuestDisk, Problem> {
+    let offset = data_offset(&arriving.facts);
+    let key = arriving.dek.as_ref().map(SecretBytes::to_memfd).transpose().map_err(internal)?;
+    let open = Open {
+        file: file(&arriving.disk, offset)?,
+        layers: Vec::new(),
+        offset,
+        key: key.map(|key| (key, Holes::Zero)),
+        notice: None,
+        shared: crate::filter::Shared::default(),
+    };
     Ok(GuestDisk { open, mirror: None, has_pivoted: false })
 }
 

@@ -3,12 +3,17 @@
 use std::sync::{Mutex, PoisonError};
 
 use serde_json::json;
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use super::arriving_disks::ArrivingDisks;
 use super::internal;
 use super::migration::{Link, Message, lost, set_capabilities};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
+use crate::storage::arriving::ArrivingDisk;
+use crate::storage::mirror::GuestDisk;
+use crate::storage::placeholder;
 
 /// The memory that comes from another host.
 pub struct Arriving {
@@ -16,12 +21,21 @@ pub struct Arriving {
     pub machine: String,
     /// Taken when it is loaded.
     link: Mutex<Option<Link>>,
+    /// The disks that are copied.
+    disks: Mutex<Option<ArrivingDisks>>,
 }
 
 impl Arriving {
-    /// That of a guest with such a machine.
-    pub fn new(machine: String, link: Link) -> Self {
-        Self { machine, link: Mutex::new(Some(link)) }
+    /// That of a guest with such a machine, and the disks that are copied.
+    pub fn new(machine: String, link: Link, disks: Option<ArrivingDisks>) -> Self {
+        Self { machine, link: Mutex::new(Some(link)), disks: Mutex::new(disks) }
+    }
+
+    /// A placeholder for a disk that is copied; none for another one.
+    pub fn placeholder(&self, disk: DiskId) -> Option<Result<GuestDisk, Problem>> {
+        let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner);
+        let disk = disks.as_ref()?.disks().iter().find(|arriving| arriving.disk.disk == disk)?;
+        Some(placeholder::of_arriving(disk))
     }
 
     /// Has the source send it, and a QEMU that waits load it.
@@ -40,8 +54,24 @@ impl Arriving {
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
         tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(qmp, |_| ()))?;
-        link.finish().await;
+        *self.link.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
         Ok(())
+    }
+
+    /// Waits until the copied disks are whole; returns them. The memory is loaded.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn end(&self) -> Result<Vec<ArrivingDisk>, Problem> {
+        let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let disks = match disks {
+            Some(disks) => disks.filled().await?,
+            None => Vec::new(),
+        };
+        if let Some(link) = self.take() {
+            link.finish().await;
+        }
+        Ok(disks)
     }
 
     /// Tells the source why it need not send, unless it does already.

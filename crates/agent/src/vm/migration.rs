@@ -1,24 +1,33 @@
 //! What the two hosts of a migration say to each other, and what both ask of QEMU.
 //!
 //! ```text
-//! source                                    destination
-//!   ├─ Machine: what the guest runs as ──────►│  starts QEMU, which waits
-//!   │◄──────────────────────────── Ready ─────┤  (or Refused)
-//!   ├─ QEMU's stream, on connections of its own ►│  loads it
+//! source                                       destination
+//!   ├─ Machine: what the guest runs as ─────────►│  makes the disks that are copied
+//!   │◄───────────────── Prepared (or Refused) ───┤
+//!   ├─ NBD, a connection for each of them ──────►│  writes them
+//!   ├─ Copied: the copies lack little ──────────►│  starts QEMU, which waits
+//!   │◄─────────────────── Ready (or Refused) ────┤
+//!   ├─ QEMU's stream, a connection ─────────────►│  loads it
+//!   ├─ the ends of NBD: the copies are complete ►│
 //! ```
+//! Where no disk is copied, nothing is said of that.
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
 use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use vmseal_api::host::{MigrationProgress, MigrationSession, migration_info};
-use vmseal_api::id::VmId;
+use vmseal_api::id::{DiskId, MigrationId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_secret::SecretBytes;
+use vmseal_secret::derive::migrated_disk_key;
+use vmseal_secret::wrap::{unwrap, wrap};
+use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
@@ -37,6 +46,9 @@ const CONTROL_STREAM: u16 = 0;
 /// The connection that carries QEMU's stream.
 const MEMORY_STREAM: u16 = 1;
 
+/// The connection of the first disk that is copied; one for each follows.
+const DISK_STREAM: u16 = 2;
+
 /// The longest refusal that is read, in characters.
 const REFUSAL_MAX: usize = 2000;
 
@@ -50,7 +62,17 @@ pub enum Message {
         machine: String,
         /// What it is, and how QEMU has its devices, as a run record.
         record: Box<RawValue>,
+        /// The disks that are copied, in the order of their connections.
+        #[serde(default)]
+        copies: Vec<DiskId>,
     },
+    /// The disks that are copied can be written.
+    Prepared {
+        /// The DEK of each, in the same order ([`wrap_dek`]); none for a plain one.
+        keys: Vec<Option<String>>,
+    },
+    /// The copies lack little.
+    Copied,
     /// QEMU waits for its stream.
     Ready,
     /// It cannot be received.
@@ -65,11 +87,43 @@ impl Message {
     ///
     /// # Errors
     /// `internal`: a path that is not UTF-8.
-    pub fn machine(machine: String, record: &Record) -> Result<Self, Problem> {
+    pub fn machine(machine: String, record: &Record, copies: Vec<DiskId>) -> Result<Self, Problem> {
         let text = record.to_text().map_err(internal)?;
         let text = String::from_utf8(text).map_err(internal)?;
-        Ok(Self::Machine { machine, record: RawValue::from_string(text).map_err(internal)? })
+        let record = RawValue::from_string(text).map_err(internal)?;
+        Ok(Self::Machine { machine, record, copies })
     }
+}
+
+/// The DEK of a disk's copy as the hosts tell it to each other: under a key that both derive from the VM's KEK.
+///
+/// # Errors
+/// `internal`.
+pub fn wrap_dek(
+    kek: &SecretBytes,
+    migration: MigrationId,
+    disk: DiskId,
+    dek: &SecretBytes,
+) -> Result<String, Problem> {
+    let key = migrated_disk_key(kek, *migration.0.as_bytes(), *disk.0.as_bytes());
+    let wrapped = wrap(&key.map_err(internal)?, dek).map_err(internal)?;
+    Ok(STANDARD.encode(wrapped))
+}
+
+/// What [`wrap_dek`] has wrapped.
+///
+/// # Errors
+/// `internal`: the other host has another KEK.
+pub fn unwrap_dek(
+    kek: &SecretBytes,
+    migration: MigrationId,
+    disk: DiskId,
+    wrapped: &str,
+) -> Result<SecretBytes, Problem> {
+    let key = migrated_disk_key(kek, *migration.0.as_bytes(), *disk.0.as_bytes());
+    let wrapped = STANDARD.decode(wrapped).map_err(internal)?;
+    let dek = unwrap(&key.map_err(internal)?, &wrapped).map_err(internal)?;
+    if dek.len() == DEK_LEN { Ok(dek) } else { Err(unexpected()) }
 }
 
 /// What the other host should not have said.
@@ -132,9 +186,28 @@ impl Link {
     /// # Errors
     /// Those of the connection.
     pub fn carry_memory(&mut self, local: UnixStream) -> Result<Bridge, Problem> {
-        let stream = self.session.take(MEMORY_STREAM);
-        let stream = stream.ok_or_else(|| internal("no connection for the memory"))?;
-        Bridge::start(stream, local).map_err(lost)
+        self.carry(MEMORY_STREAM, local)
+    }
+
+    /// Carries NBD of the disk with this place in the order of those that are copied.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry_disk(&mut self, place: usize, local: UnixStream) -> Result<Bridge, Problem> {
+        let place = u16::try_from(place).map_err(internal)?;
+        self.carry(DISK_STREAM.saturating_add(place), local)
+    }
+
+    fn carry(&mut self, stream: u16, local: UnixStream) -> Result<Bridge, Problem> {
+        let taken = self.session.take(stream);
+        let taken = taken.ok_or_else(|| internal(format!("there is no connection {stream}")))?;
+        Bridge::start(taken, local).map_err(lost)
+    }
+
+    /// Waits until the session has failed.
+    pub fn failed(&self) -> impl Future<Output = Problem> + use<> {
+        let handle = self.session.handle();
+        async move { lost(handle.failed().await) }
     }
 
     /// Limits what is sent.
@@ -197,6 +270,22 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_data_key_is_told_under_the_vms_key_for_one_disk_of_one_migration() {
+        let random = |length| SecretBytes::random(length).unwrap();
+        let (kek, dek) = (random(vmseal_secret::KEK_LEN), random(DEK_LEN));
+        let (migration, disk) = (MigrationId::new(), DiskId::new());
+        let told = wrap_dek(&kek, migration, disk, &dek).unwrap();
+        assert_eq!(unwrap_dek(&kek, migration, disk, &told).unwrap(), dek);
+        let other = random(vmseal_secret::KEK_LEN);
+        assert!(unwrap_dek(&other, migration, disk, &told).is_err());
+        assert!(unwrap_dek(&kek, MigrationId::new(), disk, &told).is_err());
+        assert!(unwrap_dek(&kek, migration, DiskId::new(), &told).is_err());
+        let short = wrap_dek(&kek, migration, disk, &random(32)).unwrap();
+        assert!(unwrap_dek(&kek, migration, disk, &short).is_err());
+        assert!(unwrap_dek(&kek, migration, disk, "no base64!").is_err());
+    }
 
     #[test]
     fn how_far_a_migration_is_is_read_from_what_qemu_says() {

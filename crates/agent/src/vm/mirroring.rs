@@ -10,7 +10,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus, PIVOT_BYTES_MAX};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -25,7 +25,9 @@ use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
 use crate::storage::in_place;
+use crate::storage::locked::Access;
 use crate::storage::mirror::{self, source};
+use crate::storage::opening::{self, Open};
 
 /// How often a filter is asked how far its copies are.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
@@ -137,12 +139,56 @@ impl Copying {
             directory.sweep().await.map_err(internal)?;
             return Ok(None);
         };
-        let (process, keys) = filter::start(&builder.filter, vm, directory, opened, slot.filter())
-            .map_err(internal)?;
-        let control = Control::of(directory);
-        control.ready(&process, directory).await.map_err(internal)?;
-        drop(keys);
-        Ok(Some(Copier { process, control, builder, disk, _slot: slot }))
+        Copier::start(vm, opened, builder, slot, disk).await.map(Some)
+    }
+}
+
+/// Copies a disk that nobody writes, and that its guest may have.
+///
+/// # Errors
+/// The problem of the disk or the filter.
+pub async fn copy_whole(
+    spec: VmSpec,
+    (disk, facts): (DiskSpec, DiskFacts),
+    kek: Option<SecretBytes>,
+    copy: filter::Mirror,
+    builder: DiskBuilder,
+) -> Result<(), Problem> {
+    let slot = builder.users.take().ok_or_else(builder::too_many)?;
+    builder.directory.renew().await.map_err(internal)?;
+    let (vm, id, of) = (spec.vm, disk.disk, disk.clone());
+    let open = move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
+    let open = spawn_blocking(open).await.map_err(internal)??;
+    let copier = Copier::start(vm, vec![copied(&disk, open, copy)], builder, slot, id).await?;
+    let looks = Pace::up_to(PROGRESS_INTERVAL);
+    loop {
+        let status = copier.status().await?;
+        let lacking = status.disks.first().map_or(0, dirty);
+        if let Some(error) = status.disks.first().and_then(trouble) {
+            return Err(error);
+        }
+        if lacking == 0 {
+            return copier.end().await;
+        }
+        looks.pause().await;
+    }
+}
+
+/// A disk that a filter copies for nobody.
+fn copied(disk: &DiskSpec, open: Open, mirror: filter::Mirror) -> filter::Disk {
+    filter::Disk {
+        disk: disk.disk,
+        size: disk.size,
+        file: open.file,
+        layers: open.layers,
+        offset: open.offset,
+        key: open.key,
+        shared: open.shared,
+        keeps_room: builder::is_preallocated(disk),
+        work: filter::Work::Mirror,
+        beside: None,
+        replica: None,
+        mirror: Some(mirror),
     }
 }
 
@@ -157,25 +203,28 @@ fn open(
         let Some((open, mirror)) = mirror::open_to_copy(spec, &disk, &facts, kek)? else {
             continue;
         };
-        opened.push(filter::Disk {
-            disk: disk.disk,
-            size: disk.size,
-            file: open.file,
-            layers: open.layers,
-            offset: open.offset,
-            key: open.key,
-            shared: open.shared,
-            keeps_room: builder::is_preallocated(&disk),
-            work: filter::Work::Mirror,
-            beside: None,
-            replica: None,
-            mirror: Some(mirror),
-        });
+        opened.push(copied(&disk, open, mirror));
     }
     Ok(opened)
 }
 
 impl Copier {
+    async fn start(
+        vm: VmId,
+        disks: Vec<filter::Disk>,
+        builder: DiskBuilder,
+        slot: Slot,
+        disk: DiskId,
+    ) -> Result<Self, Problem> {
+        let directory = &builder.directory;
+        let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
+            .map_err(internal)?;
+        let control = Control::of(directory);
+        control.ready(&process, directory).await.map_err(internal)?;
+        drop(keys);
+        Ok(Self { process, control, builder, disk, _slot: slot })
+    }
+
     async fn status(&self) -> Result<FilterStatus, Problem> {
         let status = self.control.status_of(&self.process, &self.builder.directory).await;
         let status = status.map_err(internal)?;

@@ -20,7 +20,9 @@
 
 mod adopt;
 mod arriving;
+mod arriving_disks;
 mod converting;
+mod departing_disks;
 mod dumping;
 mod exposed;
 mod images;
@@ -78,6 +80,7 @@ use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
 
 pub use adopt::adopt;
+pub(crate) use arriving_disks::give_up as give_up_copies;
 use left_running::LeftRunning;
 use receiving::Receiving;
 pub(crate) use receiving::expect;

@@ -211,6 +211,7 @@ impl Owner {
         self.serve_again();
         self.sweep_memory().await;
         self.find_panics().await;
+        self.tell_received();
         self.publish();
         let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

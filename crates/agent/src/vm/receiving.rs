@@ -3,10 +3,10 @@
 //! ```text
 //!            the source connects           memory loaded            commit
 //!   Coming ─────────────────────► Coming ────────────────► Loaded ─────────► (the VM's owner)
-//!      │  Machine; QEMU starts, with placeholders for disks    │
+//!      │  Machine; disks copied; QEMU starts, with placeholders for disks
 //!      └──────────────── an error, cancel, QEMU ends ──────────┴───► Ended: no process is left
 //!
-//!   commit:  disks opened, locked ─► drained ─► replaced ─► resumed ─► lease taken ─► on record as running ─► cont
+//!   commit:  copied disks named; disks opened, locked ─► drained ─► replaced ─► resumed ─► lease taken ─► on record as running ─► cont
 //! ```
 //! The lease is the point from which the guest runs here whatever dies: an agent that starts and finds the VM on record as
 //! received goes on with it if the lease is this placement's, and removes what is left of it otherwise.
@@ -15,16 +15,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
+use serde_json::value::RawValue;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
 use vmseal_api::host::{
-    Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, Notice, Power, VmSpec, VmState,
+    ArrivingCopies, Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, Notice, Power, VmSpec,
+    VmState,
 };
-use vmseal_api::id::TaskId;
+use vmseal_api::id::{DiskId, MigrationId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
+use super::arriving_disks::{self, ArrivingDisks};
 use super::migration::{Link, Message, lost, refused, session_of, unexpected};
 use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
@@ -38,11 +41,15 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::Record;
 use crate::process::users::Slot;
 use crate::rules;
+use crate::storage::arriving::{self, ArrivingDisk};
 use crate::storage::builder;
 use crate::storage::lease;
 
 /// How long the source may take to connect: the control plane tells it as soon as this host waits.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long disks may be copied: what ends it is that the connection fails.
+const COPY_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// How long the source may take to say what its guest runs as.
 const MACHINE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -54,6 +61,7 @@ pub struct Expected {
     pub vm: VmSpec,
     pub kek: Option<SecretBytes>,
     pub generation: u64,
+    pub migration: MigrationId,
     pub pending: Pending,
 }
 
@@ -62,6 +70,8 @@ struct Loaded {
     running: Running,
     plan: Arc<Plan>,
     notices: Vec<Notice>,
+    /// The copied disks that have no names yet.
+    disks: Vec<ArrivingDisk>,
 }
 
 enum Stage {
@@ -105,13 +115,25 @@ impl Receiving {
     /// # Errors
     /// `invalid-request`, `locked`, `wrong-state`: it cannot be received.
     pub fn new(shared: Arc<Shared>, expected: Expected) -> Result<Self, Problem> {
-        let Expected { task, job, vm, kek, generation, pending } = expected;
+        let Expected { task, job, vm, kek, generation, migration, pending } = expected;
         let mut jobs = Jobs::default();
         jobs.begin(task, job.clone());
         let slot = Arc::new(shared.users.take().ok_or_else(builder::too_many)?);
         let directory = shared.run_dir.vm(vm.vm);
         let clone = kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)?;
-        let work = come(shared.clone(), directory, vm.clone(), clone, generation, pending, slot);
+        let coming = Coming {
+            shared: shared.clone(),
+            directory,
+            vm: vm.clone(),
+            kek: clone,
+            copies: copies_of(&job).map_or_else(Vec::new, |copies| {
+                copies.disks.iter().map(|copy| copy.disk).collect()
+            }),
+            generation,
+            migration,
+            slot,
+        };
+        let work = coming.come(pending);
         let stage = Stage::Coming(tokio::spawn(vmseal_api::request_id::inherit(work)));
         Ok(Self { shared, spec: vm, kek, task, job, generation, jobs, stage })
     }
@@ -134,7 +156,7 @@ impl Receiving {
             End::Agent => {}
             End::Forgotten => self.shared.states.publish(self.spec.vm, None),
             End::Runs(loaded) => {
-                let Loaded { running, plan, notices } = *loaded;
+                let Loaded { running, plan, notices, .. } = *loaded;
                 let initial = Initial::Alive(Box::new(running));
                 let owner = Owner::new(self.shared, plan.spec.clone(), initial);
                 let owner = owner.with_key(self.kek).received(self.task, self.job, notices);
@@ -248,13 +270,17 @@ impl Receiving {
             }
             Call::CancelJob(task, JobSpec::Receive(_), to) if task == self.task => {
                 self.end().await;
+                let given_up = self.give_up_copies().await;
                 self.jobs.cancel(self.task);
                 self.publish();
-                drop(to.send(Ok(())));
+                drop(to.send(given_up));
                 None
             }
             Call::Unregister(to) => {
                 self.end().await;
+                if let Err(problem) = self.give_up_copies().await {
+                    tracing::warn!(vm = %self.spec.vm, %problem, "a copy of a disk is left");
+                }
                 drop(to.send(Ok(())));
                 Some(End::Forgotten)
             }
@@ -280,6 +306,14 @@ impl Receiving {
         }
     }
 
+    /// Removes the copies of disks. Its processes have ended.
+    async fn give_up_copies(&self) -> Result<(), Problem> {
+        match copies_of(&self.job) {
+            Some(copies) => arriving_disks::give_up(&self.shared, self.spec.vm, copies).await,
+            None => Ok(()),
+        }
+    }
+
     fn refusal(&self) -> Problem {
         let what = "is on its way to this host. Wait until its migration has ended";
         rules::wrong_state(&self.spec, what)
@@ -292,9 +326,20 @@ impl Receiving {
         };
         let (plan, directory) = (loaded.plan.clone(), loaded.running.directory.clone());
         let (control, generation) = (loaded.running.control.clone(), self.generation);
+        let (disks, copies) = (std::mem::take(&mut loaded.disks), copies_of(&self.job).cloned());
         let take = move || {
+            // A failure here ends the VM's way to this host: what is named stays on record until it is given up.
+            arriving::name(&plan.spec, &disks, generation)?;
+            // With their locks.
+            drop(disks);
             serve::take_over(&directory, &control, &plan)?;
-            lease::take(&plan.spec, generation)
+            lease::take(&plan.spec, generation)?;
+            if let Some(copies) = copies
+                && let Err(problem) = arriving::settle(&plan.spec, &copies)
+            {
+                tracing::warn!(vm = %plan.spec.vm, %problem, "a note of copied disks is left");
+            }
+            Ok::<_, Problem>(())
         };
         spawn_blocking(take).await.map_err(internal)??;
         // From here on it runs here, whatever dies.
@@ -333,44 +378,108 @@ async fn next(stage: &mut Stage) -> Event {
     }
 }
 
-/// Waits for the source, and has QEMU load what it sends.
-async fn come(
+/// The copies that a job makes.
+fn copies_of(job: &JobSpec) -> Option<&ArrivingCopies> {
+    match job {
+        JobSpec::Receive(job) => job.copies.as_ref(),
+        _ => None,
+    }
+}
+
+/// The work of receiving a VM.
+struct Coming {
     shared: Arc<Shared>,
     directory: ProcessDir,
     vm: VmSpec,
     kek: Option<SecretBytes>,
+    copies: Vec<DiskId>,
     generation: u64,
-    pending: Pending,
+    migration: MigrationId,
     slot: Arc<Slot>,
-) -> Result<Loaded, Problem> {
-    let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
-    let (machine, record) = match link.receive(MACHINE_TIMEOUT).await? {
-        Message::Machine { machine, record } => (machine, record),
-        Message::Refused { why } => return Err(refused(&why)),
-        Message::Ready => return Err(unexpected()),
-    };
-    let planned = Record::parse(record.get().as_bytes())
-        .map_err(|why| internal(format!("what the guest runs as {why}")))
-        .and_then(|record| plan(&vm, record, kek, generation));
-    let arriving = |link| Memory::Arriving(Arriving::new(machine, link));
-    let plan = match planned {
-        Ok(plan) => Arc::new(Plan { memory: arriving(link), ..plan }),
-        Err(problem) => {
-            let why = problem.detail.clone();
-            let _ = link.send(&Message::Refused { why }).await;
-            return Err(problem);
+}
+
+impl Coming {
+    /// Waits for the source, and has QEMU load what it sends.
+    async fn come(self, pending: Pending) -> Result<Loaded, Problem> {
+        let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
+        let (machine, record, copies) = match link.receive(MACHINE_TIMEOUT).await? {
+            Message::Machine { machine, record, copies } => (machine, record, copies),
+            Message::Refused { why } => return Err(refused(&why)),
+            Message::Ready | Message::Prepared { .. } | Message::Copied => {
+                return Err(unexpected());
+            }
+        };
+        if copies != self.copies {
+            return Err(unexpected());
         }
-    };
-    match boot(&shared, &directory, plan.clone(), slot).await {
-        Ok((running, notices)) => Ok(Loaded { running, plan, notices }),
-        Err(problem) => {
-            if let Memory::Arriving(arriving) = &plan.memory {
+        let prepared = self.prepare(&record, &mut link).await;
+        let plan = match prepared {
+            Ok((plan, disks)) => {
+                let memory = Memory::Arriving(Arriving::new(machine, link, disks));
+                Arc::new(Plan { memory, ..plan })
+            }
+            Err(problem) => {
+                let why = problem.detail.clone();
+                let _ = link.send(&Message::Refused { why }).await;
+                return Err(problem);
+            }
+        };
+        let booted = self.boot(&plan).await;
+        if booted.is_err()
+            && let Err(error) = self.directory.sweep().await
+        {
+            tracing::warn!(%error, "cannot remove a run directory");
+        }
+        booted
+    }
+
+    /// Makes the disks that are copied, waits until the copies lack little, and plans what is to be started.
+    async fn prepare(
+        &self,
+        record: &RawValue,
+        link: &mut Link,
+    ) -> Result<(Plan, Option<ArrivingDisks>), Problem> {
+        let record = Record::parse(record.get().as_bytes())
+            .map_err(|why| internal(format!("what the guest runs as {why}")))?;
+        let clone = |kek: &SecretBytes| kek.try_clone().map_err(internal);
+        let (mut vm, kek) = (self.vm.clone(), self.kek.as_ref().map(clone).transpose()?);
+        if self.copies.is_empty() {
+            return Ok((plan(&vm, record, kek, self.generation)?, None));
+        }
+        let disks = ArrivingDisks::prepare(&self.shared, &vm, &self.copies, kek.as_ref());
+        let mut disks = disks.await?;
+        for disk in vm.disks_mut() {
+            let made = disks.disks().iter().find(|arriving| arriving.disk.disk == disk.disk);
+            disk.facts = made.map_or(disk.facts.take(), |made| Some(made.facts.clone()));
+        }
+        let keys = disks.keys(kek.as_ref(), self.migration)?;
+        let plan = plan(&vm, record, kek, self.generation)?;
+        disks.carry(link)?;
+        link.send(&Message::Prepared { keys }).await?;
+        match link.receive(COPY_TIMEOUT).await? {
+            Message::Copied => Ok((plan, Some(disks))),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Starts the guest's processes, which load its memory; then its disks are whole.
+    async fn boot(&self, plan: &Arc<Plan>) -> Result<Loaded, Problem> {
+        let booted = boot(&self.shared, &self.directory, plan.clone(), self.slot.clone()).await;
+        let Memory::Arriving(arriving) = &plan.memory else {
+            return Err(internal("a guest that comes has no memory"));
+        };
+        match booted {
+            Ok((running, notices)) => match arriving.end().await {
+                Ok(disks) => Ok(Loaded { running, plan: plan.clone(), notices, disks }),
+                Err(problem) => {
+                    running.force_off().await;
+                    Err(problem)
+                }
+            },
+            Err(problem) => {
                 arriving.refuse(&problem).await;
+                Err(problem)
             }
-            if let Err(error) = directory.sweep().await {
-                tracing::warn!(%error, "cannot remove a run directory");
-            }
-            Err(problem)
         }
     }
 }
@@ -439,5 +548,6 @@ pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, P
         Problem::new(ErrorCode::Unsupported, what)
     })?;
     let pending = listener.expect(session).map_err(lost)?;
-    Ok(Expected { task, job, vm, kek, generation: arrival.generation, pending })
+    let (generation, migration) = (arrival.generation, arrival.session.migration);
+    Ok(Expected { task, job, vm, kek, generation, migration, pending })
 }

@@ -1,9 +1,10 @@
 //! Sending a running guest's memory to another host. See [`super::migration`].
 //!
 //! ```text
-//! connect ─► Machine ─► Ready ─► QEMU's stream, while the guest runs ─► the guest stands still, the rest ─► all is sent
+//! connect ─► Machine ─► (its disks are copied) ─► Ready ─► QEMU's stream, while the guest runs ─► the guest stands still, the rest ─►
+//! all of its memory is sent
 //! ```
-//! Dropped before that, the guest goes on.
+//! Dropped before that, the guest goes on. Then its owner completes the copies of its disks.
 
 use std::sync::Arc;
 
@@ -11,8 +12,10 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use vmseal_api::host::MigrationProgress;
+use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
 
+use super::departing_disks::{DepartingDisks, ToCopy};
 use super::internal;
 use super::migration::{
     Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
@@ -25,7 +28,7 @@ use crate::process::run_record::Record;
 
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
-    work: JoinHandle<Result<(), Problem>>,
+    work: JoinHandle<Result<Sent, Problem>>,
     progress: watch::Receiver<MigrationProgress>,
 }
 
@@ -34,8 +37,35 @@ pub struct Sending {
 pub enum SendingEvent {
     /// It is so far.
     Progress(MigrationProgress),
-    /// All is sent, and the guest stands still; or why not.
-    Ended(Result<(), Problem>),
+    /// All of its memory is sent, and the guest stands still; or why not.
+    Ended(Result<Sent, Problem>),
+}
+
+/// The connection to the other host when the memory is sent.
+pub struct Sent {
+    link: Link,
+    /// The disks that are copied.
+    pub disks: Option<DepartingDisks>,
+}
+
+impl std::fmt::Debug for Sent {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Sent").finish_non_exhaustive()
+    }
+}
+
+impl Sent {
+    /// The guest's filter has let its disks go.
+    ///
+    /// # Errors
+    /// Those of the connection: the other host may not have all of the copied disks.
+    pub async fn end(self) -> Result<(), Problem> {
+        if let Some(disks) = self.disks {
+            disks.end().await?;
+        }
+        self.link.finish().await;
+        Ok(())
+    }
 }
 
 /// What is sent.
@@ -46,6 +76,9 @@ pub struct ToSend {
     pub bytes_per_second: Option<u64>,
     pub record: Record,
     pub qmp: Arc<Qmp>,
+    pub migration: MigrationId,
+    /// The disks that the other host gets copies of; none without any.
+    pub copies: Option<ToCopy>,
 }
 
 impl Sending {
@@ -75,18 +108,25 @@ impl Drop for Sending {
     }
 }
 
-async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<(), Problem> {
+async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<Sent, Problem> {
     let refuses = |error: QmpError| internal(format!("QEMU does not send its guest: {error}"));
     let qmp = what.qmp;
     let machine = machine_of(&qmp).await.map_err(refuses)?;
     let session = transport::connect(what.session, what.to).await.map_err(lost)?;
     let mut link = Link::of(session)?;
     link.set_rate(what.bytes_per_second);
-    link.send(&Message::machine(machine, &what.record)?).await?;
+    let copied = what.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
+    link.send(&Message::machine(machine, &what.record, copied)?).await?;
+    let disks = match &what.copies {
+        Some(copies) => Some(copy_disks(copies, what.migration, &mut link, &report).await?),
+        None => None,
+    };
     match link.receive(PREPARE_TIMEOUT).await? {
         Message::Ready => {}
         Message::Refused { why } => return Err(refused(&why)),
-        Message::Machine { .. } => return Err(unexpected()),
+        Message::Machine { .. } | Message::Prepared { .. } | Message::Copied => {
+            return Err(unexpected());
+        }
     }
     set_capabilities(&qmp).await.map_err(refuses)?;
     let bandwidth = what.bytes_per_second.unwrap_or(BANDWIDTH_MAX);
@@ -106,6 +146,33 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
     tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(&qmp, tell))?;
-    link.finish().await;
-    Ok(())
+    Ok(Sent { link, disks })
+}
+
+/// Has the disks copied until the copies lack little.
+async fn copy_disks(
+    copies: &ToCopy,
+    migration: MigrationId,
+    link: &mut Link,
+    report: &watch::Sender<MigrationProgress>,
+) -> Result<DepartingDisks, Problem> {
+    let keys = match link.receive(PREPARE_TIMEOUT).await? {
+        Message::Prepared { keys } => keys,
+        Message::Refused { why } => return Err(refused(&why)),
+        Message::Machine { .. } | Message::Ready | Message::Copied => return Err(unexpected()),
+    };
+    let failed = link.failed();
+    let copied = async {
+        let disks = DepartingDisks::begin(copies, migration, &keys, link).await?;
+        disks.until_small(|progress| drop(report.send_replace(progress))).await?;
+        Ok(disks)
+    };
+    // What the connection says is why the filter cannot copy.
+    let disks = tokio::select! {
+        biased;
+        lost = failed => return Err(lost),
+        disks = copied => disks?,
+    };
+    link.send(&Message::Copied).await?;
+    Ok(disks)
 }

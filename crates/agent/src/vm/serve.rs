@@ -16,7 +16,7 @@ use vmseal_secret::SecretBytes;
 use super::arriving::Arriving;
 use super::suspend::Resume;
 use super::{Shared, images, internal};
-use crate::filter::{self, Connection, Control, NewLayers};
+use crate::filter::{self, Connection, Control, FilterError, NewLayers};
 use crate::hypervisor::firmware;
 use crate::process::Process;
 use crate::process::live::{DiskInUse, Live};
@@ -187,8 +187,11 @@ fn open_disks(plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
     let (spec, kek) = (&plan.spec, plan.kek.as_ref());
     plan.disks
         .iter()
-        .map(|(disk, facts)| match plan.memory {
-            Memory::Arriving(_) => placeholder::open(spec, disk, facts, kek),
+        .map(|(disk, facts)| match &plan.memory {
+            Memory::Arriving(arriving) => match arriving.placeholder(disk.disk) {
+                Some(copied) => copied,
+                None => placeholder::open(spec, disk, facts, kek),
+            },
             _ => mirror::open_for_guest(spec, disk, facts, kek),
         })
         .collect()
@@ -208,21 +211,44 @@ pub fn take_over(directory: &ProcessDir, control: &Control, plan: &Plan) -> Resu
         keeps_room: is_preallocated(disk),
         own: open.shared.own,
     });
-    replace(control, &new.collect::<Vec<_>>())
+    replace(control, &new.collect::<Vec<_>>(), &[]).map_err(NotReplaced::into_problem)
 }
 
-/// Gives disks other files, while nothing is in flight. Blocks.
+/// Why disks do not have other files.
+pub enum NotReplaced {
+    /// They have what they had.
+    AsBefore(Problem),
+    /// They may have the new ones.
+    Unknown(Problem),
+}
+
+impl NotReplaced {
+    pub fn into_problem(self) -> Problem {
+        match self {
+            Self::AsBefore(problem) | Self::Unknown(problem) => problem,
+        }
+    }
+}
+
+/// Gives disks other files, while nothing is in flight; before, the copies are completed that other hosts get of `copied`. Blocks.
 ///
 /// # Errors
-/// The filter's.
-pub fn replace(control: &Control, new: &[NewLayers]) -> Result<(), Problem> {
+/// [`NotReplaced`].
+pub fn replace(control: &Control, new: &[NewLayers], copied: &[DiskId]) -> Result<(), NotReplaced> {
     if new.is_empty() {
         return Ok(());
     }
     let disks = new.iter().map(|new| new.disk).collect();
-    let mut waiting = control.drain(disks).map_err(internal)?;
-    waiting.replace(new).map_err(internal)?;
-    waiting.resume().map_err(internal)
+    let as_before = |error: FilterError| NotReplaced::AsBefore(internal(error));
+    let mut waiting = control.drain(disks).map_err(as_before)?;
+    if !copied.is_empty() {
+        waiting.complete(copied.to_vec()).map_err(as_before)?;
+    }
+    waiting.replace(new).map_err(|error| match error {
+        FilterError::Refused { .. } => as_before(error),
+        error => NotReplaced::Unknown(internal(error)),
+    })?;
+    waiting.resume().map_err(|error| NotReplaced::Unknown(internal(error)))
 }
 
 /// Opens the disks of a plan with their locks, and records which files they are. Blocks.

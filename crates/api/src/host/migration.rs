@@ -6,6 +6,9 @@
 //! source       put ─► Running ──────────────────────────────────────► ReadyToCommit ─ commit ─► its processes have ended
 //!                     (its guest runs)          (its guest stands still, its disks are free)
 //! ```
+//! Disks on datastores that the destination does not have are copied meanwhile to datastores that it has, with keys of their own
+//! ([`ArrivingCopies`]); the copies are complete when the guest stands still.
+//!
 //! A host never takes part in a migration that the control plane has not specified, to both hosts alike. Until the
 //! destination's job is committed, cancelling it and then the source's has the guest go on where it was. Once the destination
 //! has been asked to commit, its answer decides: where the VM runs there, the source's job is committed as well.
@@ -14,8 +17,8 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::VmSpec;
 use super::key::SealedKey;
+use super::{DatastoreSpec, VmSpec};
 use crate::id::{DiskId, MigrationId, VmId};
 
 /// The length of the key of a migration, in bytes.
@@ -49,6 +52,9 @@ pub fn migration_info(vm: VmId, migration: MigrationId) -> Vec<u8> {
 pub struct SendJob {
     /// The disks of the VM, each once.
     pub disks: Vec<DiskId>,
+    /// Those of them that the other host gets copies of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copies: Vec<DiskId>,
     /// How; committing and cancelling do without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub begin: Option<Box<Departure>>,
@@ -75,9 +81,32 @@ pub struct Departure {
 pub struct ReceiveJob {
     /// The disks of the VM, each once.
     pub disks: Vec<DiskId>,
+    /// The copies that are made here of some of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copies: Option<ArrivingCopies>,
     /// How; committing and cancelling do without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub begin: Option<Box<Arrival>>,
+}
+
+/// The copies that a host makes of the disks of a VM that it receives. Cancelling the job removes them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ArrivingCopies {
+    /// The generation of the VM's placement here.
+    pub generation: u64,
+    /// The disks, each once.
+    pub disks: Vec<ArrivingCopy>,
+}
+
+/// A copy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ArrivingCopy {
+    /// The disk.
+    pub disk: DiskId,
+    /// Where its copy is made.
+    pub datastore: DatastoreSpec,
 }
 
 /// How a VM is received.
@@ -86,7 +115,7 @@ pub struct ReceiveJob {
 pub struct Arrival {
     /// The session.
     pub session: MigrationSession,
-    /// The VM, as it will be registered here.
+    /// The VM, as it will be registered here; disks that are copied are on the datastores of their copies, and have no facts yet.
     pub vm: VmSpec,
     /// Its key, sealed with [`super::key_info`]; none where it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]

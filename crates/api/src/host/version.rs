@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 35] = [
+pub const FEATURES: [&str; 36] = [
     "job-create",
     "job-export",
     NICS,
@@ -60,6 +60,7 @@ pub const FEATURES: [&str; 35] = [
     MIGRATE,
     MIGRATE_ENCRYPTED,
     SHARED_DATASTORES,
+    MIGRATE_DISKS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -159,6 +160,9 @@ pub const MIGRATE: &str = "job-migrate";
 
 /// The feature of agents that encrypt what they send VMs with.
 pub const MIGRATE_ENCRYPTED: &str = "job-migrate-encrypted";
+
+/// The feature of agents that send the disks of running VMs, too, to hosts that do not have their datastores.
+pub const MIGRATE_DISKS: &str = "job-migrate-disks";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

@@ -264,14 +264,17 @@ pub enum Vm {
     /// Move a running VM to another host
     ///
     /// Its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
-    /// that is sent is encrypted with a key for this migration alone. Both hosts need the datastores of its disks (`vmseal
-    /// datastore share`). Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
+    /// that is sent is encrypted with a key for this migration alone. Disks on datastores that the host does not have (`vmseal
+    /// datastore share`) are copied there, with new data keys, while the guest runs; the former images are removed at the end. Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
     Migrate {
         /// Its name or id
         #[arg(value_name = "VM")]
         name: String,
         /// The host, by name or id [default: the one with the most free memory that can take it]
         host: Option<String>,
+        /// The datastore of that host for disks on datastores that it does not have [default: the one with the most free room]
+        #[arg(long, value_name = "NAME")]
+        datastore: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -146,9 +146,10 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Migrate { name, host, dry_run, wait } => {
+        arguments::Vm::Migrate { name, host, datastore, dry_run, wait } => {
             let path = format!("vms/{name}/migrate");
-            task::begin(server, output, &path, &MigrateVm { host }, &dry_run, &wait).await
+            let request = MigrateVm { host, datastore };
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
             let path = format!("vms/{name}/recrypt");

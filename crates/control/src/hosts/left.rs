@@ -4,14 +4,16 @@
 //! |---|---|---|
 //! | elsewhere | off | it is unregistered |
 //! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
+//! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
 
 use vmseal_api::host::{HostAgent, JobSpec, Power, SendJob, VmState};
-use vmseal_api::id::{HostId, TaskId, VmId};
+use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::{is_silence, registration};
 use crate::locks::Locks;
+use crate::store::disks::Disk;
 use crate::store::{Store, disks, tasks};
 
 /// Whether a VM may be left so.
@@ -40,10 +42,12 @@ pub(super) async fn deal_with(
     }
     let disks = disks::of_vm(&mut read, seen.vm).await?;
     drop(read);
+    let copied = copied(&disks, seen);
     let disks = disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
     let known = registration::read(store, seen.vm).await?;
     let is_here = known.is_some_and(|(vm, _)| vm.host == host);
-    let (task, job) = (TaskId::new(), JobSpec::Send(SendJob { disks, begin: None }));
+    let (task, job) =
+        (TaskId::new(), JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None }));
     let done = match (is_here, seen.power) {
         (true, Power::Migrating) => agent.cancel_job(seen.vm, task, job).await,
         (true, _) => return Ok(()),
@@ -52,10 +56,10 @@ pub(super) async fn deal_with(
             let ended = agent.commit_job(seen.vm, task, job).await;
             match ended {
                 Err(problem) if is_silence(&problem) => Err(problem),
-                _ => agent.unregister_vm(seen.vm).await,
+                _ => forget(agent, seen.vm, &copied).await,
             }
         }
-        (false, _) => agent.unregister_vm(seen.vm).await,
+        (false, _) => forget(agent, seen.vm, &copied).await,
     };
     match done {
         Err(problem) if is_silence(&problem) => Err(problem),
@@ -65,4 +69,27 @@ pub(super) async fn deal_with(
         }
         Ok(()) => Ok(()),
     }
+}
+
+/// Has a host forget a VM that is elsewhere, and remove the images of disks that were copied.
+async fn forget(agent: &dyn HostAgent, vm: VmId, copied: &[DiskId]) -> Result<(), Problem> {
+    for disk in copied {
+        match agent.delete_disk(vm, *disk).await {
+            Err(problem) if is_silence(&problem) => return Err(problem),
+            Err(problem) => {
+                tracing::warn!(%vm, %disk, %problem, "the former image of a disk is left");
+            }
+            Ok(()) => {}
+        }
+    }
+    agent.unregister_vm(vm).await
+}
+
+/// The disks of which the host says that they are on another datastore than the inventory: those are former images.
+fn copied(disks: &[Disk], seen: &VmState) -> Vec<DiskId> {
+    let is_former = |disk: &&Disk| {
+        let there = seen.disks.iter().find(|there| there.disk == disk.id);
+        there.is_some_and(|it| it.datastore.is_some_and(|it| it != disk.datastore.datastore))
+    };
+    disks.iter().filter(is_former).map(|disk| disk.id).collect()
 }

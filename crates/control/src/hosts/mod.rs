@@ -31,7 +31,8 @@ use self::datastores::DatastoreMonitor;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    definition_at, for_agent, read as definition, register, register_with, spec_of, spec_of_disk,
+    definition_at, definition_with, for_agent, read as definition, register, register_with,
+    spec_of, spec_of_disk,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

@@ -2,7 +2,7 @@
 
 use vmseal_api::host::version::{DESCRIPTORS, PANIC, SNAPSHOTS};
 use vmseal_api::host::{
-    Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
+    ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
 };
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::SnapshotState;
@@ -98,11 +98,28 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
 /// # Errors
 /// `not-found`: the inventory does not have it. `wrong-state`: the host has not all of its datastores.
 pub async fn definition_at(store: &Store, vm: VmId, host: HostId) -> Result<VmSpec, Problem> {
+    definition_with(store, vm, host, &[]).await
+}
+
+/// The same with copies of some of its disks, which are yet to be made there.
+///
+/// # Errors
+/// As [`definition_at`].
+pub async fn definition_with(
+    store: &Store,
+    vm: VmId,
+    host: HostId,
+    copies: &[ArrivingCopy],
+) -> Result<VmSpec, Problem> {
     let Some((vm, mut spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };
     let mut from = store.read().await?;
     for disk in spec.disks_mut() {
+        if let Some(copy) = copies.iter().find(|copy| copy.disk == disk.disk) {
+            (disk.datastore, disk.facts) = (copy.datastore.clone(), None);
+            continue;
+        }
         let known = datastores::find(&mut from, &disk.datastore.datastore.to_string()).await?;
         let Some(place) = known.and_then(|known| known.spec_on(host)) else {
             let detail = format!(

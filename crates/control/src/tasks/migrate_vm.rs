@@ -3,7 +3,8 @@
 //! ```text
 //!   check ─► transfer ─────────────────────────────► switch ───────────────────► finish ─► done
 //!             destination waits, source sends;         destination lets the        source ends its
-//!             the guest stands still, memory loaded    guest go; inventory says so  processes, forgets
+//!             the guest stands still, memory loaded,   guest go; inventory says so  processes, removes what was
+//!             copies of disks whole                                                 copied, forgets
 //!                    │                                  commit step
 //!                    └── undone: source goes on, destination forgets
 //! ```
@@ -19,24 +20,27 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
-    Arrival, Departure, HostAgent, HostState, JobSpec, JobState, MIGRATION_KEY_LEN,
-    MigrationSession, Power, ReceiveJob, SealedKey, SendJob, migration_info,
+    Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskState, HostAgent, HostState, JobSpec,
+    JobState, MIGRATION_KEY_LEN, MigrationSession, Power, ReceiveJob, SealedKey, SendJob,
+    migration_info,
 };
-use vmseal_api::id::{DiskId, HostId, MigrationId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, MigrationId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::Progress;
 use vmseal_secret::{SecretBytes, sealed_box};
 
+use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::locked;
 use super::step::{Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self};
 use crate::operation::Operation;
+use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
-use crate::store::{hosts as store_hosts, placements};
+use crate::store::{datastores, hosts as store_hosts, placements};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +58,7 @@ pub(crate) const STEPS: &[&dyn Step] = &[
     &MigrateVmStep::Finish,
 ];
 
-/// How many connections carry a guest beside the control channel.
+/// The connections of any migration: the control channel and the memory. Each disk that is copied has one more.
 const STREAMS: u16 = 2;
 
 /// The longest that a guest is to stand still while the rest of its memory is sent, in milliseconds: QEMU's usual limit.
@@ -65,6 +69,27 @@ const DOWNTIME_MILLISECONDS: u32 = 300;
 struct Checked {
     disks: Vec<DiskId>,
     generation: u64,
+    /// The disks that the destination gets copies of, and where.
+    #[serde(default)]
+    copies: Vec<ArrivingCopy>,
+}
+
+impl Checked {
+    fn sent(&self) -> SendJob {
+        let copies = self.copies.iter().map(|copy| copy.disk).collect();
+        SendJob { disks: self.disks.clone(), copies, begin: None }
+    }
+
+    fn received(&self) -> ReceiveJob {
+        let (generation, disks) = (self.generation, self.copies.clone());
+        let copies = (!disks.is_empty()).then_some(ArrivingCopies { generation, disks });
+        ReceiveJob { disks: self.disks.clone(), copies, begin: None }
+    }
+
+    /// How many connections the session has.
+    fn streams(&self) -> u16 {
+        STREAMS.saturating_add(u16::try_from(self.copies.len()).unwrap_or(u16::MAX))
+    }
 }
 
 #[async_trait]
@@ -81,7 +106,7 @@ impl Step for MigrateVmStep {
     fn title(&self) -> &'static str {
         match self {
             Self::Check => "check the VM and both hosts",
-            Self::Transfer => "send the memory",
+            Self::Transfer => "send the memory, and disks that the other host does not have",
             Self::Switch => "let the guest go on at the other host",
             Self::Finish => "end its processes at the former host",
         }
@@ -124,11 +149,14 @@ struct Ends {
     from: HostId,
     to: HostId,
     encrypted: bool,
+    datastore: Option<DatastoreId>,
 }
 
 fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
     match run.task.operation {
-        Operation::MigrateVm { from, to, encrypted, .. } => Ok(Ends { from, to, encrypted }),
+        Operation::MigrateVm { from, to, encrypted, datastore, .. } => {
+            Ok(Ends { from, to, encrypted, datastore })
+        }
         _ => Err(internal("the task does not say where the VM goes")),
     }
 }
@@ -153,9 +181,39 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
         _ => return Err(wrong_state(format!("VM '{}' does not run any more", vm.name))),
     }
     let disks = run.disks().await?;
-    let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
-    let generation = placements::next_generation(&mut *run.store().read().await?, vm.id).await?;
-    Ok(Checked { disks, generation })
+    let disks: Vec<_> = disks.into_iter().filter(|disk| !disk.detached).collect();
+    let mut read = run.store().read().await?;
+    let copies = copies_at(&mut read, &disks, &ends).await?;
+    let generation = placements::next_generation(&mut read, vm.id).await?;
+    let disks = disks.iter().map(|disk| disk.id).collect();
+    Ok(Checked { disks, generation, copies })
+}
+
+/// The disks that the destination gets copies of: those on datastores that it does not have.
+async fn copies_at(
+    read: &mut sqlx::SqliteConnection,
+    disks: &[Disk],
+    ends: &Ends,
+) -> Result<Vec<ArrivingCopy>, StepError> {
+    let mut copies = Vec::new();
+    for disk in disks {
+        let known = datastores::find(read, &disk.datastore.datastore.to_string()).await?;
+        if known.is_some_and(|known| known.on(ends.to).is_some()) {
+            continue;
+        }
+        let target = match ends.datastore {
+            Some(target) => datastores::find(read, &target.to_string()).await?,
+            None => None,
+        };
+        let datastore = target.and_then(|target| target.spec_on(ends.to)).ok_or_else(|| {
+            wrong_state(format!(
+                "disk '{}' is on datastore '{}', which the other host does not have any more: begin the migration again",
+                disk.name, disk.datastore_name
+            ))
+        })?;
+        copies.push(ArrivingCopy { disk: disk.id, datastore });
+    }
+    Ok(copies)
 }
 
 fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
@@ -165,14 +223,6 @@ fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
 
 fn agent_of(run: &Run<'_>, host: HostId) -> Result<Arc<dyn HostAgent>, Problem> {
     run.hosts().agent(host)
-}
-
-fn sent(disks: &[DiskId]) -> JobSpec {
-    JobSpec::Send(SendJob { disks: disks.to_vec(), begin: None })
-}
-
-fn received(disks: &[DiskId]) -> JobSpec {
-    JobSpec::Receive(ReceiveJob { disks: disks.to_vec(), begin: None })
 }
 
 /// Has the guest sent, unless it is.
@@ -200,7 +250,7 @@ async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result
     let address = there
         .migration_address
         .ok_or_else(|| wrong_state(format!("host '{}' has no address for migrations", to.name)))?;
-    let spec = hosts::definition_at(run.store(), vm.id, ends.to).await?;
+    let spec = hosts::definition_with(run.store(), vm.id, ends.to, &checked.copies).await?;
     let spec = hosts::for_agent(spec, Some(&there));
     let kek = match &vm.key {
         None => None,
@@ -213,15 +263,15 @@ async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result
     };
     let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
     let new = NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key };
-    let session = |key_box: &str, host: &str| new.sealed(key_box, host, ends.encrypted);
-    let disks = checked.disks.clone();
+    let session =
+        |key_box: &str, host: &str| new.sealed(key_box, host, (ends.encrypted, checked.streams()));
     let arrival = Arrival {
         session: session(&there.key_box, &to.name)?,
         vm: spec,
         key: kek,
         generation: checked.generation,
     };
-    let job = ReceiveJob { disks: disks.clone(), begin: Some(Box::new(arrival)) };
+    let job = ReceiveJob { begin: Some(Box::new(arrival)), ..checked.received() };
     destination.put_job(vm.id, run.task.id, JobSpec::Receive(job)).await?;
     let departure = Departure {
         session: session(&here.key_box, &vm.host_name)?,
@@ -229,7 +279,7 @@ async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result
         downtime_milliseconds: DOWNTIME_MILLISECONDS,
         bytes_per_second: None,
     };
-    let job = SendJob { disks, begin: Some(Box::new(departure)) };
+    let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     Ok(source.put_job(vm.id, run.task.id, JobSpec::Send(job)).await?)
 }
 
@@ -247,7 +297,7 @@ impl NewSession {
         &self,
         key_box: &str,
         host: &str,
-        encrypted: bool,
+        (encrypted, streams): (bool, u16),
     ) -> Result<MigrationSession, Problem> {
         let (public, info) =
             (keys::public_key(key_box, host)?, migration_info(self.vm, self.migration));
@@ -256,7 +306,7 @@ impl NewSession {
         let sealed = STANDARD.encode(sealed.as_bytes());
         let key = SealedKey { key_box: key_box.to_owned(), sealed };
         let (migration, nonce) = (self.migration, self.nonce);
-        Ok(MigrationSession { migration, nonce, key, streams: STREAMS, encrypted })
+        Ok(MigrationSession { migration, nonce, key, streams, encrypted })
     }
 }
 
@@ -339,13 +389,14 @@ fn has_loaded(run: &Run<'_>, destination: &HostState) -> Result<bool, StepError>
 /// Has the source keep the guest, and the destination forget it. The destination has not been asked to let it go.
 async fn leave(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
     let source = agent_of(run, ends.from)?;
-    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, JobSpec::Send(checked.sent())).await)?;
     forget(run, ends, checked).await
 }
 
 async fn forget(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
     let destination = agent_of(run, ends.to)?;
-    let cancelled = destination.cancel_job(run.vm_id, run.task.id, received(&checked.disks)).await;
+    let job = JobSpec::Receive(checked.received());
+    let cancelled = destination.cancel_job(run.vm_id, run.task.id, job).await;
     absent_is_fine(cancelled)?;
     absent_is_fine(destination.unregister_vm(run.vm_id).await)
 }
@@ -354,7 +405,7 @@ async fn forget(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), Ste
 async fn stay(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let source = agent_of(run, ends.from)?;
-    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, JobSpec::Send(checked.sent())).await)?;
     if let Err(error) = forget(run, &ends, &checked).await {
         tracing::warn!(vm = %run.vm_id, error = %error.as_problem(), "the destination may keep what it received for a while");
     }
@@ -367,7 +418,8 @@ async fn stay(run: &Run<'_>) -> Result<(), StepError> {
 async fn switch(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let destination = agent_of(run, ends.to)?;
-    destination.commit_job(run.vm_id, run.task.id, received(&checked.disks)).await?;
+    let job = JobSpec::Receive(checked.received());
+    destination.commit_job(run.vm_id, run.task.id, job).await?;
     record(run, &ends, &checked).await?;
     let state = run.host_state(ends.to, None).await?;
     run.hosts().until_shown(ends.to, &state).await;
@@ -376,25 +428,59 @@ async fn switch(run: &Run<'_>) -> Result<(), StepError> {
 
 async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
     let vm = run.vm().await?;
+    let copied = made(run, ends, checked).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
+    for disk in &copied {
+        set_image(&mut write, disk).await?;
+    }
     let to = store_hosts::find(&mut write, &ends.to.to_string()).await?;
     placements::set_owner(&mut write, run.vm_id, ends.to, checked.generation).await?;
     // It has run without a break.
     vms::set_seen(&mut write, run.vm_id, Power::Running, None).await?;
     let how = if ends.encrypted { "encrypted" } else { "not encrypted" };
     let to = to.map_or_else(|| ends.to.to_string(), |host| host.name);
-    let detail = format!("from host '{}' to host '{to}', {how}", vm.host_name);
+    let disks = match copied.len() {
+        0 => String::new(),
+        1 => ", with a copy of one disk".to_owned(),
+        many => format!(", with copies of {many} disks"),
+    };
+    let detail = format!("from host '{}' to host '{to}', {how}{disks}", vm.host_name);
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     write.event(NewEvent { kind: "vm.migrated", actor, target, detail: &detail }).await?;
     Ok(write.commit().await?)
+}
+
+/// What the destination says of the disks that it has copies of.
+async fn made(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<Vec<DiskState>, StepError> {
+    if checked.copies.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut state = run.host_state(ends.to, None).await?;
+    loop {
+        let Some(seen) = state_of(&state, run.vm_id) else {
+            let detail = format!("the other host does not know VM '{}' yet", run.task.target);
+            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+        };
+        let copied = checked.copies.iter().map(|copy| {
+            let is_copy = |seen: &&DiskState| {
+                seen.disk == copy.disk && seen.datastore == Some(copy.datastore.datastore)
+            };
+            seen.disks.iter().find(is_copy).cloned()
+        });
+        if let Some(copied) = copied.collect::<Option<Vec<_>>>() {
+            return Ok(copied);
+        }
+        // Its owner is about to say so.
+        state = run.host_state(ends.to, Some(&state)).await?;
+    }
 }
 
 /// Undoes [`switch`], which is possible only while the guest has not gone on at the destination. Otherwise it goes on to the end.
 async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let destination = agent_of(run, ends.to)?;
-    let job = received(&checked.disks);
+    let job = JobSpec::Receive(checked.received());
     match destination.cancel_job(run.vm_id, run.task.id, job).await {
         Ok(()) => Ok(absent_is_fine(destination.unregister_vm(run.vm_id).await)?),
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
@@ -415,7 +501,11 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let source = agent_of(run, ends.from)?;
-    absent_is_fine(source.commit_job(run.vm_id, run.task.id, sent(&checked.disks)).await)?;
+    let job = JobSpec::Send(checked.sent());
+    absent_is_fine(source.commit_job(run.vm_id, run.task.id, job).await)?;
+    for copy in &checked.copies {
+        absent_is_fine(source.delete_disk(run.vm_id, copy.disk).await)?;
+    }
     absent_is_fine(source.unregister_vm(run.vm_id).await)
 }
 

@@ -426,7 +426,7 @@ fn copy_of<'a>(seen: &'a [DiskState], disk: &Disk, operation: &Operation) -> Opt
 }
 
 /// Records the image of a disk as its host has it.
-async fn set_image(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
+pub(super) async fn set_image(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
     disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
     // A copy is a disk of its own.
     links::forget(write, seen.disk).await?;

@@ -115,7 +115,7 @@ enum Kind {
     Clone,
     LinkedClone,
     Adopt,
-    Migrate,
+    Migrate(migrate::Disks),
 }
 
 impl Kind {
@@ -142,7 +142,7 @@ impl Kind {
             Self::Dump(what) => Some(what.before(fixture).await),
             Self::Backup(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
-            Self::Migrate => Some(migrate::before(fixture).await),
+            Self::Migrate(disks) => Some(disks.before(fixture).await),
         }
     }
 
@@ -169,7 +169,7 @@ impl Kind {
             Self::Snapshot(what) => what.operation(fixture, vm).await,
             Self::Dump(what) => what.operation(fixture, vm).await,
             Self::Backup(what) => what.operation(fixture, vm).await,
-            Self::Migrate => migrate::operation(fixture, vm).await,
+            Self::Migrate(disks) => disks.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -192,7 +192,7 @@ impl Kind {
             Self::Dump(what) => what.steps(),
             Self::Backup(what) => what.steps(),
             Self::Adopt => return adopt::steps(),
-            Self::Migrate => steps::of(&migrate::any(vm)),
+            Self::Migrate(_) => steps::of(&migrate::any(vm)),
         };
         steps.iter().map(|step| step.name()).collect()
     }
@@ -203,7 +203,7 @@ impl Kind {
         let operation = match self {
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Recrypt => recrypt::operation(vm),
-            Self::Migrate => migrate::any(vm),
+            Self::Migrate(_) => migrate::any(vm),
             Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
             Self::Snapshot(what) => return what.is_past_commit(step),
@@ -238,7 +238,7 @@ impl Kind {
             Self::Dump(of) => of.assert_done(fixture, vm, what).await,
             Self::Backup(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
-            Self::Migrate => migrate::assert_done(fixture, vm, what).await,
+            Self::Migrate(disks) => disks.assert_done(fixture, vm, what).await,
         }
     }
 
@@ -259,7 +259,7 @@ impl Kind {
             Self::Dump(of) => of.assert_undone(fixture, vm, what).await,
             Self::Backup(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
-            Self::Migrate => migrate::assert_undone(fixture, vm, what).await,
+            Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
                 let runs = fixture.agent.running().contains(&vm);
@@ -398,8 +398,8 @@ async fn assert_failed_truly(
             if let Kind::Change(change) = kind {
                 return change.assert_unfinished(fixture, vm, &problem, what).await;
             }
-            if kind == Kind::Migrate {
-                return migrate::assert_unfinished(fixture, vm, &problem, what).await;
+            if let Kind::Migrate(disks) = kind {
+                return disks.assert_unfinished(fixture, vm, &problem, what).await;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");

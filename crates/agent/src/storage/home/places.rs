@@ -240,6 +240,12 @@ impl Home {
         self.path.join(LEASE)
     }
 
+    /// Which disks have come from another host.
+    #[must_use]
+    pub fn arriving(&self) -> PathBuf {
+        self.path.join("vm.arriving")
+    }
+
     /// The memory of a suspended VM.
     #[must_use]
     pub fn memory(&self) -> PathBuf {

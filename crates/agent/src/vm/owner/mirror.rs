@@ -44,7 +44,7 @@ impl Owner {
     ) -> Result<Vec<Wanted>, Problem> {
         self.may_work(Action::MirrorDisk, spec)?;
         let wanted = self.wanted(job)?;
-        self.are_unshared(&job.disks).await?;
+        self.are_unshared(job.disks.iter().map(|wanted| wanted.disk)).await?;
         for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
             if let Some(other) = known.filter(|known| known.task() != task) {
                 return Err(rules::other_mirror(disk, other.task()));
@@ -423,6 +423,10 @@ impl Owner {
     /// Has a filter replaced that keeps copies which were given up, or former images.
     pub(super) async fn let_go_of_copies(&mut self) {
         let Some(running) = self.running() else { return };
+        if running.sending.is_some() {
+            // Another host gets them.
+            return;
+        }
         let Ok(status) = running.control.status().await else { return };
         // One that has pivoted has closed its former image.
         let keeps = |mirror: &MirrorStatus| !mirror.pivoted;

@@ -9,8 +9,8 @@
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskSpec, JobSpec, Notice, SendJob, StopReason};
-use vmseal_api::id::TaskId;
+use vmseal_api::host::{DiskFacts, DiskSpec, JobSpec, Notice, SendJob, StopReason};
+use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Owner, State};
@@ -18,13 +18,17 @@ use crate::filter::NewLayers;
 use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::Action;
+use crate::rules::find_disk;
+use crate::storage::home::Home;
+use crate::storage::layers;
 use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
+use crate::vm::departing_disks::ToCopy;
 use crate::vm::internal;
 use crate::vm::migration::session_of;
-use crate::vm::sending::{Sending, SendingEvent, ToSend};
-use crate::vm::serve;
+use crate::vm::sending::{Sending, SendingEvent, Sent, ToSend};
+use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
 
 impl Owner {
@@ -33,9 +37,22 @@ impl Owner {
     pub fn received(mut self, task: TaskId, job: JobSpec, notices: Vec<Notice>) -> Self {
         self.jobs.begin(task, job);
         self.jobs.committed(task);
+        self.tell_received();
         self.header_notices = notices;
         self.serves_sizes = true;
         self
+    }
+
+    /// Has the disks of a guest that was received shown: the inventory may not know yet what was made here for it.
+    pub(super) fn tell_received(&mut self) {
+        if matches!(&self.state, State::Running(running) if running.live.received.is_some()) {
+            self.tell_disks();
+        }
+    }
+
+    fn tell_disks(&mut self) {
+        let facts = |disk: &DiskSpec| Some((disk.disk, disk.facts.clone()?));
+        self.made.extend(self.spec.disks().filter_map(facts));
     }
 
     /// Whether the guest is handed over to another host.
@@ -56,6 +73,7 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
+        let copies = self.to_copy(&job.copies).await?;
         self.may_replace_filter().await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
         let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
@@ -72,10 +90,55 @@ impl Owner {
             bytes_per_second: departure.bytes_per_second,
             record,
             qmp: running.qmp.clone(),
+            migration: departure.session.migration,
+            copies,
         }));
         self.jobs.begin(task, spec);
         tracing::info!(vm = %self.spec.vm, to = %departure.to, "the VM is being sent to another host");
         Ok(())
+    }
+
+    /// What is needed to copy these disks; none where there are none.
+    async fn to_copy(&mut self, copies: &[DiskId]) -> Result<Option<ToCopy>, Problem> {
+        if copies.is_empty() {
+            return Ok(None);
+        }
+        self.are_unshared(copies.iter().copied()).await?;
+        let of = |disk: &DiskId| {
+            let disk = find_disk(&self.spec, *disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((disk, facts))
+        };
+        let disks = copies.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
+        let (vm, of_guest) = (self.spec.vm, disks.clone());
+        let layered = move || {
+            let has = |(disk, _): &&(DiskSpec, DiskFacts)| {
+                let home = Home::of(&disk.datastore, vm)?;
+                Ok::<_, Problem>(!layers::read(&home, disk.disk)?.is_empty())
+            };
+            for disk in &of_guest {
+                if has(&disk)? {
+                    return Ok(Some(disk.0.clone()));
+                }
+            }
+            Ok::<_, Problem>(None)
+        };
+        if let Some(disk) = spawn_blocking(layered).await.map_err(internal)?? {
+            let what = format!(
+                "has snapshots of its disk '{}', which is to be copied to the other host, and they would stay behind. Delete them first, or share its datastore with that host",
+                disk.name
+            );
+            return Err(rules::wrong_state(&self.spec, &what));
+        }
+        let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
+        let Some(running) = self.running() else { return Err(internal("it has ended")) };
+        let control = running.control.clone();
+        let status = control.status().await.map_err(internal)?;
+        if !status.completes {
+            let what = "is served by a filter of an earlier vmseal, which copies no disks to other hosts. Restart the VM first, or share its datastores with that host";
+            return Err(rules::wrong_state(&self.spec, what));
+        }
+        Ok(Some(ToCopy { shared, spec, kek, control, disks }))
     }
 
     /// Checks whether the VM could be sent.
@@ -94,7 +157,7 @@ impl Owner {
                     running.sending = None;
                 }
                 let handed_over = match sent {
-                    Ok(()) => self.hand_over().await,
+                    Ok(sent) => self.hand_over(sent).await,
                     Err(problem) => Err(problem),
                 };
                 match &handed_over {
@@ -106,6 +169,7 @@ impl Owner {
                     Err(problem) => {
                         tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent, and goes on");
                         self.let_go_on().await;
+                        self.let_go_of_copies().await;
                     }
                 }
                 self.jobs.migrated(task, handed_over);
@@ -113,8 +177,11 @@ impl Owner {
         }
     }
 
-    /// All of the guest is sent, and it stands still: its disks are let go.
-    async fn hand_over(&mut self) -> Result<(), Problem> {
+    /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.
+    async fn hand_over(&mut self, sent: Sent) -> Result<(), Problem> {
+        if let Some(copied) = &sent.disks {
+            copied.until_complete_soon().await?;
+        }
         let spec = self.spec.clone();
         let read = move || lease::read(&spec);
         let generation = spawn_blocking(read).await.map_err(internal)??;
@@ -132,20 +199,31 @@ impl Owner {
             return Err(problem);
         }
         let control = running.control.clone();
+        let copied = sent.disks.as_ref().map_or_else(Vec::new, |it| it.written().to_vec());
         let let_go = move || {
             let new = disks.iter().map(|(disk, offset)| {
                 let file = placeholder::file(disk, *offset)?;
                 let (layers, own, keeps_room) = (Vec::new(), None, false);
                 Ok(NewLayers { disk: disk.disk, file, layers, offset: *offset, keeps_room, own })
             });
-            serve::replace(&control, &new.collect::<Result<Vec<_>, Problem>>()?)
+            let new = new.collect::<Result<Vec<_>, Problem>>().map_err(NotReplaced::AsBefore)?;
+            serve::replace(&control, &new, &copied)
         };
-        let replaced = spawn_blocking(let_go).await.map_err(internal)?;
-        let Err(problem) = replaced else {
+        let ended = match spawn_blocking(let_go).await.map_err(internal)? {
+            Ok(()) => sent.end().await,
+            Err(NotReplaced::Unknown(problem)) => Err(problem),
+            Err(NotReplaced::AsBefore(problem)) => {
+                let Some(running) = self.running() else { return Err(problem) };
+                running.live.handed_over = None;
+                running.write(&spec)?;
+                return Err(problem);
+            }
+        };
+        let Err(problem) = ended else {
             tracing::info!(vm = %self.spec.vm, "the guest is handed over: its disks are free");
             return Ok(());
         };
-        // Some disks may be free and others not: it has what it had before it goes on.
+        // It has what it had before it goes on.
         self.take_back().await?;
         Err(problem)
     }
@@ -199,6 +277,8 @@ impl Owner {
             running.force_off().await;
             let detail = "it runs on another host now".to_owned();
             self.went_off((StopReason::Migrated, detail)).await;
+            // The server may have to know later which images are former ones.
+            self.tell_disks();
         }
         if let Some(task) = self.jobs.sender() {
             self.jobs.committed(task);
@@ -221,6 +301,7 @@ impl Owner {
             return Ok(());
         }
         self.let_go_on().await;
+        self.let_go_of_copies().await;
         if sending || handed_over {
             tracing::info!(vm = %self.spec.vm, "the VM stays on this host");
         }

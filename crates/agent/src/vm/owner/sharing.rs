@@ -1,7 +1,8 @@
 //! Linked clones of this VM: what is shared with them ([`crate::storage::linking`]) stays as it is.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskSpec, DiskToMirror, DropSnapshotJob};
+use vmseal_api::host::{DiskSpec, DropSnapshotJob};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Owner, State};
@@ -55,8 +56,11 @@ impl Owner {
     }
 
     /// Checks that no linked clone stands on disks that are to be copied: it would keep what the copy is made to be rid of.
-    pub(super) async fn are_unshared(&self, disks: &[DiskToMirror]) -> Result<(), Problem> {
-        let disks = disks.iter().map(|wanted| find_disk(&self.spec, wanted.disk).cloned());
+    pub(super) async fn are_unshared(
+        &self,
+        disks: impl Iterator<Item = DiskId>,
+    ) -> Result<(), Problem> {
+        let disks = disks.map(|disk| find_disk(&self.spec, disk).cloned());
         let (vm, disks) = (self.spec.vm, disks.collect::<Result<Vec<_>, _>>()?);
         let check = move || {
             disks.iter().try_for_each(|disk| {

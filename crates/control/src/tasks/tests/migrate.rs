@@ -1,19 +1,28 @@
 //! VMs that move to another host while they run: at every point exactly one host runs the guest, or none while a task decides, and the
-//! inventory says where it is.
+//! inventory says where it is, and its disks.
 
-use vmseal_api::id::HostId;
+use std::collections::BTreeSet;
+
+use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent};
+use vmseal_api::id::{DatastoreId, HostId};
 
 use super::*;
-use crate::store::hosts;
+use crate::store::{datastores, hosts};
 
 /// The name of the other host.
 const OTHER_HOST: &str = "there";
 
-/// A VM that runs, and another host.
-pub(super) async fn before(fixture: &Fixture) -> VmId {
-    let (other, _) = fixture.add_host(OTHER_HOST).await;
-    fixture.share_datastore(other, OTHER_HOST).await;
-    fixture.running("web").await
+/// The name of that host's own datastore.
+const FAR: &str = "far";
+
+/// Whether the other host has the VM's datastore.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Disks {
+    /// It has.
+    Shared,
+    /// It gets copies.
+    Copied,
 }
 
 async fn other(fixture: &Fixture) -> HostId {
@@ -21,55 +30,122 @@ async fn other(fixture: &Fixture) -> HostId {
     found.unwrap().unwrap().id
 }
 
-pub(super) async fn operation(fixture: &Fixture, vm: VmId) -> Operation {
-    let to = other(fixture).await;
-    Operation::MigrateVm { vm, from: fixture.host, to, encrypted: true }
+async fn far(fixture: &Fixture) -> Option<DatastoreId> {
+    let found = datastores::find(&mut fixture.store.read().await.unwrap(), FAR).await;
+    found.unwrap().map(|found| found.id)
+}
+
+/// The disks of the VM of which an agent has files.
+fn files(agent: &SimulatedHost, vm: VmId) -> BTreeSet<DiskId> {
+    agent.disks().into_iter().filter(|(_, it)| it.vm == vm).map(|(disk, _)| disk).collect()
+}
+
+impl Disks {
+    /// A VM that runs, and another host.
+    pub(super) async fn before(self, fixture: &Fixture) -> VmId {
+        let (other, agent) = fixture.add_host(OTHER_HOST).await;
+        match self {
+            Self::Shared => fixture.share_datastore(other, OTHER_HOST).await,
+            Self::Copied => {
+                let location = DatastoreLocation::Dir { path: "/far".into() };
+                let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+                agent.probe_datastore(spec.clone()).await.unwrap();
+                let on = datastores::OnHost {
+                    host: other,
+                    host_name: OTHER_HOST.to_owned(),
+                    location: spec.location,
+                };
+                let (id, name) = (spec.datastore, FAR.to_owned());
+                let far = datastores::Datastore { id, name, hosts: vec![on], usage: None };
+                let mut write = fixture.store.write().await.unwrap();
+                datastores::insert(&mut write, &far).await.unwrap();
+                write.commit().await.unwrap();
+            }
+        }
+        fixture.running("web").await
+    }
+
+    pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
+        let (to, datastore) = (other(fixture).await, far(fixture).await);
+        Operation::MigrateVm { vm, from: fixture.host, to, encrypted: true, datastore }
+    }
+
+    /// The guest runs at the other host, which has its key and, where it gets copies, its disks; nothing of it is left at the first.
+    pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
+        assert_eq!(fixture.vm(vm).await.unwrap().host, other(fixture).await, "{what}");
+        let there = fixture.agent_of(OTHER_HOST);
+        assert!(there.runs(vm) && !fixture.agent.runs(vm), "{what}: where it runs");
+        fixture
+            .eventually("the first host has forgotten it", async || {
+                (!fixture.agent.registered().contains(&vm)).then_some(())
+            })
+            .await;
+        fixture
+            .eventually("the other host has its key", async || {
+                there.keys_held().contains(&vm).then_some(())
+            })
+            .await;
+        if self == Self::Copied {
+            let disks = fixture.disks(vm).await;
+            let far = far(fixture).await.unwrap();
+            for disk in &disks {
+                assert_eq!(disk.datastore.datastore, far, "{what}: {disk:?}");
+                assert!(disk.facts.is_some(), "{what}: {disk:?}");
+            }
+            let all: BTreeSet<_> = disks.iter().map(|disk| disk.id).collect();
+            assert_eq!(files(&there, vm), all, "{what}: the copies");
+            fixture
+                .eventually("the former images are removed", async || {
+                    files(&fixture.agent, vm).is_empty().then_some(())
+                })
+                .await;
+        }
+    }
+
+    /// It runs at the other host, and the task says so; what is left of it is removed.
+    pub(super) async fn assert_unfinished(
+        self,
+        fixture: &Fixture,
+        vm: VmId,
+        problem: &Problem,
+        what: &str,
+    ) {
+        assert!(problem.detail.contains("runs on the other host"), "{what}: {problem}");
+        self.assert_done(fixture, vm, what).await;
+    }
+
+    /// The guest runs where it was, and the other host knows nothing of it.
+    pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
+        fixture.assert_whole(vm, Power::Running, what).await;
+        let there = fixture.agent_of(OTHER_HOST);
+        assert!(fixture.agent.runs(vm) && !there.runs(vm), "{what}: where it runs");
+        fixture
+            .eventually("the other host has forgotten it", async || {
+                (!there.registered().contains(&vm)).then_some(())
+            })
+            .await;
+        fixture
+            .eventually("no copy is left", async || files(&there, vm).is_empty().then_some(()))
+            .await;
+        if self == Self::Copied {
+            let far = far(fixture).await.unwrap();
+            let disks = fixture.disks(vm).await;
+            assert!(disks.iter().all(|disk| disk.datastore.datastore != far), "{what}: {disks:?}");
+        }
+    }
 }
 
 pub(super) fn any(vm: VmId) -> Operation {
-    Operation::MigrateVm { vm, from: HostId::new(), to: HostId::new(), encrypted: true }
+    let (from, to) = (HostId::new(), HostId::new());
+    Operation::MigrateVm { vm, from, to, encrypted: true, datastore: None }
 }
 
-/// The guest runs at the other host, which has its key, and nothing of it is left at the first.
-pub(super) async fn assert_done(fixture: &Fixture, vm: VmId, what: &str) {
-    assert_eq!(fixture.vm(vm).await.unwrap().host, other(fixture).await, "{what}");
-    assert!(
-        fixture.agent_of(OTHER_HOST).runs(vm) && !fixture.agent.runs(vm),
-        "{what}: where it runs"
-    );
-    fixture
-        .eventually("the first host has forgotten it", async || {
-            (!fixture.agent.registered().contains(&vm)).then_some(())
-        })
-        .await;
-    fixture
-        .eventually("the other host has its key", async || {
-            fixture.agent_of(OTHER_HOST).keys_held().contains(&vm).then_some(())
-        })
-        .await;
-}
-
-/// It runs at the other host, and the task says so; what is left of it is removed.
-pub(super) async fn assert_unfinished(fixture: &Fixture, vm: VmId, problem: &Problem, what: &str) {
-    assert!(problem.detail.contains("runs on the other host"), "{what}: {problem}");
-    assert_done(fixture, vm, what).await;
-}
-
-/// The guest runs where it was, and the other host knows nothing of it.
-pub(super) async fn assert_undone(fixture: &Fixture, vm: VmId, what: &str) {
-    fixture.assert_whole(vm, Power::Running, what).await;
-    assert!(
-        fixture.agent.runs(vm) && !fixture.agent_of(OTHER_HOST).runs(vm),
-        "{what}: where it runs"
-    );
-    fixture
-        .eventually("the other host has forgotten it", async || {
-            (!fixture.agent_of(OTHER_HOST).registered().contains(&vm)).then_some(())
-        })
-        .await;
-}
-
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_migration_is_done_or_undone_at_every_step() {
-    matrix(Kind::Migrate).await;
+    matrix(Kind::Migrate(Disks::Shared)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_migration_with_copies_of_disks_is_done_or_undone_at_every_step() {
+    matrix(Kind::Migrate(Disks::Copied)).await;
 }

@@ -1,0 +1,230 @@
+//! Copies of the disks of a VM that comes from another host, which has none of the datastores that they are on.
+//!
+//! ```text
+//!  begun: half-made disks ─► filled by the other host ─► noted ─► named ─► the lease taken ─► note removed
+//!             └── given up: the half-made disks are removed, and those that the note says were named, unless the lease was taken
+//! ```
+//! The guest runs here from the lease on ([`crate::storage::lease`]). An agent that dies before leaves half-made disks, which the
+//! next one sweeps, or a note.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{ArrivingCopies, ArrivingCopy, DatastoreSpec, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
+
+use crate::rules::find_disk;
+use crate::storage::disk;
+use crate::storage::home::Home;
+use crate::storage::json_file;
+use crate::storage::lease;
+
+/// The version of the note.
+const VERSION: u32 = 1;
+
+/// The longest note, in bytes: [`vmseal_api::filter::DISKS_MAX`] disks fit.
+const NOTE_MAX: u64 = 16 * 1024;
+
+/// What is noted before disks get their names.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    version: u32,
+    /// The generation of the placement that they are for.
+    generation: u64,
+    /// Where the VM's lease is.
+    lease: DatastoreSpec,
+    disks: Vec<DiskId>,
+}
+
+/// A disk that is being filled.
+pub struct ArrivingDisk {
+    /// The disk.
+    pub disk: DiskSpec,
+    /// What is pinned of it.
+    pub facts: DiskFacts,
+    /// Its DEK; none for a plain one.
+    pub dek: Option<SecretBytes>,
+    /// Its image, with its lock.
+    pub file: File,
+}
+
+/// Makes these disks of a VM, which read as zeroes. Blocks.
+///
+/// # Errors
+/// `already-exists`, `no-space`, `wrong-state`; half-made disks are left, see [`give_up`].
+pub fn begin(
+    spec: &VmSpec,
+    disks: &[DiskId],
+    kek: Option<&SecretBytes>,
+) -> Result<Vec<ArrivingDisk>, Problem> {
+    let one = |id: &DiskId| {
+        let disk = find_disk(spec, *id)?.clone();
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let image = home.image(disk.disk);
+        if image.symlink_metadata().is_ok() {
+            let what = format!(
+                "{} is there already, and is not a disk of a VM of this host: remove it if it is not wanted",
+                image.display()
+            );
+            return Err(Problem::new(ErrorCode::AlreadyExists, what));
+        }
+        let (file, facts, dek) = disk::begin_empty(spec, &disk, kek, &home)?;
+        Ok(ArrivingDisk { disk, facts, dek, file })
+    };
+    disks.iter().map(one).collect()
+}
+
+/// Gives disks that are filled their names; those that have them keep them. Blocks.
+///
+/// # Errors
+/// Those of the file system; it can be tried again.
+pub fn name(spec: &VmSpec, disks: &[ArrivingDisk], generation: u64) -> Result<(), Problem> {
+    let Some(first) = spec.disks().next() else { return Ok(()) };
+    let mut homes: BTreeMap<_, (Home, Vec<DiskId>)> = BTreeMap::new();
+    for arriving in disks {
+        let home = Home::of(&arriving.disk.datastore, spec.vm)?;
+        let of_home = homes.entry(home.path().to_owned()).or_insert((home, Vec::new()));
+        of_home.1.push(arriving.disk.disk);
+    }
+    for (home, disks) in homes.values() {
+        let (lease, disks) = (first.datastore.clone(), disks.clone());
+        json_file::write(&home.arriving(), &Note { version: VERSION, generation, lease, disks })?;
+    }
+    for arriving in disks {
+        let home = Home::of(&arriving.disk.datastore, spec.vm)?;
+        if home.image(arriving.disk.disk).symlink_metadata().is_err() {
+            home.finish(arriving.disk.disk, &arriving.file)?;
+        }
+    }
+    Ok(())
+}
+
+/// The VM's lease is taken: its disks are as any others. Blocks.
+///
+/// # Errors
+/// Those of the file system. A note that is left says nothing any more.
+pub fn settle(spec: &VmSpec, copies: &ArrivingCopies) -> Result<(), Problem> {
+    copies.disks.iter().try_for_each(|copy| {
+        let home = Home::of(&copy.datastore, spec.vm)?;
+        home.remove_note(&home.arriving())
+    })
+}
+
+/// Removes the copies, unless the guest has run here. Where there are none, nothing is done. Blocks.
+///
+/// # Errors
+/// `wrong-state`: it has; `in-use`; `damaged`; those of the file system.
+pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
+    for ArrivingCopy { datastore, .. } in &copies.disks {
+        let home = Home::of(datastore, vm)?;
+        if let Some(note) = read(&home)?.filter(|note| note.generation == copies.generation)
+            && lease::generation_at(&Home::of(&note.lease, vm)?)? >= copies.generation
+        {
+            let what = format!(
+                "VM {vm} has run on this host with its copied disks: its migration cannot be cancelled any more"
+            );
+            return Err(Problem::new(ErrorCode::WrongState, what));
+        }
+    }
+    for ArrivingCopy { disk, datastore } in &copies.disks {
+        let home = Home::of(datastore, vm)?;
+        let named = read(&home)?.filter(|note| note.generation == copies.generation);
+        match named.filter(|note| note.disks.contains(disk)) {
+            Some(_) => home.delete(*disk)?,
+            None => home.discard(*disk)?,
+        }
+    }
+    // Last: it says which images may be removed.
+    for ArrivingCopy { datastore, .. } in &copies.disks {
+        let home = Home::of(datastore, vm)?;
+        if read(&home)?.is_some_and(|note| note.generation == copies.generation) {
+            home.remove_note(&home.arriving())?;
+        }
+    }
+    Ok(())
+}
+
+fn read(home: &Home) -> Result<Option<Note>, Problem> {
+    let path = home.arriving();
+    let Some(text) = json_file::read(&path, NOTE_MAX)? else { return Ok(None) };
+    match serde_json::from_slice::<Note>(&text) {
+        Ok(note) if note.version == VERSION => Ok(Some(note)),
+        _ => {
+            let what = format!(
+                "{}, which names disks that came from another host, cannot be read: a newer vmseal may have written it",
+                path.display()
+            );
+            Err(Problem::new(ErrorCode::Damaged, what))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::storage::datastore::tests::unmarked;
+
+    /// A VM with one plain disk on a datastore, and the copies that it is to have there.
+    fn setup() -> (tempfile::TempDir, VmSpec, ArrivingCopies) {
+        let (directory, place) = unmarked();
+        crate::storage::datastore::probe(&place).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        for disk in spec.disks_mut() {
+            (disk.datastore, disk.encrypted) = (place.clone(), false);
+        }
+        let copies = spec.disks().map(|disk| disk.disk);
+        let disks = copies.map(|disk| ArrivingCopy { disk, datastore: place.clone() }).collect();
+        (directory, spec, ArrivingCopies { generation: 7, disks })
+    }
+
+    fn files(directory: &tempfile::TempDir) -> Vec<String> {
+        let homes = std::fs::read_dir(directory.path()).unwrap().map(|it| it.unwrap().path());
+        let homes = homes.filter(|path| path.is_dir());
+        let files = homes.flat_map(|home| std::fs::read_dir(home).unwrap());
+        files.map(|it| it.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    fn ids(copies: &ArrivingCopies) -> Vec<DiskId> {
+        copies.disks.iter().map(|copy| copy.disk).collect()
+    }
+
+    #[test]
+    fn nothing_is_left_of_copies_that_are_given_up_before_the_lease_is_taken() {
+        let (directory, spec, copies) = setup();
+        give_up(spec.vm, &copies).unwrap();
+        for named in [false, true] {
+            let begun = begin(&spec, &ids(&copies), None).unwrap();
+            assert!(!begun.is_empty());
+            if named {
+                name(&spec, &begun, 7).unwrap();
+                // Again, after an error that came later.
+                name(&spec, &begun, 7).unwrap();
+            }
+            drop(begun);
+            give_up(spec.vm, &copies).unwrap();
+            assert_eq!(files(&directory), Vec::<String>::new(), "named: {named}");
+        }
+    }
+
+    #[test]
+    fn copies_whose_guest_has_run_are_not_removed() {
+        let (directory, spec, copies) = setup();
+        let begun = begin(&spec, &ids(&copies), None).unwrap();
+        name(&spec, &begun, 7).unwrap();
+        lease::take(&spec, 7).unwrap();
+        drop(begun);
+        assert_eq!(give_up(spec.vm, &copies).unwrap_err().code, ErrorCode::WrongState);
+        settle(&spec, &copies).unwrap();
+        let left = files(&directory);
+        assert!(!left.iter().any(|name| name.contains("arriving")), "{left:?}");
+        // Without a note, images are those of somebody else.
+        give_up(spec.vm, &copies).unwrap();
+        assert_eq!(files(&directory).len(), left.len());
+        let refused = begin(&spec, &ids(&copies), None).map(drop).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::AlreadyExists);
+    }
+}

@@ -1,0 +1,177 @@
+//! The copied disks of a guest that comes from another host, which writes them over NBD. See [`super::migration`].
+//!
+//! ```text
+//! made ─► a filter for each serves NBD ─► carried ─► the source ends its connections ─► flushed, the filters end ─► whole
+//! ```
+//! What is written is ciphertext where the disk is encrypted; the filters have no keys.
+
+use std::os::unix::net::UnixStream;
+
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{ArrivingCopies, VmSpec};
+use vmseal_api::id::{DiskId, MigrationId};
+use vmseal_api::problem::Problem;
+use vmseal_secret::SecretBytes;
+
+use super::migration::{Link, lost, wrap_dek};
+use super::workers::Workers;
+use super::{Shared, internal};
+use crate::filter::{self, Control};
+use crate::migration::transport::Bridge;
+use crate::process::Process;
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Slot;
+use crate::storage::arriving::{self, ArrivingDisk};
+use crate::storage::builder::{self, is_preallocated};
+use crate::storage::filling::end_idle;
+use crate::storage::opening::data_offset;
+
+/// The socket of a disk's NBD.
+const SOCKET: &str = "nbd";
+
+/// See the module.
+pub struct ArrivingDisks {
+    disks: Vec<ArrivingDisk>,
+    servers: Vec<Server>,
+    bridges: Vec<Bridge>,
+}
+
+/// A filter that serves one of them.
+struct Server {
+    process: Process,
+    directory: ProcessDir,
+    // Released when the process has ended.
+    _slot: Slot,
+}
+
+impl ArrivingDisks {
+    /// Makes these disks of a VM, and has them served.
+    ///
+    /// # Errors
+    /// As [`arriving::begin`], and those of the filters. What is left is removed by [`give_up`].
+    pub async fn prepare(
+        shared: &Shared,
+        spec: &VmSpec,
+        copies: &[DiskId],
+        kek: Option<&SecretBytes>,
+    ) -> Result<Self, Problem> {
+        let (of, copies) = (spec.clone(), copies.to_vec());
+        let kek = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let begin = move || arriving::begin(&of, &copies, kek.as_ref());
+        let disks = spawn_blocking(begin).await.map_err(internal)??;
+        let mut servers = Vec::new();
+        for disk in &disks {
+            servers.push(Server::start(shared, spec, disk).await?);
+        }
+        Ok(Self { disks, servers, bridges: Vec::new() })
+    }
+
+    /// The disks.
+    pub fn disks(&self) -> &[ArrivingDisk] {
+        &self.disks
+    }
+
+    /// The DEKs, as the source is told of them.
+    ///
+    /// # Errors
+    /// `internal`.
+    pub fn keys(
+        &self,
+        kek: Option<&SecretBytes>,
+        migration: MigrationId,
+    ) -> Result<Vec<Option<String>>, Problem> {
+        let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, kek) {
+            (None, _) => Ok(None),
+            (Some(dek), Some(kek)) => wrap_dek(kek, migration, arriving.disk.disk, dek).map(Some),
+            (Some(_), None) => Err(internal("an encrypted disk is made without its key")),
+        };
+        self.disks.iter().map(wrapped).collect()
+    }
+
+    /// Has the source write them.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry(&mut self, link: &mut Link) -> Result<(), Problem> {
+        for (place, server) in self.servers.iter().enumerate() {
+            let socket = server.directory.socket(SOCKET);
+            let socket = UnixStream::connect(&socket).map_err(internal)?;
+            self.bridges.push(link.carry_disk(place, socket)?);
+        }
+        Ok(())
+    }
+
+    /// Waits until the source has written all, and it is durable.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn filled(self) -> Result<Vec<ArrivingDisk>, Problem> {
+        for bridge in self.bridges {
+            bridge.done().await.map_err(lost)?;
+        }
+        for (server, arriving) in self.servers.into_iter().zip(&self.disks) {
+            server.end(arriving.disk.disk).await?;
+        }
+        Ok(self.disks)
+    }
+}
+
+impl Server {
+    async fn start(
+        shared: &Shared,
+        spec: &VmSpec,
+        arriving: &ArrivingDisk,
+    ) -> Result<Self, Problem> {
+        let slot = shared.users.take().ok_or_else(builder::too_many)?;
+        let directory = Workers::builder(shared, arriving.disk.disk).directory;
+        directory.renew().await.map_err(internal)?;
+        let served = filter::Disk {
+            disk: arriving.disk.disk,
+            size: arriving.disk.size,
+            file: arriving.file.try_clone().map_err(internal)?,
+            layers: Vec::new(),
+            offset: data_offset(&arriving.facts),
+            // Whoever writes it has the key.
+            key: None,
+            shared: filter::Shared::default(),
+            keeps_room: is_preallocated(&arriving.disk),
+            work: filter::Work::Expose {
+                socket: directory.listen(SOCKET).map_err(internal)?,
+                writable: true,
+            },
+            beside: None,
+            replica: None,
+            mirror: None,
+        };
+        let (process, _) =
+            filter::start(&shared.filter, spec.vm, &directory, vec![served], slot.filter())
+                .map_err(internal)?;
+        Control::of(&directory).ready(&process, &directory).await.map_err(internal)?;
+        Ok(Self { process, directory, _slot: slot })
+    }
+
+    /// Ends when nobody is connected any more, with all flushed.
+    async fn end(self, disk: DiskId) -> Result<(), Problem> {
+        end_idle(&Control::of(&self.directory), disk).await?;
+        self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
+        self.directory.sweep().await.map_err(internal)
+    }
+}
+
+/// Ends the filters of copies, and removes the copies.
+///
+/// # Errors
+/// As [`arriving::give_up`].
+pub async fn give_up(
+    shared: &Shared,
+    spec: vmseal_api::id::VmId,
+    copies: &ArrivingCopies,
+) -> Result<(), Problem> {
+    for copy in &copies.disks {
+        // The filter has the image's lock.
+        let directory = Workers::builder(shared, copy.disk).directory;
+        directory.sweep().await.map_err(internal)?;
+    }
+    let copies = copies.clone();
+    spawn_blocking(move || arriving::give_up(spec, &copies)).await.map_err(internal)?
+}

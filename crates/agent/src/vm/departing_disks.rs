@@ -1,0 +1,206 @@
+//! The disks of a guest that is sent to another host, which gets copies of them. See [`super::migration`].
+//!
+//! ```text
+//! the guest's filter copies what the guest writes ─► the copies lack little ─► the guest stands still ─► complete ─► ended
+//! what nobody writes is copied by a filter of its own, whole, before
+//! ```
+//! A copy has a key of its own, which the other host has made: what one host has seen of a disk does not open what the other
+//! writes later.
+
+use std::fs::File;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use vmseal_api::filter::{DiskStatus, Holes, PIVOT_BYTES_MAX};
+use vmseal_api::host::{DiskFacts, DiskSpec, MigrationProgress, VmSpec};
+use vmseal_api::id::{DiskId, MigrationId};
+use vmseal_api::pace::CopyPace;
+use vmseal_api::problem::Problem;
+use vmseal_secret::SecretBytes;
+
+use super::migration::{Link, lost, unexpected, unwrap_dek};
+use super::mirroring::copy_whole;
+use super::workers::Workers;
+use super::{Shared, internal};
+use crate::filter::pace::Pace;
+use crate::filter::{self, Control, CopyPlace};
+use crate::migration::transport::Bridge;
+
+/// How often the filter is asked how far its copies are.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The same while the guest stands still.
+const REST_INTERVAL: Duration = Duration::from_millis(5);
+
+/// How long the guest may stand still until little is left to copy: Linux gives a request 30 seconds.
+const REST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How much a copy may lack before the memory is sent, in bytes: a guest that writes always leaves some.
+const SMALL_BYTES: u64 = PIVOT_BYTES_MAX / 4;
+
+/// How long the ends of the connections may take to come back.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What is to be copied.
+pub struct ToCopy {
+    pub shared: Arc<Shared>,
+    pub spec: VmSpec,
+    pub kek: Option<SecretBytes>,
+    /// Of the guest's filter.
+    pub control: Control,
+    /// In the order of their connections.
+    pub disks: Vec<(DiskSpec, DiskFacts)>,
+}
+
+impl ToCopy {
+    /// Their ids.
+    pub fn ids(&self) -> Vec<DiskId> {
+        self.disks.iter().map(|(disk, _)| disk.disk).collect()
+    }
+}
+
+/// See the module.
+pub struct DepartingDisks {
+    control: Control,
+    /// Those that the guest writes.
+    written: Vec<DiskId>,
+    bridges: Vec<Bridge>,
+}
+
+impl DepartingDisks {
+    /// Begins to copy them. The other host has made them, with these keys.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn begin(
+        what: &ToCopy,
+        migration: MigrationId,
+        keys: &[Option<String>],
+        link: &mut Link,
+    ) -> Result<Self, Problem> {
+        if keys.len() != what.disks.len() {
+            return Err(unexpected());
+        }
+        let (mut bridges, mut written, mut whole) = (Vec::new(), Vec::new(), Vec::new());
+        for (place, ((disk, facts), key)) in what.disks.iter().zip(keys).enumerate() {
+            let (theirs, ours) = UnixStream::pair().map_err(internal)?;
+            bridges.push(link.carry_disk(place, ours)?);
+            let key = match (key, &what.kek) {
+                (Some(key), Some(kek)) => {
+                    let dek = unwrap_dek(kek, migration, disk.disk, key)?;
+                    Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
+                }
+                (None, _) if !disk.encrypted => None,
+                _ => return Err(unexpected()),
+            };
+            let (to, map) = (CopyPlace::OtherHost(theirs), map()?);
+            let copy = filter::Mirror { to, key, map, pace: CopyPace::default() };
+            if disk.role.is_data() {
+                written.push((disk.disk, copy));
+            } else {
+                whole.push((disk, facts, copy));
+            }
+        }
+        let ids = written.iter().map(|(disk, _)| *disk).collect();
+        if !written.is_empty() {
+            let control = what.control.clone();
+            let begin = move || control.mirror(&written).map_err(internal);
+            spawn_blocking(begin).await.map_err(internal)??;
+        }
+        for (disk, facts, copy) in whole {
+            let builder = Workers::builder_of_export(&what.shared, disk.disk);
+            let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose();
+            let (spec, kek) = (what.spec.clone(), kek.map_err(internal)?);
+            copy_whole(spec, (disk.clone(), facts.clone()), kek, copy, builder).await?;
+        }
+        Ok(Self { control: what.control.clone(), written: ids, bridges })
+    }
+
+    /// Those that the guest's filter copies.
+    pub fn written(&self) -> &[DiskId] {
+        &self.written
+    }
+
+    /// Waits until the copies lack little, while the guest runs.
+    ///
+    /// # Errors
+    /// The filter's.
+    pub async fn until_small(&self, tell: impl Fn(MigrationProgress)) -> Result<(), Problem> {
+        let looks = Pace::up_to(PROGRESS_INTERVAL);
+        loop {
+            let (lacking, copied) = self.lacking().await?;
+            tell(MigrationProgress { remaining: lacking, sent: copied, ..Default::default() });
+            if lacking <= SMALL_BYTES {
+                return Ok(());
+            }
+            looks.pause().await;
+        }
+    }
+
+    /// The same while the guest stands still.
+    ///
+    /// # Errors
+    /// The filter's; `internal` after [`REST_TIMEOUT`].
+    pub async fn until_complete_soon(&self) -> Result<(), Problem> {
+        let small = async {
+            while self.lacking().await?.0 > SMALL_BYTES {
+                tokio::time::sleep(REST_INTERVAL).await;
+            }
+            Ok(())
+        };
+        let late = || internal("the copies of its disks lack more than its guest could wait for");
+        timeout(REST_TIMEOUT, small).await.unwrap_or_else(|_| Err(late()))
+    }
+
+    /// How many bytes the copies lack, and how many were copied.
+    async fn lacking(&self) -> Result<(u64, u64), Problem> {
+        if self.written.is_empty() {
+            return Ok((0, 0));
+        }
+        let status = self.control.status().await.map_err(internal)?;
+        let (mut lacking, mut copied) = (0, 0);
+        for id in &self.written {
+            let disk = status.disks.iter().find(|disk| disk.disk == *id);
+            let (dirty, done) = disk.map_or_else(|| Err(restarted()), of_copy)?;
+            (lacking, copied) = (lacking + dirty, copied + done);
+        }
+        Ok((lacking, copied))
+    }
+
+    /// The filter has let them go: waits until the other host has all.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub async fn end(self) -> Result<(), Problem> {
+        let ended = async {
+            for bridge in self.bridges {
+                bridge.done().await.map_err(lost)?;
+            }
+            Ok(())
+        };
+        let late = || internal("the other host does not end the connections of the copied disks");
+        timeout(END_TIMEOUT, ended).await.unwrap_or_else(|_| Err(late()))
+    }
+}
+
+fn of_copy(disk: &DiskStatus) -> Result<(u64, u64), Problem> {
+    let mirror = disk.mirror.as_ref().ok_or_else(restarted)?;
+    match &mirror.last_error {
+        Some(error) => Err(internal(format!("a disk cannot be copied: {error}"))),
+        None => Ok((mirror.dirty_bytes, mirror.copied_bytes)),
+    }
+}
+
+fn restarted() -> Problem {
+    internal("the guest's filter was restarted while it copied its disks")
+}
+
+/// The map of what a copy lacks. It is lost with the filter, and the migration with that.
+fn map() -> Result<File, Problem> {
+    let map = memfd_create(c"map of a copy", MFdFlags::MFD_CLOEXEC).map_err(internal)?;
+    Ok(File::from(map))
+}

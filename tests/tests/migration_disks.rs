@@ -1,0 +1,184 @@
+//! VMs that move, while they run, to a host that has none of their datastores: their disks are copied, the guest loses nothing of
+//! what it had in memory and on its disks, and nothing is left where they were.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
+
+use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
+use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::{booted, run};
+use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other, processes};
+
+const VM: &str = "web";
+
+/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
+const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2095");
+
+/// A guest that counts on its disk, and a second host with a datastore of its own.
+fn two_hosts(policy: &str) -> Installation {
+    let (mut here, mut console) = started(VM, policy);
+    here.add_host(THERE).unwrap();
+    let path = here.path("far");
+    std::fs::create_dir(&path).unwrap();
+    let place = text(&path).unwrap();
+    here.vmseal(&["datastore", "add", "far", "--host", THERE, "--path", place]).unwrap();
+    let (one, two) = IN_MEMORY;
+    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    count(&mut console);
+    here
+}
+
+fn datastore_of(host: &str) -> &'static str {
+    if host == HERE { "local" } else { "far" }
+}
+
+fn directory_of(here: &Installation, host: &str) -> PathBuf {
+    here.path(if host == HERE { "datastore" } else { "far" })
+}
+
+/// The VM runs on this host alone, with all of its disks on that host's datastore, and nothing of it is left on the other's.
+fn is_on(here: &Installation, host: &str, encrypted: bool) {
+    assert_eq!(two_hosts::only_host(here, VM).unwrap(), host);
+    let vm = here.vm(VM).unwrap();
+    for disk in vm["disks"].as_array().unwrap() {
+        assert_eq!(disk["datastore"], datastore_of(host), "{vm}");
+        assert_eq!(disk["encrypted"], encrypted, "{vm}");
+    }
+    let left = || here.datastore_entries(&directory_of(here, other(host))).ok();
+    eventually("nothing is left at the other host", || left().filter(Vec::is_empty).map(drop))
+        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    let home = directory_of(here, host).join(vm["id"].as_str().unwrap());
+    let mut names: Vec<_> = files(&home).iter().map(|path| name(path)).collect();
+    names.retain(|name| !["vm.json", "vm.lease"].contains(&name.as_str()));
+    names.sort();
+    let disks = vm["disks"].as_array().unwrap().iter();
+    let mut expected: Vec<_> =
+        disks.map(|disk| format!("{}.raw", disk["id"].as_str().unwrap())).collect();
+    expected.sort();
+    assert_eq!(names, expected);
+    let clear = files(&home).into_iter().filter(|path| has_marker(path)).count();
+    assert_eq!(clear == 0, encrypted, "{clear} files have what the guest wrote");
+}
+
+fn files(home: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap().to_string_lossy().into_owned()
+}
+
+fn has_marker(file: &Path) -> bool {
+    let bytes = std::fs::read(file).unwrap();
+    let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
+    bytes.windows(MARKER.len()).any(is_one)
+}
+
+/// The guest has what it had, and goes on counting.
+fn has_lost_nothing(here: &Installation) {
+    let mut console = here.console(VM).unwrap();
+    stop_counting(&mut console);
+    let (one, two) = IN_MEMORY;
+    run(&mut console, "echo HAS-$m-", &format!("HAS-{one}{two}-")).unwrap();
+    read_marker(&mut console);
+    count(&mut console);
+}
+
+#[test]
+fn a_guest_moves_with_its_disks_to_a_host_that_has_none_of_them_and_back() {
+    let here = two_hosts("encrypted");
+    let planned = here.vmseal(&["vm", "migrate", VM, THERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("with copies of disks") && planned.contains("'far'"), "{planned}");
+    let refused = here.refused(&["vm", "migrate", VM, "--datastore", "nowhere"]).unwrap();
+    assert!(refused.contains("it has no datastore 'nowhere'"), "{refused}");
+    for (to, datastore) in [(THERE, Some("far")), (HERE, None), (THERE, None)] {
+        let options = datastore.map(|name| ["--datastore", name]);
+        let command = ["vm", "migrate", VM, to].into_iter().chain(options.into_iter().flatten());
+        here.vmseal(&command.collect::<Vec<_>>()).unwrap();
+        is_on(&here, to, true);
+        has_lost_nothing(&here);
+    }
+    // The copies are its disks, also for the next guest.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "prove", VM]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    read_marker(&mut booted(&here, VM).unwrap());
+    is_on(&here, THERE, true);
+}
+
+#[test]
+fn a_guest_that_is_not_encrypted_moves_with_its_disks_as_well() {
+    let here = two_hosts("plain");
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    is_on(&here, THERE, false);
+    has_lost_nothing(&here);
+}
+
+#[test]
+fn disks_that_have_snapshots_stay_and_the_refusal_says_so() {
+    let here = two_hosts("encrypted");
+    here.vmseal(&["snapshot", "create", VM, "before"]).unwrap();
+    let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
+    assert!(refused.contains("has snapshots"), "{refused}");
+    here.vmseal(&["snapshot", "delete", VM, "before"]).unwrap();
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    is_on(&here, THERE, true);
+    has_lost_nothing(&here);
+}
+
+/// Kills one process of the migration.
+fn kill(here: &mut Installation, victim: usize, source: &str) {
+    let all = |host: &str, name: &str| processes(here, host, name);
+    match victim {
+        0 => all(source, FILTER).into_iter().for_each(kill_hard),
+        1 => all(other(source), FILTER).into_iter().for_each(kill_hard),
+        2 => all(other(source), QEMU).into_iter().for_each(kill_hard),
+        3 => {
+            here.kill_server();
+            here.start_server().unwrap();
+        }
+        number => match if number == 4 { source } else { other(source) } {
+            HERE => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            host => {
+                here.kill_agent_of(host).unwrap();
+                here.start_agent_of(host).unwrap();
+            }
+        },
+    }
+}
+
+#[test]
+fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_is_left_on_the_other()
+ {
+    let mut here = two_hosts("encrypted");
+    let rounds = std::env::var("MIGRATION_KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(6);
+    let seed = std::env::var("MIGRATION_SEED").ok().and_then(|it| it.parse().ok());
+    let seed: u64 = seed.unwrap_or_else(|| fastrand::u64(..));
+    eprintln!("MIGRATION_SEED={seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    for round in 0..rounds {
+        let source = two_hosts::only_host(&here, VM).unwrap();
+        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
+        let milliseconds = random.u64(0..3000);
+        sleep(Duration::from_millis(milliseconds));
+        // A guest that runs at the destination already is not killed.
+        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
+        let victim = round % 6;
+        eprintln!("round {round}: victim {victim} after {milliseconds} ms, arrived: {arrived}");
+        if !(arrived && victim == 2) {
+            kill(&mut here, victim, &source);
+        }
+        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let host = two_hosts::only_host(&here, VM).unwrap();
+        is_on(&here, &host, true);
+        has_lost_nothing(&here);
+    }
+}
