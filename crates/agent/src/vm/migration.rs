@@ -20,6 +20,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::transport::{Bridge, Cipher, Control, Session, Spec, TransportError};
@@ -142,6 +143,11 @@ impl Link {
         self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
     }
 
+    /// What measures the work of its threads.
+    pub fn sealing_meter(&self) -> SealingMeter {
+        SealingMeter::new(self.session.handle())
+    }
+
     /// Ends the control channel. All has been carried.
     pub async fn finish(self) {
         // Nothing depends on this end: the end of the memory's stream says that all of it has come.
@@ -191,6 +197,8 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
         rate: ram["mbps"].as_f64().map_or(0, |mbps| (mbps * 1e6 / 8.0) as u64),
         downtime_milliseconds: number(downtime),
         throttle: number(&state["cpu-throttle-percentage"]),
+        all_sent: state["status"] == "completed",
+        sealing: None,
     }
 }
 
@@ -213,10 +221,13 @@ mod tests {
             rate: 1_000_000,
             downtime_milliseconds: 300,
             throttle: 20,
+            all_sent: false,
+            sealing: None,
         };
         assert_eq!(progress_of(&state), expected);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());
         let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300});
-        assert_eq!(progress_of(&done).downtime_milliseconds, 12);
+        let done = progress_of(&done);
+        assert_eq!((done.downtime_milliseconds, done.all_sent), (12, true));
     }
 }

@@ -35,6 +35,7 @@ mod receiving;
 mod reconnect;
 mod report;
 mod running;
+mod sealing_meter;
 mod sending;
 mod serve;
 mod service;

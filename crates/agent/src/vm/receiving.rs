@@ -32,6 +32,7 @@ use super::serve::{self, Memory, Plan};
 use super::start::boot;
 use super::{Call, Initial, Request, Shared, internal, suspend};
 use crate::jobs::Jobs;
+use crate::migration::figures;
 use crate::migration::transport::Expected as Pending;
 use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
@@ -343,6 +344,7 @@ async fn come(
     pending: Pending,
     slot: Arc<Slot>,
 ) -> Result<Loaded, Problem> {
+    let _counted = figures::IN.begin();
     let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
     let (machine, record) = match link.receive(MACHINE_TIMEOUT).await? {
         Message::Machine { machine, record } => (machine, record),
