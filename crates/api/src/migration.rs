@@ -1,8 +1,15 @@
 //! Moving a running VM to another host: whether what is sent is encrypted, how far it is, and how it went.
 
+use std::fmt;
+
+use jiff::SignedDuration;
 use serde::{Deserialize, Serialize};
 
 use crate::host::MigrationProgress;
+use crate::size::Measured;
+
+/// A minute, in milliseconds.
+const MINUTE: u64 = 60_000;
 
 /// Whether what a VM is sent with to another host is encrypted. Whatever it says, that of a VM with a key always is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,6 +119,42 @@ impl Migrated {
     }
 }
 
+/// Milliseconds, for people: `312 ms`, `14.2 s`, `3m 5s`.
+struct Milliseconds(u64);
+
+impl fmt::Display for Milliseconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            short if short < 1000 => write!(f, "{short} ms"),
+            some if some < MINUTE => write!(f, "{}.{} s", some / 1000, some % 1000 / 100),
+            long => {
+                let seconds = i64::try_from(long / 1000).unwrap_or(i64::MAX);
+                write!(f, "{:#}", SignedDuration::from_secs(seconds))
+            }
+        }
+    }
+}
+
+/// `1.2 GiB in 14.2 s (86.5 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory`.
+impl fmt::Display for Migrated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {}", Measured(self.sent), Milliseconds(self.milliseconds))?;
+        if let Some(rate) = self.bytes_per_second() {
+            write!(f, " ({}/s)", Measured(rate))?;
+        }
+        let passes = if self.passes == 1 { "pass" } else { "passes" };
+        let downtime = Milliseconds(self.downtime_milliseconds);
+        write!(f, ", {} {passes}; the guest stood still for ", self.passes)?;
+        match self.switch_milliseconds {
+            Some(_) => {
+                let all = Milliseconds(self.standstill_milliseconds());
+                write!(f, "{all}, {downtime} of that for the rest of its memory")
+            }
+            None => write!(f, "{downtime} for the rest of its memory, and for the switch"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +173,24 @@ mod tests {
         assert_eq!(migrated(3000, 0).bytes_per_second(), None);
         assert_eq!(migrated(u64::MAX, 1).bytes_per_second(), None);
         assert_eq!(migrated(1, 1).standstill_milliseconds(), 50);
+    }
+
+    #[test]
+    fn how_it_went_is_told() {
+        let migrated = Migrated {
+            milliseconds: 14_250,
+            sent: 5 << 28,
+            passes: 3,
+            downtime_milliseconds: 20,
+            switch_milliseconds: Some(292),
+            sealing_milliseconds: None,
+        };
+        let told = "1.2 GiB in 14.2 s (89.8 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory";
+        assert_eq!(migrated.to_string(), told);
+        let other =
+            Migrated { milliseconds: 185_000, passes: 1, switch_milliseconds: None, ..migrated };
+        let told = "1.2 GiB in 3m 5s (6.9 MiB/s), 1 pass; the guest stood still for 20 ms for the rest of its memory, and for the switch";
+        assert_eq!(other.to_string(), told);
     }
 
     #[test]

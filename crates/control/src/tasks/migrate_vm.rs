@@ -11,23 +11,27 @@
 //! itself. Then its answer decides. While it does not answer, nobody runs the guest, and the task waits: only the destination, or
 //! the operator who knows that it is gone for good, can tell.
 
+pub(super) mod watched;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
     Arrival, Departure, HostAgent, HostState, JobSpec, JobState, MIGRATION_KEY_LEN,
     MigrationSession, Power, ReceiveJob, SealedKey, SendJob, migration_info,
 };
 use vmseal_api::id::{DiskId, HostId, MigrationId, VmId};
+use vmseal_api::migration::{Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::Progress;
 use vmseal_secret::{SecretBytes, sealed_box};
 
+use self::watched::Watched;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::locked;
 use super::step::{Output, Step, WaitPolicy};
@@ -65,6 +69,9 @@ const DOWNTIME_MILLISECONDS: u32 = 300;
 struct Checked {
     disks: Vec<DiskId>,
     generation: u64,
+    /// When the migration began; earlier versions did not note it.
+    #[serde(default)]
+    began: Option<Timestamp>,
 }
 
 #[async_trait]
@@ -101,12 +108,17 @@ impl Step for MigrateVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Check => return check(run).await.map(|checked| Output::of(&checked)),
-            Self::Transfer => transfer(run).await,
-            Self::Switch => switch(run).await,
-            Self::Finish => finish(run).await,
+            Self::Check => check(run).await.map(|checked| Output::of(&checked)),
+            Self::Transfer => transfer(run).await.map(|watched| Output::of(&watched)),
+            Self::Switch => {
+                let migrated = switch(run).await?;
+                Ok(migrated.map_or_else(Output::default, |migrated| Output::of(&migrated)))
+            }
+            Self::Finish => {
+                watched::of(run).show(run, MigrationPhase::Finishing);
+                finish(run).await.map(Output::from)
+            }
         }
-        .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
@@ -143,6 +155,8 @@ fn wrong_state(detail: String) -> StepError {
 
 /// Checks the preconditions, and settles what the inventory will say.
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
+    let began = Some(Timestamp::now());
+    Watched::default().show(run, MigrationPhase::Connecting);
     let (vm, ends) = (run.vm().await?, ends(run)?);
     if vm.lifecycle != Lifecycle::Ready || vm.host != ends.from {
         return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
@@ -155,7 +169,7 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let disks = run.disks().await?;
     let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
     let generation = placements::next_generation(&mut *run.store().read().await?, vm.id).await?;
-    Ok(Checked { disks, generation })
+    Ok(Checked { disks, generation, began })
 }
 
 fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
@@ -176,12 +190,12 @@ fn received(disks: &[DiskId]) -> JobSpec {
 }
 
 /// Has the guest sent, unless it is.
-async fn transfer(run: &Run<'_>) -> Result<(), StepError> {
+async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (vm, ends, checked) = (run.vm().await?, ends(run)?, checked(run)?);
     let (source, destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
     if is_handed_over(run, &source) && has_loaded(run, &destination)? {
-        return Ok(());
+        return Ok(Watched::late(run, &source));
     }
     // A session serves one attempt; what an earlier one has left is removed.
     leave(run, &ends, &checked).await?;
@@ -281,14 +295,15 @@ fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
 }
 
 /// Follows both hosts until the guest is between them.
-async fn follow(run: &Run<'_>, ends: &Ends) -> Result<(), StepError> {
+async fn follow(run: &Run<'_>, ends: &Ends) -> Result<Watched, StepError> {
+    let mut watched = Watched::default();
     let (mut source, mut destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
     loop {
         let loaded = has_loaded(run, &destination)?;
+        watched.note(run, &source);
         if is_handed_over(run, &source) && loaded {
-            run.show(Progress::default());
-            return Ok(());
+            return Ok(watched);
         }
         sends(run, &source)?;
         run.check_cancelled()?;
@@ -299,27 +314,21 @@ async fn follow(run: &Run<'_>, ends: &Ends) -> Result<(), StepError> {
     }
 }
 
-/// Checks that the source sends, and publishes how far it is.
+/// Checks that the source sends.
 fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
-    let job = run.job_in(source);
-    match job.map(|job| &job.state) {
-        Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+    match run.job_in(source).map(|job| &job.state) {
+        Some(JobState::Failed { problem }) => Err(StepError::Final(problem.clone())),
         Some(JobState::Cancelled) => {
             let what = "the source has cancelled it";
-            return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)));
+            Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)))
         }
-        Some(_) => {}
-        None if is_handed_over(run, source) => {}
+        Some(_) => Ok(()),
+        None if is_handed_over(run, source) => Ok(()),
         None => {
             let what = "the agent of the source has restarted while it sent the VM";
-            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)));
+            Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
         }
     }
-    if let Some(progress) = job.and_then(|job| job.migration.as_ref()) {
-        let (done, left) = (progress.sent, progress.remaining);
-        run.show(Progress { done, total: done.saturating_add(left) });
-    }
-    Ok(())
 }
 
 /// Whether the source's guest stands still, and its disks are free.
@@ -363,18 +372,28 @@ async fn stay(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Has the destination let the guest go, and records that it is there.
-async fn switch(run: &Run<'_>) -> Result<(), StepError> {
-    let (ends, checked) = (ends(run)?, checked(run)?);
+/// Has the destination let the guest go, and records that it is there. Returns how it went, where that is known.
+async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
+    let (ends, checked, watched) = (ends(run)?, checked(run)?, watched::of(run));
+    watched.show(run, MigrationPhase::SwitchOver);
     let destination = agent_of(run, ends.to)?;
+    // A server that has restarted may have recorded it before.
+    let at_once = run.vm().await?.host != ends.to;
     destination.commit_job(run.vm_id, run.task.id, received(&checked.disks)).await?;
-    record(run, &ends, &checked).await?;
+    let began = checked.began.unwrap_or(run.task.created);
+    let migrated = watched.ended(began, Timestamp::now(), at_once);
+    record(run, &ends, &checked, migrated).await?;
     let state = run.host_state(ends.to, None).await?;
     run.hosts().until_shown(ends.to, &state).await;
-    Ok(())
+    Ok(migrated)
 }
 
-async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+async fn record(
+    run: &Run<'_>,
+    ends: &Ends,
+    checked: &Checked,
+    migrated: Option<Migrated>,
+) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
@@ -384,7 +403,8 @@ async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), Ste
     vms::set_seen(&mut write, run.vm_id, Power::Running, None).await?;
     let how = if ends.encrypted { "encrypted" } else { "not encrypted" };
     let to = to.map_or_else(|| ends.to.to_string(), |host| host.name);
-    let detail = format!("from host '{}' to host '{to}', {how}", vm.host_name);
+    let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
+    let detail = format!("from host '{}' to host '{to}', {how}{went}", vm.host_name);
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     write.event(NewEvent { kind: "vm.migrated", actor, target, detail: &detail }).await?;
     Ok(write.commit().await?)
@@ -399,7 +419,7 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
         Ok(()) => Ok(absent_is_fine(destination.unregister_vm(run.vm_id).await)?),
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
         Err(problem) if problem.code == ErrorCode::WrongState => {
-            record(run, &ends, &checked).await?;
+            record(run, &ends, &checked, None).await?;
             finish(run).await?;
             let detail = format!(
                 "VM '{}' runs on the other host: its migration could not be cancelled any more",
