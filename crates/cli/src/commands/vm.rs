@@ -146,9 +146,12 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Migrate { name, host, dry_run, wait } => {
-            let path = format!("vms/{name}/migrate");
-            task::begin(server, output, &path, &MigrateVm { host }, &dry_run, &wait).await
+        arguments::Vm::Migrate { name, host, watch, dry_run, wait } => {
+            let (path, request) = (format!("vms/{name}/migrate"), MigrateVm { host });
+            if watch {
+                return task::begin_and_watch(server, output, &path, &request, wait.timeout).await;
+            }
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
             let path = format!("vms/{name}/recrypt");
