@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::Value;
 
 use vmseal_tests::counting_guest::{
     count, read_marker_of_disk, started_with_one_disk, stop_counting,
@@ -19,11 +20,15 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::rest;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other, processes};
 
 const VM: &str = "web";
 const PAGE: usize = 4096;
+
+/// Less than what a guest with Linux has in its memory, in bytes.
+const GUEST_TOUCHES: u64 = 8 << 20;
 
 /// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
 const SECRET: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2093");
@@ -74,6 +79,81 @@ fn a_guest_moves_to_another_host_and_back_and_loses_nothing() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     assert_eq!(only_host(&here), THERE);
+}
+
+/// A figure of a host's agent.
+fn figure(here: &Installation, host: &str, name: &str) -> f64 {
+    let text = rest::scrape(here, &format!("/metrics/hosts/{host}")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("{name} ")));
+    line.unwrap_or_else(|| panic!("no {name} in\n{text}")).parse().unwrap()
+}
+
+/// What a task keeps of a migration is sensible. Returns what was sent.
+fn assert_migrated(task: &Value) -> u64 {
+    let of = |name: &str| task["migrated"][name].as_u64().unwrap_or_else(|| panic!("{task:#}"));
+    assert!(of("passes") >= 1 && of("sent") >= GUEST_TOUCHES, "{task:#}");
+    assert!(of("switch_milliseconds") > 0, "{task:#}");
+    let still = of("downtime_milliseconds") + of("switch_milliseconds");
+    assert!(still < of("milliseconds"), "{task:#}");
+    // Not more than two cores and the whole time.
+    assert!(of("sealing_milliseconds") <= 2 * of("milliseconds"), "{task:#}");
+    assert!(task.get("migration").is_none(), "it is done: {task:#}");
+    of("sent")
+}
+
+#[test]
+fn a_migration_is_seen_while_it_goes_on_and_its_task_keeps_how_it_went() {
+    let (mut here, console) = started("encrypted");
+    drop(console);
+    let watched = here.vmseal(&["vm", "migrate", VM, THERE, "--watch", "-o", "json"]).unwrap();
+    let documents: Vec<Value> =
+        watched.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let phases: Vec<_> =
+        documents.iter().filter_map(|task| task["migration"]["phase"].as_str()).collect();
+    assert!(phases.contains(&"connecting"), "{watched}");
+    let last = documents.last().unwrap();
+    assert_eq!(last["state"], "done", "{watched}");
+    let sent = assert_migrated(last);
+    let measured = |task: &Value| task["migration"]["progress"]["sent"].as_u64();
+    let seen = documents.iter().filter_map(measured).max();
+    assert!(seen.is_some_and(|seen| seen > 0 && seen <= sent), "{watched}");
+
+    // The other way, with lines for people.
+    let output = here.try_vmseal(&["vm", "migrate", VM, HERE, "--watch"]).unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    eprintln!("{told}");
+    assert!(output.status.success(), "{told}");
+    assert!(told.contains("vm.migrate web: ") && told.contains(": connecting"), "{told}");
+    let end = told.lines().last().unwrap();
+    assert!(end.starts_with("vm.migrate web: done: "), "{told}");
+    assert!(end.contains(" in ") && end.contains("the guest stood still for "), "{told}");
+    let (_, went) = end.split_once("done: ").unwrap();
+    let events = here.vmseal(&["events", "-c", "kind,detail"]).unwrap();
+    let event = events.lines().find(|line| line.starts_with("vm.migrated") && line.ends_with(went));
+    assert!(event.is_some_and(|line| line.contains("to host 'here', encrypted: ")), "{events}");
+
+    // Both agents have counted it, and nothing is under way.
+    for (host, direction) in [(HERE, "out"), (THERE, "in"), (THERE, "out"), (HERE, "in")] {
+        let labelled = |name: &str| format!("{name}{{direction=\"{direction}\"}}");
+        let bytes = figure(&here, host, &labelled("vmseal_agent_migration_bytes_total"));
+        assert!(bytes >= GUEST_TOUCHES as f64, "{host} {direction}: {bytes}");
+        let cpu = figure(&here, host, &labelled("vmseal_agent_migration_cpu_seconds_total"));
+        assert!(cpu > 0.0 && cpu < 600.0, "{host} {direction}: {cpu}");
+        assert_eq!(figure(&here, host, &labelled("vmseal_agent_migrations")), 0.0);
+        let refused = "vmseal_agent_migration_connections_refused_total{reason=\"proof\"}";
+        assert_eq!(figure(&here, host, refused), 0.0, "{host}");
+    }
+
+    // Another server finds what the first has kept.
+    let task = last["id"].as_str().unwrap();
+    here.kill_server();
+    here.start_server().unwrap();
+    let kept = here.json(&["task", "show", task]).unwrap();
+    assert_eq!(kept["migrated"], last["migrated"]);
+    let shown = here.vmseal(&["task", "show", task]).unwrap();
+    assert!(shown.contains("MIGRATED:") && shown.contains("SEALING:"), "{shown}");
+    eprintln!("{shown}");
+    has_lost_nothing(&here);
 }
 
 /// What is killed.

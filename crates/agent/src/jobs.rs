@@ -119,7 +119,7 @@ impl Job {
             proof: None,
             backup: None,
             read_bytes: self.read_bytes,
-            migration: self.migration.clone(),
+            migration: self.migration,
         }
     }
 }

@@ -1,6 +1,15 @@
-//! Whether what a running VM is sent with to another host is encrypted.
+//! Moving a running VM to another host: whether what is sent is encrypted, how far it is, and how it went.
 
+use std::fmt;
+
+use jiff::SignedDuration;
 use serde::{Deserialize, Serialize};
+
+use crate::host::MigrationProgress;
+use crate::size::Measured;
+
+/// A minute, in milliseconds.
+const MINUTE: u64 = 60_000;
 
 /// Whether what a VM is sent with to another host is encrypted. Whatever it says, that of a VM with a key always is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,5 +37,168 @@ impl MigrationEncryption {
             Self::Opportunistic => "opportunistic",
             Self::Required => "required",
         }
+    }
+}
+
+/// Which part of a migration is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum MigrationPhase {
+    /// The hosts connect, and the destination starts QEMU.
+    Connecting,
+    /// Disks on datastores that the destination does not have are copied while the guest runs.
+    Disks,
+    /// The memory is sent while the guest runs.
+    Memory,
+    /// The guest stands still: the rest is sent, and the destination takes its disks.
+    SwitchOver,
+    /// The guest runs at the destination; what is left at the source is removed.
+    Finishing,
+    /// A phase of a newer server that this side does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+impl MigrationPhase {
+    /// Its name, for people.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Connecting => "connecting",
+            Self::Disks => "disks",
+            Self::Memory => "memory",
+            Self::SwitchOver => "switch-over",
+            Self::Finishing => "finishing",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// How far a VM is that is moved to another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Migration {
+    /// What is under way.
+    pub phase: MigrationPhase,
+    /// What its source has measured last; none before it sends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<MigrationProgress>,
+}
+
+/// How a migration went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Migrated {
+    /// How long it took until the guest ran at the other host, in milliseconds.
+    pub milliseconds: u64,
+    /// What was sent of the memory, in bytes.
+    pub sent: u64,
+    /// How often the memory was gone through.
+    pub passes: u64,
+    /// How long the guest stood still while the rest of its memory was sent, in milliseconds, as QEMU measured it.
+    pub downtime_milliseconds: u64,
+    /// How long it stood still after that, in milliseconds, until the server had heard that it goes on at the other host; none
+    /// where the server was restarted then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub switch_milliseconds: Option<u64>,
+    /// CPU time that the source's threads needed to read, seal and send it, in milliseconds; none where it did not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sealing_milliseconds: Option<u64>,
+}
+
+impl Migrated {
+    /// How fast it was sent on average, in bytes a second; none where it took no time.
+    #[must_use]
+    pub fn bytes_per_second(&self) -> Option<u64> {
+        let rate = (u128::from(self.sent) * 1000).checked_div(u128::from(self.milliseconds))?;
+        u64::try_from(rate).ok()
+    }
+
+    /// How long the guest stood still in all, in milliseconds, as far as that is known.
+    #[must_use]
+    pub fn standstill_milliseconds(&self) -> u64 {
+        self.downtime_milliseconds.saturating_add(self.switch_milliseconds.unwrap_or(0))
+    }
+}
+
+/// Milliseconds, for people: `312 ms`, `14.2 s`, `3m 5s`.
+struct Milliseconds(u64);
+
+impl fmt::Display for Milliseconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            short if short < 1000 => write!(f, "{short} ms"),
+            some if some < MINUTE => write!(f, "{}.{} s", some / 1000, some % 1000 / 100),
+            long => {
+                let seconds = i64::try_from(long / 1000).unwrap_or(i64::MAX);
+                write!(f, "{:#}", SignedDuration::from_secs(seconds))
+            }
+        }
+    }
+}
+
+/// `1.2 GiB in 14.2 s (86.5 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory`.
+impl fmt::Display for Migrated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {}", Measured(self.sent), Milliseconds(self.milliseconds))?;
+        if let Some(rate) = self.bytes_per_second() {
+            write!(f, " ({}/s)", Measured(rate))?;
+        }
+        let passes = if self.passes == 1 { "pass" } else { "passes" };
+        let downtime = Milliseconds(self.downtime_milliseconds);
+        write!(f, ", {} {passes}; the guest stood still for ", self.passes)?;
+        match self.switch_milliseconds {
+            Some(_) => {
+                let all = Milliseconds(self.standstill_milliseconds());
+                write!(f, "{all}, {downtime} of that for the rest of its memory")
+            }
+            None => write!(f, "{downtime} for the rest of its memory, and for the switch"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_average_rate_is_of_the_whole_time() {
+        let migrated = |sent, milliseconds| Migrated {
+            milliseconds,
+            sent,
+            passes: 2,
+            downtime_milliseconds: 20,
+            switch_milliseconds: Some(30),
+            sealing_milliseconds: None,
+        };
+        assert_eq!(migrated(3000, 1500).bytes_per_second(), Some(2000));
+        assert_eq!(migrated(3000, 0).bytes_per_second(), None);
+        assert_eq!(migrated(u64::MAX, 1).bytes_per_second(), None);
+        assert_eq!(migrated(1, 1).standstill_milliseconds(), 50);
+    }
+
+    #[test]
+    fn how_it_went_is_told() {
+        let migrated = Migrated {
+            milliseconds: 14_250,
+            sent: 5 << 28,
+            passes: 3,
+            downtime_milliseconds: 20,
+            switch_milliseconds: Some(292),
+            sealing_milliseconds: None,
+        };
+        let told = "1.2 GiB in 14.2 s (89.8 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory";
+        assert_eq!(migrated.to_string(), told);
+        let other =
+            Migrated { milliseconds: 185_000, passes: 1, switch_milliseconds: None, ..migrated };
+        let told = "1.2 GiB in 3m 5s (6.9 MiB/s), 1 pass; the guest stood still for 20 ms for the rest of its memory, and for the switch";
+        assert_eq!(other.to_string(), told);
+    }
+
+    #[test]
+    fn a_phase_of_a_newer_server_is_read() {
+        let read: Migration = serde_json::from_str(r#"{"phase": "resting"}"#).unwrap();
+        assert_eq!(read, Migration { phase: MigrationPhase::Unknown, progress: None });
     }
 }

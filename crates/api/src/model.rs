@@ -1,5 +1,7 @@
 //! The resources of the REST API, as the server shows them.
 
+mod task;
+
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -17,16 +19,15 @@ use crate::host::{
     KeyState, Power, Stopped,
 };
 use crate::id::{
-    BackupId, DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, TaskId,
-    VmId,
+    BackupId, DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, VmId,
 };
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
-use crate::problem::Problem;
 use crate::replica::REPLICA_RATE;
-use crate::transfer::Progress;
 use crate::usage::HostRoom;
+
+pub use self::task::{Task, TaskState, Waiting, WaitingOn};
 
 /// A list, oldest first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -543,157 +544,6 @@ pub struct Nic {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
     pub addresses: Vec<IpAddr>,
-}
-
-/// Durable work of the server.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Task {
-    /// Its id.
-    pub id: TaskId,
-    /// What it does (`vm.create`, `vm.start`, …).
-    pub kind: String,
-    /// The resource that it is about, by name.
-    pub target: String,
-    /// How it stands.
-    pub state: TaskState,
-    /// The step that it is at or ended at, for people.
-    pub step: String,
-    /// How far it is, from 0 to 100, where that is known.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub percent: Option<u8>,
-    /// The same in bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub progress: Option<Progress>,
-    /// How fast it gets on, in bytes a second: on average of the last half minute, less what the guest has changed again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bytes_per_second: Option<u64>,
-    /// How long the rest of this step takes at that speed, in seconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub seconds_left: Option<u64>,
-    /// The highest rate at which it copies each disk, in bytes a second.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rate: Option<u64>,
-    /// Whether it copies nothing until a user has it go on.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub paused: bool,
-    /// When it was asked for.
-    #[cfg_attr(feature = "openapi", schema(value_type = String, format = DateTime))]
-    pub created: Timestamp,
-    /// When it ended.
-    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ended: Option<Timestamp>,
-    /// The id of the request that asked for it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request_id: Option<String>,
-    /// What it waits for, while it does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub waiting: Option<Waiting>,
-    /// The task that it is a part of.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parent: Option<TaskId>,
-    /// It does not begin before this time.
-    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub not_before: Option<Timestamp>,
-    /// Why it failed or is unknown.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub problem: Option<Problem>,
-}
-
-/// What a task waits for; it goes on by itself, or is cancelled.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Waiting {
-    /// What kind of thing.
-    pub on: WaitingOn,
-    /// Which, by name: a host, a provider; a time for `time`.
-    pub name: String,
-    /// What was answered last, where something was.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub detail: String,
-}
-
-impl std::fmt::Display for Waiting {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let name = &self.name;
-        match self.on {
-            WaitingOn::Host => write!(f, "waiting for host '{name}'"),
-            WaitingOn::Provider => write!(f, "waiting for key provider '{name}'"),
-            WaitingOn::Passphrase => write!(
-                f,
-                "waiting for the passphrase of key provider '{name}' (vmseal provider unlock {name})"
-            ),
-            WaitingOn::Time => write!(f, "waiting until {name}"),
-        }
-    }
-}
-
-impl Task {
-    /// The step that it is at and how, for people.
-    #[must_use]
-    pub fn at(&self) -> String {
-        let step = &self.step;
-        match (&self.waiting, self.state) {
-            (Some(waiting), TaskState::Waiting) => format!("{step}: {waiting}"),
-            (_, state) if self.paused && state.is_open() => {
-                format!("{step}: paused (vmseal task resume {})", self.id)
-            }
-            (_, TaskState::Queued) => format!("{step}: queued"),
-            (_, TaskState::RollingBack) => format!("rolling back: {step}"),
-            _ => step.clone(),
-        }
-    }
-}
-
-/// What kind of thing a task waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum WaitingOn {
-    /// A host that does not answer.
-    Host,
-    /// A key provider that gives no keys: it does not answer, or a certificate must be replaced.
-    Provider,
-    /// A key provider that has to be unlocked (`vmseal provider unlock`).
-    Passphrase,
-    /// The time before which it does not begin.
-    Time,
-}
-
-/// How a task stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum TaskState {
-    /// It waits for its turn: as many tasks as may work on its host or with its key provider do.
-    Queued,
-    /// It goes on, also after a restart of the server.
-    Running,
-    /// It waits for what `waiting` says, or is paused.
-    Waiting,
-    /// A step failed or it was cancelled; what had been done is being undone.
-    RollingBack,
-    /// All of it is done.
-    Done,
-    /// It was cancelled, and none of it is left.
-    Cancelled,
-    /// A step failed, and none of it is left.
-    Failed,
-    /// It could neither be finished nor undone: what is left is in `problem`, and an operator is needed.
-    Unknown,
-}
-
-impl TaskState {
-    /// The states of tasks that have not ended.
-    pub const OPEN: [Self; 4] = [Self::Queued, Self::Running, Self::Waiting, Self::RollingBack];
-
-    /// Whether the task has not ended.
-    #[must_use]
-    pub fn is_open(self) -> bool {
-        matches!(self, Self::Queued | Self::Running | Self::Waiting | Self::RollingBack)
-    }
 }
 
 /// What a request would do that is only tried (`dry_run=true`).

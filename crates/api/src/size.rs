@@ -30,9 +30,39 @@ impl fmt::Display for Size {
     }
 }
 
+/// A size in bytes as people measure, to one decimal: `1.2 GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured(pub u64);
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(bytes) = *self;
+        match UNITS.iter().find(|(power, _)| bytes >= 1 << power) {
+            None => write!(f, "{bytes} bytes"),
+            Some((power, name)) => {
+                let tenths = (u128::from(bytes) * 10) >> power;
+                write!(f, "{}.{} {name}", tenths / 10, tenths % 10)
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_measured_is_said_to_one_decimal() {
+        for (bytes, said) in [
+            (0, "0 bytes"),
+            (1023, "1023 bytes"),
+            (1024, "1.0 KiB"),
+            ((5 << 28) + 1, "1.2 GiB"),
+            (u64::MAX, "16383.9 PiB"),
+        ] {
+            assert_eq!(Measured(bytes).to_string(), said, "{bytes}");
+        }
+    }
 
     #[test]
     fn sizes_are_said_exactly_in_units_that_people_use() {

@@ -19,6 +19,8 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::filter::Control;
+use crate::migration::figures::{self, Figures};
+use crate::migration::transport::Refused;
 use crate::process::run_dir::RunDir;
 
 /// How long a filter may take to report its figures; it does no disk I/O for that.
@@ -83,7 +85,11 @@ pub fn vm_ended(reason: StopReason) {
 ///
 /// # Errors
 /// `internal`: the encoder failed, which does not happen with these metrics.
-pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Problem> {
+pub async fn exposition(
+    run_dir: &RunDir,
+    state: HostState,
+    refused: Refused,
+) -> Result<String, Problem> {
     let mut asked = JoinSet::new();
     for vm in state
         .vms
@@ -103,7 +109,7 @@ pub async fn exposition(run_dir: &RunDir, state: HostState) -> Result<String, Pr
     }
     filters.sort_by_key(|(vm, _)| *vm);
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Snapshot { state, filters, silent }));
+    registry.register_collector(Box::new(Snapshot { state, filters, silent, refused }));
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &registry)
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
@@ -116,6 +122,7 @@ struct Snapshot {
     state: HostState,
     filters: Vec<(VmId, FilterFigures)>,
     silent: u64,
+    refused: Refused,
 }
 
 type Encoded = Result<(), fmt::Error>;
@@ -232,6 +239,38 @@ impl Snapshot {
         let silent = i64::try_from(self.silent).unwrap_or(i64::MAX);
         to.encode_descriptor("vmseal_agent_filters_silent", what, None, MetricType::Gauge)?
             .encode_gauge(&silent)
+    }
+
+    /// What was sent to other hosts and received from them.
+    fn migrations(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
+        let both = |of: fn(&Figures) -> u64| {
+            let of = [("out", of(&figures::OUT)), ("in", of(&figures::IN))];
+            of.map(|(word, value)| ([("direction", word.to_owned())], value))
+        };
+        let what = "VMs that are being sent to other hosts, and received from them.";
+        gauges(to, ("vmseal_agent_migrations", what), both(Figures::running))?;
+        let what = "Bytes of migrations that went to other hosts, and came from them.";
+        counters(to, ("vmseal_agent_migration_bytes", what), both(Figures::bytes))?;
+        let what = "CPU time of the threads that seal and open the streams of migrations.";
+        let name = "vmseal_agent_migration_cpu_seconds";
+        seconds(to, (name, what), both(Figures::cpu_nanoseconds))?;
+        let Refused { crowded, hello, unknown_migration, proof, taken, timed_out, lost } =
+            self.refused;
+        let reasons = [
+            ("crowded", crowded),
+            ("hello", hello),
+            ("unknown_migration", unknown_migration),
+            ("proof", proof),
+            ("taken", taken),
+            ("timed_out", timed_out),
+            ("lost", lost),
+        ];
+        let what = "Connections to the port for migrations that were closed, by reason.";
+        counters(
+            to,
+            ("vmseal_agent_migration_connections_refused", what),
+            reasons.map(|(reason, count)| ([("reason", reason.to_owned())], count)),
+        )
     }
 
     /// The memory limits of filters.
@@ -425,6 +464,7 @@ impl Collector for Snapshot {
     fn encode(&self, mut to: DescriptorEncoder<'_>) -> Encoded {
         self.vms(&mut to)?;
         self.processes(&mut to)?;
+        self.migrations(&mut to)?;
         self.memory(&mut to)?;
         self.requests(&mut to)?;
         self.held(&mut to)?;
@@ -474,10 +514,11 @@ mod tests {
             }),
         };
         let state = HostState { incarnation: Incarnation::new(), generation: 1, vms: vec![] };
+        let refused = Refused { proof: 14, ..Refused::default() };
         let filters =
             vec![(vm, FilterFigures { disks: vec![figures], memory_limit_bytes: Some(13) })];
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(Snapshot { state, filters, silent: 1 }));
+        registry.register_collector(Box::new(Snapshot { state, filters, silent: 1, refused }));
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         let of = format!("vm=\"{vm}\",disk=\"{disk}\"");
@@ -500,6 +541,9 @@ mod tests {
             format!("vmseal_disk_latency_seconds_count{{{of},operation=\"read\"}} 3"),
             format!("vmseal_disk_latency_seconds_sum{{{of},operation=\"read\"}} 9.0"),
             format!("vmseal_disk_latency_seconds_bucket{{le=\"+Inf\",{of},operation=\"read\"}} 3"),
+            "vmseal_agent_migration_connections_refused_total{reason=\"proof\"} 14".to_owned(),
+            "vmseal_agent_migration_connections_refused_total{reason=\"lost\"} 0".to_owned(),
+            "# TYPE vmseal_agent_migration_cpu_seconds counter".to_owned(),
             "vmseal_agent_filters_silent 1".to_owned(),
             "vmseal_agent_vms{power=\"running\"} 0".to_owned(),
             "# EOF".to_owned(),

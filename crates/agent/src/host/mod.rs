@@ -365,7 +365,8 @@ impl HostAgent for RealHost {
 
     async fn metrics(&self) -> Result<String, Problem> {
         let state = self.shared.states.now();
-        metrics::exposition(&self.shared.run_dir, state).await
+        let refused = self.shared.migrations.as_ref().map(Listener::refused).unwrap_or_default();
+        metrics::exposition(&self.shared.run_dir, state, refused).await
     }
 
     async fn usage(&self) -> Result<HostUsage, Problem> {

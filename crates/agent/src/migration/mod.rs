@@ -1,3 +1,4 @@
 //! Live migration: what goes from host to host.
 
+pub mod figures;
 pub mod transport;

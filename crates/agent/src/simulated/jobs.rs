@@ -123,6 +123,10 @@ impl Inside {
             };
             known.jobs.progress(disk, 0, total, Instant::now());
         }
+        if let JobSpec::Send(_) = job {
+            self.begin_send(vm, task)?;
+        }
+        let known = self.known(vm)?;
         if known.jobs.pace(task).is_some_and(|pace| pace.paused) {
             self.agent.publish(vm);
             return Ok(None);

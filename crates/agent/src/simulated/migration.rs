@@ -1,6 +1,8 @@
 //! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
 
-use vmseal_api::host::{JobSpec, KeyState, Power, ReceiveJob, StopReason};
+use vmseal_api::host::{
+    JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, StopReason, VmSpec,
+};
 use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::problem::Problem;
 
@@ -9,11 +11,47 @@ use super::running::RunningGuest;
 use super::{Inside, Known, SimulatedHost, Work};
 use crate::rules;
 
+/// How often the memory of a guest is gone through.
+const PASSES: u64 = 3;
+
+/// How long a guest stands still, and is expected to before, in milliseconds.
+const DOWNTIME: u64 = 20;
+const DOWNTIME_EXPECTED: u64 = 300;
+
 impl SimulatedHost {
     /// Whether a guest runs here, or is about to: not one that is handed over.
     #[must_use]
     pub fn runs(&self, vm: VmId) -> bool {
         self.inside().persisted.guests.get(&vm).is_some_and(|guest| !guest.handed_over)
+    }
+}
+
+/// How far a guest is that begins to be sent: a quarter of its memory.
+fn begun(vm: &VmSpec) -> MigrationProgress {
+    let memory = vm.memory;
+    MigrationProgress {
+        passes: 1,
+        remaining: memory - memory / 4,
+        sent: memory / 4,
+        dirty_rate: 8 << 20,
+        rate: 1 << 30,
+        downtime_milliseconds: DOWNTIME_EXPECTED,
+        throttle: 0,
+        all_sent: false,
+        sealing: Some(SealingWork { cpu_milliseconds: 10, cpu_percent: 40 }),
+    }
+}
+
+/// How far one is that stands still.
+fn all_sent(vm: &VmSpec) -> MigrationProgress {
+    MigrationProgress {
+        passes: PASSES,
+        remaining: 0,
+        sent: vm.memory,
+        downtime_milliseconds: DOWNTIME,
+        all_sent: true,
+        sealing: Some(SealingWork { cpu_milliseconds: 40, cpu_percent: 40 }),
+        ..begun(vm)
     }
 }
 
@@ -39,6 +77,13 @@ impl Inside {
         known.jobs.begin(task, spec);
         self.agent.vms.insert(vm, known);
         self.numbered(vm, Work::Job(task), self.work)
+    }
+
+    /// Begins to send the guest.
+    pub fn begin_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        known.jobs.migrates(task, begun(&known.spec));
+        Ok(())
     }
 
     /// All of the guest is sent: it stands still.
@@ -151,6 +196,9 @@ impl Inside {
             return;
         }
         if let Ok(known) = self.known(vm) {
+            if sent {
+                known.jobs.migrates(task, all_sent(&known.spec));
+            }
             known.jobs.migrated(task, Ok(()));
         }
         self.agent.publish(vm);

@@ -29,6 +29,7 @@ use vmseal_secret::derive::migrated_disk_key;
 use vmseal_secret::wrap::{unwrap, wrap};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
+use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::transport::{Bridge, Cipher, Control, Session, Spec, TransportError};
@@ -215,6 +216,11 @@ impl Link {
         self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
     }
 
+    /// What measures the work of its threads.
+    pub fn sealing_meter(&self) -> SealingMeter {
+        SealingMeter::new(self.session.handle())
+    }
+
     /// Ends the control channel. All has been carried.
     pub async fn finish(self) {
         // Nothing depends on this end: the end of the memory's stream says that all of it has come.
@@ -264,6 +270,8 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
         rate: ram["mbps"].as_f64().map_or(0, |mbps| (mbps * 1e6 / 8.0) as u64),
         downtime_milliseconds: number(downtime),
         throttle: number(&state["cpu-throttle-percentage"]),
+        all_sent: state["status"] == "completed",
+        sealing: None,
     }
 }
 
@@ -302,10 +310,13 @@ mod tests {
             rate: 1_000_000,
             downtime_milliseconds: 300,
             throttle: 20,
+            all_sent: false,
+            sealing: None,
         };
         assert_eq!(progress_of(&state), expected);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());
         let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300});
-        assert_eq!(progress_of(&done).downtime_milliseconds, 12);
+        let done = progress_of(&done);
+        assert_eq!((done.downtime_milliseconds, done.all_sent), (12, true));
     }
 }

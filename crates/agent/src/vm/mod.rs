@@ -37,6 +37,7 @@ mod receiving;
 mod reconnect;
 mod report;
 mod running;
+mod sealing_meter;
 mod sending;
 mod serve;
 mod service;

@@ -35,6 +35,7 @@ use super::serve::{self, Memory, Plan};
 use super::start::boot;
 use super::{Call, Initial, Request, Shared, internal, suspend};
 use crate::jobs::Jobs;
+use crate::migration::figures;
 use crate::migration::transport::Expected as Pending;
 use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
@@ -401,6 +402,7 @@ struct Coming {
 impl Coming {
     /// Waits for the source, and has QEMU load what it sends.
     async fn come(self, pending: Pending) -> Result<Loaded, Problem> {
+        let _counted = figures::IN.begin();
         let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
         let (machine, record, copies) = match link.receive(MACHINE_TIMEOUT).await? {
             Message::Machine { machine, record, copies } => (machine, record, copies),

@@ -7,6 +7,7 @@
 //! Dropped before that, the guest goes on. Then its owner completes the copies of its disks.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -23,8 +24,12 @@ use super::migration::{
 };
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::migration::figures;
 use crate::migration::transport::{self, Spec};
 use crate::process::run_record::Record;
+
+/// The least time between two reports of how far it is: each goes to the server.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
@@ -92,11 +97,13 @@ impl Sending {
     /// The next event.
     pub async fn next(&mut self) -> SendingEvent {
         tokio::select! {
+            // What was sent last is told before the end.
+            biased;
+            Ok(()) = self.progress.changed() => {
+                SendingEvent::Progress(*self.progress.borrow_and_update())
+            }
             ended = &mut self.work => {
                 SendingEvent::Ended(ended.unwrap_or_else(|error| Err(internal(error))))
-            }
-            Ok(()) = self.progress.changed() => {
-                SendingEvent::Progress(self.progress.borrow_and_update().clone())
             }
         }
     }
@@ -109,6 +116,7 @@ impl Drop for Sending {
 }
 
 async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<Sent, Problem> {
+    let _counted = figures::OUT.begin();
     let refuses = |error: QmpError| internal(format!("QEMU does not send its guest: {error}"));
     let qmp = what.qmp;
     let machine = machine_of(&qmp).await.map_err(refuses)?;
@@ -140,8 +148,14 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
         take_back(&qmp, &name).await;
         return Err(refuses(error));
     }
+    let (mut sealing, mut told) = (link.sealing_meter(), None::<Instant>);
     let tell = |state: &Value| {
-        report.send_replace(progress_of(state));
+        let progress = progress_of(state);
+        if !progress.all_sent && told.is_some_and(|told| told.elapsed() < REPORT_INTERVAL) {
+            return;
+        }
+        told = Some(Instant::now());
+        report.send_replace(MigrationProgress { sealing: Some(sealing.read()), ..progress });
     };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
@@ -164,7 +178,10 @@ async fn copy_disks(
     let failed = link.failed();
     let copied = async {
         let disks = DepartingDisks::begin(copies, migration, &keys, link).await?;
-        disks.until_small(|progress| drop(report.send_replace(progress))).await?;
+        let tell = |progress| {
+            report.send_replace(progress);
+        };
+        disks.until_small(tell).await?;
         Ok(disks)
     };
     // What the connection says is why the filter cannot copy.

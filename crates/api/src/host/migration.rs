@@ -125,7 +125,7 @@ pub struct Arrival {
 }
 
 /// How far a migration is, as its source sees it.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct MigrationProgress {
     /// How often the memory was gone through.
@@ -142,4 +142,35 @@ pub struct MigrationProgress {
     pub downtime_milliseconds: u64,
     /// By how much the guest is slowed down so that it changes less, in percent.
     pub throttle: u64,
+    /// Whether QEMU has sent all of it, and the guest stands still. Earlier agents do not say so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub all_sent: bool,
+    /// What the threads of the source need that read, seal and send it. Earlier agents do not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sealing: Option<SealingWork>,
+}
+
+/// What the threads of a migration's streams need of the processor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct SealingWork {
+    /// CPU time up to now, in milliseconds.
+    pub cpu_milliseconds: u64,
+    /// CPU time of late for each second, in percent: 100 is one core.
+    pub cpu_percent: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What an agent reported before it knew of the fields that are optional.
+    const EARLIER: &str = r#"{"passes":1,"remaining":2,"sent":3,"dirty_rate":4,"rate":5,"downtime_milliseconds":6,"throttle":7}"#;
+
+    #[test]
+    fn the_progress_of_an_earlier_agent_is_read() {
+        let read: MigrationProgress = serde_json::from_str(EARLIER).unwrap();
+        assert_eq!((read.all_sent, read.sealing, read.throttle), (false, None, 7));
+        assert_eq!(serde_json::to_string(&read).unwrap(), EARLIER, "what it does not know is sent");
+    }
 }

@@ -94,7 +94,7 @@ pub use self::job::{
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
-    MigrationSession, ReceiveJob, SendJob, migration_info,
+    MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,
 };
 pub use self::state::{
     DiskSettings, DiskState, HostState, KeyState, Notice, NoticeCode, Power, StartedWith,

@@ -38,6 +38,9 @@ pub enum Task {
         timeout: Option<Duration>,
     },
     /// Show the progress of tasks until they end
+    ///
+    /// On a terminal in place; else in lines on standard error, for each step, and each second for a migration. With -o json or yaml
+    /// it prints the tasks' documents when they change, each second at most, and at their ends; JSON on one line each.
     Watch {
         /// The tasks' ids [default: all that are running]
         #[arg(value_name = "TASK")]

@@ -266,6 +266,10 @@ pub enum Vm {
     /// Its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
     /// that is sent is encrypted with a key for this migration alone. Disks on datastores that the host does not have (`vmseal
     /// datastore share`) are copied there, with new data keys, while the guest runs; the former images are removed at the end. Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
+    ///
+    /// With --watch it is shown how fast the memory is sent and how fast the guest changes it, how often it was gone through, how
+    /// long the guest is expected to stand still, and what sealing needs of the processor. At the end it is told how it went, as
+    /// `vmseal task show` does afterwards.
     Migrate {
         /// Its name or id
         #[arg(value_name = "VM")]
@@ -275,6 +279,9 @@ pub enum Vm {
         /// The datastore of that host for disks on datastores that it does not have [default: the one with the most free room]
         #[arg(long, value_name = "NAME")]
         datastore: Option<String>,
+        /// Show how far it is: in place on a terminal, else a line each second; with -o json a document on each line
+        #[arg(long, conflicts_with_all = ["no_wait", "dry_run"])]
+        watch: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

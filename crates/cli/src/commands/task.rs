@@ -45,7 +45,7 @@ pub async fn run(
             if tasks.is_empty() {
                 print::say("no task is running");
             }
-            follow(server, output, tasks, None, Progress::verbose()).await
+            follow(server, output, tasks, None, Progress::watching(output)).await
         }
         arguments::Task::Cancel { name, dry_run } => {
             ask(server, output, &name, "cancel", &dry_run).await
@@ -142,6 +142,18 @@ pub async fn begin(
     settle(server, output, begun, wait).await
 }
 
+/// Begins a task, shows how far it is and waits for its end, for so long at most.
+pub async fn begin_and_watch(
+    server: &ServerClient,
+    output: Output,
+    path: &str,
+    request: &(impl serde::Serialize + Sync),
+    timeout: Option<Duration>,
+) -> anyhow::Result<()> {
+    let begun = server.post(path, request).await?;
+    follow(server, output, vec![begun], timeout, Progress::watching(output)).await
+}
+
 /// Begins several tasks and waits for all of them as `wait` says; none is begun where the server would refuse one.
 pub async fn begin_all(
     server: &ServerClient,
@@ -225,6 +237,7 @@ async fn follow(
     }
     let ended = followed.tasks;
     match (output, ended.as_slice()) {
+        _ if progress.prints_documents() => {}
         (Output::Table, _) => {}
         (_, [task]) if !several => print::one(output, task, &[])?,
         (_, tasks) => print::list(output, &arguments::Columns::usual(), tasks.to_vec())?,
@@ -286,7 +299,12 @@ async fn to_ends(
     followed: &mut Followed,
     progress: &mut Progress,
 ) -> anyhow::Result<()> {
-    while let Err(problem) = while_answered(server, &mut followed.tasks, progress).await {
+    loop {
+        let problem = match while_answered(server, &mut followed.tasks, progress).await {
+            Ok(()) => return Ok(()),
+            Err(Stopped::Output(error)) => return Err(error),
+            Err(Stopped::Server(problem)) => problem,
+        };
         let ids = going(&followed.tasks);
         if !is_temporary(&problem) {
             return Err(problem).context(left("lost sight of the task", &ids));
@@ -298,7 +316,19 @@ async fn to_ends(
         followed.away = None;
         progress.say("the server answers again");
     }
-    Ok(())
+}
+
+/// Why tasks are not followed.
+enum Stopped {
+    Server(Problem),
+    /// What they do cannot be printed.
+    Output(anyhow::Error),
+}
+
+impl From<Problem> for Stopped {
+    fn from(problem: Problem) -> Self {
+        Self::Server(problem)
+    }
 }
 
 /// The error when the outcome of tasks is not known.
@@ -318,13 +348,13 @@ async fn while_answered(
     server: &ServerClient,
     tasks: &mut [Task],
     progress: &mut Progress,
-) -> Result<(), Problem> {
+) -> Result<(), Stopped> {
     let mut changes = Changes::begin(server, "task").await?;
     loop {
         for task in tasks.iter_mut().filter(|task| is_open(task)) {
             *task = server.get(&format!("tasks/{}", task.id)).await?;
         }
-        progress.show(tasks);
+        progress.show(tasks).map_err(Stopped::Output)?;
         if !tasks.iter().any(is_open) {
             return Ok(());
         }
@@ -381,6 +411,8 @@ mod tests {
             progress: None,
             bytes_per_second: None,
             seconds_left: None,
+            migration: None,
+            migrated: None,
             rate: None,
             paused: false,
             created: jiff::Timestamp::UNIX_EPOCH,

@@ -146,9 +146,12 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Migrate { name, host, datastore, dry_run, wait } => {
+        arguments::Vm::Migrate { name, host, datastore, watch, dry_run, wait } => {
             let path = format!("vms/{name}/migrate");
             let request = MigrateVm { host, datastore };
+            if watch {
+                return task::begin_and_watch(server, output, &path, &request, wait.timeout).await;
+            }
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {

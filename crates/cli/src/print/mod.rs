@@ -1,6 +1,7 @@
 //! Results on standard output: tables for people, CSV and the API's own documents for programs.
 
 pub mod adoption;
+pub mod migration;
 pub mod plan;
 pub mod rates;
 pub mod scan;
@@ -94,7 +95,9 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
 
 /// What `task show` adds to the columns.
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
-    task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))).collect()
+    let mut details = migration::details(task);
+    details.extend(task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))));
+    details
 }
 
 /// The limits, the cache and the replica of a disk, as text that follows its format.
@@ -203,6 +206,8 @@ mod tests {
             progress: None,
             bytes_per_second: None,
             seconds_left: None,
+            migration: None,
+            migrated: None,
             rate: None,
             paused: false,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),

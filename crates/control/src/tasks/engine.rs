@@ -16,6 +16,7 @@ use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
 use super::environment::{Environment, Retry};
+use super::migrate_vm::watched::migrated;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
 use super::{alarms, steps};
@@ -343,7 +344,7 @@ impl Engine {
     pub fn shown(&self, task: &Task) -> model::Task {
         let seen = self.running().get(&task.id).and_then(|it| it.live.read());
         let seen = seen.filter(|_| task.ended.is_none());
-        let progress = seen.map(|seen| seen.progress);
+        let progress = seen.map(|seen| seen.progress).filter(|progress| progress.total > 0);
         let moving = seen.filter(|_| task.state == TaskState::Running && !task.pace.paused);
         model::Task {
             id: task.id,
@@ -355,6 +356,8 @@ impl Engine {
             progress,
             bytes_per_second: moving.and_then(|seen| seen.bytes_per_second),
             seconds_left: moving.and_then(|seen| seen.seconds_left()),
+            migration: seen.and_then(|seen| seen.migration),
+            migrated: migrated(task),
             rate: task.pace.bytes_per_second,
             paused: task.pace.paused && task.state.is_open() && !task.cancelled,
             created: task.created,

@@ -12,12 +12,15 @@
 //! itself. Then its answer decides. While it does not answer, nobody runs the guest, and the task waits: only the destination, or
 //! the operator who knows that it is gone for good, can tell.
 
+pub(super) mod watched;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskState, HostAgent, HostState, JobSpec,
@@ -25,11 +28,12 @@ use vmseal_api::host::{
     migration_info,
 };
 use vmseal_api::id::{DatastoreId, DiskId, HostId, MigrationId, VmId};
+use vmseal_api::migration::{Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::Progress;
 use vmseal_secret::{SecretBytes, sealed_box};
 
+use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::start_vm::locked;
@@ -72,6 +76,9 @@ struct Checked {
     /// The disks that the destination gets copies of, and where.
     #[serde(default)]
     copies: Vec<ArrivingCopy>,
+    /// When the migration began; earlier versions did not note it.
+    #[serde(default)]
+    began: Option<Timestamp>,
 }
 
 impl Checked {
@@ -126,12 +133,17 @@ impl Step for MigrateVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Check => return check(run).await.map(|checked| Output::of(&checked)),
-            Self::Transfer => transfer(run).await,
-            Self::Switch => switch(run).await,
-            Self::Finish => finish(run).await,
+            Self::Check => check(run).await.map(|checked| Output::of(&checked)),
+            Self::Transfer => transfer(run).await.map(|watched| Output::of(&watched)),
+            Self::Switch => {
+                let migrated = switch(run).await?;
+                Ok(migrated.map_or_else(Output::default, |migrated| Output::of(&migrated)))
+            }
+            Self::Finish => {
+                watched::of(run).show(run, MigrationPhase::Finishing);
+                finish(run).await.map(Output::from)
+            }
         }
-        .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
@@ -171,6 +183,8 @@ fn wrong_state(detail: String) -> StepError {
 
 /// Checks the preconditions, and settles what the inventory will say.
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
+    let began = Some(Timestamp::now());
+    Watched::default().show(run, MigrationPhase::Connecting);
     let (vm, ends) = (run.vm().await?, ends(run)?);
     if vm.lifecycle != Lifecycle::Ready || vm.host != ends.from {
         return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
@@ -186,7 +200,7 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let copies = copies_at(&mut read, &disks, &ends).await?;
     let generation = placements::next_generation(&mut read, vm.id).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
-    Ok(Checked { disks, generation, copies })
+    Ok(Checked { disks, generation, copies, began })
 }
 
 /// The disks that the destination gets copies of: those on datastores that it does not have.
@@ -226,12 +240,12 @@ fn agent_of(run: &Run<'_>, host: HostId) -> Result<Arc<dyn HostAgent>, Problem> 
 }
 
 /// Has the guest sent, unless it is.
-async fn transfer(run: &Run<'_>) -> Result<(), StepError> {
+async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (vm, ends, checked) = (run.vm().await?, ends(run)?, checked(run)?);
     let (source, destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
     if is_handed_over(run, &source) && has_loaded(run, &destination)? {
-        return Ok(());
+        return Ok(Watched::late(run, &source));
     }
     // A session serves one attempt; what an earlier one has left is removed.
     leave(run, &ends, &checked).await?;
@@ -331,14 +345,15 @@ fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
 }
 
 /// Follows both hosts until the guest is between them.
-async fn follow(run: &Run<'_>, ends: &Ends) -> Result<(), StepError> {
+async fn follow(run: &Run<'_>, ends: &Ends) -> Result<Watched, StepError> {
+    let mut watched = Watched::default();
     let (mut source, mut destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
     loop {
         let loaded = has_loaded(run, &destination)?;
+        watched.note(run, &source);
         if is_handed_over(run, &source) && loaded {
-            run.show(Progress::default());
-            return Ok(());
+            return Ok(watched);
         }
         sends(run, &source)?;
         run.check_cancelled()?;
@@ -349,27 +364,21 @@ async fn follow(run: &Run<'_>, ends: &Ends) -> Result<(), StepError> {
     }
 }
 
-/// Checks that the source sends, and publishes how far it is.
+/// Checks that the source sends.
 fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
-    let job = run.job_in(source);
-    match job.map(|job| &job.state) {
-        Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+    match run.job_in(source).map(|job| &job.state) {
+        Some(JobState::Failed { problem }) => Err(StepError::Final(problem.clone())),
         Some(JobState::Cancelled) => {
             let what = "the source has cancelled it";
-            return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)));
+            Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)))
         }
-        Some(_) => {}
-        None if is_handed_over(run, source) => {}
+        Some(_) => Ok(()),
+        None if is_handed_over(run, source) => Ok(()),
         None => {
             let what = "the agent of the source has restarted while it sent the VM";
-            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)));
+            Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
         }
     }
-    if let Some(progress) = job.and_then(|job| job.migration.as_ref()) {
-        let (done, left) = (progress.sent, progress.remaining);
-        run.show(Progress { done, total: done.saturating_add(left) });
-    }
-    Ok(())
 }
 
 /// Whether the source's guest stands still, and its disks are free.
@@ -414,19 +423,29 @@ async fn stay(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Has the destination let the guest go, and records that it is there.
-async fn switch(run: &Run<'_>) -> Result<(), StepError> {
-    let (ends, checked) = (ends(run)?, checked(run)?);
+/// Has the destination let the guest go, and records that it is there. Returns how it went, where that is known.
+async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
+    let (ends, checked, watched) = (ends(run)?, checked(run)?, watched::of(run));
+    watched.show(run, MigrationPhase::SwitchOver);
     let destination = agent_of(run, ends.to)?;
+    // A server that has restarted may have recorded it before.
+    let at_once = run.vm().await?.host != ends.to;
     let job = JobSpec::Receive(checked.received());
     destination.commit_job(run.vm_id, run.task.id, job).await?;
-    record(run, &ends, &checked).await?;
+    let began = checked.began.unwrap_or(run.task.created);
+    let migrated = watched.ended(began, Timestamp::now(), at_once);
+    record(run, &ends, &checked, migrated).await?;
     let state = run.host_state(ends.to, None).await?;
     run.hosts().until_shown(ends.to, &state).await;
-    Ok(())
+    Ok(migrated)
 }
 
-async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+async fn record(
+    run: &Run<'_>,
+    ends: &Ends,
+    checked: &Checked,
+    migrated: Option<Migrated>,
+) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let copied = made(run, ends, checked).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
@@ -445,7 +464,8 @@ async fn record(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), Ste
         1 => ", with a copy of one disk".to_owned(),
         many => format!(", with copies of {many} disks"),
     };
-    let detail = format!("from host '{}' to host '{to}', {how}{disks}", vm.host_name);
+    let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
+    let detail = format!("from host '{}' to host '{to}', {how}{disks}{went}", vm.host_name);
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     write.event(NewEvent { kind: "vm.migrated", actor, target, detail: &detail }).await?;
     Ok(write.commit().await?)
@@ -485,7 +505,7 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
         Ok(()) => Ok(absent_is_fine(destination.unregister_vm(run.vm_id).await)?),
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
         Err(problem) if problem.code == ErrorCode::WrongState => {
-            record(run, &ends, &checked).await?;
+            record(run, &ends, &checked, None).await?;
             finish(run).await?;
             let detail = format!(
                 "VM '{}' runs on the other host: its migration could not be cancelled any more",

@@ -2,12 +2,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use vmseal_api::host::{HostAgent, HostState, JobStatus, VmState};
 use vmseal_api::id::{HostId, VmId};
+use vmseal_api::migration::Migration;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -27,6 +28,8 @@ pub(super) struct Seen {
     pub(super) progress: Progress,
     /// Where that is known.
     pub(super) bytes_per_second: Option<u64>,
+    /// Of a migration.
+    pub(super) migration: Option<Migration>,
 }
 
 impl Seen {
@@ -42,27 +45,49 @@ impl Seen {
             (Some(one), Some(other)) => one.abs_diff(other) > one.max(other) / 10,
             (one, other) => one != other,
         };
-        speeds || self.progress.percent() != other.progress.percent()
+        let parts = |seen: &Self| {
+            let migration = seen.migration?;
+            let measured = migration.progress.map(|it| (it.passes, it.throttle));
+            Some((migration.phase, measured))
+        };
+        speeds || self.progress.percent() != other.progress.percent() || parts(self) != parts(other)
     }
 }
 
 /// The progress of a step, if known.
 #[derive(Default)]
-pub(super) struct LiveProgress(Mutex<Option<Seen>>);
+pub(super) struct LiveProgress(Mutex<Shown>);
+
+#[derive(Default)]
+struct Shown {
+    seen: Option<Seen>,
+    /// When people were last told of a difference.
+    told: Option<Instant>,
+}
+
+/// How often people are told of the rates of a migration at least, while they change.
+const TOLD_EVERY: Duration = Duration::from_secs(1);
 
 impl LiveProgress {
     /// Sets it; returns whether people would see a difference to what was shown before.
     pub(super) fn show(&self, seen: Option<Seen>) -> bool {
         let mut shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *shown, seen);
-        match (before, seen) {
-            (Some(before), Some(now)) => now.differs(&before),
+        let before = std::mem::replace(&mut shown.seen, seen);
+        let due = shown.told.is_none_or(|told| told.elapsed() >= TOLD_EVERY);
+        let tells = match (before, seen) {
+            (Some(before), Some(now)) => {
+                now.differs(&before) || (due && now.migration != before.migration)
+            }
             (before, now) => before != now,
+        };
+        if tells {
+            shown.told = Some(Instant::now());
         }
+        tells
     }
 
     pub(super) fn read(&self) -> Option<Seen> {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).seen
     }
 }
 
@@ -174,11 +199,17 @@ impl Run<'_> {
 
     /// Publishes the step's progress, in bytes; not if the total is 0.
     pub(super) fn show(&self, progress: Progress) {
-        self.show_with_speed(Seen { progress, bytes_per_second: None });
+        self.show_seen(Seen { progress, bytes_per_second: None, migration: None });
     }
 
-    fn show_with_speed(&self, seen: Seen) {
-        if self.live.show(Some(seen).filter(|seen| seen.progress.total > 0)) {
+    /// Publishes how far a migration is; also in bytes, if the total is not 0.
+    pub(super) fn show_migration(&self, progress: Progress, migration: Migration) {
+        self.show_seen(Seen { progress, bytes_per_second: None, migration: Some(migration) });
+    }
+
+    fn show_seen(&self, seen: Seen) {
+        let known = |seen: &Seen| seen.progress.total > 0 || seen.migration.is_some();
+        if self.live.show(Some(seen).filter(known)) {
             self.context.store.note_change(Kinds::NONE.with(ChangeKind::Task));
         }
     }
@@ -193,7 +224,7 @@ impl Run<'_> {
         if let Some(job) = self.job_in(state) {
             let progress = Progress { done: job.progress.done, total: job.progress.total };
             let bytes_per_second = job.progress.bytes_per_second;
-            self.show_with_speed(Seen { progress, bytes_per_second });
+            self.show_seen(Seen { progress, bytes_per_second, migration: None });
         }
     }
 

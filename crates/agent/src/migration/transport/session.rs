@@ -15,6 +15,7 @@ use vmseal_seal::wire::Ends;
 use super::error::TransportError;
 use super::pace::Pace;
 use super::socket;
+use crate::migration::figures::{self, Figures};
 
 /// A connection that is a stream of a migration.
 pub(super) struct Opened {
@@ -41,23 +42,32 @@ pub(super) struct Connection {
 }
 
 /// What one direction of a stream has moved.
-#[derive(Default)]
 pub(super) struct Counts {
     bytes: AtomicU64,
     frames: AtomicU64,
     cpu_ns: AtomicU64,
+    /// The same of all streams.
+    all: &'static Figures,
 }
 
 impl Counts {
+    fn new(all: &'static Figures) -> Self {
+        let (bytes, frames, cpu_ns) = Default::default();
+        Self { bytes, frames, cpu_ns, all }
+    }
+
     /// One more frame, by the thread that calls.
     pub fn frame(&self, bytes: usize) {
         self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         self.frames.fetch_add(1, Ordering::Relaxed);
+        self.all.moved(bytes as u64);
     }
 
     /// The CPU time of the thread that calls, which works for this direction alone.
     pub fn worked(&self) {
-        self.cpu_ns.store(thread_cpu_ns(), Ordering::Relaxed);
+        let now = thread_cpu_ns();
+        let before = self.cpu_ns.swap(now, Ordering::Relaxed);
+        self.all.worked(now.saturating_sub(before));
     }
 }
 
@@ -146,8 +156,8 @@ impl Session {
         let (connections, ends): (Vec<Connection>, Vec<Ends>) = opened
             .into_iter()
             .map(|Opened { socket, ends }| {
-                let (local, sent, received) = Default::default();
-                (Connection { socket, local, sent, received }, ends)
+                let (sent, received) = (Counts::new(&figures::OUT), Counts::new(&figures::IN));
+                (Connection { socket, local: Mutex::default(), sent, received }, ends)
             })
             .unzip();
         let (failure, pace) = (watch::Sender::new(None), Pace::default());

@@ -2,10 +2,12 @@
 //! inventory says where it is, and its disks.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
+use vmseal_api::migration::MigrationPhase;
 
 use super::*;
 use crate::store::{datastores, hosts};
@@ -148,4 +150,53 @@ async fn a_migration_is_done_or_undone_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_migration_with_copies_of_disks_is_done_or_undone_at_every_step() {
     matrix(Kind::Migrate(Disks::Copied)).await;
+}
+
+#[tokio::test]
+async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Shared.before(&fixture).await;
+    fixture.agent.set_work(LONG);
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    let shown = async |task| fixture.engine.shown(&fixture.task(task).await);
+    let in_memory = async || {
+        let migration = shown(task).await.migration?;
+        migration.progress.filter(|_| migration.phase == MigrationPhase::Memory)
+    };
+    let progress = fixture.eventually("its memory is sent", in_memory).await;
+    assert_eq!((progress.passes, progress.all_sent), (1, false));
+    assert_eq!(progress.sent * 3, progress.remaining);
+    assert!(progress.rate > 0 && progress.dirty_rate > 0 && progress.downtime_milliseconds > 0);
+    assert!(progress.sealing.is_some_and(|sealing| sealing.cpu_percent > 0), "{progress:?}");
+    assert_eq!(shown(task).await.percent, Some(25));
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    let ended = shown(task).await;
+    assert_eq!((ended.migration, ended.migrated), (None, None), "it was cancelled");
+
+    fixture.agent.set_work(Duration::ZERO);
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let ended = shown(task).await;
+    let migrated = ended.migrated.unwrap();
+    assert_eq!((ended.migration, migrated.sent, migrated.passes), (None, progress.sent * 4, 3));
+    assert_eq!((migrated.downtime_milliseconds, migrated.sealing_milliseconds), (20, Some(40)));
+    assert!(migrated.switch_milliseconds.is_some_and(|it| it <= migrated.milliseconds));
+    let events = fixture.events("vm.migrated").await;
+    let told = format!("from host 'here' to host 'there', encrypted: {migrated}");
+    assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
+}
+
+#[tokio::test]
+async fn a_server_that_has_restarted_still_tells_how_a_migration_went() {
+    // Before it knows that the guest runs there: how long the guest stood still includes the restart.
+    let (faults, done) = at("switch", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+    let (fixture, _, task) = carry_out(Kind::Migrate(Disks::Shared), faults, &done, true).await;
+    let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
+    assert_eq!((migrated.passes, migrated.switch_milliseconds.is_some()), (3, true));
+    // After it: it does not know how long that was.
+    let (faults, done) = at("switch", TaskState::Running, FaultPoint::After, Fault::Crash, 1);
+    let (fixture, _, task) = carry_out(Kind::Migrate(Disks::Shared), faults, &done, true).await;
+    let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
+    assert_eq!((migrated.passes, migrated.switch_milliseconds), (3, None));
 }

@@ -235,6 +235,7 @@ fn the_time_that_is_left_follows_from_the_speed() {
     let seen = |done, bytes_per_second| Seen {
         progress: Progress { done, total: 1000 },
         bytes_per_second,
+        migration: None,
     };
     assert_eq!(seen(100, Some(300)).seconds_left(), Some(3));
     assert_eq!(seen(100, None).seconds_left(), None);

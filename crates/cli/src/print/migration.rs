@@ -1,0 +1,105 @@
+//! How far a migration is, and how it went, for people.
+
+use vmseal_api::host::{MigrationProgress, SealingWork};
+use vmseal_api::migration::{Migration, MigrationPhase};
+use vmseal_api::model::Task;
+use vmseal_api::size::Measured;
+
+/// On one line.
+pub fn line(migration: &Migration) -> String {
+    let phase = migration.phase.name();
+    match (migration.phase, &migration.progress) {
+        (MigrationPhase::Disks, Some(MigrationProgress { sent, remaining, .. })) => {
+            format!("{phase}, {} copied, {} left", Measured(*sent), Measured(*remaining))
+        }
+        (MigrationPhase::Memory, Some(progress)) => memory(progress),
+        (MigrationPhase::SwitchOver, Some(MigrationProgress { sent, passes, .. })) => {
+            format!("{phase}, {} sent, pass {passes}", Measured(*sent))
+        }
+        _ => phase.to_owned(),
+    }
+}
+
+fn memory(progress: &MigrationProgress) -> String {
+    let MigrationProgress { passes, sent, rate, remaining, dirty_rate, .. } = progress;
+    let mut line = format!(
+        "pass {passes}, {} sent at {}/s, {} left, the guest changes {}/s, switch-over {} ms",
+        Measured(*sent),
+        Measured(*rate),
+        Measured(*remaining),
+        Measured(*dirty_rate),
+        progress.downtime_milliseconds
+    );
+    if progress.throttle > 0 {
+        line += &format!(", slowed down by {} %", progress.throttle);
+    }
+    if let Some(sealing) = &progress.sealing {
+        line += &format!(", sealing {}", cores(sealing));
+    }
+    line
+}
+
+fn cores(sealing: &SealingWork) -> String {
+    format!("{}.{:02} cores", sealing.cpu_percent / 100, sealing.cpu_percent % 100)
+}
+
+/// What `task show` adds to a task's columns.
+pub fn details(task: &Task) -> Vec<(&'static str, String)> {
+    let mut details = Vec::new();
+    if let Some(migration) = &task.migration {
+        details.push(("PHASE", migration.phase.name().to_owned()));
+        details.extend(migration.progress.iter().flat_map(measured));
+    }
+    if let Some(migrated) = &task.migrated {
+        details.push(("MIGRATED", migrated.to_string()));
+        let cpu = |cpu| ("SEALING", format!("{} ms of CPU time", cpu));
+        details.extend(migrated.sealing_milliseconds.map(cpu));
+    }
+    details
+}
+
+fn measured(progress: &MigrationProgress) -> Vec<(&'static str, String)> {
+    let rate = |bytes| format!("{}/s", Measured(bytes));
+    let mut measured = vec![
+        ("PASSES", progress.passes.to_string()),
+        ("SENT", Measured(progress.sent).to_string()),
+        ("REMAINING", Measured(progress.remaining).to_string()),
+        ("SENT AT", rate(progress.rate)),
+        ("CHANGED AT", rate(progress.dirty_rate)),
+        ("SWITCH-OVER", format!("{} ms", progress.downtime_milliseconds)),
+        ("SLOWED DOWN BY", format!("{} %", progress.throttle)),
+    ];
+    measured.extend(progress.sealing.iter().map(|sealing| ("SEALING", cores(sealing))));
+    measured
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_migration_is_told_on_one_line() {
+        let progress = MigrationProgress {
+            passes: 2,
+            remaining: 96 << 20,
+            sent: 1 << 30,
+            dirty_rate: 8 << 20,
+            rate: 300 << 20,
+            downtime_milliseconds: 310,
+            ..MigrationProgress::default()
+        };
+        let told = |phase, progress| line(&Migration { phase, progress });
+        assert_eq!(told(MigrationPhase::Connecting, None), "connecting");
+        let usual = "pass 2, 1.0 GiB sent at 300.0 MiB/s, 96.0 MiB left, the guest changes 8.0 MiB/s, switch-over 310 ms";
+        let disks = told(MigrationPhase::Disks, Some(progress));
+        assert!(disks.starts_with("disks, ") && disks.ends_with(" left"), "{disks}");
+        assert_eq!(told(MigrationPhase::Memory, Some(progress)), usual);
+        let sealing = Some(SealingWork { cpu_milliseconds: 900, cpu_percent: 107 });
+        let slowed = MigrationProgress { throttle: 20, sealing, ..progress };
+        let all = format!("{usual}, slowed down by 20 %, sealing 1.07 cores");
+        assert_eq!(told(MigrationPhase::Memory, Some(slowed)), all);
+        let still = told(MigrationPhase::SwitchOver, Some(progress));
+        assert_eq!(still, "switch-over, 1.0 GiB sent, pass 2");
+        assert_eq!(told(MigrationPhase::Finishing, Some(progress)), "finishing");
+    }
+}
