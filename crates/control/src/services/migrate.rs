@@ -1,10 +1,13 @@
 //! Moving running VMs to other hosts.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{HostDescription, Power};
+use vmseal_api::id::HostId;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::{Connection, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -18,7 +21,10 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
-use crate::store::{self, Part};
+use crate::store::{self, Part, StoreError, Write, tasks, vms};
+
+/// Why a VM cannot go to a host that is full.
+const NO_ROOM: &str = "it has not enough free memory";
 
 /// Moves a running VM to another host, which has its datastores. Without a host, one with the most free memory is chosen.
 pub async fn migrate(
@@ -34,7 +40,6 @@ pub async fn migrate(
     if vm.key.is_some() {
         caller.require(Privilege::Migrate)?;
     }
-    features::require(services, &vm, MIGRATE, "send running VMs to other hosts")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
     if !matches!(now, Power::Running | Power::Paused) {
         let detail = format!(
@@ -44,15 +49,13 @@ pub async fn migrate(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    check_key(services, &vm)?;
-    if must_be_encrypted(&vm) {
-        features::require(services, &vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
-    }
     require_movable(&vm, &disks)?;
+    require_sendable(services, &vm)?;
+    let promised = Promised::read(&mut *services.store.read().await?).await?;
     let to = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
-            let fits = fits(services, &vm, &disks, &host).await;
+            let fits = fits(services, &vm, &disks, &host, &promised).await;
             fits.map_err(|why| {
                 let detail = format!("VM '{}' cannot go to host '{}': {why}", vm.name, host.name);
                 let problem = Problem::new(ErrorCode::WrongState, detail);
@@ -60,11 +63,12 @@ pub async fn migrate(
             })?;
             host
         }
-        None => choose(services, &vm, &disks).await?,
+        None => choose(services, &vm, &disks, &promised, None).await?,
     };
     let encrypted = is_encrypted(services, &vm, &to);
-    let operation = Operation::MigrateVm { vm: vm.id, from: vm.host, to: to.id, encrypted };
-    let write = services.store.write().await?;
+    let mut write = services.store.write().await?;
+    require_room(services, &mut write, &vm, &to).await?;
+    let operation = operation(services, &vm, &to);
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     Ok(match begun {
         Outcome::Planned(mut plan) => {
@@ -74,6 +78,77 @@ pub async fn migrate(
         }
         done => done,
     })
+}
+
+/// The task that moves a VM to a host.
+pub(super) fn operation(services: &Services, vm: &Vm, to: &Host) -> Operation {
+    let encrypted = is_encrypted(services, vm, to);
+    Operation::MigrateVm { vm: vm.id, from: vm.host, to: to.id, encrypted }
+}
+
+/// The memory that VMs on their way to a host will have there.
+#[derive(Debug, Default)]
+pub(super) struct Promised(HashMap<HostId, u64>);
+
+impl Promised {
+    /// That of the migrations that go on. A VM that runs at its new host already is counted there.
+    pub(super) async fn read(from: &mut SqliteConnection) -> Result<Self, StoreError> {
+        let mut this = Self::default();
+        for task in tasks::open(from).await? {
+            let Operation::MigrateVm { vm, to, .. } = task.operation else { continue };
+            if let Some(vm) = vms::get(from, vm).await?.filter(|vm| vm.host != to) {
+                this.add(to, vm.memory);
+            }
+        }
+        Ok(this)
+    }
+
+    pub(super) fn add(&mut self, host: HostId, memory: u64) {
+        *self.0.entry(host).or_default() += memory;
+    }
+
+    fn of(&self, host: HostId) -> u64 {
+        self.0.get(&host).copied().unwrap_or(0)
+    }
+}
+
+/// Refuses a host that got too many other VMs since it was chosen.
+pub(super) async fn require_room(
+    services: &Services,
+    write: &mut Write<'_>,
+    vm: &Vm,
+    to: &Host,
+) -> Result<(), Problem> {
+    let promised = Promised::read(write).await?;
+    match free_memory(services, write, to.id, &promised).await? {
+        Some(free) if free < vm.memory => {
+            let (vm, host) = (&vm.name, &to.name);
+            let detail = format!("VM '{vm}' cannot go to host '{host}': {NO_ROOM}");
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How much memory a host has for more VMs, as far as that is known.
+async fn free_memory(
+    services: &Services,
+    from: &mut SqliteConnection,
+    host: HostId,
+    promised: &Promised,
+) -> Result<Option<u64>, StoreError> {
+    let room = super::usage::room(from, host, &services.hosts.view(host)).await?;
+    Ok(room.memory_left.map(|left| left.saturating_sub(promised.of(host))))
+}
+
+/// Refuses a VM whose host cannot send it now.
+pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    features::require(services, vm, MIGRATE, "send running VMs to other hosts")?;
+    check_key(services, vm)?;
+    if must_be_encrypted(vm) {
+        features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
+    }
+    Ok(())
 }
 
 /// Whether what the VM is sent with is encrypted.
@@ -101,7 +176,7 @@ fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
 }
 
 /// Refuses what does not move with a VM that runs.
-fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     let refuse =
         |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     if vm.hardware.tpm {
@@ -126,17 +201,26 @@ fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     }
 }
 
-/// The host with the most memory that no VM has, of those that the VM can go to.
-async fn choose(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<Host, Problem> {
+/// The host with the most memory that no VM has, of those that the VM can go to; one that is to be avoided only where there is no
+/// other.
+pub(super) async fn choose(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+    promised: &Promised,
+    avoided: Option<HostId>,
+) -> Result<Host, Problem> {
     let known = store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
     let mut refused = String::new();
-    let mut best: Option<(u64, Host)> = None;
+    let mut best: Option<((bool, u64), Host)> = None;
     for host in known.into_iter().filter(|host| host.id != vm.host) {
-        match fits(services, vm, disks, &host).await {
-            Ok(free) if best.as_ref().is_none_or(|(most, _)| free > *most) => {
-                best = Some((free, host));
+        match fits(services, vm, disks, &host, promised).await {
+            Ok(free) => {
+                let rank = (avoided != Some(host.id), free);
+                if best.as_ref().is_none_or(|(most, _)| rank > *most) {
+                    best = Some((rank, host));
+                }
             }
-            Ok(_) => {}
             Err(why) => {
                 let _ = write!(refused, "; host '{}': {why}", host.name);
             }
@@ -150,10 +234,18 @@ async fn choose(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<Host, Pr
 }
 
 /// How much memory a host has for more VMs, where this one can go there; or why not.
-async fn fits(services: &Services, vm: &Vm, disks: &[Disk], host: &Host) -> Result<u64, String> {
+async fn fits(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+    host: &Host,
+    promised: &Promised,
+) -> Result<u64, String> {
     if host.id == vm.host {
         return Err("it is there already".to_owned());
     }
+    let failed = |problem: Problem| problem.detail;
+    host.require_active().map_err(failed)?;
     let view = services.hosts.view(host.id);
     let Some(there) = view.description.clone().filter(|_| view.connection == Connection::Connected)
     else {
@@ -169,8 +261,16 @@ async fn fits(services: &Services, vm: &Vm, disks: &[Disk], host: &Host) -> Resu
         return Err("the host of the VM is not known well enough".to_owned());
     };
     same_machine(&here, &there)?;
-    let failed = |problem: Problem| problem.detail;
     let spec = definition_at(&services.store, vm.id, host.id).await.map_err(failed)?;
+    // Before calls to the host: those are in vain for one that has no room.
+    let free = {
+        let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
+        let free = free_memory(services, &mut read, host.id, promised).await;
+        free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory)
+    };
+    if free < vm.memory {
+        return Err(NO_ROOM.to_owned());
+    }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
     for disk in disks {
         let place = spec.disk(disk.id).map_or(&disk.datastore, |disk| &disk.datastore);
@@ -188,14 +288,6 @@ async fn fits(services: &Services, vm: &Vm, disks: &[Disk], host: &Host) -> Resu
             .map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
     }
     agent.examine_hardware(spec.hardware.clone()).await.map_err(failed)?;
-    let room = {
-        let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
-        super::usage::room(&mut read, host.id, &view).await.map_err(|error| failed(error.into()))?
-    };
-    let free = room.memory_left.unwrap_or(there.memory);
-    if free < vm.memory {
-        return Err("it has not enough free memory".to_owned());
-    }
     Ok(free)
 }
 
