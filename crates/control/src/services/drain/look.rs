@@ -42,7 +42,7 @@ pub(super) enum Next {
     /// It is so, and nothing is begun.
     Is(DrainState, String),
     /// It moves to this host.
-    Send(Host),
+    Send(Box<Host>),
     /// Its guest is shut down, for this reason.
     Stop(String),
 }
@@ -286,7 +286,7 @@ impl<'a> Look<'a> {
         match destination::of(services, self.drain, vm, promised, failed).await {
             Ok(to) => {
                 refused.remove(&vm.id);
-                Next::Send(to)
+                Next::Send(Box::new(to))
             }
             Err(why) => self.cannot(vm, why, refused),
         }
