@@ -6,8 +6,9 @@ use std::time::Duration;
 use tokio::sync::Mutex;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::drain::PlannedAction;
+use vmseal_api::host::GuestControl;
 use vmseal_api::id::VmId;
-use vmseal_api::model::TaskState;
+use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::{MigrateVm, StartVm, UndrainHost};
 use vmseal_api::request_id::RequestId;
@@ -17,7 +18,7 @@ use super::look::{ATTEMPTS, Pace};
 use super::run::Drainer;
 use super::*;
 use crate::operation::Operation;
-use crate::services::{Privileges, migrate, vms as vm_services};
+use crate::services::{Privileges, guests, migrate, vms as vm_services};
 use crate::store::tasks::Task;
 use crate::store::{hosts as host_rows, tasks};
 use crate::tasks::autostart;
@@ -251,6 +252,37 @@ async fn a_vm_that_cannot_move_stays_or_is_shut_down_where_that_is_asked() {
     bench.drained().await;
     assert!(!bench.fixture.agent.runs(with_tpm));
     assert_eq!(bench.host_of(with_tpm).await, "here");
+}
+
+#[tokio::test]
+async fn a_guest_that_cannot_shut_down_stays_until_it_can() {
+    let bench = Bench::new().await;
+    let vm = bench.running("web", |vm| vm.on_drain = OnDrain::Stop).await;
+    let control = async |what: GuestControl| {
+        guests::control(&bench.services, &bench.caller, "web", what, false).await.unwrap();
+    };
+    control(GuestControl::Pause).await;
+    bench.drain(DrainHost::default()).await;
+    let host = bench.stuck().await;
+    assert!(of(&host, "web").1.contains("is paused"), "{host:?}");
+    assert_eq!(bench.fixture.calls(Call::PowerOff), 0);
+    control(GuestControl::Unpause).await;
+    bench.drained().await;
+    assert!(!bench.fixture.agent.runs(vm));
+}
+
+#[tokio::test]
+async fn a_host_that_is_removed_or_a_vm_that_is_deleted_leaves_nothing_of_a_drain() {
+    let bench = Bench::new().await;
+    bench.fixture.add_host("empty").await;
+    let (services, me) = (&bench.services, &bench.caller);
+    drain(services, me, "empty", DrainHost::default(), false).await.unwrap();
+    hosts::remove(services, me, "empty", false).await.unwrap();
+    let vm = bench.running("web", |vm| vm.on_drain = OnDrain::Stop).await;
+    bench.drain(DrainHost::default()).await;
+    bench.drained().await;
+    bench.fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    assert!(bench.shown().await.drain.unwrap().vms.is_empty());
 }
 
 #[tokio::test]
