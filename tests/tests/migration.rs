@@ -156,6 +156,31 @@ fn a_migration_is_seen_while_it_goes_on_and_its_task_keeps_how_it_went() {
     has_lost_nothing(&here);
 }
 
+#[test]
+fn a_host_is_emptied_whatever_becomes_of_the_server_and_its_guest_loses_nothing() {
+    let (mut here, console) = started("encrypted");
+    drop(console);
+    let planned = here.vmseal(&["host", "drain", HERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("migrate to there"), "{planned}");
+    here.vmseal(&["host", "drain", HERE, "--no-wait"]).unwrap();
+    here.kill_server();
+    here.start_server().unwrap();
+    eventually("the host is empty", || {
+        let host = here.json(&["host", "show", HERE]).ok()?;
+        (host["maintenance"] == "drained").then_some(())
+    })
+    .unwrap();
+    assert_eq!(only_host(&here), THERE);
+    has_lost_nothing(&here);
+    let refused = here.refused(&["vm", "migrate", VM, HERE]).unwrap();
+    assert!(refused.contains("vmseal host undrain here"), "{refused}");
+    here.vmseal(&["host", "undrain", HERE]).unwrap();
+    // The command waits until the host is empty.
+    here.vmseal(&["host", "drain", THERE]).unwrap();
+    assert_eq!(only_host(&here), HERE);
+    has_lost_nothing(&here);
+}
+
 /// What is killed.
 #[derive(Clone, Copy, Debug)]
 enum Victim {

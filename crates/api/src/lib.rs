@@ -21,6 +21,7 @@ pub mod cloud_init;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;
+pub mod drain;
 pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
@@ -39,6 +40,7 @@ pub mod model;
 pub mod nic;
 pub mod pace;
 pub mod passphrase;
+pub mod plan;
 pub mod problem;
 pub mod provider_backup;
 pub mod replica;

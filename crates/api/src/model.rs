@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::datastore::DatastoreHost;
+use crate::drain::{Drain, Maintenance, OnDrain};
 use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
 use crate::host::backup::BackupContents;
@@ -24,6 +25,7 @@ use crate::id::{
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
+pub use crate::plan::Plan;
 use crate::replica::REPLICA_RATE;
 use crate::usage::HostRoom;
 
@@ -63,6 +65,12 @@ pub struct Host {
     pub address: String,
     /// Whether it answers.
     pub connection: Connection,
+    /// Whether VMs are placed on it.
+    #[serde(default)]
+    pub maintenance: Maintenance,
+    /// How far it is emptied, while it is not active.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub drain: Option<Drain>,
     /// What it was when it last answered.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<HostDescription>,
@@ -229,6 +237,9 @@ pub struct Vm {
     /// Whether what it is sent with to another host is encrypted.
     #[serde(default)]
     pub migration_encryption: crate::migration::MigrationEncryption,
+    /// What happens to it while it runs when its host is emptied.
+    #[serde(default)]
+    pub on_drain: OnDrain,
     /// Whether it is a template: it is cloned, and neither started nor changed.
     #[serde(default)]
     pub template: bool,
@@ -544,21 +555,6 @@ pub struct Nic {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
     pub addresses: Vec<IpAddr>,
-}
-
-/// What a request would do that is only tried (`dry_run=true`).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-pub struct Plan {
-    /// What it would do (`vm.create`, `policy.delete`, …).
-    pub kind: String,
-    /// The resource that it is about, by name.
-    pub target: String,
-    /// What would be done, in order, for people.
-    pub steps: Vec<String>,
-    /// What would be done, and may turn out to be too much.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub warnings: Vec<String>,
 }
 
 /// Something that happened; never changed, kept in order. Every use of a key is one.

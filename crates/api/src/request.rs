@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
+use crate::drain::OnDrain;
 use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
@@ -91,6 +92,29 @@ pub struct Joined {
 pub struct ChangeHost {
     /// Where its agent is called from now on (`host:port`).
     pub address: String,
+}
+
+/// Empties a host before maintenance.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DrainHost {
+    /// How many VMs are sent at a time, at most 16; none is 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parallel: Option<u32>,
+    /// Whether the guests of VMs that cannot be moved are shut down.
+    #[serde(default)]
+    pub stop_others: bool,
+}
+
+/// Has VMs placed on a host again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct UndrainHost {
+    /// Whether the tasks that move or stop its VMs are cancelled.
+    #[serde(default)]
+    pub cancel: bool,
 }
 
 /// Adds a datastore.
@@ -294,6 +318,9 @@ pub struct SetVm {
     /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration_encryption: Option<MigrationEncryption>,
+    /// What happens to it while it runs when its host is emptied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_drain: Option<OnDrain>,
     /// Whether it is a template, which is cloned, and neither started nor changed. A VM that becomes one is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<bool>,

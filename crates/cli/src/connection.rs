@@ -91,7 +91,7 @@ pub async fn login(global: &Global, options: &Login) -> anyhow::Result<()> {
     if options.dry_run.dry_run {
         let steps = vec![format!("save it in {}", path.display())];
         let plan =
-            Plan { kind: "login".to_owned(), target: server.clone(), steps, warnings: Vec::new() };
+            Plan { kind: "login".to_owned(), target: server.clone(), steps, ..Plan::default() };
         return plan::show(global.output, &plan);
     }
     save(

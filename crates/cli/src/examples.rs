@@ -32,6 +32,17 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "The host has a new address (its agent was restarted with --listen):",
         "vmseal host set host1 --address 192.0.2.21:8444",
     ),
+    ("vmseal-host-drain", "See first where each VM would go:", "vmseal host drain host1 --dry-run"),
+    (
+        "vmseal-host-drain",
+        "Shut down what cannot be moved, and follow the drain later:",
+        "vmseal host drain host1 --stop-others --no-wait",
+    ),
+    (
+        "vmseal-vm-set",
+        "Shut it down when its host is emptied:",
+        "vmseal vm set web1 --on-drain stop",
+    ),
     (
         "vmseal-login",
         "Save the server once:",

@@ -14,7 +14,7 @@ use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
 use crate::retention;
-use crate::services::Services;
+use crate::services::{Services, drain};
 use crate::setup::authority::Authority;
 use crate::setup::expiry;
 use crate::setup::identity::Identity;
@@ -47,6 +47,7 @@ pub struct ControlPlane {
     renewing: JoinHandle<()>,
     deleting_events: JoinHandle<()>,
     starting: JoinHandle<()>,
+    draining: JoinHandle<()>,
     _lock: nix::fcntl::Flock<std::fs::File>,
 }
 
@@ -90,7 +91,8 @@ impl ControlPlane {
         let data_dir = data_dir.to_owned();
         let services = Services { store, providers, hosts, engine, authority, recipient, data_dir };
         let services = Arc::new(services);
-        Ok(Self { services, identity, renewing, deleting_events, starting, _lock: lock })
+        let draining = tokio::spawn(drain::run(Arc::clone(&services)));
+        Ok(Self { services, identity, renewing, deleting_events, starting, draining, _lock: lock })
     }
 
     /// Its services.
@@ -110,6 +112,7 @@ impl ControlPlane {
         self.renewing.abort();
         self.deleting_events.abort();
         self.starting.abort();
+        self.draining.abort();
         self.services.engine.stop();
     }
 

@@ -512,6 +512,20 @@ impl Operation {
         }
     }
 
+    /// Where it has a VM that was not there, or did not run there.
+    #[must_use]
+    pub fn places(&self) -> Option<Placed> {
+        match self {
+            Self::CreateVm { vm, .. }
+            | Self::RestoreDeletedVm { vm, .. }
+            | Self::StartVm { vm, .. }
+            | Self::AutostartVm { vm } => Some(Placed::WhereItIs(*vm)),
+            Self::AdoptVm { definition, .. } => Some(Placed::On(definition.host)),
+            Self::MigrateVm { to, .. } => Some(Placed::On(*to)),
+            _ => None,
+        }
+    }
+
     /// The policy that it gives a VM when it has succeeded.
     #[must_use]
     pub fn next_policy(&self) -> Option<PolicyId> {
@@ -546,6 +560,15 @@ impl Operation {
         };
         self.vm().into_iter().chain(cloned).map(Claim::Vm).collect()
     }
+}
+
+/// Where an operation has a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placed {
+    /// On the host that the inventory has it on.
+    WhereItIs(VmId),
+    /// On this host.
+    On(HostId),
 }
 
 /// A resource that a task holds.

@@ -168,6 +168,7 @@ async fn datastores_of_two_hosts_may_have_one_name() {
         name: "there".into(),
         address: "127.0.0.1:1".into(),
         description: None,
+        maintenance: Default::default(),
     };
     hosts::insert(&mut write, &other).await.unwrap();
     let twin = |id| datastores::Datastore {

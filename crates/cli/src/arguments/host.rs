@@ -1,10 +1,11 @@
 //! `vmseal host`.
 
 use clap::Subcommand;
+use vmseal_api::drain::{PARALLEL_DEFAULT, PARALLEL_MAX};
 use vmseal_api::model;
 use vmseal_log::Levels;
 
-use super::{DryRun, LEVELS_HELP, List, Show};
+use super::{DryRun, LEVELS_HELP, List, Show, Wait};
 
 #[derive(Subcommand)]
 pub enum Host {
@@ -29,6 +30,33 @@ pub enum Host {
         /// The address and port at which the server reaches the agent (see `vmseal agent --listen`)
         #[arg(long, value_name = "HOST:PORT")]
         address: String,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Move all VMs that run on a host to others before maintenance, or stop or leave them, as each says (`vm set --on-drain`). No VM
+    /// is created or started there, or moved to it, until `host undrain`. VMs that are off stay where they are
+    Drain {
+        /// The host's name or id
+        name: String,
+        /// How many VMs are sent at a time
+        #[arg(long, value_name = "NUMBER", default_value_t = PARALLEL_DEFAULT,
+            value_parser = clap::value_parser!(u32).range(1..=i64::from(PARALLEL_MAX)))]
+        parallel: u32,
+        /// Shut down the guests of VMs that cannot be moved, such as those with a TPM, as `vm stop` does
+        #[arg(long)]
+        stop_others: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Have VMs created and started on a host again, and moved to it. Those that were moved or stopped stay so
+    Undrain {
+        /// The host's name or id
+        name: String,
+        /// Cancel what moves or stops its VMs now, which otherwise goes on
+        #[arg(long)]
+        cancel: bool,
         #[command(flatten)]
         dry_run: DryRun,
     },

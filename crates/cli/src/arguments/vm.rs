@@ -407,6 +407,10 @@ pub struct SetVm {
     /// hosts can
     #[arg(long, value_enum, value_name = "MODE", group = "change")]
     pub migration_encryption: Option<MigrationEncryption>,
+    /// What happens to it while it runs when its host is emptied (`vmseal host drain`): it moves to another host, its guest is shut
+    /// down, or it is left as it is
+    #[arg(long, value_enum, value_name = "WHAT", group = "change")]
+    pub on_drain: Option<OnDrain>,
     /// Make a VM that is off a template, which is cloned, and neither started nor changed; or an ordinary VM again
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub template: Option<OnOff>,
@@ -427,7 +431,7 @@ pub struct SetVm {
     /// Give a VM that is off a TPM 2.0, new and empty, or take its TPM from it: what that keeps is destroyed. Nothing else
     /// is changed together with it
     #[arg(long, value_enum, value_name = "on|off", group = "change",
-        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "migration_encryption", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
+        conflicts_with_all = ["name", "vcpus", "memory", "description", "labels", "remove_labels", "autostart", "migration_encryption", "on_drain", "template", "boot", "on_crash", "crash_dump_format", "policy"])]
     pub tpm: Option<OnOff>,
     /// Do not ask before a TPM is taken away
     #[arg(long, requires = "tpm")]
@@ -450,6 +454,24 @@ impl From<MigrationEncryption> for vmseal_api::migration::MigrationEncryption {
             MigrationEncryption::Disabled => Self::Disabled,
             MigrationEncryption::Opportunistic => Self::Opportunistic,
             MigrationEncryption::Required => Self::Required,
+        }
+    }
+}
+
+/// What happens to a VM that runs when its host is emptied.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OnDrain {
+    Migrate,
+    Stop,
+    Leave,
+}
+
+impl From<OnDrain> for vmseal_api::drain::OnDrain {
+    fn from(what: OnDrain) -> Self {
+        match what {
+            OnDrain::Migrate => Self::Migrate,
+            OnDrain::Stop => Self::Stop,
+            OnDrain::Leave => Self::Leave,
         }
     }
 }

@@ -3,10 +3,10 @@
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
-use vmseal_api::request::ChangeHost;
+use vmseal_api::request::{ChangeHost, DrainHost, UndrainHost};
 use vmseal_api::usage::HostRoom;
 
-use super::{list, log_level};
+use super::{drain, list, log_level};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan};
 use crate::rows::column::Cell;
@@ -45,6 +45,26 @@ pub async fn run(
             let host: Host = server.patch(&path, &request).await?;
             print::one(output, &host, &details(&host))
         }
+        arguments::Host::Drain { name, parallel, stop_others, dry_run, wait } => {
+            let request = DrainHost { parallel: Some(parallel), stop_others };
+            let path = format!("hosts/{name}/drain");
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let begun: Host = server.post(&path, &request).await?;
+            if wait.no_wait {
+                return print::one(output, &begun, &details(&begun));
+            }
+            drain::wait(server, output, begun, wait.timeout).await
+        }
+        arguments::Host::Undrain { name, cancel, dry_run } => {
+            let (path, request) = (format!("hosts/{name}/undrain"), UndrainHost { cancel });
+            if dry_run.dry_run {
+                return plan::show(output, &server.try_post(&path, &request).await?);
+            }
+            let host: Host = server.post(&path, &request).await?;
+            print::one(output, &host, &details(&host))
+        }
         arguments::Host::Remove { name, dry_run } => {
             let path = format!("hosts/{name}");
             if dry_run.dry_run {
@@ -57,7 +77,8 @@ pub async fn run(
 
 /// What `host show` adds to the columns.
 fn details(host: &Host) -> Vec<(&'static str, String)> {
-    let room = host.room.as_ref().map(room).unwrap_or_default();
+    let mut room = host.room.as_ref().map(room).unwrap_or_default();
+    room.extend(host.drain.iter().flat_map(drain::details));
     let Some(described) = &host.description else { return room };
     let because = ("ACCELERATOR BECAUSE", described.accelerator.reason.clone());
     let transfer = described.transfer_directories.iter();

@@ -8,6 +8,7 @@ mod console;
 mod datastore;
 mod disk;
 mod doctor;
+mod drain;
 mod dump;
 mod events;
 mod expose;

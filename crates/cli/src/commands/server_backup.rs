@@ -128,7 +128,7 @@ pub async fn restore(
         let files = list.files.len();
         let steps = vec![format!("restore {files} files as of {:.0}", list.made)];
         let kind = "server.restore".to_owned();
-        return plan::show(output, &Plan { kind, target, steps, warnings: Vec::new() });
+        return plan::show(output, &Plan { kind, target, steps, ..Plan::default() });
     }
     let restored = backup::restore(from, &given, data_dir).await?;
     let RestoredServer { made, vmseal, inventory, has_token } = restored;

@@ -228,6 +228,7 @@ async fn set(
         labels: removed.chain(set).collect(),
         autostart: options.autostart.map(|wanted| wanted == OnOff::On),
         migration_encryption: options.migration_encryption.map(Into::into),
+        on_drain: options.on_drain.map(Into::into),
         template: options.template.map(|wanted| wanted == OnOff::On),
         policy: options.policy,
         cdrom: None,

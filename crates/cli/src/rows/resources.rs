@@ -7,6 +7,7 @@ use serde::Serialize;
 use vmseal_agent::host::doctor::Finding;
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::DatastoreHost;
+use vmseal_api::drain::PlannedVm;
 use vmseal_api::dump::DumpFormat;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{DatastoreLocation, HostDescription};
@@ -30,6 +31,7 @@ impl Row for Host {
     const COLUMNS: &'static [Column<Self>] = &[
         usual("name", |it| (&it.name).into()),
         usual("connection", |it| word(&it.connection).into()),
+        usual("maintenance", |it| word(&it.maintenance).into()),
         usual("address", |it| (&it.address).into()),
         usual("accelerator", |it| described(it, |host| word(&host.accelerator.kind).into())),
         usual("cpus", |it| described(it, |host| Cell::Number(host.cpus.into()))),
@@ -234,6 +236,7 @@ impl Row for Vm {
         more("labels", |it| all(it.labels.iter().map(|(key, value)| format!("{key}={value}")))),
         more("autostart", |it| Cell::YesNo(it.autostart)),
         more("migration-encryption", |it| it.migration_encryption.name().into()),
+        more("on-drain", |it| it.on_drain.name().into()),
         more("template", |it| Cell::YesNo(it.template)),
         more("linked", |it| {
             it.linked.as_ref().map(|to| format!("{}, snapshot {}", to.vm, to.snapshot)).into()
@@ -471,6 +474,21 @@ impl Row for Plan {
     ];
     fn identity(&self) -> String {
         format!("{} {}", self.kind, self.target)
+    }
+}
+
+impl Row for PlannedVm {
+    const PLURAL: &'static str = "VMs";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("vm", |it| (&it.vm).into()),
+        usual("action", |it| match &it.host {
+            Some(host) => format!("{} to {host}", word(&it.action)).into(),
+            None => word(&it.action).into(),
+        }),
+        usual("why", |it| (&it.why).into()),
+    ];
+    fn identity(&self) -> String {
+        self.vm.clone()
     }
 }
 

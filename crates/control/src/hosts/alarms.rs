@@ -154,6 +154,7 @@ mod tests {
             labels: Default::default(),
             autostart: false,
             migration_encryption: Default::default(),
+            on_drain: Default::default(),
             template: false,
             host: HostId::new(),
             host_name: "here".to_owned(),

@@ -151,7 +151,8 @@ async fn an_address_at_which_another_host_answers_is_told_by_the_alarm() {
     let store = Arc::new(crate::testing::new_store(directory.path()).await);
     let mut write = store.write().await.unwrap();
     let (name, address) = ("here".to_owned(), address.to_string());
-    let known = hosts::Host { id: host, name, address, description: None };
+    let maintenance = Default::default();
+    let known = hosts::Host { id: host, name, address, description: None, maintenance };
     hosts::insert(&mut write, &known).await.unwrap();
     write.commit().await.unwrap();
     let providers = Providers::open(Arc::clone(&store), directory.path(), None).await.unwrap();

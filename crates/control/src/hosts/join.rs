@@ -95,7 +95,13 @@ pub async fn join(
     if !users::take_join_token(&mut write, &secret).await? {
         return Err(refused());
     }
-    let host = Host { id: HostId::new(), name: request.name, address, description: None };
+    let host = Host {
+        id: HostId::new(),
+        name: request.name,
+        address,
+        description: None,
+        maintenance: Default::default(),
+    };
     let certificate =
         authority.host_certificate(&request.certificate_request, host.id).map_err(|error| {
             match error {

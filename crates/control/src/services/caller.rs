@@ -152,6 +152,12 @@ impl Caller {
         &self.name
     }
 
+    /// Whether the user has a privilege.
+    #[must_use]
+    pub fn has(&self, privilege: Privilege) -> bool {
+        self.privileges.has(privilege)
+    }
+
     /// Refuses a caller that lacks a privilege.
     ///
     /// # Errors

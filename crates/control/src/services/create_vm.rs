@@ -23,7 +23,7 @@ use super::{Outcome, Services, cloud_init, hardware, room, usage};
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
-use crate::store::{Write, datastores, disks, nics, policies, providers, vms};
+use crate::store::{Write, datastores, disks, hosts, nics, policies, providers, vms};
 use crate::tasks::Engine;
 
 /// Creates a VM.
@@ -77,6 +77,7 @@ pub async fn create(
         labels: request.labels,
         autostart: request.autostart,
         migration_encryption: Default::default(),
+        on_drain: Default::default(),
         template: false,
         host: host.id,
         host_name: host.name,
@@ -188,6 +189,7 @@ async fn choose_host(services: &Services, request: &CreateVm) -> Result<ChosenHo
             return Err(Problem::invalid("host", detail));
         }
     }
+    hosts = active(&mut read, hosts).await?;
     let mut best: Option<(Option<u64>, OnHost)> = None;
     let several = hosts.len() > 1;
     for on in hosts {
@@ -205,6 +207,22 @@ async fn choose_host(services: &Services, request: &CreateVm) -> Result<ChosenHo
     }
     let (_, on) = best.ok_or_else(|| Problem::invalid("disks", "a VM has at least one disk"))?;
     Ok(ChosenHost { id: on.host, name: on.host_name })
+}
+
+/// Those of some hosts on which VMs are placed; there is one, or it is said why there is none.
+async fn active(from: &mut SqliteConnection, among: Vec<OnHost>) -> Result<Vec<OnHost>, Problem> {
+    let (mut active, mut refusal) = (Vec::new(), None);
+    for on in among {
+        let known = hosts::find(from, &on.host.to_string()).await?;
+        match known.map_or(Ok(()), |host| host.require_active()) {
+            Ok(()) => active.push(on),
+            Err(why) => refusal = Some(why),
+        }
+    }
+    match refusal.filter(|_| active.is_empty()) {
+        Some(why) => Err(Problem { field: Some("host".to_owned()), ..why }),
+        None => Ok(active),
+    }
 }
 
 /// The datastore of a disk of a request.

@@ -181,12 +181,7 @@ pub async fn add(
             "add it to the inventory".to_owned(),
         ];
         let kind = "datastore.add".to_owned();
-        return Ok(Outcome::Planned(Plan {
-            kind,
-            target: request.name,
-            steps,
-            warnings: Vec::new(),
-        }));
+        return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec).await?;
     let datastore = datastores::Datastore {

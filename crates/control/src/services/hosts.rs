@@ -3,6 +3,9 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use sqlx::SqliteConnection;
+use vmseal_api::drain::{Drain, DrainedVm};
+use vmseal_api::id::HostId;
 use vmseal_api::model::{Host, JoinToken, Page};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{ChangeHost, JoinHost, Joined};
@@ -12,7 +15,7 @@ use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::hosts::join as joining;
 use crate::store::events::NewEvent;
-use crate::store::hosts;
+use crate::store::{StoreError, drains, hosts};
 
 fn shown(services: &Services, host: hosts::Host, room: Option<HostRoom>) -> Host {
     let view = services.hosts.view(host.id);
@@ -22,8 +25,38 @@ fn shown(services: &Services, host: hosts::Host, room: Option<HostRoom>) -> Host
         address: host.address,
         connection: view.connection,
         description: view.description.map(Arc::unwrap_or_clone).or(host.description),
+        maintenance: host.maintenance,
+        drain: None,
         room,
     }
+}
+
+/// The same with all that is known of it.
+pub(super) async fn shown_whole(services: &Services, host: hosts::Host) -> Result<Host, Problem> {
+    let (id, view) = (host.id, services.hosts.view(host.id));
+    let mut read = services.store.read().await?;
+    let room = super::usage::room(&mut read, id, &view).await?;
+    let drain = drain_of(&mut read, id).await?;
+    Ok(Host { drain, ..shown(services, host, Some(room)) })
+}
+
+/// How far a host is emptied.
+async fn drain_of(from: &mut SqliteConnection, host: HostId) -> Result<Option<Drain>, StoreError> {
+    let Some(drain) = drains::of_host(from, host).await? else { return Ok(None) };
+    let vms = drains::vms_of(from, host).await?.into_iter().map(|it| DrainedVm {
+        vm: it.name,
+        state: it.state,
+        task: it.task,
+        detail: it.detail,
+    });
+    Ok(Some(Drain {
+        actor: drain.actor,
+        begun: drain.begun,
+        request_id: drain.request_id.map(|id| id.to_string()),
+        parallel: drain.parallel,
+        stop_others: drain.stop_others,
+        vms: vms.collect(),
+    }))
 }
 
 pub(super) async fn find(services: &Services, name: &str) -> Result<hosts::Host, Problem> {
@@ -48,9 +81,7 @@ pub async fn list(
 pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Host, Problem> {
     caller.require(Privilege::Read)?;
     let host = find(services, name).await?;
-    let view = services.hosts.view(host.id);
-    let room = super::usage::room(&mut *services.store.read().await?, host.id, &view).await?;
-    Ok(shown(services, host, Some(room)))
+    shown_whole(services, host).await
 }
 
 /// Changes the address of a host's agent. The host keeps its certificate, so another machine is not accepted as it.

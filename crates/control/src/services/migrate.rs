@@ -1,10 +1,13 @@
 //! Moving running VMs to other hosts.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
+use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::{MIGRATE, MIGRATE_DISKS, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{Allocation, ArrivingCopy, Attachment, HostDescription, Power};
+use vmseal_api::id::HostId;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::{Connection, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,11 +23,14 @@ use crate::store::datastores::Datastore;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
-use crate::store::{self, Part, datastores, snapshots};
+use crate::store::{self, Part, StoreError, Write, datastores, snapshots, tasks, vms};
+
+/// Why a VM cannot go to a host that is full.
+const NO_ROOM: &str = "it has not enough free memory";
 
 /// A host that a VM can go to.
-struct Fit {
-    host: Host,
+pub(super) struct Fit {
+    pub host: Host,
     /// How much memory it has for more VMs.
     free: u64,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
@@ -53,7 +59,6 @@ pub async fn migrate(
     if vm.key.is_some() {
         caller.require(Privilege::Migrate)?;
     }
-    features::require(services, &vm, MIGRATE, "send running VMs to other hosts")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
     if !matches!(now, Power::Running | Power::Paused) {
         let detail = format!(
@@ -63,29 +68,26 @@ pub async fn migrate(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    check_key(services, &vm)?;
-    if must_be_encrypted(&vm) {
-        features::require(services, &vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
-    }
     require_movable(&vm, &disks)?;
+    require_sendable(services, &vm)?;
+    let promised = Promised::read(&mut *services.store.read().await?).await?;
     let place = request.datastore.as_deref();
     let fit = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            fits(services, &vm, &disks, host, place).await.map_err(|why| {
+            fits(services, &vm, &disks, host, (&promised, place)).await.map_err(|why| {
                 let detail = format!("VM '{}' cannot go to host '{name}': {why}", vm.name);
                 let problem = Problem::new(ErrorCode::WrongState, detail);
                 Problem { field: Some("host".to_owned()), ..problem }
             })?
         }
-        None => choose(services, &vm, &disks, place).await?,
+        None => choose(services, &vm, &disks, (&promised, place), None).await?,
     };
     let encrypted = is_encrypted(services, &vm, &fit.host);
-    let (from, to) = (vm.host, fit.host.id);
-    let datastore = fit.copies.as_ref().map(|copies| copies.datastore.id);
-    let operation = Operation::MigrateVm { vm: vm.id, from, to, encrypted, datastore };
-    let write = services.store.write().await?;
+    let mut write = services.store.write().await?;
+    require_room(services, &mut write, &vm, &fit.host).await?;
+    let operation = operation(services, &vm, &fit);
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     Ok(match begun {
         Outcome::Planned(mut plan) => {
@@ -96,6 +98,79 @@ pub async fn migrate(
         }
         done => done,
     })
+}
+
+/// The task that moves a VM to a host.
+pub(super) fn operation(services: &Services, vm: &Vm, fit: &Fit) -> Operation {
+    let encrypted = is_encrypted(services, vm, &fit.host);
+    let (from, to) = (vm.host, fit.host.id);
+    let datastore = fit.copies.as_ref().map(|copies| copies.datastore.id);
+    Operation::MigrateVm { vm: vm.id, from, to, encrypted, datastore }
+}
+
+/// The memory that VMs on their way to a host will have there.
+#[derive(Debug, Default)]
+pub(super) struct Promised(HashMap<HostId, u64>);
+
+impl Promised {
+    /// That of the migrations that go on. A VM that runs at its new host already is counted there.
+    pub(super) async fn read(from: &mut SqliteConnection) -> Result<Self, StoreError> {
+        let mut this = Self::default();
+        for task in tasks::open(from).await? {
+            let Operation::MigrateVm { vm, to, .. } = task.operation else { continue };
+            if let Some(vm) = vms::get(from, vm).await?.filter(|vm| vm.host != to) {
+                this.add(to, vm.memory);
+            }
+        }
+        Ok(this)
+    }
+
+    pub(super) fn add(&mut self, host: HostId, memory: u64) {
+        *self.0.entry(host).or_default() += memory;
+    }
+
+    fn of(&self, host: HostId) -> u64 {
+        self.0.get(&host).copied().unwrap_or(0)
+    }
+}
+
+/// Refuses a host that got too many other VMs since it was chosen.
+pub(super) async fn require_room(
+    services: &Services,
+    write: &mut Write<'_>,
+    vm: &Vm,
+    to: &Host,
+) -> Result<(), Problem> {
+    let promised = Promised::read(write).await?;
+    match free_memory(services, write, to.id, &promised).await? {
+        Some(free) if free < vm.memory => {
+            let (vm, host) = (&vm.name, &to.name);
+            let detail = format!("VM '{vm}' cannot go to host '{host}': {NO_ROOM}");
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How much memory a host has for more VMs, as far as that is known.
+async fn free_memory(
+    services: &Services,
+    from: &mut SqliteConnection,
+    host: HostId,
+    promised: &Promised,
+) -> Result<Option<u64>, StoreError> {
+    let room = super::usage::room(from, host, &services.hosts.view(host)).await?;
+    Ok(room.memory_left.map(|left| left.saturating_sub(promised.of(host))))
+}
+
+/// Refuses a VM whose host cannot send it now.
+pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    features::require(services, vm, MIGRATE, "send running VMs to other hosts")?;
+    check_key(services, vm)?;
+    if must_be_encrypted(vm) {
+        features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
+    }
+    Ok(())
 }
 
 /// Whether what the VM is sent with is encrypted.
@@ -142,7 +217,7 @@ fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
 }
 
 /// Refuses what does not move with a VM that runs.
-fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     let refuse =
         |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     if vm.hardware.tpm {
@@ -167,24 +242,27 @@ fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     }
 }
 
-/// The host with the most memory that no VM has, of those that the VM can go to.
-async fn choose(
+/// The host with the most memory that no VM has, of those that the VM can go to: one that has its disks, if there is one, and one
+/// that is to be avoided only where there is no other. `place` is the datastore that was named for copies.
+pub(super) async fn choose(
     services: &Services,
     vm: &Vm,
     disks: &[Disk],
-    place: Option<&str>,
+    (promised, place): (&Promised, Option<&str>),
+    avoided: Option<HostId>,
 ) -> Result<Fit, Problem> {
     let known = store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
     let mut refused = String::new();
     let mut best: Option<Fit> = None;
     for host in known.into_iter().filter(|host| host.id != vm.host) {
         let name = host.name.clone();
-        match fits(services, vm, disks, host, place).await {
-            // One that has the disks, if there is one.
-            Ok(fit) if best.as_ref().is_none_or(|best| fit.rank() > best.rank()) => {
-                best = Some(fit);
+        match fits(services, vm, disks, host, (promised, place)).await {
+            Ok(fit) => {
+                let is_better = |best: &Fit| fit.rank(avoided) > best.rank(avoided);
+                if best.as_ref().is_none_or(is_better) {
+                    best = Some(fit);
+                }
             }
-            Ok(_) => {}
             Err(why) => {
                 let _ = write!(refused, "; host '{name}': {why}");
             }
@@ -198,9 +276,9 @@ async fn choose(
 }
 
 impl Fit {
-    /// Those without copies first, then those with the most free memory.
-    fn rank(&self) -> (bool, u64) {
-        (self.copies.is_none(), self.free)
+    /// Those that are not avoided first, then those without copies, then those with the most free memory.
+    fn rank(&self, avoided: Option<HostId>) -> (bool, bool, u64) {
+        (avoided != Some(self.host.id), self.copies.is_none(), self.free)
     }
 }
 
@@ -210,11 +288,13 @@ async fn fits(
     vm: &Vm,
     disks: &[Disk],
     host: Host,
-    place: Option<&str>,
+    (promised, place): (&Promised, Option<&str>),
 ) -> Result<Fit, String> {
     if host.id == vm.host {
         return Err("it is there already".to_owned());
     }
+    let failed = |problem: Problem| problem.detail;
+    host.require_active().map_err(failed)?;
     let view = services.hosts.view(host.id);
     let Some(there) = view.description.clone().filter(|_| view.connection == Connection::Connected)
     else {
@@ -230,7 +310,15 @@ async fn fits(
         return Err("the host of the VM is not known well enough".to_owned());
     };
     same_machine(&here, &there)?;
-    let failed = |problem: Problem| problem.detail;
+    // Before calls to the host: those are in vain for one that has no room.
+    let free = {
+        let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
+        let free = free_memory(services, &mut read, host.id, promised).await;
+        free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory)
+    };
+    if free < vm.memory {
+        return Err(NO_ROOM.to_owned());
+    }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
     let copies = copies(services, vm, disks, &host, place).await?;
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
@@ -251,14 +339,6 @@ async fn fits(
             .map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
     }
     agent.examine_hardware(spec.hardware.clone()).await.map_err(failed)?;
-    let room = {
-        let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
-        super::usage::room(&mut read, host.id, &view).await.map_err(|error| failed(error.into()))?
-    };
-    let free = room.memory_left.unwrap_or(there.memory);
-    if free < vm.memory {
-        return Err("it has not enough free memory".to_owned());
-    }
     Ok(Fit { host, free, copies })
 }
 

@@ -14,6 +14,7 @@
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
 //! | [`vms`], [`create_vm`], [`clone_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
 //! | [`backups`] | backups of virtual machines |
+//! | [`drain`] | hosts that are emptied before maintenance |
 //! | [`dumps`] | core dumps of virtual machines |
 //! | [`snapshots`] | snapshots of virtual machines |
 //! | [`proofs`] | proofs that virtual machines are encrypted |
@@ -33,6 +34,7 @@ mod cloud_init;
 pub mod create_vm;
 pub mod datastores;
 pub mod disks;
+pub mod drain;
 pub mod dumps;
 pub mod events;
 mod features;
@@ -119,7 +121,7 @@ impl<T> Outcome<T> {
             kind: kind.to_owned(),
             target: target.to_owned(),
             steps: vec![step],
-            warnings: Vec::new(),
+            ..Plan::default()
         })
     }
 

@@ -120,7 +120,7 @@ pub async fn add(
     if dry_run {
         let (kind, target) = ("policy.create".to_owned(), target.to_owned());
         let steps = vec![format!("add a policy that {detail}")];
-        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings, ..Plan::default() }));
     }
     write.commit().await?;
     Ok(Outcome::Done(shown(policy)))

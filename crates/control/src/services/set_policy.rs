@@ -196,7 +196,7 @@ pub async fn set(
             steps.push("change the policy; no VM needs anything".to_owned());
         }
         let (kind, target) = ("policy.set".to_owned(), before.name);
-        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings, ..Plan::default() }));
     }
     if !forbidden.is_empty() {
         let detail = format!(

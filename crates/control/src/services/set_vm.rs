@@ -86,7 +86,7 @@ pub async fn set(
     vms::set(&mut write, &after).await?;
     if dry_run {
         let (kind, target) = ("vm.set".to_owned(), before.name);
-        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings: Vec::new() }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, ..Plan::default() }));
     }
     if !steps.is_empty() {
         let (detail, target) = (steps.join("; "), after.name.as_str());
@@ -226,6 +226,7 @@ fn changed(before: &vms::Vm, request: &SetVm) -> Result<vms::Vm, Problem> {
         labels,
         autostart: autostart.unwrap_or(before.autostart),
         migration_encryption: request.migration_encryption.unwrap_or(before.migration_encryption),
+        on_drain: request.on_drain.unwrap_or(before.on_drain),
         template: template.unwrap_or(before.template),
         hardware,
         ..before.clone()
@@ -320,6 +321,9 @@ fn told(before: &vms::Vm, after: &vms::Vm, runs: bool) -> Vec<String> {
     }
     if before.migration_encryption != after.migration_encryption {
         told.push(format!("set migration-encryption to {}", after.migration_encryption.name()));
+    }
+    if before.on_drain != after.on_drain {
+        told.push(format!("set on-drain to {}", after.on_drain.name()));
     }
     if before.template != after.template {
         let to = if after.template { "make it a template" } else { "make it an ordinary VM" };

@@ -57,7 +57,7 @@ pub async fn share(
         ];
         let kind = "datastore.share".to_owned();
         let (target, warnings) = (datastore.name, Vec::new());
-        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings }));
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings, ..Plan::default() }));
     }
     check_locks(&datastore, &here, &there).await?;
     let mut write = services.store.write().await?;

@@ -20,11 +20,11 @@ use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
-use crate::store::{StoreError, Write, disks, free_name, nics, providers, vms};
+use crate::store::{StoreError, Write, disks, free_name, hosts, nics, providers, vms};
 use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down by default, in seconds.
-const SHUTDOWN_DEFAULT: u32 = 120;
+pub(super) const SHUTDOWN_DEFAULT: u32 = 120;
 
 /// The maximum time for a guest to shut down, in seconds.
 const SHUTDOWN_MAX: u32 = vmseal_api::host::SHUTDOWN_SECONDS_MAX;
@@ -77,6 +77,7 @@ fn shown(
         labels: vm.labels,
         autostart: vm.autostart,
         migration_encryption: vm.migration_encryption,
+        on_drain: vm.on_drain,
         template: vm.template,
         linked,
         clones: links.from,
@@ -297,7 +298,7 @@ fn plan_of(task: &Task, vm: &str, keyless: bool) -> Plan {
         kind: task.operation.kind().to_owned(),
         target: vm.to_owned(),
         steps: steps.map(|step| step.title().to_owned()).collect(),
-        warnings: Vec::new(),
+        ..Plan::default()
     }
 }
 
@@ -340,6 +341,7 @@ pub async fn start(
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     require_no_template(&vm)?;
+    require_active_host(services, &vm).await?;
     let StartVm { boot_once, discard_memory } = request;
     let nics = nics::of_vm(&mut *services.store.read().await?, vm.id).await?;
     if let Some(first) = boot_once {
@@ -368,6 +370,12 @@ pub async fn start(
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Refuses a VM whose host is emptied, before anything is done for its start.
+async fn require_active_host(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+    let found = hosts::find(&mut *services.store.read().await?, &vm.host.to_string()).await?;
+    found.map_or(Ok(()), |host| host.require_active())
 }
 
 /// Refuses a start if the monitor could not deliver the key: the start would most likely fail too.

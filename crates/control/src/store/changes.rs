@@ -49,7 +49,7 @@ impl Kinds {
     /// The kinds that rows of a table belong to.
     fn of_table(table: &str) -> Self {
         match table {
-            "hosts" => Self::NONE.with(ChangeKind::Host),
+            "hosts" | "drains" | "drained_vms" => Self::NONE.with(ChangeKind::Host),
             "datastores" | "datastore_hosts" => Self::NONE.with(ChangeKind::Datastore),
             "providers" | "kmip_servers" | "kmip_clients" => Self::NONE.with(ChangeKind::Provider),
             "policies" => Self::NONE.with(ChangeKind::Policy),

@@ -1,10 +1,12 @@
 //! Hosts.
 
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::drain::Maintenance;
 use vmseal_api::host::HostDescription;
 use vmseal_api::id::HostId;
+use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{Part, StoreError, from_json, parse, taken, to_json};
+use super::{Part, StoreError, from_json, from_name, parse, taken, to_json};
 
 /// A host as the inventory has it.
 #[derive(Clone, Debug)]
@@ -17,6 +19,27 @@ pub struct Host {
     pub address: String,
     /// Its description when it last answered.
     pub description: Option<HostDescription>,
+    /// Whether VMs are placed on it.
+    pub maintenance: Maintenance,
+}
+
+impl Host {
+    /// Refuses a host that is emptied, or empty for maintenance.
+    ///
+    /// # Errors
+    /// `wrong-state`.
+    pub fn require_active(&self) -> Result<(), Problem> {
+        let name = &self.name;
+        let is = match self.maintenance {
+            Maintenance::Active => return Ok(()),
+            Maintenance::Draining => "is being emptied",
+            Maintenance::Drained => "is empty for maintenance",
+        };
+        let detail = format!(
+            "host '{name}' {is}: no VM is created, started or moved there until 'vmseal host undrain {name}'"
+        );
+        Err(Problem::new(ErrorCode::WrongState, detail))
+    }
 }
 
 #[derive(FromRow)]
@@ -25,6 +48,7 @@ struct Row {
     name: String,
     address: String,
     description: Option<String>,
+    drain: Option<String>,
 }
 
 impl TryFrom<Row> for Host {
@@ -37,6 +61,10 @@ impl TryFrom<Row> for Host {
             name: row.name,
             address: row.address,
             description,
+            maintenance: match row.drain {
+                None => Maintenance::Active,
+                Some(state) => from_name(&state, "how far a host is emptied")?,
+            },
         })
     }
 }
@@ -94,7 +122,8 @@ pub async fn find(
     name_or_id: &str,
 ) -> Result<Option<Host>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
-        "SELECT id, name, address, description FROM hosts WHERE name = $1 OR id = $2",
+        "SELECT h.id, h.name, h.address, h.description, d.state AS drain
+         FROM hosts h LEFT JOIN drains d ON d.host_id = h.id WHERE h.name = $1 OR h.id = $2",
     )
     .bind(name_or_id)
     .bind(name_or_id)
@@ -106,7 +135,9 @@ pub async fn find(
 /// Hosts in order of their ids.
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Host>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT id, name, address, description FROM hosts WHERE id > $1 ORDER BY id LIMIT $2",
+        "SELECT h.id, h.name, h.address, h.description, d.state AS drain
+         FROM hosts h LEFT JOIN drains d ON d.host_id = h.id
+         WHERE h.id > $1 ORDER BY h.id LIMIT $2",
     )
     .bind(&part.after)
     .bind(part.limit)

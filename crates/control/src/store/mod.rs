@@ -9,6 +9,7 @@ pub mod backups;
 pub mod changes;
 pub mod datastores;
 pub mod disks;
+pub mod drains;
 pub mod dumps;
 pub mod events;
 pub mod hosts;

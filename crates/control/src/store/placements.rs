@@ -3,7 +3,7 @@
 use sqlx::SqliteConnection;
 use vmseal_api::id::{HostId, VmId};
 
-use super::{StoreError, unsigned};
+use super::{StoreError, parse, unsigned};
 
 /// The generation that the next placement of a VM gets.
 pub async fn next_generation(from: &mut SqliteConnection, vm: VmId) -> Result<u64, StoreError> {
@@ -13,6 +13,16 @@ pub async fn next_generation(from: &mut SqliteConnection, vm: VmId) -> Result<u6
             .fetch_one(from)
             .await?;
     Ok(unsigned(now, "the generation of a placement")?.saturating_add(1))
+}
+
+/// The host that has a VM; none where there is no such VM.
+pub async fn owner(from: &mut SqliteConnection, vm: VmId) -> Result<Option<HostId>, StoreError> {
+    let host: Option<String> =
+        sqlx::query_scalar("SELECT host_id FROM placements WHERE vm_id = $1 AND role = 'owner'")
+            .bind(vm.to_string())
+            .fetch_optional(from)
+            .await?;
+    host.map(|host| parse(&host, "a host's id")).transpose()
 }
 
 /// Records that a host has a VM.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::drain::OnDrain;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{KeyReference, Power, Stopped};
 use vmseal_api::id::{HostId, PolicyId, ProviderId, VmId};
@@ -29,6 +30,8 @@ pub struct Vm {
     pub autostart: bool,
     /// Whether what it is sent with to another host is encrypted.
     pub migration_encryption: MigrationEncryption,
+    /// What happens to it while it runs when its host is emptied.
+    pub on_drain: OnDrain,
     /// Whether it is a template: it is cloned, and neither started nor changed.
     pub template: bool,
     /// The host that it is on.
@@ -65,6 +68,7 @@ struct Row {
     labels: String,
     autostart: bool,
     migration_encryption: String,
+    on_drain: String,
     template: bool,
     host_id: String,
     host_name: String,
@@ -85,7 +89,7 @@ struct Row {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT v.id, v.name, v.description, v.labels, v.autostart, v.migration_encryption, v.template, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
+            "SELECT v.id, v.name, v.description, v.labels, v.autostart, v.migration_encryption, v.on_drain, v.template, o.host_id, h.name AS host_name, v.policy_id, p.name AS policy_name,
                     v.vcpus, v.memory, v.hardware, v.provider_id, v.key_id, v.key_check, v.lifecycle,
                     v.seen_power, v.seen_stopped
              FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner'
@@ -113,6 +117,7 @@ impl TryFrom<Row> for Vm {
             labels: from_json(&row.labels, "the labels of a VM")?,
             autostart: row.autostart,
             migration_encryption: from_name(&row.migration_encryption, "a mode of migrations")?,
+            on_drain: from_name(&row.on_drain, "what happens to a VM when its host is emptied")?,
             template: row.template,
             host: parse(&row.host_id, "a host's id")?,
             host_name: row.host_name,
@@ -137,8 +142,9 @@ impl TryFrom<Row> for Vm {
 pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO vms (id, name, policy_id, vcpus, memory, provider_id, lifecycle, hardware,
-                          description, labels, autostart, template, migration_encryption)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+                          description, labels, autostart, template, migration_encryption,
+                          on_drain)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
     )
     .bind(vm.id.to_string())
     .bind(&vm.name)
@@ -153,6 +159,7 @@ pub async fn insert(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError
     .bind(vm.autostart)
     .bind(vm.template)
     .bind(to_name(&vm.migration_encryption))
+    .bind(to_name(&vm.on_drain))
     .execute(&mut *to)
     .await
     .map_err(taken(|| format!("a VM '{}'", vm.name)))?;
@@ -221,8 +228,8 @@ pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE vms SET name = $1, vcpus = $2, memory = $3, description = $4, labels = $5,
                         autostart = $6, policy_id = $7, hardware = $8, template = $9,
-                        migration_encryption = $10
-         WHERE id = $11",
+                        migration_encryption = $10, on_drain = $11
+         WHERE id = $12",
     )
     .bind(&vm.name)
     .bind(vm.vcpus)
@@ -234,6 +241,7 @@ pub async fn set(to: &mut SqliteConnection, vm: &Vm) -> Result<(), StoreError> {
     .bind(to_json(&vm.hardware))
     .bind(vm.template)
     .bind(to_name(&vm.migration_encryption))
+    .bind(to_name(&vm.on_drain))
     .bind(vm.id.to_string())
     .execute(to)
     .await

@@ -105,6 +105,7 @@ pub(crate) fn row(definition: &Definition) -> Vm {
         labels: Default::default(),
         autostart: false,
         migration_encryption: Default::default(),
+        on_drain: Default::default(),
         template: false,
         host: *host,
         host_name: host_name.clone(),

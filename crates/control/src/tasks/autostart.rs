@@ -10,7 +10,7 @@ use super::Engine;
 use crate::operation::Operation;
 use crate::store::vms;
 
-/// How often to look again at VMs whose start was refused, because a task works on them.
+/// How often to look again at VMs whose start was refused, because a task works on them or their host is emptied.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Makes tasks of starts that are due, until it is dropped.
@@ -42,7 +42,7 @@ pub(crate) async fn begin_due(engine: &Arc<Engine>) -> Result<(), Problem> {
                 write.commit().await?;
                 engine.begin(task);
             }
-            // A task works on the VM: later.
+            // A task works on the VM, or its host is emptied: later.
             Err(problem) if problem.code == ErrorCode::WrongState => {}
             Err(problem) => return Err(problem),
         }

@@ -21,11 +21,11 @@ use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
 use super::{alarms, steps};
 use crate::hosts::Hosts;
-use crate::operation::Operation;
+use crate::operation::{Operation, Placed};
 use crate::providers::Providers;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
-use crate::store::{Store, StoreError, Write};
+use crate::store::{Store, StoreError, Write, hosts, placements};
 
 /// The handle of a running task.
 struct Running {
@@ -86,7 +86,7 @@ impl Engine {
     /// Writes a new task in the transaction `write`; [`Engine::begin`] follows once that is committed.
     ///
     /// # Errors
-    /// `wrong-state` while the VM has another task.
+    /// `wrong-state` while the VM has another task, or the host on which the task would have it is emptied.
     pub async fn record(
         write: &mut Write<'_>,
         operation: Operation,
@@ -107,6 +107,7 @@ impl Engine {
         actor: &str,
         plan: TaskSchedule,
     ) -> Result<Task, Problem> {
+        require_active(write, &operation).await?;
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
             id: TaskId::new(),
@@ -201,15 +202,39 @@ impl Engine {
         let mut cancelled = vec![task];
         cancelled.extend(tasks::cancel_parts(&mut write, cancelled[0].id, may_be_cancelled).await?);
         for task in &cancelled {
-            let (kind, target) = ("task.cancelled", task.target.as_str());
-            let detail = format!("{} as task {}", task.operation.kind(), task.id);
-            write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+            note_cancel(&mut write, task, actor).await?;
         }
         write.commit().await?;
-        for task in &cancelled {
+        self.tell_cancelled(&cancelled);
+        Ok(cancelled.swap_remove(0))
+    }
+
+    /// Marks those of these tasks as cancelled, in the transaction `write`, that can be; [`Engine::tell_cancelled`] follows once
+    /// that is committed.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub async fn note_all_cancelled(
+        write: &mut Write<'_>,
+        ids: impl IntoIterator<Item = TaskId>,
+        actor: &str,
+    ) -> Result<Vec<Task>, Problem> {
+        let mut cancelled = Vec::new();
+        for id in ids {
+            let Some(task) = tasks::get(write, &id.to_string()).await? else { continue };
+            if may_be_cancelled(&task) && tasks::cancel(write, id).await? {
+                note_cancel(write, &task, actor).await?;
+                cancelled.push(task);
+            }
+        }
+        Ok(cancelled)
+    }
+
+    /// Tells tasks that run that they are cancelled.
+    pub fn tell_cancelled(&self, cancelled: &[Task]) {
+        for task in cancelled {
             self.ask(task.id, |requests| requests.cancelled = true);
         }
-        Ok(cancelled.swap_remove(0))
     }
 
     fn ask(&self, task: TaskId, what: impl FnOnce(&mut Requests)) {
@@ -378,7 +403,28 @@ impl Engine {
     }
 }
 
-/// Whether a subtask is cancelled together with its parent.
+/// Refuses a task that would have a VM on a host that is emptied. This is asked in the transaction that records the task: none
+/// can begin beside the drain of its host.
+async fn require_active(write: &mut Write<'_>, operation: &Operation) -> Result<(), Problem> {
+    let host = match operation.places() {
+        None => None,
+        Some(Placed::On(host)) => Some(host),
+        Some(Placed::WhereItIs(vm)) => placements::owner(write, vm).await?,
+    };
+    let Some(host) = host else { return Ok(()) };
+    match hosts::find(write, &host.to_string()).await? {
+        Some(host) => host.require_active(),
+        None => Ok(()),
+    }
+}
+
+async fn note_cancel(write: &mut Write<'_>, task: &Task, actor: &str) -> Result<(), StoreError> {
+    let (kind, target) = ("task.cancelled", task.target.as_str());
+    let detail = format!("{} as task {}", task.operation.kind(), task.id);
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await
+}
+
+/// Whether a task can be cancelled where nobody asks for this one alone.
 fn may_be_cancelled(part: &Task) -> bool {
     part.operation.can_be_cancelled() && !steps::is_committed(part)
 }

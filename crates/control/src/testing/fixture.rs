@@ -106,6 +106,7 @@ impl Fixture {
             name: name.to_owned(),
             address: "127.0.0.1:1".to_owned(),
             description: None,
+            maintenance: Default::default(),
         };
         let mut write = self.store.write().await.unwrap();
         hosts::insert(&mut write, &host).await.unwrap();
@@ -220,6 +221,7 @@ impl Fixture {
             labels: Default::default(),
             autostart: false,
             migration_encryption: Default::default(),
+            on_drain: Default::default(),
             template: false,
             host: self.host,
             host_name: "here".to_owned(),

@@ -64,6 +64,7 @@ impl Template {
             name: "here".to_owned(),
             address: "127.0.0.1:1".to_owned(),
             description: None,
+            maintenance: Default::default(),
         };
         let datastore = datastores::Datastore {
             id: DatastoreId::new(),

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 use vmseal_api::bitmap::NAME_PATTERN as BITMAP_NAME;
 use vmseal_api::datastore::LIMIT_MAX;
+use vmseal_api::drain::PARALLEL_MAX;
 use vmseal_api::filter::{
     BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
 };
@@ -283,6 +284,10 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("Replication/properties/bytes_per_second", replica_rate()),
         ("SetPolicy/properties/replicate_rate", replica_rate()),
         ("SetPolicy", replica_with_rate()),
+        (
+            "DrainHost/properties/parallel",
+            none_or(json!({ "minimum": 1, "maximum": PARALLEL_MAX })),
+        ),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (
             "SetPolicy/properties/bandwidth",

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::{Extension, Json};
 use vmseal_api::model::{Host, JoinToken, Page, Plan};
-use vmseal_api::request::{ChangeHost, JoinHost, Joined};
+use vmseal_api::request::{ChangeHost, DrainHost, JoinHost, Joined, UndrainHost};
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Answer, HostOrPlan, created, no_content};
@@ -53,6 +53,39 @@ pub(super) async fn change(
 ) -> Result<Answer<Json<Host>>, ProblemResponse> {
     Ok(Answer(
         services::hosts::change(&control, &caller, &name, request, query.dry_run).await?.map(Json),
+    ))
+}
+
+/// Has no more VMs placed on a host, and those that run there moved or stopped, as each says. It goes on after the answer: the host
+/// shows how far it is.
+#[utoipa::path(post, path = "/api/v1/hosts/{host}/drain", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = DrainHost,
+    responses((status = 200, body = HostOrPlan), ProblemResponse))]
+pub(super) async fn drain(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<DrainHost>,
+) -> Result<Answer<Json<Host>>, ProblemResponse> {
+    Ok(Answer(
+        services::drain::drain(&control, &caller, &name, request, query.dry_run).await?.map(Json),
+    ))
+}
+
+/// Has VMs placed on a host again. None is moved back.
+#[utoipa::path(post, path = "/api/v1/hosts/{host}/undrain", tag = "hosts",
+    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = UndrainHost,
+    responses((status = 200, body = HostOrPlan), ProblemResponse))]
+pub(super) async fn undrain(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<UndrainHost>,
+) -> Result<Answer<Json<Host>>, ProblemResponse> {
+    Ok(Answer(
+        services::drain::undrain(&control, &caller, &name, request, query.dry_run).await?.map(Json),
     ))
 }
 

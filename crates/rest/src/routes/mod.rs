@@ -226,7 +226,11 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
         ),
         (
             Privilege::RegisterHost,
-            new().routes(routes!(hosts::change, hosts::remove)).routes(routes!(hosts::make_token)),
+            new()
+                .routes(routes!(hosts::change, hosts::remove))
+                .routes(routes!(hosts::drain))
+                .routes(routes!(hosts::undrain))
+                .routes(routes!(hosts::make_token)),
         ),
         (Privilege::BackUpServer, new().routes(routes!(server_backup::make))),
     ]

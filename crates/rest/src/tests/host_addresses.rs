@@ -14,6 +14,7 @@ async fn a_hosts_address_can_be_changed_and_not_to_another_hosts() {
         name: "other".to_owned(),
         address: "192.0.2.9:8444".to_owned(),
         description: None,
+        maintenance: Default::default(),
     };
     hosts::insert(&mut write, &other).await.unwrap();
     write.commit().await.unwrap();

@@ -26,6 +26,8 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("GET", "/api/v1/hosts/{host}", Read, ""),
         ("PATCH", "/api/v1/hosts/{host}", RegisterHost, r#"{"address": "?"}"#),
         ("DELETE", "/api/v1/hosts/{host}", RegisterHost, ""),
+        ("POST", "/api/v1/hosts/{host}/drain", RegisterHost, "{}"),
+        ("POST", "/api/v1/hosts/{host}/undrain", RegisterHost, "{}"),
         ("POST", "/api/v1/hosts/tokens", RegisterHost, ""),
         ("GET", "/api/v1/log-level", Read, ""),
         ("PUT", "/api/v1/log-level", Diagnostics, r#"{"levels": "?"}"#),

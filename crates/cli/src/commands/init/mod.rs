@@ -241,12 +241,8 @@ impl Init {
         if steps.is_empty() && output == Output::Table {
             return print::words("nothing is to be done: all is there already");
         }
-        let plan = Plan {
-            kind: "init".to_owned(),
-            target: self.host.clone(),
-            steps,
-            warnings: Vec::new(),
-        };
+        let plan =
+            Plan { kind: "init".to_owned(), target: self.host.clone(), steps, ..Plan::default() };
         plan::show(output, &plan)
     }
 

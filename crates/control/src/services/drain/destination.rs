@@ -1,0 +1,43 @@
+//! Where a VM of a host that is emptied can go.
+
+use vmseal_api::id::HostId;
+use vmseal_api::problem::Problem;
+
+use crate::services::migrate::{self, Fit, Promised};
+use crate::services::{Privilege, Services};
+use crate::store::disks;
+use crate::store::drains::Drain;
+use crate::store::vms::Vm;
+
+/// Why a VM cannot go anywhere.
+pub(super) struct Refused {
+    pub(super) why: String,
+    /// Whether that stays so unless somebody changes the VM.
+    pub(super) for_good: bool,
+}
+
+/// The host that a VM that runs can go to; rather another one than `avoided`.
+pub(super) async fn of(
+    services: &Services,
+    drain: &Drain,
+    vm: &Vm,
+    promised: &Promised,
+    avoided: Option<HostId>,
+) -> Result<Fit, Refused> {
+    let for_good = |why: String| Refused { why, for_good: true };
+    let for_now = |problem: Problem| Refused { why: problem.detail, for_good: false };
+    let disks = async { disks::of_vm(&mut *services.store.read().await?, vm.id).await };
+    let disks = disks.await.map_err(|error| for_now(error.into()))?;
+    migrate::require_movable(vm, &disks).map_err(|problem| for_good(problem.detail))?;
+    if vm.key.is_some() && !drain.migrate_encrypted {
+        let (user, privilege) = (&drain.actor, Privilege::Migrate.name());
+        return Err(for_good(format!("user '{user}' lacks the privilege '{privilege}'")));
+    }
+    migrate::require_sendable(services, vm).map_err(for_now)?;
+    migrate::choose(services, vm, &disks, (promised, None), avoided).await.map_err(for_now)
+}
+
+/// The order in which VMs are moved: the largest first, as what is left of hosts for small ones is no use to large ones.
+pub(super) fn largest_first(vms: &mut [Vm]) {
+    vms.sort_by(|one, other| other.memory.cmp(&one.memory).then_with(|| one.name.cmp(&other.name)));
+}
