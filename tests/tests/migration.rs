@@ -92,7 +92,7 @@ fn figure(here: &Installation, host: &str, name: &str) -> f64 {
 fn assert_migrated(task: &Value) -> u64 {
     let of = |name: &str| task["migrated"][name].as_u64().unwrap_or_else(|| panic!("{task:#}"));
     assert!(of("passes") >= 1 && of("sent") >= GUEST_TOUCHES, "{task:#}");
-    assert!(of("switch_milliseconds") > 0, "{task:#}");
+    assert!(of("downtime_milliseconds") > 0 && of("switch_milliseconds") > 0, "{task:#}");
     let still = of("downtime_milliseconds") + of("switch_milliseconds");
     assert!(still < of("milliseconds"), "{task:#}");
     // Not more than two cores and the whole time.

@@ -14,7 +14,6 @@ use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::migration::{Link, lost, wrap_dek};
-use super::workers::Workers;
 use super::{Shared, internal};
 use crate::filter::{self, Control};
 use crate::migration::transport::Bridge;
@@ -123,7 +122,7 @@ impl Server {
         arriving: &ArrivingDisk,
     ) -> Result<Self, Problem> {
         let slot = shared.users.take().ok_or_else(builder::too_many)?;
-        let directory = Workers::builder(shared, arriving.disk.disk).directory;
+        let directory = shared.run_dir.import(arriving.disk.disk);
         directory.renew().await.map_err(internal)?;
         let served = filter::Disk {
             disk: arriving.disk.disk,
@@ -169,7 +168,7 @@ pub async fn give_up(
 ) -> Result<(), Problem> {
     for copy in &copies.disks {
         // The filter has the image's lock.
-        let directory = Workers::builder(shared, copy.disk).directory;
+        let directory = shared.run_dir.import(copy.disk);
         directory.sweep().await.map_err(internal)?;
     }
     let copies = copies.clone();

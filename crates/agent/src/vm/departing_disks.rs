@@ -24,7 +24,6 @@ use vmseal_secret::SecretBytes;
 
 use super::migration::{Link, lost, unexpected, unwrap_dek};
 use super::mirroring::copy_whole;
-use super::workers::Workers;
 use super::{Shared, internal};
 use crate::filter::pace::Pace;
 use crate::filter::{self, Control, CopyPlace};
@@ -112,7 +111,7 @@ impl DepartingDisks {
             spawn_blocking(begin).await.map_err(internal)??;
         }
         for (disk, facts, copy) in whole {
-            let builder = Workers::builder_of_export(&what.shared, disk.disk);
+            let builder = what.shared.builder(what.shared.run_dir.export(disk.disk));
             let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose();
             let (spec, kek) = (what.spec.clone(), kek.map_err(internal)?);
             copy_whole(spec, (disk.clone(), facts.clone()), kek, copy, builder).await?;

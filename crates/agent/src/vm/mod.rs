@@ -73,9 +73,10 @@ use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
 use crate::migration::transport::Listener;
 use crate::process::died::DiedVms;
-use crate::process::run_dir::RunDir;
+use crate::process::run_dir::{ProcessDir, RunDir};
 use crate::process::users::Users;
 use crate::signer::Signer;
+use crate::storage::builder::DiskBuilder;
 use crate::storage::cloning::Lent;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
@@ -122,6 +123,14 @@ pub struct Shared {
     pub signer: OnceLock<Signer>,
     /// Where other hosts connect to send VMs; none where this one receives none.
     pub migrations: Option<Listener>,
+}
+
+impl Shared {
+    /// What a filter for no guest needs, in this directory.
+    fn builder(&self, directory: ProcessDir) -> DiskBuilder {
+        let (filter, users) = (self.filter.clone(), self.users.clone());
+        DiskBuilder { filter, users, directory, transfer: self.transfer.clone() }
+    }
 }
 
 type Reply<T> = oneshot::Sender<Result<T, Problem>>;

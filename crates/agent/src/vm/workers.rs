@@ -24,7 +24,6 @@ use super::proving::prove;
 use super::report::{Progress, Report};
 use super::tree_copying::TreeCopying;
 use crate::filter::Control;
-use crate::process::run_dir::ProcessDir;
 use crate::storage::backup::{Creating, Restoring, Verifying};
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
@@ -61,7 +60,7 @@ impl Workers {
     /// Begins to make a disk.
     pub fn begin(&mut self, shared: &Arc<Shared>, new_disk: NewDisk) {
         let disk = new_disk.disk.disk;
-        let builder = builder(shared, shared.run_dir.import(disk));
+        let builder = shared.builder(shared.run_dir.import(disk));
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             Report::Made(make(new_disk, builder, cancelled, progress).await)
@@ -71,7 +70,7 @@ impl Workers {
     /// Begins to export a disk.
     pub fn begin_export(&mut self, shared: &Arc<Shared>, request: ExportRequest) {
         let disk = request.disk.disk;
-        let builder = builder(shared, shared.run_dir.export(disk));
+        let builder = shared.builder(shared.run_dir.export(disk));
         self.spawn(disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let written = export::write(request, &builder, progress, cancelled).await;
@@ -84,7 +83,7 @@ impl Workers {
     /// Begins to expose a disk.
     pub fn begin_exposure(&mut self, shared: &Arc<Shared>, exposure: Exposure) {
         let disk = exposure.disk();
-        let builder = builder(shared, shared.run_dir.export(disk));
+        let builder = shared.builder(shared.run_dir.export(disk));
         self.spawn(disk, |cancelled, show| async move {
             Report::Exposed(exposure.serve(builder, show, cancelled).await)
         });
@@ -230,12 +229,12 @@ impl Workers {
 
     /// What a filter that copies a disk needs.
     pub fn builder(shared: &Shared, disk: DiskId) -> DiskBuilder {
-        builder(shared, shared.run_dir.import(disk))
+        shared.builder(shared.run_dir.import(disk))
     }
 
     /// What a filter that reads a disk needs.
     pub fn builder_of_export(shared: &Shared, disk: DiskId) -> DiskBuilder {
-        builder(shared, shared.run_dir.export(disk))
+        shared.builder(shared.run_dir.export(disk))
     }
 
     fn spawn<F>(&mut self, disk: DiskId, work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F)
@@ -286,11 +285,6 @@ impl Workers {
             }
         }
     }
-}
-
-fn builder(shared: &Shared, directory: ProcessDir) -> DiskBuilder {
-    let (filter, users) = (shared.filter.clone(), shared.users.clone());
-    DiskBuilder { filter, users, directory, transfer: shared.transfer.clone() }
 }
 
 fn backed_up(result: Result<(BackupManifest, Option<u64>), Problem>, failure: &str) -> Report {
