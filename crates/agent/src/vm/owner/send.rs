@@ -73,7 +73,7 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
-        let copies = self.to_copy(&job.copies).await?;
+        let copies = self.prepare_copies(&job.copies).await?;
         self.may_replace_filter().await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
         let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
@@ -99,7 +99,7 @@ impl Owner {
     }
 
     /// What is needed to copy these disks; none where there are none.
-    async fn to_copy(&mut self, copies: &[DiskId]) -> Result<Option<ToCopy>, Problem> {
+    async fn prepare_copies(&mut self, copies: &[DiskId]) -> Result<Option<ToCopy>, Problem> {
         if copies.is_empty() {
             return Ok(None);
         }
