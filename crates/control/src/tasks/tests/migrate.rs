@@ -5,12 +5,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, MigrationProgress};
 use vmseal_api::id::{DatastoreId, HostId};
-use vmseal_api::migration::MigrationPhase;
+use vmseal_api::migration::{Migration, MigrationPhase};
+use vmseal_api::transfer::Progress;
 
 use super::*;
 use crate::store::{datastores, hosts};
+use crate::tasks::run::{LiveProgress, Seen};
 
 /// The name of the other host.
 const OTHER_HOST: &str = "there";
@@ -199,4 +201,19 @@ async fn a_server_that_has_restarted_still_tells_how_a_migration_went() {
     let (fixture, _, task) = carry_out(Kind::Migrate(Disks::Shared), faults, &done, true).await;
     let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
     assert_eq!((migrated.passes, migrated.switch_milliseconds), (3, None));
+}
+
+#[test]
+fn people_are_told_of_another_phase_at_once_and_of_rates_after_a_while() {
+    let live = LiveProgress::default();
+    let show = |phase, rate| {
+        let progress = Some(MigrationProgress { rate, ..MigrationProgress::default() });
+        let migration = Some(Migration { phase, progress });
+        live.show(Some(Seen { progress: Progress::default(), bytes_per_second: None, migration }))
+    };
+    assert!(show(MigrationPhase::Connecting, 0), "the first");
+    assert!(!show(MigrationPhase::Connecting, 1), "too early");
+    assert!(show(MigrationPhase::Memory, 1), "another phase");
+    assert!(!show(MigrationPhase::Memory, 2), "too early");
+    assert_eq!(live.read().unwrap().migration.unwrap().progress.unwrap().rate, 2);
 }
