@@ -165,16 +165,20 @@ fn read(home: &Home) -> Result<Option<Note>, Problem> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::Device;
+
     use super::*;
     use crate::storage::datastore::tests::unmarked;
 
-    /// A VM with one plain disk on a datastore, and the copies that it is to have there.
+    /// A VM with two plain disks on a datastore, and the copies that it is to have there.
     fn setup() -> (tempfile::TempDir, VmSpec, ArrivingCopies) {
         let (directory, place) = unmarked();
         crate::storage::datastore::probe(&place).unwrap();
         let mut spec = crate::process::run_dir::tests::spec();
-        for disk in spec.disks_mut() {
-            (disk.datastore, disk.encrypted) = (place.clone(), false);
+        for name in ["system", "data"] {
+            let mut disk = crate::rules::tests::disk(name);
+            (disk.datastore, disk.encrypted, disk.facts) = (place.clone(), false, None);
+            spec.devices.push(Device::Disk(disk));
         }
         let copies = spec.disks().map(|disk| disk.disk);
         let disks = copies.map(|disk| ArrivingCopy { disk, datastore: place.clone() }).collect();

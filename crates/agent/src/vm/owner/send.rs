@@ -9,7 +9,7 @@
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskFacts, DiskSpec, JobSpec, Notice, SendJob, StopReason};
+use vmseal_api::host::{DiskSpec, JobSpec, Notice, SendJob, StopReason, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -110,26 +110,10 @@ impl Owner {
             Ok((disk, facts))
         };
         let disks = copies.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
-        let (vm, of_guest) = (self.spec.vm, disks.clone());
-        let layered = move || {
-            let has = |(disk, _): &&(DiskSpec, DiskFacts)| {
-                let home = Home::of(&disk.datastore, vm)?;
-                Ok::<_, Problem>(!layers::read(&home, disk.disk)?.is_empty())
-            };
-            for disk in &of_guest {
-                if has(&disk)? {
-                    return Ok(Some(disk.0.clone()));
-                }
-            }
-            Ok::<_, Problem>(None)
-        };
-        if let Some(disk) = spawn_blocking(layered).await.map_err(internal)?? {
-            let what = format!(
-                "has snapshots of its disk '{}', which is to be copied to the other host, and they would stay behind. Delete them first, or share its datastore with that host",
-                disk.name
-            );
-            return Err(rules::wrong_state(&self.spec, &what));
-        }
+        let (of_guest, spec) = (disks.clone(), self.spec.clone());
+        let check =
+            move || of_guest.iter().try_for_each(|(disk, _)| require_no_layers(&spec, disk));
+        spawn_blocking(check).await.map_err(internal)??;
         let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
         let Some(running) = self.running() else { return Err(internal("it has ended")) };
         let control = running.control.clone();
@@ -308,4 +292,17 @@ impl Owner {
         self.jobs.cancel(task);
         Ok(())
     }
+}
+
+/// Refuses a disk with snapshots: they would stay behind. Blocks.
+fn require_no_layers(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    if layers::read(&home, disk.disk)?.is_empty() {
+        return Ok(());
+    }
+    let what = format!(
+        "has snapshots of its disk '{}', which is to be copied to the other host, and they would stay behind. Delete them first, or share its datastore with that host",
+        disk.name
+    );
+    Err(rules::wrong_state(spec, &what))
 }
