@@ -11,10 +11,10 @@ use vmseal_api::size::Size;
 use vmseal_luks::{Facts, HeaderError};
 use vmseal_secret::{SecretBytes, SecretFd};
 
-use crate::filter::Shared;
+use crate::filter::{self, Shared, Work};
 use crate::keys;
 use crate::rules;
-use crate::storage::builder::internal;
+use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::conversion;
 use crate::storage::facts::from_api;
 use crate::storage::home::Home;
@@ -106,6 +106,25 @@ impl Open {
     #[must_use]
     pub fn into_own(self) -> File {
         self.shared.own.unwrap_or(self.file)
+    }
+
+    /// As a filter gets it, with nothing beside it.
+    #[must_use]
+    pub fn into_disk(self, disk: &DiskSpec, work: Work) -> filter::Disk {
+        filter::Disk {
+            disk: disk.disk,
+            size: disk.size,
+            file: self.file,
+            layers: self.layers,
+            offset: self.offset,
+            key: self.key,
+            shared: self.shared,
+            keeps_room: is_preallocated(disk),
+            work,
+            beside: None,
+            replica: None,
+            mirror: None,
+        }
     }
 
     fn plain(files: Files, shared: bool) -> Self {

@@ -130,7 +130,7 @@ impl Server {
             file: arriving.file.try_clone().map_err(internal)?,
             layers: Vec::new(),
             offset: data_offset(&arriving.facts),
-            // Whoever writes it has the key.
+            // The source encrypts before it sends.
             key: None,
             shared: filter::Shared::default(),
             keeps_room: is_preallocated(&arriving.disk),

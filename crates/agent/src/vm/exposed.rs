@@ -199,23 +199,9 @@ async fn start(
         true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,
         false => None,
     };
-    let served = filter::Disk {
-        disk: disk.disk,
-        size: disk.size,
-        file: open.file,
-        layers: open.layers,
-        offset: open.offset,
-        key: open.key,
-        shared: open.shared,
-        keeps_room: builder::is_preallocated(&disk),
-        work: filter::Work::Expose {
-            socket: directory.listen(SOCKET).map_err(internal)?,
-            writable,
-        },
-        beside: None,
-        replica,
-        mirror: None,
-    };
+    let socket = directory.listen(SOCKET).map_err(internal)?;
+    let work = filter::Work::Expose { socket, writable };
+    let served = filter::Disk { replica, ..open.into_disk(&disk, work) };
     let (process, keys) =
         filter::start(&builder.filter, vm, directory, vec![served], slot.filter())
             .map_err(internal)?;

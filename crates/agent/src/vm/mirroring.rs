@@ -176,20 +176,7 @@ pub async fn copy_whole(
 
 /// A disk that a filter copies for nobody.
 fn copied(disk: &DiskSpec, open: Open, mirror: filter::Mirror) -> filter::Disk {
-    filter::Disk {
-        disk: disk.disk,
-        size: disk.size,
-        file: open.file,
-        layers: open.layers,
-        offset: open.offset,
-        key: open.key,
-        shared: open.shared,
-        keeps_room: builder::is_preallocated(disk),
-        work: filter::Work::Mirror,
-        beside: None,
-        replica: None,
-        mirror: Some(mirror),
-    }
+    filter::Disk { mirror: Some(mirror), ..open.into_disk(disk, filter::Work::Mirror) }
 }
 
 /// Opens the disks that have not pivoted, with their copies.

@@ -93,11 +93,11 @@ pub async fn filter(
     let mut disks = Vec::new();
     let mut connections = Vec::new();
     for ((disk, _), opened) in plan.disks.iter().zip(opened) {
-        let GuestDisk { open, mirror, .. } = opened;
+        let GuestDisk { mut open, mirror, .. } = opened;
         let Some(in_use) = plan.live.disk(disk.disk) else {
             return Err(internal("a disk to be served has no socket"));
         };
-        notices.extend(open.notice);
+        notices.extend(open.notice.take());
         let replica = match plan.memory {
             Memory::Arriving(_) => None,
             _ => replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?,
@@ -105,23 +105,10 @@ pub async fn filter(
         // An earlier filter may have used it.
         directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
         let listener = directory.listen(&beside(in_use.socket)).map_err(internal)?;
-        disks.push(filter::Disk {
-            disk: disk.disk,
-            size: disk.size,
-            file: open.file,
-            layers: open.layers,
-            offset: open.offset,
-            key: open.key,
-            shared: filter::Shared {
-                key: open.shared.key || plan.shared_out.contains(&disk.disk),
-                ..open.shared
-            },
-            keeps_room: is_preallocated(disk),
-            work: work(directory, disk, in_use, slot, &mut connections).map_err(internal)?,
-            beside: Some(listener),
-            replica,
-            mirror,
-        });
+        let work = work(directory, disk, in_use, slot, &mut connections).map_err(internal)?;
+        let mut served = open.into_disk(disk, work);
+        served.shared.key |= plan.shared_out.contains(&disk.disk);
+        disks.push(filter::Disk { beside: Some(listener), replica, mirror, ..served });
     }
     let (filter, keys) =
         filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
