@@ -1,7 +1,10 @@
-//! A VM that is on one of two hosts.
+//! A VM that is on one of two hosts, and moves while processes die.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use crate::eventually;
 use crate::installation::Installation;
+use crate::process::kill_hard;
 
 /// The first host.
 pub const HERE: &str = "here";
@@ -39,4 +42,65 @@ pub fn only_host(here: &Installation, vm: &str) -> anyhow::Result<String> {
         let runs = processes(here, &host, QEMU).len() == 1;
         (runs && left == 0).then_some(host)
     })
+}
+
+/// What is killed while a VM moves.
+#[derive(Clone, Copy, Debug)]
+pub enum Victim {
+    /// The agent of the source, or of the destination.
+    AgentOf(bool),
+    /// The destination's QEMU.
+    Qemu,
+    /// The filters of the source, or of the destination.
+    FilterOf(bool),
+    /// The server.
+    Server,
+}
+
+impl Victim {
+    /// Each in turn; a source's QEMU is the guest, and its death that of the guest.
+    #[must_use]
+    pub fn of_round(round: usize) -> Self {
+        [
+            Self::AgentOf(true),
+            Self::AgentOf(false),
+            Self::Server,
+            Self::Qemu,
+            Self::FilterOf(true),
+            Self::FilterOf(false),
+        ][round % 6]
+    }
+
+    /// Kills it, while the VM moves from this host; agents and servers are started again.
+    pub fn kill(self, here: &mut Installation, source: &str) {
+        let end = |is_source: bool| if is_source { source } else { other(source) };
+        match self {
+            Self::AgentOf(is_source) if end(is_source) == HERE => {
+                here.kill_agent();
+                here.start_agent().unwrap();
+            }
+            Self::AgentOf(_) => {
+                here.kill_agent_of(THERE).unwrap();
+                here.start_agent_of(THERE).unwrap();
+            }
+            Self::Qemu => processes(here, end(false), QEMU).into_iter().for_each(kill_hard),
+            Self::FilterOf(is_source) => {
+                processes(here, end(is_source), FILTER).into_iter().for_each(kill_hard);
+            }
+            Self::Server => {
+                here.kill_server();
+                here.start_server().unwrap();
+            }
+        }
+    }
+}
+
+/// How many moves are disturbed, and when: `MIGRATION_KILLS` and `MIGRATION_SEED`, or 6 and a seed that is printed.
+#[must_use]
+pub fn rounds_of_kills() -> (usize, fastrand::Rng) {
+    let number = |name| std::env::var(name).ok().and_then(|it| it.parse::<u64>().ok());
+    let seed = number("MIGRATION_SEED").unwrap_or_else(|| fastrand::u64(..));
+    eprintln!("MIGRATION_SEED={seed}");
+    let rounds = number("MIGRATION_KILLS").and_then(|it| usize::try_from(it).ok()).unwrap_or(6);
+    (rounds, fastrand::Rng::with_seed(seed))
 }

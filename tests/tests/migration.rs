@@ -19,10 +19,9 @@ use vmseal_tests::counting_guest::{
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::process::kill_hard;
 use vmseal_tests::rest;
 use vmseal_tests::shell_guest::run;
-use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other, processes};
+use vmseal_tests::two_hosts::{self, HERE, QEMU, THERE, Victim, other, processes, rounds_of_kills};
 
 const VM: &str = "web";
 const PAGE: usize = 4096;
@@ -181,60 +180,11 @@ fn a_host_is_emptied_whatever_becomes_of_the_server_and_its_guest_loses_nothing(
     has_lost_nothing(&here);
 }
 
-/// What is killed.
-#[derive(Clone, Copy, Debug)]
-enum Victim {
-    AgentOf(bool),
-    Qemu,
-    FilterOf(bool),
-    Server,
-}
-
-impl Victim {
-    /// Each in turn; a source's QEMU is the guest, and its death that of the guest.
-    fn of_round(round: usize) -> Self {
-        [
-            Self::AgentOf(true),
-            Self::AgentOf(false),
-            Self::Server,
-            Self::Qemu,
-            Self::FilterOf(true),
-            Self::FilterOf(false),
-        ][round % 6]
-    }
-
-    fn kill(self, here: &mut Installation, source: &str) {
-        let end = |is_source: bool| if is_source { source } else { other(source) };
-        match self {
-            Self::AgentOf(is_source) if end(is_source) == HERE => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            Self::AgentOf(_) => {
-                here.kill_agent_of(THERE).unwrap();
-                here.start_agent_of(THERE).unwrap();
-            }
-            Self::Qemu => processes(here, end(false), QEMU).into_iter().for_each(kill_hard),
-            Self::FilterOf(is_source) => {
-                processes(here, end(is_source), FILTER).into_iter().for_each(kill_hard);
-            }
-            Self::Server => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
-        }
-    }
-}
-
 #[test]
 fn whatever_dies_during_a_migration_the_guest_runs_on_one_host_and_has_lost_nothing() {
     let (mut here, console) = started("encrypted");
     drop(console);
-    let rounds = std::env::var("MIGRATION_KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(6);
-    let seed = std::env::var("MIGRATION_SEED").ok().and_then(|it| it.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(|| fastrand::u64(..));
-    eprintln!("MIGRATION_SEED={seed}");
-    let mut random = fastrand::Rng::with_seed(seed);
+    let (rounds, mut random) = rounds_of_kills();
     for round in 0..rounds {
         let source = only_host(&here);
         let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();

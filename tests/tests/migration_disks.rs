@@ -10,9 +10,8 @@ use std::time::Duration;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{booted, run};
-use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other, processes};
+use vmseal_tests::two_hosts::{self, HERE, THERE, Victim, other, rounds_of_kills};
 
 const VM: &str = "web";
 
@@ -131,39 +130,11 @@ fn disks_that_have_snapshots_stay_and_the_refusal_says_so() {
     has_lost_nothing(&here);
 }
 
-/// Kills one process of the migration.
-fn kill(here: &mut Installation, victim: usize, source: &str) {
-    let all = |host: &str, name: &str| processes(here, host, name);
-    match victim {
-        0 => all(source, FILTER).into_iter().for_each(kill_hard),
-        1 => all(other(source), FILTER).into_iter().for_each(kill_hard),
-        2 => all(other(source), QEMU).into_iter().for_each(kill_hard),
-        3 => {
-            here.kill_server();
-            here.start_server().unwrap();
-        }
-        number => match if number == 4 { source } else { other(source) } {
-            HERE => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
-            host => {
-                here.kill_agent_of(host).unwrap();
-                here.start_agent_of(host).unwrap();
-            }
-        },
-    }
-}
-
 #[test]
 fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_is_left_on_the_other()
  {
     let mut here = two_hosts("encrypted");
-    let rounds = std::env::var("MIGRATION_KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(6);
-    let seed = std::env::var("MIGRATION_SEED").ok().and_then(|it| it.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(|| fastrand::u64(..));
-    eprintln!("MIGRATION_SEED={seed}");
-    let mut random = fastrand::Rng::with_seed(seed);
+    let (rounds, mut random) = rounds_of_kills();
     for round in 0..rounds {
         let source = two_hosts::only_host(&here, VM).unwrap();
         let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
@@ -171,10 +142,10 @@ fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_
         sleep(Duration::from_millis(milliseconds));
         // A guest that runs at the destination already is not killed.
         let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
-        let victim = round % 6;
-        eprintln!("round {round}: victim {victim} after {milliseconds} ms, arrived: {arrived}");
-        if !(arrived && victim == 2) {
-            kill(&mut here, victim, &source);
+        let victim = Victim::of_round(round);
+        eprintln!("round {round}: {victim:?} after {milliseconds} ms, arrived: {arrived}");
+        if !(arrived && matches!(victim, Victim::Qemu)) {
+            victim.kill(&mut here, &source);
         }
         let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
         let host = two_hosts::only_host(&here, VM).unwrap();
