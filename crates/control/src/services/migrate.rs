@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::version::{MIGRATE, MIGRATE_DISKS, MIGRATE_ENCRYPTED};
-use vmseal_api::host::{Allocation, ArrivingCopy, Attachment, HostDescription, Power};
+use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
+use vmseal_api::host::{HostDescription, Power};
 use vmseal_api::id::HostId;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::{Connection, Task};
@@ -14,16 +14,18 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
+mod copies;
+
+use self::copies::Copies;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts};
 use crate::hosts::definition_with;
 use crate::operation::Operation;
-use crate::store::datastores::Datastore;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
-use crate::store::{self, Part, StoreError, Write, datastores, snapshots, tasks, vms};
+use crate::store::{self, Part, StoreError, Write, tasks, vms};
 
 /// Why a VM cannot go to a host that is full.
 const NO_ROOM: &str = "it has not enough free memory";
@@ -35,14 +37,6 @@ pub(super) struct Fit {
     free: u64,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
     copies: Option<Copies>,
-}
-
-/// The copies that a host gets.
-struct Copies {
-    datastore: Datastore,
-    disks: Vec<Disk>,
-    /// The room that the datastore has.
-    room: u64,
 }
 
 /// Moves a running VM to another host. Without a host, one with the most free memory is chosen.
@@ -93,7 +87,7 @@ pub async fn migrate(
         Outcome::Planned(mut plan) => {
             plan.steps.insert(0, understood(&fit, encrypted));
             plan.warnings.extend(in_the_clear(&vm, encrypted));
-            plan.warnings.extend(fit.copies.as_ref().and_then(little_room));
+            plan.warnings.extend(fit.copies.as_ref().and_then(Copies::little_room));
             Outcome::Planned(plan)
         }
         done => done,
@@ -193,19 +187,6 @@ fn understood(fit: &Fit, encrypted: bool) -> String {
         format!(", with copies of disks {} on datastore '{place}'", disks.join(", "))
     });
     format!("choose host '{}'{copies}; memory and all else that is sent is {how}", fit.host.name)
-}
-
-/// What people should know of disks that may not fit when they are full.
-fn little_room(copies: &Copies) -> Option<String> {
-    let needed = copies.disks.iter().map(|disk| disk.size).sum::<u64>();
-    (needed > copies.room).then(|| {
-        format!(
-            "the disks that are copied have {} in all, and datastore '{}' has {} free",
-            Size(needed),
-            copies.datastore.name,
-            Size(copies.room)
-        )
-    })
 }
 
 /// What people should know who did not ask for that.
@@ -320,7 +301,7 @@ async fn fits(
         return Err(NO_ROOM.to_owned());
     }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
-    let copies = copies(services, vm, disks, &host, place).await?;
+    let copies = copies::of(services, vm, disks, &host, place).await?;
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
     let spec = definition_with(&services.store, vm.id, host.id, &to).await.map_err(failed)?;
     for disk in disks.iter().filter(|disk| to.iter().all(|copy| copy.disk != disk.id)) {
@@ -340,114 +321,6 @@ async fn fits(
     }
     agent.examine_hardware(spec.hardware.clone()).await.map_err(failed)?;
     Ok(Fit { host, free, copies })
-}
-
-impl Copies {
-    /// As the host is told of them.
-    fn on(&self, host: &Host) -> Vec<ArrivingCopy> {
-        let Some(datastore) = self.datastore.spec_on(host.id) else { return Vec::new() };
-        let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: datastore.clone() };
-        self.disks.iter().map(copy).collect()
-    }
-}
-
-/// The copies that a host gets of a VM's disks, and where; none where it has all of their datastores. Or why it cannot get them.
-async fn copies(
-    services: &Services,
-    vm: &Vm,
-    disks: &[Disk],
-    host: &Host,
-    place: Option<&str>,
-) -> Result<Option<Copies>, String> {
-    let failed = |problem: Problem| problem.detail;
-    let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
-    let there = datastores::of_host(&mut read, host.id).await;
-    let there = there.map_err(|error| failed(error.into()))?;
-    let is_there = |disk: &&Disk| there.iter().any(|it| it.id == disk.datastore.datastore);
-    let missing: Vec<Disk> = disks.iter().filter(|disk| !is_there(disk)).cloned().collect();
-    let Some(first) = missing.first() else {
-        return match place {
-            Some(_) => Err("it has the datastores of all disks, and they stay there: a datastore is named for copies of others (vmseal vm move moves disks)".to_owned()),
-            None => Ok(None),
-        };
-    };
-    let snapshots = snapshots::of_vm(&mut read, vm.id).await;
-    let snapshots = snapshots.map_err(|error| failed(error.into()))?;
-    drop(read);
-    may_be_copied(services, vm, &missing, host, !snapshots.is_empty())
-        .map_err(|why| format!("it does not have datastore '{}', {why}", first.datastore_name))?;
-    let (datastore, room) = roomiest(services, &there, host, place).await?;
-    let preallocated = missing.iter().filter(|it| it.allocation == Allocation::Preallocated);
-    let needed = preallocated.map(|disk| disk.size).sum::<u64>();
-    if needed > room {
-        return Err(format!(
-            "its datastore '{}' has {} free, and {} are needed",
-            datastore.name,
-            Size(room),
-            Size(needed)
-        ));
-    }
-    Ok(Some(Copies { datastore, disks: missing, room }))
-}
-
-/// Whether disks can be copied to a host while their VM runs; or why not.
-fn may_be_copied(
-    services: &Services,
-    vm: &Vm,
-    disks: &[Disk],
-    host: &Host,
-    has_snapshots: bool,
-) -> Result<(), String> {
-    if !services.hosts.view(host.id).has(MIGRATE_DISKS) {
-        return Err("and its agent receives no disks: upgrade vmseal there".to_owned());
-    }
-    if !services.hosts.view(vm.host).has(MIGRATE_DISKS) {
-        return Err(
-            "and the agent of the VM's host sends no disks: upgrade vmseal there".to_owned()
-        );
-    }
-    if has_snapshots {
-        return Err("and the VM has snapshots, which are not copied: delete them, or share the datastore with that host (vmseal datastore share)".to_owned());
-    }
-    match disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk) {
-        Some(disk) => Err(format!(
-            "and disk '{}' is not copied while the VM runs: share the datastore with that host (vmseal datastore share)",
-            disk.name
-        )),
-        None => Ok(()),
-    }
-}
-
-/// The datastore of a host that was named, or the one with the most free room; and its room.
-async fn roomiest(
-    services: &Services,
-    there: &[Datastore],
-    host: &Host,
-    place: Option<&str>,
-) -> Result<(Datastore, u64), String> {
-    let agent = services.hosts.connected(host.id).map_err(|problem| problem.detail)?;
-    let named =
-        |it: &&Datastore| place.is_none_or(|place| it.name == place || it.id.to_string() == place);
-    let mut best: Option<(Datastore, u64)> = None;
-    let mut why = match place {
-        Some(place) => format!("it has no datastore '{place}'"),
-        None => "it has no datastore for copies of the disks".to_owned(),
-    };
-    for datastore in there.iter().filter(named) {
-        let Some(spec) = datastore.spec_on(host.id) else { continue };
-        match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
-            DatastoreCondition::Available { usage } => {
-                if best.as_ref().is_none_or(|(_, most)| usage.free > *most) {
-                    best = Some((datastore.clone(), usage.free));
-                }
-            }
-            DatastoreCondition::WrongMark { detail }
-            | DatastoreCondition::Unavailable { detail } => {
-                why = format!("datastore '{}' is not there: {detail}", datastore.name);
-            }
-        }
-    }
-    best.ok_or(why)
 }
 
 /// Whether a guest that runs on one host goes on on the other.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmseal_api::host::{DatastoreSpec, Power};
-use vmseal_api::id::{DiskId, HostId, ProviderId, TaskId, VmId};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, ProviderId, TaskId, VmId};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::sealed_box::Recipient;
@@ -135,6 +135,20 @@ impl Fixture {
         };
         datastores::insert_host(&mut write, &local, &on).await.unwrap();
         write.commit().await.unwrap();
+    }
+
+    /// Gives a host that was added a datastore of its own.
+    pub async fn add_datastore(&self, to: HostId, host: &str, name: &str) -> DatastoreId {
+        let location = DatastoreLocation::Dir { path: format!("/{name}").into() };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        self.agent_of(host).probe_datastore(spec.clone()).await.unwrap();
+        let (id, location) = (spec.datastore, spec.location);
+        let on = datastores::OnHost { host: to, host_name: host.to_owned(), location };
+        let own = datastores::Datastore { id, name: name.to_owned(), hosts: vec![on], usage: None };
+        let mut write = self.store.write().await.unwrap();
+        datastores::insert(&mut write, &own).await.unwrap();
+        write.commit().await.unwrap();
+        id
     }
 
     /// Adds a user.

@@ -72,7 +72,7 @@ pub async fn drain(
     let mut write = services.store.write().await?;
     let before = drains::vms_of(&mut write, host.id).await?;
     drains::begin(&mut write, &drain).await?;
-    // Whoever asks next sees them, before the first of them has been looked at.
+    // A client that asks before the first look finds these VMs listed.
     for vm in running {
         let line = first_line(vm, &before);
         drains::set_vm(&mut write, host.id, &line).await?;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, MigrationProgress};
+use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::migration::{Migration, MigrationPhase};
 use vmseal_api::transfer::Progress;
@@ -47,24 +47,10 @@ fn files(agent: &SimulatedHost, vm: VmId) -> BTreeSet<DiskId> {
 impl Disks {
     /// A VM that runs, and another host.
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
-        let (other, agent) = fixture.add_host(OTHER_HOST).await;
+        let (other, _) = fixture.add_host(OTHER_HOST).await;
         match self {
             Self::Shared => fixture.share_datastore(other, OTHER_HOST).await,
-            Self::Copied => {
-                let location = DatastoreLocation::Dir { path: "/far".into() };
-                let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
-                agent.probe_datastore(spec.clone()).await.unwrap();
-                let on = datastores::OnHost {
-                    host: other,
-                    host_name: OTHER_HOST.to_owned(),
-                    location: spec.location,
-                };
-                let (id, name) = (spec.datastore, FAR.to_owned());
-                let far = datastores::Datastore { id, name, hosts: vec![on], usage: None };
-                let mut write = fixture.store.write().await.unwrap();
-                datastores::insert(&mut write, &far).await.unwrap();
-                write.commit().await.unwrap();
-            }
+            Self::Copied => drop(fixture.add_datastore(other, OTHER_HOST, FAR).await),
         }
         fixture.running("web").await
     }
@@ -89,6 +75,11 @@ impl Disks {
                 there.keys_held().contains(&vm).then_some(())
             })
             .await;
+        if self == Self::Shared {
+            // On a datastore that both hosts have, a disk that is removed at one of them is gone.
+            let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
+            assert_eq!(files(&fixture.agent, vm), disks, "{what}: the shared disks");
+        }
         if self == Self::Copied {
             let disks = fixture.disks(vm).await;
             let far = far(fixture).await.unwrap();

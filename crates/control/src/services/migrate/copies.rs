@@ -1,0 +1,207 @@
+//! The disks that a VM takes along to a host that does not have their datastores.
+
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::host::version::MIGRATE_DISKS;
+use vmseal_api::host::{Allocation, ArrivingCopy, Attachment};
+use vmseal_api::problem::Problem;
+use vmseal_api::size::Size;
+
+use crate::services::Services;
+use crate::store::datastores::{self, Datastore};
+use crate::store::disks::Disk;
+use crate::store::hosts::Host;
+use crate::store::snapshots;
+use crate::store::vms::Vm;
+
+/// The copies that a host gets.
+pub(super) struct Copies {
+    pub datastore: Datastore,
+    pub disks: Vec<Disk>,
+    /// The room that the datastore has.
+    room: u64,
+}
+
+impl Copies {
+    /// As the host is told of them.
+    pub(super) fn on(&self, host: &Host) -> Vec<ArrivingCopy> {
+        let Some(datastore) = self.datastore.spec_on(host.id) else { return Vec::new() };
+        let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: datastore.clone() };
+        self.disks.iter().map(copy).collect()
+    }
+
+    /// What people should know of disks that may not fit when they are full.
+    pub(super) fn little_room(&self) -> Option<String> {
+        let needed = self.disks.iter().map(|disk| disk.size).sum::<u64>();
+        (needed > self.room).then(|| {
+            format!(
+                "the disks that are copied have {} in all, and datastore '{}' has {} free",
+                Size(needed),
+                self.datastore.name,
+                Size(self.room)
+            )
+        })
+    }
+}
+
+/// The copies that a host gets of a VM's disks, and where; none where it has all of their datastores. Or why it cannot get them.
+pub(super) async fn of(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+    host: &Host,
+    place: Option<&str>,
+) -> Result<Option<Copies>, String> {
+    let failed = |problem: Problem| problem.detail;
+    let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
+    let there = datastores::of_host(&mut read, host.id).await;
+    let there = there.map_err(|error| failed(error.into()))?;
+    let is_there = |disk: &&Disk| there.iter().any(|it| it.id == disk.datastore.datastore);
+    let missing: Vec<Disk> = disks.iter().filter(|disk| !is_there(disk)).cloned().collect();
+    let Some(first) = missing.first() else {
+        return match place {
+            Some(_) => Err("it has the datastores of all disks, and they stay there: a datastore is named for copies of others (vmseal vm move moves disks)".to_owned()),
+            None => Ok(None),
+        };
+    };
+    let snapshots = snapshots::of_vm(&mut read, vm.id).await;
+    let snapshots = snapshots.map_err(|error| failed(error.into()))?;
+    drop(read);
+    may_be_copied(services, vm, &missing, host, !snapshots.is_empty())
+        .map_err(|why| format!("it does not have datastore '{}', {why}", first.datastore_name))?;
+    let (datastore, room) = roomiest(services, &there, host, place).await?;
+    let preallocated = missing.iter().filter(|it| it.allocation == Allocation::Preallocated);
+    let needed = preallocated.map(|disk| disk.size).sum::<u64>();
+    if needed > room {
+        return Err(format!(
+            "its datastore '{}' has {} free, and {} are needed",
+            datastore.name,
+            Size(room),
+            Size(needed)
+        ));
+    }
+    Ok(Some(Copies { datastore, disks: missing, room }))
+}
+
+/// Whether disks can be copied to a host while their VM runs; or why not.
+fn may_be_copied(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+    host: &Host,
+    has_snapshots: bool,
+) -> Result<(), String> {
+    if !services.hosts.view(host.id).has(MIGRATE_DISKS) {
+        return Err("and its agent receives no disks: upgrade vmseal there".to_owned());
+    }
+    if !services.hosts.view(vm.host).has(MIGRATE_DISKS) {
+        return Err(
+            "and the agent of the VM's host sends no disks: upgrade vmseal there".to_owned()
+        );
+    }
+    if has_snapshots {
+        return Err("and the VM has snapshots, which are not copied: delete them, or share the datastore with that host (vmseal datastore share)".to_owned());
+    }
+    match disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk) {
+        Some(disk) => Err(format!(
+            "and disk '{}' is not copied while the VM runs: share the datastore with that host (vmseal datastore share)",
+            disk.name
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The datastore of a host that was named, or the one with the most free room; and its room.
+async fn roomiest(
+    services: &Services,
+    there: &[Datastore],
+    host: &Host,
+    place: Option<&str>,
+) -> Result<(Datastore, u64), String> {
+    let agent = services.hosts.connected(host.id).map_err(|problem| problem.detail)?;
+    let named =
+        |it: &&Datastore| place.is_none_or(|place| it.name == place || it.id.to_string() == place);
+    let mut best: Option<(Datastore, u64)> = None;
+    let mut why = match place {
+        Some(place) => format!("it has no datastore '{place}'"),
+        None => "it has no datastore for copies of the disks".to_owned(),
+    };
+    for datastore in there.iter().filter(named) {
+        let Some(spec) = datastore.spec_on(host.id) else { continue };
+        match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
+            DatastoreCondition::Available { usage } => {
+                if best.as_ref().is_none_or(|(_, most)| usage.free > *most) {
+                    best = Some((datastore.clone(), usage.free));
+                }
+            }
+            DatastoreCondition::WrongMark { detail }
+            | DatastoreCondition::Unavailable { detail } => {
+                why = format!("datastore '{}' is not there: {detail}", datastore.name);
+            }
+        }
+    }
+    best.ok_or(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::request::MigrateVm;
+    use vmseal_secret::sealed_box::Recipient;
+
+    use super::*;
+    use crate::services::Outcome;
+    use crate::services::caller::Caller;
+    use crate::services::migrate::migrate;
+    use crate::testing::Fixture;
+
+    /// What a dry run says: the host and the copies, or why not.
+    async fn planned(fixture: &Fixture, host: Option<&str>, datastore: Option<&str>) -> String {
+        let services = fixture.services(Recipient::generate().unwrap());
+        let (host, datastore) = (host.map(str::to_owned), datastore.map(str::to_owned));
+        let request = MigrateVm { host, datastore };
+        match migrate(&services, &Caller::administrator("me"), "web", request, true).await {
+            Ok(Outcome::Planned(plan)) => plan.steps[0].clone(),
+            Ok(Outcome::Done(_)) => panic!("it is not only planned"),
+            Err(problem) => problem.detail,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_host_that_has_the_disks_is_preferred_and_the_others_get_copies() {
+        let fixture = Fixture::new().await;
+        let (far, _) = fixture.add_host("far").await;
+        fixture.running("web").await;
+        let told = planned(&fixture, None, None).await;
+        assert!(told.contains("has no datastore for copies"), "{told}");
+        fixture.add_datastore(far, "far", "own").await;
+        for datastore in [None, Some("own")] {
+            let told = planned(&fixture, Some("far"), datastore).await;
+            assert!(told.contains("copies of disks") && told.contains("datastore 'own'"), "{told}");
+        }
+        let told = planned(&fixture, Some("far"), Some("other")).await;
+        assert!(told.contains("has no datastore 'other'"), "{told}");
+
+        let (near, _) = fixture.add_host("near").await;
+        fixture.share_datastore(near, "near").await;
+        let told = planned(&fixture, None, None).await;
+        assert!(told.contains("host 'near'") && !told.contains("copies"), "{told}");
+        let told = planned(&fixture, Some("near"), Some("own")).await;
+        assert!(told.contains("it has the datastores of all disks"), "{told}");
+        let told = planned(&fixture, None, Some("own")).await;
+        assert!(told.contains("host 'far', with copies"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn an_agent_of_an_earlier_version_gets_no_disks() {
+        let fixture = Fixture::new().await;
+        let (far, agent) = fixture.add_host("far").await;
+        fixture.add_datastore(far, "far", "own").await;
+        fixture.running("web").await;
+        agent.lack_features(&[MIGRATE_DISKS]);
+        agent.restart();
+        let told = fixture.eventually("the server sees it", async || {
+            let told = planned(&fixture, Some("far"), None).await;
+            told.contains("its agent receives no disks").then_some(told)
+        });
+        assert!(told.await.contains("datastore 'local'"));
+    }
+}
