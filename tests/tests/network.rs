@@ -21,7 +21,8 @@ const USER_CARD: &str = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,forward=tcp:6
 fn redis(program: &str, arguments: &[&str]) -> String {
     let output = Command::new("timeout").arg("60").arg(program).args(arguments).output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success() && !said.to_lowercase().contains("error"), "{program}: {said}");
+    let succeeded = output.status.success() && !said.to_lowercase().contains("error");
+    assert!(succeeded, "{program} {arguments:?}: {}: {said}", output.status);
     said.trim().to_owned()
 }
 

@@ -41,6 +41,7 @@
 mod places;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{DirBuilder, File};
 use std::io;
 use std::ops::Range;
@@ -139,7 +140,7 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
-/// Removes half-made disks that no process works on, of the VMs that `of` names. Blocks.
+/// Removes half-made disks that no process works on, of the VMs that `of` names, and the homes that have no other. Blocks.
 pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
     let entries = |path: &Path| {
         let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);
@@ -149,10 +150,14 @@ pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
         let vm = home.file_name().and_then(|name| name.to_string_lossy().parse::<VmId>().ok());
         vm.is_some_and(of)
     });
-    for debris in homes.flat_map(|home| entries(&home).collect::<Vec<_>>()) {
-        if debris.extension().is_some_and(|extension| extension == "creating") {
-            remove_debris(&debris);
+    for home in homes {
+        for debris in entries(&home).collect::<Vec<_>>() {
+            if debris.extension().is_some_and(|extension| extension == "creating") {
+                remove_debris(&debris);
+            }
         }
+        // Also of a process that ended before the disk was begun.
+        Home { path: home }.remove_empty();
     }
 }
 
@@ -552,16 +557,31 @@ impl Home {
     fn remove_empty(&self) {
         let homes = homes(self.datastore());
         let _homes = homes.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ok(mut entries) = std::fs::read_dir(&self.path) else { return };
-        let only_ours = entries.all(|entry| {
-            entry.is_ok_and(|entry| {
-                let name = entry.file_name();
-                let name = name.to_string_lossy();
-                name.starts_with(DESCRIPTOR) || name.starts_with(LEASE)
-            })
+        let Ok(entries) = std::fs::read_dir(&self.path) else { return };
+        let names = entries.map(|entry| entry.map(|entry| entry.file_name()));
+        let Ok(names) = names.collect::<io::Result<Vec<_>>>() else { return };
+        let is_ours = |name: &OsString| {
+            let name = name.to_string_lossy();
+            name.starts_with(DESCRIPTOR) || name.starts_with(LEASE)
+        };
+        if !names.iter().all(is_ours) {
+            return;
+        }
+        // One by one: another host may have begun a disk since, and the lock is this process's.
+        let removed = names.iter().try_for_each(|name| remove_if_there(&self.path.join(name)));
+        let removed = removed.and_then(|()| match std::fs::remove_dir(&self.path) {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::NotFound
+                ) =>
+            {
+                Ok(())
+            }
+            other => other.map_err(|error| failed(&self.path, "removed", &error)),
         });
-        if only_ours && let Err(error) = std::fs::remove_dir_all(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty directory");
+        if let Err(problem) = removed {
+            tracing::warn!(path = %self.path.display(), %problem, "cannot remove an empty directory");
         }
     }
 

@@ -124,10 +124,11 @@ mod tests {
         let sweeping = Sweeping::default();
         sweeping.when_due(spec.clone(), |_| true);
         let give_up = std::time::Instant::now() + TIMEOUT;
-        while debris.exists() {
+        while home.exists() {
             assert!(std::time::Instant::now() < give_up, "the datastore is never swept");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+        std::fs::create_dir_all(&home).unwrap();
         std::fs::write(&debris, "").unwrap();
         sweeping.when_due(spec, |_| true);
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -151,12 +151,19 @@ fn debris_is_swept_and_work_under_way_is_not() {
     let (home, vm) = home(&spec);
     let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
     drop(begin(&home, &vm, 0).unwrap());
-    let _file = begin(&home, &vm, 1).unwrap();
+    let file = begin(&home, &vm, 1).unwrap();
     sweep(home.datastore(), &|_| true);
     assert!(!home.creating(dead).exists());
     assert!(home.creating(alive).exists());
     assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
     home.check_room(1).unwrap();
+    // A VM that was to come from another host has nothing else here.
+    drop(file);
+    sweep(home.datastore(), &|_| true);
+    assert!(!home.path.exists(), "a home without a disk is left");
+    home.describe(&vm, &spec, None).unwrap();
+    sweep(home.datastore(), &|_| true);
+    assert!(!home.path.exists(), "a home without a disk is left");
 }
 
 /// As in docs/formats/import-note.md.
@@ -229,6 +236,7 @@ fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
     file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
     sweep(home.datastore(), &|_| true);
     assert!(!home.creating(disk).exists() && !path.exists(), "a half-made disk is kept for ever");
+    home.describe(&vm, &spec, None).unwrap();
     home.note(disk, &note).unwrap();
     drop(begin(&home, &vm, 0).unwrap());
     assert!(!path.exists(), "a new import with an old note");
