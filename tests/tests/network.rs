@@ -26,6 +26,15 @@ fn redis(program: &str, arguments: &[&str]) -> String {
     said.trim().to_owned()
 }
 
+/// Waits for the guest's redis, which starts after its cards: a redis-benchmark whose connections are refused hangs.
+fn wait_redis(address: &[&str]) {
+    eventually("redis answers", || {
+        let ping = Command::new("redis-cli").args(address).arg("ping").output().ok()?;
+        (ping.stdout == b"PONG\n").then_some(())
+    })
+    .unwrap();
+}
+
 /// How many connections the kernel takes at a port of the host before the program that listens does.
 fn queue_of(port: u64) -> u32 {
     let listening = Command::new("ss").args(["-Hltn", &format!("sport = :{port}")]).output();
@@ -69,6 +78,7 @@ fn guests_are_on_the_network() {
     assert!(page(&forwarded).unwrap().contains("10.0.2.15"));
     assert!(page(&format!("{SECOND}:80")).unwrap().contains(SECOND));
     // Redis in the guest, its load from outside.
+    wait_redis(&["-h", FIRST]);
     redis(
         "redis-benchmark",
         &["-h", FIRST, "-q", "-t", "set,get", "-n", "1000", "-c", "20", "-r", "500"],
@@ -78,6 +88,7 @@ fn guests_are_on_the_network() {
     let redis_port = shown["nics"][1]["forwards"][1]["host_port"].as_u64().unwrap();
     assert!(queue_of(port) > 20 && queue_of(redis_port) > 20);
     let at = ["-p", &redis_port.to_string()];
+    wait_redis(&at);
     let load = ["-q", "-t", "set,get", "-n", "1000", "-c", "20"];
     redis("redis-benchmark", &[&at[..], &load].concat());
     // Guest to guest.

@@ -12,17 +12,18 @@ pub const PARALLEL_DEFAULT: u32 = 2;
 /// The most that are sent at a time: beyond that even a network of 100 Gbit/s is full.
 pub const PARALLEL_MAX: u32 = 16;
 
-/// Whether VMs are placed on a host: created, started, cloned, restored or adopted there, or moved to it.
+/// Whether a host is in maintenance. While it is, no VM is placed on it: none is created, started, cloned, restored or adopted
+/// there, or moved to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Maintenance {
-    /// They are.
+    /// It is not.
     #[default]
-    Active,
-    /// None is, and those that run there are moved away or stopped.
+    No,
+    /// The VMs that run there are being moved away or stopped.
     Draining,
-    /// None is, and none runs there but those that are left as they are.
+    /// None runs there but those that are left as they are.
     Drained,
 }
 

@@ -83,7 +83,7 @@ fn end(output: Output, host: &Host) -> anyhow::Result<()> {
             ));
             return Ok(());
         }
-        Maintenance::Active => format!("host '{name}' has been undrained meanwhile"),
+        Maintenance::No => format!("host '{name}' has been undrained meanwhile"),
         Maintenance::Draining => stuck(name, host.drain.as_ref()),
     };
     Err(Ended::new(Exit::Conflict, message).into())
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(Exit::of(&error), Exit::Conflict);
         let said = error.to_string();
         assert!(said.contains("vm1: because of 1") && !said.contains("vm0"), "{said}");
-        let undrained = host(Maintenance::Active, &[]);
+        let undrained = host(Maintenance::No, &[]);
         assert_eq!(Exit::of(&end(Output::Table, &undrained).unwrap_err()), Exit::Conflict);
     }
 

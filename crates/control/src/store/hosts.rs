@@ -31,7 +31,7 @@ impl Host {
     pub fn require_active(&self) -> Result<(), Problem> {
         let name = &self.name;
         let is = match self.maintenance {
-            Maintenance::Active => return Ok(()),
+            Maintenance::No => return Ok(()),
             Maintenance::Draining => "is being emptied",
             Maintenance::Drained => "is empty for maintenance",
         };
@@ -62,7 +62,7 @@ impl TryFrom<Row> for Host {
             address: row.address,
             description,
             maintenance: match row.drain {
-                None => Maintenance::Active,
+                None => Maintenance::No,
                 Some(state) => from_name(&state, "how far a host is emptied")?,
             },
         })

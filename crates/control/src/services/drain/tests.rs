@@ -224,7 +224,7 @@ async fn no_vm_is_placed_on_a_host_until_it_is_undrained() {
     autostart::begin_due(&services.engine).await.unwrap();
     assert!(!bench.fixture.agent.runs(waits));
 
-    assert_eq!(bench.undrain(false).await, Maintenance::Active);
+    assert_eq!(bench.undrain(false).await, Maintenance::No);
     assert_eq!(bench.host_of(elsewhere).await, "there", "VMs are not moved back");
     autostart::begin_due(&services.engine).await.unwrap();
     bench
@@ -471,7 +471,7 @@ async fn undraining_begins_nothing_more_and_cancels_only_where_that_is_asked() {
         bench.drain(DrainHost { parallel: Some(1), stop_others: false }).await;
         bench.look().await;
         let task = bench.under_way().await.remove(0);
-        assert_eq!(bench.undrain(cancel).await, Maintenance::Active);
+        assert_eq!(bench.undrain(cancel).await, Maintenance::No);
         bench.look().await;
         if cancel {
             assert_eq!(bench.fixture.ended(task.id).await.state, TaskState::Cancelled);
@@ -481,7 +481,7 @@ async fn undraining_begins_nothing_more_and_cancels_only_where_that_is_asked() {
         }
         assert_eq!(bench.fixture.events("vm.draining").await.len(), 1);
         assert_eq!(bench.fixture.events("host.undrained").await.len(), 1);
-        assert_eq!(bench.undrain(cancel).await, Maintenance::Active, "again");
+        assert_eq!(bench.undrain(cancel).await, Maintenance::No, "again");
         assert_eq!(bench.fixture.events("host.undrained").await.len(), 1);
     }
 }
@@ -545,7 +545,7 @@ async fn a_dry_run_says_what_would_happen_to_each_vm_and_changes_nothing() {
         let why = plan.vms.iter().find(|it| it.vm == "two").unwrap();
         assert!(why.why.contains("not enough free memory"), "{}", why.why);
     }
-    assert_eq!(bench.shown().await.maintenance, Maintenance::Active);
+    assert_eq!(bench.shown().await.maintenance, Maintenance::No);
     assert_eq!(bench.fixture.events("host.draining").await.len(), before);
 }
 
@@ -562,7 +562,7 @@ async fn moving_vms_that_have_a_key_needs_the_privilege_to_migrate() {
     for lacks in [only(&[Privilege::Migrate]), only(&[Privilege::RegisterHost])] {
         let refused = ask(lacks).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::Forbidden);
-        assert_eq!(bench.shown().await.maintenance, Maintenance::Active);
+        assert_eq!(bench.shown().await.maintenance, Maintenance::No);
     }
     // One that moves only since the drain was begun.
     bench.change(vm, |vm| vm.on_drain = OnDrain::Leave).await;
