@@ -53,6 +53,8 @@ pub struct Installation {
     levels: &'static str,
     /// What runs the guests: the same for every test, as the probe has a test of its own.
     accelerator: &'static str,
+    /// Where agents that are started receive VMs of other hosts.
+    receives_at: Ipv4Addr,
 }
 
 /// A further host: an agent with a state directory, sockets and user ids of its own.
@@ -90,9 +92,11 @@ impl Installation {
     fn made(levels: &'static str, accelerator: &'static str) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("vmseal-test-").tempdir()?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o711))?;
+        let address = next_address();
         let mut this = Self {
             directory,
-            address: next_address(),
+            address,
+            receives_at: address,
             server: None,
             agent: None,
             others: Vec::new(),
@@ -143,6 +147,11 @@ impl Installation {
         self.start_agent_of(host)
     }
 
+    /// Has agents that are started from now on receive VMs of other hosts at this address.
+    pub fn receive_at(&mut self, address: Ipv4Addr) {
+        self.receives_at = address;
+    }
+
     fn other(&mut self, host: &str) -> anyhow::Result<&mut OtherHost> {
         let found = self.others.iter_mut().find(|other| other.name == host);
         found.with_context(|| format!("no host '{host}' was added"))
@@ -186,7 +195,7 @@ impl Installation {
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
             .args(["--accelerator", self.accelerator])
-            .args(["--migration-listen", &format!("{}:0", self.address)])
+            .args(["--migration-listen", &format!("{}:0", self.receives_at)])
             .env("RUST_LOG", self.levels);
         Ok(command)
     }

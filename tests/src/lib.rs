@@ -7,6 +7,7 @@
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
+//! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
@@ -20,6 +21,7 @@
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
 
+pub mod capture;
 pub mod counting_guest;
 pub mod exposed;
 pub mod filter;

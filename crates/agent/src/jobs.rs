@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{
-    JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob, VmSpec,
+    Departure, JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
@@ -203,6 +203,14 @@ impl Jobs {
             }
         }
         job.unfinished()
+    }
+
+    /// Records how a task's job sends its VM from now on.
+    pub fn set_departure(&mut self, task: TaskId, departure: &Departure) {
+        let job = self.0.get_mut(&task).filter(|job| job.holds_disks());
+        if let Some(JobSpec::Send(send)) = job.map(|job| &mut job.spec) {
+            send.begin = Some(Box::new(departure.clone()));
+        }
     }
 
     /// Records that the work on a disk is done; `last` is the job's state once its last disk is done.

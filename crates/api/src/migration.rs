@@ -11,6 +11,27 @@ use crate::size::Measured;
 /// A minute, in milliseconds.
 const MINUTE: u64 = 60_000;
 
+/// The longest that a guest is to stand still while the rest of its memory is sent, in milliseconds, where nothing else is
+/// said: QEMU's usual limit.
+pub const DOWNTIME_DEFAULT: u32 = 300;
+
+/// The shortest that can be asked for, in milliseconds: in less not even an idle guest's rest is sent.
+pub const DOWNTIME_MIN: u32 = 10;
+
+/// The longest that can be asked for, in milliseconds: clients of the guest give up after more.
+pub const DOWNTIME_MAX: u32 = 60_000;
+
+/// Checks how long a guest is to stand still.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_downtime(milliseconds: u32) -> Result<(), String> {
+    match milliseconds {
+        DOWNTIME_MIN..=DOWNTIME_MAX => Ok(()),
+        _ => Err(format!("{milliseconds} ms: give {DOWNTIME_MIN} ms to {} s", DOWNTIME_MAX / 1000)),
+    }
+}
+
 /// Whether what a VM is sent with to another host is encrypted. Whatever it says, that of a VM with a key always is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

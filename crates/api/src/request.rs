@@ -657,6 +657,13 @@ pub struct MigrateVm {
     /// most free room.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
+    /// The highest rate at which memory and disks are sent together, in bytes a second; 0, as none, is no limit. At least 1 MiB
+    /// otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
+    /// The longest that the guest is to stand still while the rest of its memory is sent, in milliseconds; none means 300.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub downtime_milliseconds: Option<u32>,
 }
 
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.

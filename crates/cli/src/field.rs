@@ -4,8 +4,9 @@ use clap::{Arg, ArgMatches, Command};
 use vmseal_api::problem::Problem;
 
 /// Fields whose options have other names.
-const OTHER_NAMES: [(&str, &str); 7] = [
+const OTHER_NAMES: [(&str, &str); 8] = [
     ("directory", "to"),
+    ("downtime_milliseconds", "downtime"),
     ("encryption", "encrypt"),
     ("limits.bandwidth", "bandwidth"),
     ("limits.iops", "iops"),

@@ -345,6 +345,10 @@ pub enum Operation {
         /// disks.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         datastore: Option<DatastoreId>,
+        /// The longest that the guest is to stand still while the rest of its memory is sent, in milliseconds; none means
+        /// [`vmseal_api::migration::DOWNTIME_DEFAULT`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        downtime_milliseconds: Option<u32>,
     },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
@@ -478,6 +482,12 @@ impl Operation {
                 | Self::DeepRecryptVm { .. }
                 | Self::MoveVm { .. }
         )
+    }
+
+    /// Whether it moves a running VM to another host.
+    #[must_use]
+    pub fn is_migration(&self) -> bool {
+        matches!(self, Self::MigrateVm { .. })
     }
 
     /// Whether it converts disks in their own files.

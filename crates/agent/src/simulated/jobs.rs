@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState};
+use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState, SendJob};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -93,6 +93,10 @@ impl Inside {
             Some(_) => {
                 return match &job {
                     JobSpec::Mirror(mirror) => self.set_pace(vm, task, mirror.pace),
+                    JobSpec::Send(SendJob { begin: Some(departure), .. }) => {
+                        self.known(vm)?.jobs.set_departure(task, departure);
+                        Ok(None)
+                    }
                     _ => Ok(None),
                 };
             }

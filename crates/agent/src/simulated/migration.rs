@@ -1,7 +1,8 @@
 //! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
 
 use vmseal_api::host::{
-    JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, StopReason, VmSpec,
+    Departure, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, SendJob,
+    StopReason, VmSpec,
 };
 use vmseal_api::id::{TaskId, VmId};
 use vmseal_api::problem::Problem;
@@ -19,6 +20,16 @@ const DOWNTIME: u64 = 20;
 const DOWNTIME_EXPECTED: u64 = 300;
 
 impl SimulatedHost {
+    /// How a task sends a VM from here.
+    #[must_use]
+    pub fn departure(&self, vm: VmId, task: TaskId) -> Option<Departure> {
+        let inside = self.inside();
+        match inside.agent.vms.get(&vm)?.jobs.spec(task) {
+            Some(JobSpec::Send(SendJob { begin, .. })) => begin.as_deref().cloned(),
+            _ => None,
+        }
+    }
+
     /// Whether a guest runs here, or is about to: not one that is handed over.
     #[must_use]
     pub fn runs(&self, vm: VmId) -> bool {

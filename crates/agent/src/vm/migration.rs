@@ -13,7 +13,6 @@
 //! Where no disk is copied, nothing is said of that.
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
-use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -32,7 +31,7 @@ use vmseal_secret::{DEK_LEN, SecretBytes};
 use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
-use crate::migration::transport::{Bridge, Cipher, Control, Session, Spec, TransportError};
+use crate::migration::transport::{Bridge, Cipher, Control, Handle, Session, Spec, TransportError};
 use crate::process::run_record::Record;
 
 /// How long the destination may take to start QEMU, which may have to wait for other VMs that start.
@@ -211,9 +210,9 @@ impl Link {
         async move { lost(handle.failed().await) }
     }
 
-    /// Limits what is sent.
-    pub fn set_rate(&self, bytes_per_second: Option<u64>) {
-        self.session.handle().set_rate(bytes_per_second.and_then(NonZeroU64::new));
+    /// What steers the session.
+    pub fn handle(&self) -> Handle {
+        self.session.handle()
     }
 
     /// What measures the work of its threads.

@@ -6,6 +6,7 @@
 //! ```
 //! Dropped before that, the guest goes on. Then its owner completes the copies of its disks.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,7 @@ use super::migration::{
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::figures;
-use crate::migration::transport::{self, Spec};
+use crate::migration::transport::{self, Handle, Spec};
 use crate::process::run_record::Record;
 
 /// The least time between two reports of how far it is: each goes to the server.
@@ -35,6 +36,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 pub struct Sending {
     work: JoinHandle<Result<Sent, Problem>>,
     progress: watch::Receiver<MigrationProgress>,
+    /// The highest rate, in bytes a second.
+    rate: watch::Sender<Option<u64>>,
 }
 
 /// What has become of it.
@@ -77,8 +80,14 @@ impl Sent {
 pub struct ToSend {
     pub session: Spec,
     pub to: std::net::SocketAddr,
-    pub downtime_milliseconds: u32,
     pub bytes_per_second: Option<u64>,
+    pub guest: GuestToSend,
+}
+
+/// The guest that is sent.
+pub struct GuestToSend {
+    /// The longest that it is to stand still while the rest of its memory is sent.
+    pub downtime_milliseconds: u32,
     pub record: Record,
     pub qmp: Arc<Qmp>,
     pub migration: MigrationId,
@@ -90,8 +99,14 @@ impl Sending {
     /// Begins.
     pub fn begin(what: ToSend) -> Self {
         let (report, progress) = watch::channel(MigrationProgress::default());
-        let work = tokio::spawn(vmseal_api::request_id::inherit(send(what, report)));
-        Self { work, progress }
+        let (rate, rates) = watch::channel(what.bytes_per_second);
+        let work = tokio::spawn(vmseal_api::request_id::inherit(send(what, rates, report)));
+        Self { work, progress, rate }
+    }
+
+    /// Sends at most so many bytes a second from now on.
+    pub fn set_rate(&self, bytes_per_second: Option<u64>) {
+        self.rate.send_replace(bytes_per_second);
     }
 
     /// The next event.
@@ -115,18 +130,60 @@ impl Drop for Sending {
     }
 }
 
-async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<Sent, Problem> {
+/// Why QEMU does not send.
+fn refuses(error: QmpError) -> Problem {
+    internal(format!("QEMU does not send its guest: {error}"))
+}
+
+async fn send(
+    what: ToSend,
+    rates: watch::Receiver<Option<u64>>,
+    report: watch::Sender<MigrationProgress>,
+) -> Result<Sent, Problem> {
     let _counted = figures::OUT.begin();
-    let refuses = |error: QmpError| internal(format!("QEMU does not send its guest: {error}"));
-    let qmp = what.qmp;
-    let machine = machine_of(&qmp).await.map_err(refuses)?;
+    let machine = machine_of(&what.guest.qmp).await.map_err(refuses)?;
     let session = transport::connect(what.session, what.to).await.map_err(lost)?;
-    let mut link = Link::of(session)?;
-    link.set_rate(what.bytes_per_second);
-    let copied = what.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
-    link.send(&Message::machine(machine, &what.record, copied)?).await?;
-    let disks = match &what.copies {
-        Some(copies) => Some(copy_disks(copies, what.migration, &mut link, &report).await?),
+    let link = Link::of(session)?;
+    let handle = link.handle();
+    let paced = keep_rate(rates, &handle, &what.guest.qmp);
+    tokio::select! {
+        sent = send_over(link, &what.guest, machine, report) => sent,
+        failed = paced => Err(refuses(failed)),
+    }
+}
+
+/// Has the session and QEMU send at the rate of now; ends when QEMU refuses one.
+async fn keep_rate(
+    mut rates: watch::Receiver<Option<u64>>,
+    session: &Handle,
+    qmp: &Qmp,
+) -> QmpError {
+    loop {
+        let rate = *rates.borrow_and_update();
+        session.set_rate(rate.and_then(NonZeroU64::new));
+        // Else QEMU would count on more when it estimates how long the guest would stand still.
+        let parameters = json!({"max-bandwidth": rate.unwrap_or(BANDWIDTH_MAX)});
+        if let Err(error) = qmp.execute("migrate-set-parameters", parameters).await {
+            return error;
+        }
+        if rates.changed().await.is_err() {
+            // Who would change it is gone.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+async fn send_over(
+    mut link: Link,
+    guest: &GuestToSend,
+    machine: String,
+    report: watch::Sender<MigrationProgress>,
+) -> Result<Sent, Problem> {
+    let qmp = &guest.qmp;
+    let copied = guest.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
+    link.send(&Message::machine(machine, &guest.record, copied)?).await?;
+    let disks = match &guest.copies {
+        Some(copies) => Some(copy_disks(copies, guest.migration, &mut link, &report).await?),
         None => None,
     };
     match link.receive(PREPARE_TIMEOUT).await? {
@@ -136,16 +193,14 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
             return Err(unexpected());
         }
     }
-    set_capabilities(&qmp).await.map_err(refuses)?;
-    let bandwidth = what.bytes_per_second.unwrap_or(BANDWIDTH_MAX);
-    let parameters =
-        json!({"downtime-limit": what.downtime_milliseconds, "max-bandwidth": bandwidth});
+    set_capabilities(qmp).await.map_err(refuses)?;
+    let parameters = json!({"downtime-limit": guest.downtime_milliseconds});
     qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
     let (theirs, ours) = sockets()?;
-    let name = pass(&qmp, "migration", theirs).await.map_err(refuses)?;
+    let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
     let carried = link.carry_memory(ours)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
-        take_back(&qmp, &name).await;
+        take_back(qmp, &name).await;
         return Err(refuses(error));
     }
     let (mut sealing, mut told) = (link.sealing_meter(), None::<Instant>);
@@ -159,7 +214,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
-    tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(&qmp, tell))?;
+    tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(qmp, tell))?;
     Ok(Sent { link, disks })
 }
 

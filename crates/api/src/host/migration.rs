@@ -55,7 +55,7 @@ pub struct SendJob {
     /// Those of them that the other host gets copies of.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copies: Vec<DiskId>,
-    /// How; committing and cancelling do without.
+    /// How; committing and cancelling do without. The same job with another rate changes that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub begin: Option<Box<Departure>>,
 }

@@ -84,12 +84,12 @@ pub enum Task {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Change the rate of a task that copies disks, while it does
+    /// Change the rate of a task that copies disks or sends a VM to another host, while it does
     Set {
         /// The task's id
         #[arg(value_name = "TASK")]
         name: String,
-        /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit
+        /// Copy each disk, or send a VM, at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         rate: u64,
         #[command(flatten)]

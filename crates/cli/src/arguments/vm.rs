@@ -279,6 +279,14 @@ pub enum Vm {
         /// The datastore of that host for disks on datastores that it does not have [default: the one with the most free room]
         #[arg(long, value_name = "NAME")]
         datastore: Option<String>,
+        /// Send memory and disks together at most so fast, in bytes per second, such as 100M, at least 1MiB; 0 is no limit, as is
+        /// none
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        rate: Option<u64>,
+        /// How long the guest may stand still while the rest of its memory is sent (100ms, 2s): the memory is sent again and again
+        /// until what is left takes no longer [default: 300ms]
+        #[arg(long, value_name = "DURATION", value_parser = duration)]
+        downtime: Option<Duration>,
         /// Show how far it is: in place on a terminal, else a line each second; with -o json a document on each line
         #[arg(long, conflicts_with_all = ["no_wait", "dry_run"])]
         watch: bool,

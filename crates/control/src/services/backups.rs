@@ -10,6 +10,7 @@ use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
 use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 
@@ -590,5 +591,13 @@ pub async fn delete(
     let write = services.store.write().await?;
     let operation = Operation::DeleteBackup { vm: of.id, backup: backup.id };
     let keyless = of.vm.as_ref().map_or(backup.key.is_none(), |vm| vm.provider.is_none());
-    begin_named(services, write, operation, (of.name(), keyless), caller, dry_run).await
+    begin_named(
+        services,
+        write,
+        operation,
+        (of.name(), keyless),
+        caller,
+        (CopyPace::default(), dry_run),
+    )
+    .await
 }

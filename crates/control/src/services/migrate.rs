@@ -8,7 +8,7 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{HostDescription, Power};
 use vmseal_api::id::HostId;
-use vmseal_api::migration::MigrationEncryption;
+use vmseal_api::migration::{MigrationEncryption, check_downtime};
 use vmseal_api::model::{Connection, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
@@ -18,7 +18,7 @@ mod copies;
 
 use self::copies::Copies;
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts};
 use crate::hosts::definition_with;
 use crate::operation::Operation;
@@ -64,6 +64,11 @@ pub async fn migrate(
     }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
+    let pace = super::tasks::pace_of(request.rate)?;
+    if let Some(downtime) = request.downtime_milliseconds {
+        check_downtime(downtime)
+            .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
+    }
     let promised = Promised::read(&mut *services.store.read().await?).await?;
     let place = request.datastore.as_deref();
     let fit = match &request.host {
@@ -81,8 +86,11 @@ pub async fn migrate(
     let encrypted = is_encrypted(services, &vm, &fit.host);
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
-    let operation = operation(services, &vm, &fit);
-    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    let mut operation = operation(services, &vm, &fit);
+    if let Operation::MigrateVm { downtime_milliseconds, .. } = &mut operation {
+        *downtime_milliseconds = request.downtime_milliseconds;
+    }
+    let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
     Ok(match begun {
         Outcome::Planned(mut plan) => {
             plan.steps.insert(0, understood(&fit, encrypted));
@@ -99,7 +107,8 @@ pub(super) fn operation(services: &Services, vm: &Vm, fit: &Fit) -> Operation {
     let encrypted = is_encrypted(services, vm, &fit.host);
     let (from, to) = (vm.host, fit.host.id);
     let datastore = fit.copies.as_ref().map(|copies| copies.datastore.id);
-    Operation::MigrateVm { vm: vm.id, from, to, encrypted, datastore }
+    let downtime_milliseconds = None;
+    Operation::MigrateVm { vm: vm.id, from, to, encrypted, datastore, downtime_milliseconds }
 }
 
 /// The memory that VMs on their way to a host will have there.

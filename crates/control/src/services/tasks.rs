@@ -1,6 +1,6 @@
 //! Tasks.
 
-use vmseal_api::host::version::PACE;
+use vmseal_api::host::version::{MIGRATE_RATE, PACE};
 use vmseal_api::model::{Page, Task, TaskState};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -129,15 +129,20 @@ async fn change_pace(
     if let Some(vm) = task.operation.vm()
         && let Some(vm) = vms::get(&mut *services.store.read().await?, vm).await?
     {
-        features::require_unless_away(services, &vm, PACE, CANNOT_PACE)?;
+        let (feature, cannot) = match task.operation.is_migration() {
+            true => (MIGRATE_RATE, "change the rate of a migration that is under way"),
+            false => (PACE, CANNOT_PACE),
+        };
+        features::require_unless_away(services, &vm, feature, cannot)?;
     }
     if dry_run {
         let (kind, what) = match change {
             PaceChange::Pause => ("task.pause", "copy nothing for now".to_owned()),
             PaceChange::Resume => ("task.resume", "go on copying".to_owned()),
-            PaceChange::Rate(None) => ("task.set", "copy without a limit".to_owned()),
+            PaceChange::Rate(None) => ("task.set", "go on without a limit".to_owned()),
             PaceChange::Rate(Some(rate)) => {
-                ("task.set", format!("copy each disk at {} a second at most", Size(rate)))
+                let what = if task.operation.is_migration() { "send" } else { "copy each disk" };
+                ("task.set", format!("{what} at {} a second at most", Size(rate)))
             }
         };
         let step =

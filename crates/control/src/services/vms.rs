@@ -10,6 +10,7 @@ use vmseal_api::id::{HostId, VmId, check_name};
 use vmseal_api::model::{
     self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
 };
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
@@ -20,7 +21,7 @@ use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
-use crate::store::{StoreError, Write, disks, free_name, hosts, nics, providers, vms};
+use crate::store::{StoreError, Write, disks, free_name, hosts, nics, providers, tasks, vms};
 use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down by default, in seconds.
@@ -263,8 +264,20 @@ pub(super) async fn begin(
     caller: &Caller,
     dry_run: bool,
 ) -> Result<Outcome<model::Task>, Problem> {
-    let keyless = vm.provider.is_none();
-    begin_named(services, write, operation, (&vm.name, keyless), caller, dry_run).await
+    begin_paced(services, write, operation, vm, caller, (CopyPace::default(), dry_run)).await
+}
+
+/// The same at a pace.
+pub(super) async fn begin_paced(
+    services: &Services,
+    write: Write<'_>,
+    operation: Operation,
+    vm: &vms::Vm,
+    caller: &Caller,
+    (pace, dry_run): (CopyPace, bool),
+) -> Result<Outcome<model::Task>, Problem> {
+    let named = (&*vm.name, vm.provider.is_none());
+    begin_named(services, write, operation, named, caller, (pace, dry_run)).await
 }
 
 /// The same of a VM that may be deleted, by its name; `keyless` is one that had no key.
@@ -274,9 +287,13 @@ pub(super) async fn begin_named(
     operation: Operation,
     (name, keyless): (&str, bool),
     caller: &Caller,
-    dry_run: bool,
+    (pace, dry_run): (CopyPace, bool),
 ) -> Result<Outcome<model::Task>, Problem> {
     let task = Engine::record(&mut write, operation, name, caller.name()).await?;
+    let task = Task { pace, ..task };
+    if !pace.is_free() {
+        tasks::set_pace(&mut write, &task).await?;
+    }
     if dry_run {
         return Ok(Outcome::Planned(plan_of(&task, name, keyless)));
     }

@@ -28,8 +28,9 @@ use vmseal_api::host::{
     migration_info,
 };
 use vmseal_api::id::{DatastoreId, DiskId, HostId, MigrationId, VmId};
-use vmseal_api::migration::{Migrated, MigrationPhase};
+use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
@@ -64,9 +65,6 @@ pub(crate) const STEPS: &[&dyn Step] = &[
 
 /// The connections of any migration: the control channel and the memory. Each disk that is copied has one more.
 const STREAMS: u16 = 2;
-
-/// The longest that a guest is to stand still while the rest of its memory is sent, in milliseconds: QEMU's usual limit.
-const DOWNTIME_MILLISECONDS: u32 = 300;
 
 /// What the steps after the first one need.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -162,12 +160,14 @@ struct Ends {
     to: HostId,
     encrypted: bool,
     datastore: Option<DatastoreId>,
+    downtime_milliseconds: u32,
 }
 
 fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
     match run.task.operation {
-        Operation::MigrateVm { from, to, encrypted, datastore, .. } => {
-            Ok(Ends { from, to, encrypted, datastore })
+        Operation::MigrateVm { from, to, encrypted, datastore, downtime_milliseconds, .. } => {
+            let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
+            Ok(Ends { from, to, encrypted, datastore, downtime_milliseconds })
         }
         _ => Err(internal("the task does not say where the VM goes")),
     }
@@ -249,12 +249,17 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     }
     // A session serves one attempt; what an earlier one has left is removed.
     leave(run, &ends, &checked).await?;
-    begin(run, &vm, &ends, &checked).await?;
-    follow(run, &ends).await
+    let sent = begin(run, &vm, &ends, &checked).await?;
+    follow(run, &ends, sent).await
 }
 
-/// Tells both hosts of a new session.
-async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+/// Tells both hosts of a new session. Returns what the source was told.
+async fn begin(
+    run: &Run<'_>,
+    vm: &Vm,
+    ends: &Ends,
+    checked: &Checked,
+) -> Result<SendJob, StepError> {
     let (source, destination) = (agent_of(run, ends.from)?, agent_of(run, ends.to)?);
     let (here, there) = (source.describe().await?, destination.describe().await?);
     let mut read = run.store().read().await?;
@@ -290,11 +295,12 @@ async fn begin(run: &Run<'_>, vm: &Vm, ends: &Ends, checked: &Checked) -> Result
     let departure = Departure {
         session: session(&here.key_box, &vm.host_name)?,
         to: reachable(address, &to.address),
-        downtime_milliseconds: DOWNTIME_MILLISECONDS,
-        bytes_per_second: None,
+        downtime_milliseconds: ends.downtime_milliseconds,
+        bytes_per_second: run.pace().bytes_per_second,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
-    Ok(source.put_job(vm.id, run.task.id, JobSpec::Send(job)).await?)
+    source.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;
+    Ok(job)
 }
 
 /// A session that nobody has been told of.
@@ -344,11 +350,14 @@ fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
     }
 }
 
-/// Follows both hosts until the guest is between them.
-async fn follow(run: &Run<'_>, ends: &Ends) -> Result<Watched, StepError> {
+/// Follows both hosts until the guest is between them. The source is told when the task is given another rate.
+async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched, StepError> {
     let mut watched = Watched::default();
     let (mut source, mut destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
+    // As it was told; the task may have been given another one since.
+    let told = sent.begin.as_ref().and_then(|departure| departure.bytes_per_second);
+    let mut pace = CopyPace { bytes_per_second: told, paused: false };
     loop {
         let loaded = has_loaded(run, &destination)?;
         watched.note(run, &source);
@@ -360,6 +369,14 @@ async fn follow(run: &Run<'_>, ends: &Ends) -> Result<Watched, StepError> {
         tokio::select! {
             newer = run.host_state(ends.from, Some(&source)) => source = newer?,
             newer = run.host_state(ends.to, Some(&destination)) => destination = newer?,
+            () = run.another_pace(pace) => {
+                pace = run.pace();
+                if let Some(departure) = &mut sent.begin {
+                    departure.bytes_per_second = pace.bytes_per_second;
+                }
+                let job = JobSpec::Send(sent.clone());
+                agent_of(run, ends.from)?.put_job(run.vm_id, run.task.id, job).await?;
+            }
         }
     }
 }

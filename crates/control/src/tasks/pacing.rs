@@ -1,4 +1,4 @@
-//! Changes the pace of tasks that copy disks: slower, paused, resumed. The inventory records the pace before the task is
+//! Changes the pace of tasks that copy disks: slower, paused, resumed; and the rate of migrations. The inventory records the pace before the task is
 //! told, so it holds over restarts of the server.
 
 use vmseal_api::model::TaskState;
@@ -91,10 +91,12 @@ impl Engine {
         let task = tasks::get(write, id).await?.ok_or_else(|| Problem::not_found("task", id))?;
         let refused = |why| Err(Problem::new(ErrorCode::WrongState, why));
         let verb = change.verb();
-        if !task.operation.mirrors_disks() {
+        let kind = task.operation.kind();
+        let is_rate = matches!(change, PaceChange::Rate(_));
+        if !task.operation.mirrors_disks() && !(task.operation.is_migration() && is_rate) {
+            let and_migrations = if is_rate { ", or send a VM (vm migrate)" } else { "" };
             return refused(format!(
-                "{} cannot be {verb}: only tasks that copy disks can (vm encrypt, decrypt, recrypt --deep, move)",
-                task.operation.kind()
+                "{kind} cannot be {verb}: only tasks that copy disks can (vm encrypt, decrypt, recrypt --deep, move){and_migrations}"
             ));
         }
         if !task.state.is_open() || task.state == TaskState::RollingBack || task.cancelled {
@@ -102,8 +104,13 @@ impl Engine {
         }
         // One that was paused at the last instant goes on from there.
         if steps::is_committing(&task) && change != PaceChange::Resume {
+            let what = if is_rate && task.operation.is_migration() {
+                "sent the VM"
+            } else {
+                "copied the disks"
+            };
             return refused(format!(
-                "the task has copied the disks ({}), and cannot be {verb} any more: wait for it",
+                "the task has {what} ({}), and cannot be {verb} any more: wait for it",
                 steps::title(&task)
             ));
         }

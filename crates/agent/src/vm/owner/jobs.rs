@@ -5,6 +5,7 @@ use std::time::Instant;
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{
     CopyOf, CreateJob, DiskFacts, DiskRole, DiskSpec, DiskToCreate, ExportJob, JobSpec, JobState,
+    SendJob,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::problem::Problem;
@@ -75,6 +76,10 @@ impl Owner {
             Some(_) => {
                 return match &spec {
                     JobSpec::Mirror(job) => self.set_pace(task, job.pace).await,
+                    JobSpec::Send(SendJob { begin: Some(departure), .. }) => {
+                        self.set_departure(task, departure);
+                        Ok(())
+                    }
                     _ => Ok(()),
                 };
             }

@@ -9,7 +9,7 @@
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskSpec, JobSpec, Notice, SendJob, StopReason, VmSpec};
+use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, SendJob, StopReason, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -27,7 +27,7 @@ use crate::storage::placeholder;
 use crate::vm::departing_disks::ToCopy;
 use crate::vm::internal;
 use crate::vm::migration::session_of;
-use crate::vm::sending::{Sending, SendingEvent, Sent, ToSend};
+use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
 
@@ -86,16 +86,28 @@ impl Owner {
         running.sending = Some(Sending::begin(ToSend {
             session,
             to: departure.to,
-            downtime_milliseconds: departure.downtime_milliseconds,
             bytes_per_second: departure.bytes_per_second,
-            record,
-            qmp: running.qmp.clone(),
-            migration: departure.session.migration,
-            copies,
+            guest: GuestToSend {
+                downtime_milliseconds: departure.downtime_milliseconds,
+                record,
+                qmp: running.qmp.clone(),
+                migration: departure.session.migration,
+                copies,
+            },
         }));
         self.jobs.begin(task, spec);
         tracing::info!(vm = %self.spec.vm, to = %departure.to, "the VM is being sent to another host");
         Ok(())
+    }
+
+    /// The VM is sent at another rate from now on.
+    pub(super) fn set_departure(&mut self, task: TaskId, departure: &Departure) {
+        self.jobs.set_departure(task, departure);
+        if let State::Running(running) = &self.state
+            && let Some(sending) = &running.sending
+        {
+            sending.set_rate(departure.bytes_per_second);
+        }
     }
 
     /// What is needed to copy these disks; none where there are none.

@@ -202,7 +202,7 @@ async fn no_vm_is_placed_on_a_host_until_it_is_undrained() {
     let start =
         async || vm_services::start(services, me, "off", StartVm::default(), false).await.map(drop);
     let back = async || {
-        let request = MigrateVm { host: Some("here".to_owned()), datastore: None };
+        let request = MigrateVm { host: Some("here".to_owned()), ..MigrateVm::default() };
         migrate::migrate(services, me, "elsewhere", request, true).await.map(drop)
     };
     let records = async |operation: Operation| {
@@ -305,7 +305,7 @@ async fn memory_that_a_migration_was_promised_is_not_promised_again() {
     bench.there.set_work(LONG);
     let one = bench.running("one", |vm| vm.memory = LARGE).await;
     let two = bench.running("two", |vm| vm.memory = LARGE).await;
-    let to = || MigrateVm { host: Some("there".to_owned()), datastore: None };
+    let to = || MigrateVm { host: Some("there".to_owned()), ..MigrateVm::default() };
     let (services, me) = (&bench.services, &bench.caller);
     migrate::migrate(services, me, "one", to(), false).await.unwrap();
     let refused = migrate::migrate(services, me, "two", to(), false).await.unwrap_err();
@@ -490,7 +490,7 @@ async fn undraining_begins_nothing_more_and_cancels_only_where_that_is_asked() {
 async fn a_vm_that_comes_while_the_host_is_emptied_leaves_again() {
     let mut bench = Bench::new().await;
     let vm = bench.running("web", |_| {}).await;
-    let to = MigrateVm { host: Some("there".to_owned()), datastore: None };
+    let to = MigrateVm { host: Some("there".to_owned()), ..MigrateVm::default() };
     bench.there.set_work(LONG);
     let begun = migrate::migrate(&bench.services, &bench.caller, "web", to, false).await.unwrap();
     let Outcome::Done(task) = begun else { panic!("it is only planned") };

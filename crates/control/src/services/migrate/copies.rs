@@ -157,7 +157,7 @@ mod tests {
     async fn planned(fixture: &Fixture, host: Option<&str>, datastore: Option<&str>) -> String {
         let services = fixture.services(Recipient::generate().unwrap());
         let (host, datastore) = (host.map(str::to_owned), datastore.map(str::to_owned));
-        let request = MigrateVm { host, datastore };
+        let request = MigrateVm { host, datastore, ..MigrateVm::default() };
         match migrate(&services, &Caller::administrator("me"), "web", request, true).await {
             Ok(Outcome::Planned(plan)) => plan.steps[0].clone(),
             Ok(Outcome::Done(_)) => panic!("it is not only planned"),

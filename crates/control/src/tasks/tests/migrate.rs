@@ -8,10 +8,14 @@ use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::migration::{Migration, MigrationPhase};
+use vmseal_api::request::{MigrateVm, SetTask};
 use vmseal_api::transfer::Progress;
+use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
+use crate::services::{self, Caller, Outcome};
 use crate::store::{datastores, hosts};
+use crate::tasks::pacing::PaceChange;
 use crate::tasks::run::{LiveProgress, Seen};
 
 /// The name of the other host.
@@ -57,7 +61,14 @@ impl Disks {
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
         let (to, datastore) = (other(fixture).await, far(fixture).await);
-        Operation::MigrateVm { vm, from: fixture.host, to, encrypted: true, datastore }
+        Operation::MigrateVm {
+            vm,
+            from: fixture.host,
+            to,
+            encrypted: true,
+            datastore,
+            downtime_milliseconds: None,
+        }
     }
 
     /// The guest runs at the other host, which has its key and, where it gets copies, its disks; nothing of it is left at the first.
@@ -132,7 +143,14 @@ impl Disks {
 
 pub(super) fn any(vm: VmId) -> Operation {
     let (from, to) = (HostId::new(), HostId::new());
-    Operation::MigrateVm { vm, from, to, encrypted: true, datastore: None }
+    Operation::MigrateVm {
+        vm,
+        from,
+        to,
+        encrypted: true,
+        datastore: None,
+        downtime_milliseconds: None,
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -178,6 +196,46 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     let events = fixture.events("vm.migrated").await;
     let told = format!("from host 'here' to host 'there', encrypted: {migrated}");
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
+}
+
+#[tokio::test]
+async fn a_migration_is_sent_as_fast_as_the_task_says_and_the_guest_stands_still_as_long() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Shared.before(&fixture).await;
+    fixture.agent.set_work(LONG);
+    let services = fixture.services(Recipient::generate().unwrap());
+    let caller = Caller::administrator("me");
+    let begun = async |rate, downtime_milliseconds| {
+        let request = MigrateVm { rate, downtime_milliseconds, ..MigrateVm::default() };
+        services::migrate::migrate(&services, &caller, "web", request, false).await
+    };
+    for (rate, downtime, field) in
+        [(Some(1), None, "rate"), (None, Some(9), "downtime_milliseconds")]
+    {
+        let refused = begun(rate, downtime).await.map(drop).unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
+    }
+    let Ok(Outcome::Done(task)) = begun(Some(5 << 20), Some(80)).await else {
+        panic!("it does not begin");
+    };
+    let sends_at = async |rate: Option<u64>| {
+        let so = async || {
+            let departure = fixture.agent.departure(vm, task.id)?;
+            (departure.bytes_per_second == rate).then_some(departure.downtime_milliseconds)
+        };
+        fixture.eventually(&format!("it is sent at {rate:?}"), so).await
+    };
+    assert_eq!((sends_at(Some(5 << 20)).await, task.rate), (80, Some(5 << 20)));
+    // Slower, and then as fast as it can.
+    let id = task.id.to_string();
+    for rate in [2 << 20, 0] {
+        services::tasks::set(&services, &caller, &id, SetTask { rate }, false).await.unwrap();
+        assert_eq!(sends_at(Some(rate).filter(|rate| *rate > 0)).await, 80);
+    }
+    let pause = fixture.engine.change_pace(&id, PaceChange::Pause, "me").await;
+    assert!(pause.unwrap_err().detail.contains("only tasks that copy disks"));
+    fixture.engine.cancel(&id, "me").await.unwrap();
+    assert_eq!(fixture.ended(task.id).await.state, TaskState::Cancelled);
 }
 
 #[tokio::test]
