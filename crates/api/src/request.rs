@@ -645,7 +645,8 @@ pub struct MoveVm {
     pub rate: Option<u64>,
 }
 
-/// Moves a running VM to another host. Disks on datastores that the host does not have are copied.
+/// Moves a VM to another host. While it runs, disks on datastores that the host does not have are copied; a VM that is off or suspended
+/// goes only to a host that has all of its datastores.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -654,7 +655,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
     /// The datastore of that host, by name or id, for copies of disks on datastores that it does not have; none means the one with the
-    /// most free room.
+    /// most free room. Only for a VM that runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
     /// The highest rate at which memory and disks are sent together, in bytes a second; 0, as none, is no limit. At least 1 MiB

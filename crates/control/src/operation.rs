@@ -350,6 +350,15 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         downtime_milliseconds: Option<u32>,
     },
+    /// Gives a VM that is off or suspended to another host, which has all of its datastores.
+    ChangeHost {
+        /// The VM.
+        vm: VmId,
+        /// Its host.
+        from: HostId,
+        /// The host that it goes to.
+        to: HostId,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// The VM.
@@ -412,7 +421,7 @@ impl Operation {
             Self::DecryptVm { .. } => "vm.decrypt",
             Self::DeepRecryptVm { .. } => "vm.recrypt-deep",
             Self::MoveVm { .. } => "vm.move",
-            Self::MigrateVm { .. } => "vm.migrate",
+            Self::MigrateVm { .. } | Self::ChangeHost { .. } => "vm.migrate",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -455,6 +464,7 @@ impl Operation {
             | Self::DeepRecryptVm { vm, .. }
             | Self::MoveVm { vm, .. }
             | Self::MigrateVm { vm, .. }
+            | Self::ChangeHost { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,
@@ -531,7 +541,7 @@ impl Operation {
             | Self::StartVm { vm, .. }
             | Self::AutostartVm { vm } => Some(Placed::WhereItIs(*vm)),
             Self::AdoptVm { definition, .. } => Some(Placed::On(definition.host)),
-            Self::MigrateVm { to, .. } => Some(Placed::On(*to)),
+            Self::MigrateVm { to, .. } | Self::ChangeHost { to, .. } => Some(Placed::On(*to)),
             _ => None,
         }
     }

@@ -27,6 +27,7 @@ use vmseal_api::usage::HostUsage;
 use vmseal_luks::Facts;
 
 use super::running::{RunningGuest, open_medium};
+use super::storage::Left;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::filter::log_level;
 use crate::rules;
@@ -228,6 +229,11 @@ impl Inside {
             known.jobs.keep_disks_of(&spec);
             known.spec = spec;
         } else {
+            let left = self.persisted.storage.take(vm);
+            for (disk, of) in left.disks {
+                self.persisted.disks.entry(disk).or_insert(of);
+            }
+            self.persisted.suspended.extend(left.suspended.map(|guest| (vm, guest)));
             let mut known = super::Known::new(spec);
             if self.persisted.suspended.contains_key(&vm) {
                 known.power = Power::Suspended;
@@ -243,8 +249,16 @@ impl Inside {
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
         if self.agent.vms.contains_key(&vm) {
             self.situation(vm)?.may(Action::Unregister, None)?;
-            if let Some(known) = self.agent.vms.remove(&vm).filter(|known| known.receiving) {
-                known.made.keys().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+            match self.agent.vms.remove(&vm) {
+                Some(known) if known.receiving => {
+                    known.made.keys().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+                }
+                _ => {
+                    let disks = self.persisted.disks.iter().filter(|(_, disk)| disk.vm == vm);
+                    let disks = disks.map(|(id, disk)| (*id, disk.clone())).collect();
+                    let suspended = self.persisted.suspended.remove(&vm);
+                    self.persisted.storage.leave(vm, Left { disks, suspended });
+                }
             }
             self.agent.publish(vm);
         }

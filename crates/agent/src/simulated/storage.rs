@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use uuid::Uuid;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Sharing, SharingStep};
-use vmseal_api::id::DatastoreId;
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::SimulatedHost;
+use super::running::RunningGuest;
+use super::{SimulatedDisk, SimulatedHost};
 
 /// What is in these directories beside VMs. Clones are the same storage.
 #[derive(Clone, Default)]
@@ -24,6 +25,16 @@ struct Directories {
     checks: BTreeMap<DatastoreId, (Uuid, bool)>,
     /// Whether each host has its locks for itself.
     local_locks: bool,
+    /// What is there of VMs that a host has forgotten.
+    left: BTreeMap<VmId, Left>,
+}
+
+/// What a VM that no host knows has on its datastores.
+#[derive(Default)]
+pub struct Left {
+    pub disks: BTreeMap<DiskId, SimulatedDisk>,
+    /// The guest whose memory is saved.
+    pub suspended: Option<RunningGuest>,
 }
 
 impl Storage {
@@ -37,6 +48,16 @@ impl Storage {
 
     pub fn put_mark(&self, path: &Path, datastore: DatastoreId) {
         self.inside().marks.insert(path.to_owned(), datastore);
+    }
+
+    /// A host has forgotten a VM.
+    pub fn leave(&self, vm: VmId, left: Left) {
+        self.inside().left.insert(vm, left);
+    }
+
+    /// A host gets a VM.
+    pub fn take(&self, vm: VmId) -> Left {
+        self.inside().left.remove(&vm).unwrap_or_default()
     }
 
     /// An agent has ended, and with it the locks for checks, whichever agent held them.

@@ -626,10 +626,10 @@ impl Owner {
 
     async fn unregister(&mut self) -> Result<(), Problem> {
         self.situation().may(Action::Unregister, None)?;
-        let working: Vec<_> = self.jobs.activities().map(|(disk, _)| disk).collect();
-        for disk in working {
+        for disk in self.jobs.activities().map(|(disk, _)| disk).collect::<Vec<_>>() {
             self.workers.cancel(disk).await;
         }
+        self.until_described().await?;
         self.shared.died.forget(self.spec.vm).map_err(internal)
     }
 

@@ -261,11 +261,14 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Move a running VM to another host
+    /// Move a VM to another host, also while it runs
     ///
-    /// Its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
+    /// While it runs, its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
     /// that is sent is encrypted with a key for this migration alone. Disks on datastores that the host does not have (`vmseal
     /// datastore share`) are copied there, with new data keys, while the guest runs; the former images are removed at the end. Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
+    ///
+    /// A VM that is off or suspended is registered at the other host, which needs all of its datastores: nothing is sent or
+    /// copied. It is started or resumed there afterwards.
     ///
     /// With --watch it is shown how fast the memory is sent and how fast the guest changes it, how often it was gone through, how
     /// long the guest is expected to stand still, and what sealing needs of the processor. At the end it is told how it went, as
@@ -276,7 +279,7 @@ pub enum Vm {
         name: String,
         /// The host, by name or id [default: the one with the most free memory that can take it]
         host: Option<String>,
-        /// The datastore of that host for disks on datastores that it does not have [default: the one with the most free room]
+        /// The datastore of that host for disks of a running VM on datastores that it does not have [default: the one with the most free room]
         #[arg(long, value_name = "NAME")]
         datastore: Option<String>,
         /// Send memory and disks together at most so fast, in bytes per second, such as 100M, at least 1MiB; 0 is no limit, as is

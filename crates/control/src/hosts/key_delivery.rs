@@ -190,10 +190,12 @@ impl Delivery {
         }
         let kek = keys::fetch(&self.providers, &vm, &key, self.purpose).await?;
         let _unchanged = self.locks.lock(self.vm).await;
-        // A task may have begun to remove the VM since, or to give it another key.
+        // A task may have begun to remove the VM since, or to give it another key or another host.
         let now = registration::read(&self.store, self.vm).await?;
         let same = now.is_some_and(|(now, _)| {
-            now.lifecycle == Lifecycle::Ready && now.key.as_ref() == Some(&key)
+            now.lifecycle == Lifecycle::Ready
+                && now.key.as_ref() == Some(&key)
+                && now.host == vm.host
         });
         if !same {
             return Ok(());

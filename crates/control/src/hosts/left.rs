@@ -2,7 +2,7 @@
 //!
 //! | the VM is | on this host | what is done |
 //! |---|---|---|
-//! | elsewhere | off | it is unregistered |
+//! | elsewhere | off, or suspended | it is unregistered |
 //! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
 //! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
@@ -20,7 +20,7 @@ use crate::store::{Store, disks, tasks};
 pub(super) fn may_be(seen: &VmState, is_here: bool) -> bool {
     match seen.power {
         Power::Migrating => true,
-        Power::Off => !is_here,
+        Power::Off | Power::Suspended => !is_here,
         _ => false,
     }
 }

@@ -297,7 +297,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Registers a VM; false if a task has begun to remove it since.
+    /// Registers a VM; false if a task has begun to remove it since, or another host has it since.
     async fn register(
         &self,
         vm: VmId,
@@ -306,7 +306,7 @@ impl Monitor {
     ) -> Result<bool, Problem> {
         let _unchanged = self.locks.lock(vm).await;
         let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(false) };
-        if vm.lifecycle != Lifecycle::Ready {
+        if vm.lifecycle != Lifecycle::Ready || vm.host != self.id {
             return Ok(false);
         }
         // The agent has adopted a running VM with its whole definition.
@@ -359,7 +359,7 @@ impl Monitor {
             return Ok(());
         }
         let Some((vm, spec)) = registration::read(&self.store, vm).await? else { return Ok(()) };
-        if vm.lifecycle != Lifecycle::Ready {
+        if vm.lifecycle != Lifecycle::Ready || vm.host != self.id {
             return Ok(());
         }
         let again = async {

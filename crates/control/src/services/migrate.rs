@@ -1,26 +1,28 @@
-//! Moving running VMs to other hosts.
+//! Moving VMs to other hosts.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::hardware::Hardware;
 use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
-use vmseal_api::host::{HostDescription, Power};
-use vmseal_api::id::HostId;
+use vmseal_api::host::{HostAgent, HostDescription, NicSpec, Power};
+use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
 use vmseal_api::model::{Connection, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
+mod at_rest;
 mod copies;
 
 use self::copies::Copies;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts};
-use crate::hosts::definition_with;
+use crate::hosts::{definition_with, is_silence};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
@@ -39,7 +41,7 @@ pub(super) struct Fit {
     copies: Option<Copies>,
 }
 
-/// Moves a running VM to another host. Without a host, one with the most free memory is chosen.
+/// Moves a VM to another host, while it runs or while it is off or suspended. Without a host, one with the most free memory is chosen.
 pub async fn migrate(
     services: &Services,
     caller: &Caller,
@@ -53,14 +55,17 @@ pub async fn migrate(
     if vm.key.is_some() {
         caller.require(Privilege::Migrate)?;
     }
-    let now = power(services, &vm).await?.unwrap_or(Power::Off);
-    if !matches!(now, Power::Running | Power::Paused) {
-        let detail = format!(
-            "VM '{}' is {}: only a VM that runs or is paused is migrated",
-            vm.name,
-            word(now)
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+    let now = power(services, &vm).await.map_err(|problem| may_run(&vm, problem))?;
+    match now.unwrap_or(Power::Off) {
+        Power::Running | Power::Paused => {}
+        rest @ (Power::Off | Power::Suspended) => {
+            return at_rest::migrate(services, caller, (&vm, &disks, rest), request, dry_run).await;
+        }
+        other => {
+            let what = "wait until it runs, or is off or suspended";
+            let detail = format!("VM '{}' is {}: {what}", vm.name, word(other));
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
     }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
@@ -75,11 +80,8 @@ pub async fn migrate(
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            fits(services, &vm, &disks, host, (&promised, place)).await.map_err(|why| {
-                let detail = format!("VM '{}' cannot go to host '{name}': {why}", vm.name);
-                let problem = Problem::new(ErrorCode::WrongState, detail);
-                Problem { field: Some("host".to_owned()), ..problem }
-            })?
+            let fit = fits(services, &vm, &disks, host, (&promised, place)).await;
+            fit.map_err(|why| cannot_go(&vm, &name, &why))?
         }
         None => choose(services, &vm, &disks, (&promised, place), None).await?,
     };
@@ -102,7 +104,25 @@ pub async fn migrate(
     })
 }
 
-/// The task that moves a VM to a host.
+fn cannot_go(vm: &Vm, host: &str, why: &str) -> Problem {
+    let detail = format!("VM '{}' cannot go to host '{host}': {why}", vm.name);
+    let problem = Problem::new(ErrorCode::WrongState, detail);
+    Problem { field: Some("host".to_owned()), ..problem }
+}
+
+/// Says why a VM stays on a host that does not answer.
+fn may_run(vm: &Vm, problem: Problem) -> Problem {
+    if !is_silence(&problem) {
+        return problem;
+    }
+    let detail = format!(
+        "VM '{}' may run on its host '{}', which does not answer: it is not moved until that host answers. {}",
+        vm.name, vm.host_name, problem.detail
+    );
+    Problem { detail, ..problem }
+}
+
+/// The task that moves a running VM to a host.
 pub(super) fn operation(services: &Services, vm: &Vm, fit: &Fit) -> Operation {
     let encrypted = is_encrypted(services, vm, &fit.host);
     let (from, to) = (vm.host, fit.host.id);
@@ -241,28 +261,53 @@ pub(super) async fn choose(
     (promised, place): (&Promised, Option<&str>),
     avoided: Option<HostId>,
 ) -> Result<Fit, Problem> {
-    let known = store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
-    let mut refused = String::new();
-    let mut best: Option<Fit> = None;
-    for host in known.into_iter().filter(|host| host.id != vm.host) {
+    let mut candidates = Candidates::default();
+    for host in others(services, vm).await? {
         let name = host.name.clone();
-        match fits(services, vm, disks, host, (promised, place)).await {
+        let fit = fits(services, vm, disks, host, (promised, place)).await;
+        candidates.add(&name, fit, avoided);
+    }
+    candidates.best(vm)
+}
+
+/// The hosts that do not have a VM.
+async fn others(services: &Services, vm: &Vm) -> Result<Vec<Host>, Problem> {
+    let mut known = store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
+    known.retain(|host| host.id != vm.host);
+    Ok(known)
+}
+
+/// The hosts that were asked whether a VM can go to them.
+#[derive(Default)]
+struct Candidates {
+    best: Option<Fit>,
+    /// Why the others cannot have it.
+    refused: String,
+}
+
+impl Candidates {
+    fn add(&mut self, name: &str, fit: Result<Fit, String>, avoided: Option<HostId>) {
+        match fit {
             Ok(fit) => {
                 let is_better = |best: &Fit| fit.rank(avoided) > best.rank(avoided);
-                if best.as_ref().is_none_or(is_better) {
-                    best = Some(fit);
+                if self.best.as_ref().is_none_or(is_better) {
+                    self.best = Some(fit);
                 }
             }
             Err(why) => {
-                let _ = write!(refused, "; host '{name}': {why}");
+                let _ = write!(self.refused, "; host '{name}': {why}");
             }
         }
     }
-    best.ok_or_else(|| {
-        let why = if refused.is_empty() { "; there is no other host" } else { &refused };
-        let detail = format!("no other host can take VM '{}'{why}", vm.name);
-        Problem::new(ErrorCode::WrongState, detail)
-    })
+
+    fn best(self, vm: &Vm) -> Result<Fit, Problem> {
+        self.best.ok_or_else(|| {
+            let none = "; there is no other host";
+            let why = if self.refused.is_empty() { none } else { &self.refused };
+            let detail = format!("no other host can take VM '{}'{why}", vm.name);
+            Problem::new(ErrorCode::WrongState, detail)
+        })
+    }
 }
 
 impl Fit {
@@ -322,14 +367,24 @@ async fn fits(
         };
         return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
     }
-    for nic in spec.nics() {
+    examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
+    Ok(Fit { host, free, copies })
+}
+
+/// Checks that a host has what a VM's network cards are connected to, and its hardware.
+async fn examine(
+    agent: &dyn HostAgent,
+    vm: VmId,
+    nics: impl Iterator<Item = &NicSpec>,
+    hardware: &Hardware,
+) -> Result<(), String> {
+    for nic in nics {
         agent
-            .examine_nic(vm.id, nic.clone())
+            .examine_nic(vm, nic.clone())
             .await
             .map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
     }
-    agent.examine_hardware(spec.hardware.clone()).await.map_err(failed)?;
-    Ok(Fit { host, free, copies })
+    agent.examine_hardware(hardware.clone()).await.map_err(|problem| problem.detail)
 }
 
 /// Whether a guest that runs on one host goes on on the other.

@@ -55,6 +55,16 @@ pub struct Disk {
     pub detached: bool,
 }
 
+impl Disk {
+    /// The datastores that it is on, with their names: that of its image, and that of its replica.
+    pub fn datastores(&self) -> impl Iterator<Item = (DatastoreId, &str)> {
+        let image = (self.datastore.datastore, self.datastore_name.as_str());
+        let replica = self.replica.as_ref();
+        let replica = replica.map(|(place, name)| (place.datastore.datastore, name.as_str()));
+        [Some(image), replica].into_iter().flatten()
+    }
+}
+
 #[derive(FromRow)]
 struct Row {
     vm_id: String,

@@ -19,6 +19,7 @@ pub(crate) mod adopt_vm;
 pub(crate) mod alarms;
 pub mod autostart;
 pub(crate) mod backups;
+mod change_host;
 mod change_nics;
 mod create_vm;
 mod delete_vm;

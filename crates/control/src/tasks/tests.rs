@@ -16,6 +16,7 @@ mod adopt;
 mod away;
 mod backups;
 mod cdrom;
+mod change_host;
 mod changes;
 mod cloud_init;
 mod defects;
@@ -116,6 +117,7 @@ enum Kind {
     LinkedClone,
     Adopt,
     Migrate(migrate::Disks),
+    ChangeHost(change_host::Rest),
 }
 
 impl Kind {
@@ -143,6 +145,7 @@ impl Kind {
             Self::Backup(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
             Self::Migrate(disks) => Some(disks.before(fixture).await),
+            Self::ChangeHost(rest) => Some(rest.before(fixture).await),
         }
     }
 
@@ -170,6 +173,7 @@ impl Kind {
             Self::Dump(what) => what.operation(fixture, vm).await,
             Self::Backup(what) => what.operation(fixture, vm).await,
             Self::Migrate(disks) => disks.operation(fixture, vm).await,
+            Self::ChangeHost(_) => change_host::operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -193,6 +197,7 @@ impl Kind {
             Self::Backup(what) => what.steps(),
             Self::Adopt => return adopt::steps(),
             Self::Migrate(_) => steps::of(&migrate::any(vm)),
+            Self::ChangeHost(_) => steps::of(&change_host::any(vm)),
         };
         steps.iter().map(|step| step.name()).collect()
     }
@@ -204,6 +209,7 @@ impl Kind {
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Recrypt => recrypt::operation(vm),
             Self::Migrate(_) => migrate::any(vm),
+            Self::ChangeHost(_) => change_host::any(vm),
             Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
             Self::Snapshot(what) => return what.is_past_commit(step),
@@ -239,6 +245,7 @@ impl Kind {
             Self::Backup(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Migrate(disks) => disks.assert_done(fixture, vm, what).await,
+            Self::ChangeHost(rest) => rest.assert_done(fixture, vm, what).await,
         }
     }
 
@@ -260,6 +267,7 @@ impl Kind {
             Self::Backup(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
+            Self::ChangeHost(rest) => rest.assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
             Self::Stop => {
                 let runs = fixture.agent.running().contains(&vm);
@@ -400,6 +408,10 @@ async fn assert_failed_truly(
             }
             if let Kind::Migrate(disks) = kind {
                 return disks.assert_unfinished(fixture, vm, &problem, what).await;
+            }
+            if let Kind::ChangeHost(rest) = kind {
+                assert!(problem.detail.contains("is on the other host"), "{what}: {problem}");
+                return rest.assert_done(fixture, vm, what).await;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");

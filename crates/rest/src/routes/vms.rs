@@ -229,8 +229,8 @@ pub(super) async fn move_disks(
     Ok(Answer(begun.map(Accepted)))
 }
 
-/// Moves a running VM to another host, which has its datastores: its memory is sent, encrypted, while the guest runs, and the guest
-/// goes on there.
+/// Moves a VM to another host. While it runs, its memory is sent, encrypted, and the guest goes on there; a VM that is off or
+/// suspended is registered there, if that host has all of its datastores.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/migrate", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<MigrateVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]

@@ -6,8 +6,10 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::timeout;
 use vmseal_api::datastore::{Claim, ImageContent};
 use vmseal_api::host::{DatastoreSpec, VmSpec};
 use vmseal_api::id::{DatastoreId, DiskId};
@@ -23,7 +25,24 @@ use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::opening::header_problem;
 
+/// How long a VM that is unregistered waits for its descriptors: a datastore that answers takes less.
+const DESCRIBED_TIMEOUT: Duration = Duration::from_secs(5);
+
 impl Owner {
+    /// Waits until no descriptor is being written: another host may get the VM, and writes its own from then on.
+    pub(super) async fn until_described(&mut self) -> Result<(), Problem> {
+        let Some(describing) = &mut self.describing else { return Ok(()) };
+        if timeout(DESCRIBED_TIMEOUT, describing).await.is_err() {
+            let what = format!(
+                "the descriptors of VM '{}' are still being written: a datastore does not answer",
+                self.spec.name
+            );
+            return Err(Problem::new(ErrorCode::TimedOut, what));
+        }
+        self.describing = None;
+        Ok(())
+    }
+
     /// Begins to write the descriptors, after those that are being written. Without the key of a VM that has one, it
     /// waits for that.
     pub(super) fn describe(&mut self) {
