@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 use std::fs::File;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{ArrivingCopies, ArrivingCopy, DatastoreSpec, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{
+    ArrivingCopies, ArrivingCopy, Attachment, DatastoreSpec, DiskFacts, DiskSpec, VmSpec,
+};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -21,6 +23,7 @@ use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::json_file;
 use crate::storage::lease;
+use crate::storage::tpm_state;
 
 /// The version of the note.
 const VERSION: u32 = 1;
@@ -97,6 +100,9 @@ pub fn name(spec: &VmSpec, disks: &[ArrivingDisk], generation: u64) -> Result<()
     for arriving in disks {
         let home = Home::of(&arriving.disk.datastore, spec.vm)?;
         if home.image(arriving.disk.disk).symlink_metadata().is_err() {
+            if arriving.disk.role.attachment() == Attachment::Tpm {
+                tpm_state::flush_beside(&home.tpm_state(arriving.disk.disk))?;
+            }
             home.finish(arriving.disk.disk, &arriving.file)?;
         }
     }

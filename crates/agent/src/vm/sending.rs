@@ -60,6 +60,21 @@ impl std::fmt::Debug for Sent {
 }
 
 impl Sent {
+    /// The guest stands still: copies what is copied then.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn copy_still(&mut self) -> Result<(), Problem> {
+        let Some(disks) = self.disks.as_mut().filter(|disks| disks.has_still()) else {
+            return Ok(());
+        };
+        match self.link.receive(PREPARE_TIMEOUT).await? {
+            Message::Loaded => disks.copy_still().await,
+            Message::Refused { why } => Err(refused(&why)),
+            _ => Err(unexpected()),
+        }
+    }
+
     /// The guest's filter has let its disks go.
     ///
     /// # Errors
@@ -132,9 +147,7 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     match link.receive(PREPARE_TIMEOUT).await? {
         Message::Ready => {}
         Message::Refused { why } => return Err(refused(&why)),
-        Message::Machine { .. } | Message::Prepared { .. } | Message::Copied => {
-            return Err(unexpected());
-        }
+        _ => return Err(unexpected()),
     }
     set_capabilities(&qmp).await.map_err(refuses)?;
     let bandwidth = what.bytes_per_second.unwrap_or(BANDWIDTH_MAX);
@@ -173,7 +186,7 @@ async fn copy_disks(
     let keys = match link.receive(PREPARE_TIMEOUT).await? {
         Message::Prepared { keys } => keys,
         Message::Refused { why } => return Err(refused(&why)),
-        Message::Machine { .. } | Message::Ready | Message::Copied => return Err(unexpected()),
+        _ => return Err(unexpected()),
     };
     let failed = link.failed();
     let copied = async {
