@@ -163,12 +163,15 @@ async fn roomiest(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::request::MigrateVm;
+    use vmseal_api::hardware::{Firmware, Hardware};
+    use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
     use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
+    use crate::operation::Operation;
     use crate::services::Outcome;
     use crate::services::caller::Caller;
+    use crate::services::create_vm::create;
     use crate::services::migrate::migrate;
     use crate::testing::Fixture;
 
@@ -207,6 +210,73 @@ mod tests {
         assert!(told.contains("it has the datastores of all disks"), "{told}");
         let told = planned(&fixture, None, Some("own")).await;
         assert!(told.contains("host 'far', with copies"), "{told}");
+    }
+
+    /// A VM that runs, with UEFI and a TPM.
+    async fn with_firmware(fixture: &Fixture) {
+        let services = fixture.services(Recipient::generate().unwrap());
+        let disk = CreateDisk {
+            force: false,
+            name: "disk0".to_owned(),
+            datastore: "local".to_owned(),
+            size: 1 << 20,
+            image: None,
+            format: None,
+        };
+        let request = CreateVm {
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
+            name: "web".to_owned(),
+            policy: "encrypted".to_owned(),
+            vcpus: 1,
+            memory: 32 << 20,
+            host: None,
+            disks: vec![disk],
+            nics: Vec::new(),
+            hardware: Hardware { tpm: true, firmware: Firmware::Uefi, ..Hardware::default() },
+            cloud_init: None,
+        };
+        let caller = Caller::administrator("me");
+        let Ok(Outcome::Done(task)) = create(&services, &caller, request, false).await else {
+            panic!("nothing was begun")
+        };
+        fixture.ends_well(task.id).await;
+        let vm = fixture.task(task.id).await.operation.vm().unwrap();
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    }
+
+    #[tokio::test]
+    async fn what_a_tpm_keeps_goes_to_another_datastore_also_where_the_host_has_its_own() {
+        let fixture = Fixture::new().await;
+        let (near, _) = fixture.add_host("near").await;
+        fixture.share_datastore(near, "near").await;
+        with_firmware(&fixture).await;
+        for datastore in [None, Some("local")] {
+            let told = planned(&fixture, Some("near"), datastore).await;
+            assert!(told.contains("'local', and moves only to another one"), "{told}");
+        }
+        fixture.add_datastore(near, "near", "own").await;
+        let told = planned(&fixture, Some("near"), None).await;
+        assert!(told.contains("copies of disks tpm (") && told.contains("'own'"), "{told}");
+        assert!(!told.contains("disk0") && !told.contains("uefi-variables"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn what_firmware_and_tpm_keep_is_copied_by_agents_that_know_how() {
+        let fixture = Fixture::new().await;
+        let (far, agent) = fixture.add_host("far").await;
+        fixture.add_datastore(far, "far", "own").await;
+        with_firmware(&fixture).await;
+        let told = planned(&fixture, Some("far"), None).await;
+        assert!(told.contains("uefi-variables (") && told.contains("tpm ("), "{told}");
+        agent.lack_features(&[MIGRATE_STATE]);
+        agent.restart();
+        let told = fixture.eventually("the server sees it", async || {
+            let told = planned(&fixture, Some("far"), None).await;
+            told.contains("upgrade vmseal there").then_some(told)
+        });
+        assert!(told.await.contains("disk 'uefi-variables' needs a newer agent"));
     }
 
     #[tokio::test]
