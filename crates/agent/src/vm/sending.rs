@@ -31,6 +31,10 @@ use crate::process::run_record::Record;
 /// The least time between two reports of how far it is: each goes to the server.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
+/// How long the destination may take to load what it has got, while the guest stands still: Linux gives a request to its disk 30
+/// seconds.
+const LOADED_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
     work: JoinHandle<Result<Sent, Problem>>,
@@ -68,7 +72,7 @@ impl Sent {
         let Some(disks) = self.disks.as_mut().filter(|disks| disks.has_still()) else {
             return Ok(());
         };
-        match self.link.receive(PREPARE_TIMEOUT).await? {
+        match self.link.receive(LOADED_TIMEOUT).await? {
             Message::Loaded => disks.copy_still().await,
             Message::Refused { why } => Err(refused(&why)),
             _ => Err(unexpected()),
