@@ -154,12 +154,8 @@ async fn the_disk_of_a_tpm_goes_to_another_datastore_and_shared_ones_stay() {
     fixture.share_datastore(there, OTHER_HOST).await;
     fixture.add_datastore(there, OTHER_HOST, FAR).await;
     let services = fixture.services(Recipient::generate().unwrap());
-    let begun = create_vm::create(
-        &services,
-        &Caller::administrator("me"),
-        tpm::request("encrypted"),
-        false,
-    );
+    let (me, wanted) = (Caller::administrator("me"), tpm::request("encrypted"));
+    let begun = create_vm::create(&services, &me, wanted, false);
     let Outcome::Done(task) = begun.await.unwrap() else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
     let vm = fixture.task(task.id).await.operation.vm().unwrap();
