@@ -54,7 +54,7 @@ pub enum SendingEvent {
 pub struct Sent {
     link: Link,
     /// The disks that are copied.
-    pub disks: Option<DepartingDisks>,
+    pub disks: Option<Box<DepartingDisks>>,
 }
 
 impl std::fmt::Debug for Sent {
@@ -145,7 +145,9 @@ async fn send(what: ToSend, report: watch::Sender<MigrationProgress>) -> Result<
     let copied = what.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
     link.send(&Message::machine(machine, &what.record, copied)?).await?;
     let disks = match &what.copies {
-        Some(copies) => Some(copy_disks(copies, what.migration, &mut link, &report).await?),
+        Some(copies) => {
+            Some(Box::new(copy_disks(copies, what.migration, &mut link, &report).await?))
+        }
         None => None,
     };
     match link.receive(PREPARE_TIMEOUT).await? {
