@@ -28,6 +28,12 @@ const WRITE: u32 = 0x137;
 const READ: u32 = 0x14e;
 const UNDEFINE: u32 = 0x122;
 
+/// The code of `TPM2_PCR_Extend`.
+const EXTEND: u32 = 0x182;
+
+/// A register that guests may use as they like.
+const REGISTER: u32 = 16;
+
 /// How many commands the guests' TPMs were sent.
 static ASKED: AtomicU32 = AtomicU32::new(0);
 
@@ -76,6 +82,21 @@ pub fn read() -> Vec<u8> {
 #[must_use]
 pub fn undefine() -> Vec<u8> {
     command(UNDEFINE, &[OWNER, INDEX], &[])
+}
+
+/// The command that measures something into a register.
+#[must_use]
+pub fn extend() -> Vec<u8> {
+    let digest = [&1u32.to_be_bytes()[..], &SHA256.to_be_bytes(), &[7; 32]].concat();
+    command(EXTEND, &[REGISTER], &digest)
+}
+
+/// What that register has.
+pub fn measured(guest: &mut Console) -> String {
+    let number = ASKED.fetch_add(1, Ordering::Relaxed);
+    let read = format!("$(cat /sys/class/tpm/tpm0/pcr-sha256/{REGISTER})");
+    guest.type_text(&format!("echo \"PCR{number}=\"\"{read}\"\r")).unwrap();
+    guest.expect(&format!("PCR{number}="), 64).unwrap()
 }
 
 /// Bytes in hexadecimal.

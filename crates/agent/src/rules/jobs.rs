@@ -1,8 +1,8 @@
 //! The preconditions of jobs.
 
 use vmseal_api::host::{
-    Attachment, DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
-    DumpJob, JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
+    DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
+    JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -153,24 +153,18 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     if !job.copies.is_empty() {
         each_once(job.copies.iter().copied())?;
     }
-    for disk in &job.copies {
-        let disk = find_disk(spec, *disk)?;
-        if disk.role.attachment() != Attachment::Disk {
-            let what = format!(
-                "has disk '{}' on a datastore that the other host does not have, and what its firmware keeps is not copied while it runs. Share the datastore with that host, or stop the VM first",
-                disk.name
-            );
-            return Err(wrong_state(spec, &what));
-        }
-    }
+    job.copies.iter().try_for_each(|disk| find_disk(spec, *disk).map(drop))?;
     let Some(begin) = &job.begin else {
         return Err(Problem::invalid("begin", "is needed to begin"));
     };
     check_session(&begin.session)?;
-    if spec.hardware.tpm {
-        let what =
-            "has a TPM, and what that keeps does not move with a VM that runs. Stop it first";
-        return Err(wrong_state(spec, what));
+    let stays = |disk: &&DiskSpec| disk.role == DiskRole::Tpm && !job.copies.contains(&disk.disk);
+    if let Some(disk) = spec.disks().find(stays) {
+        let what = format!(
+            "has a TPM, and what that keeps moves only with a copy of its disk '{}', to another datastore",
+            disk.name
+        );
+        return Err(wrong_state(spec, &what));
     }
     if let Some(disk) = spec.disks().find(|disk| disk.replica.is_some()) {
         let what = format!(

@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 use std::fs::File;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{ArrivingCopies, ArrivingCopy, DatastoreSpec, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{
+    ArrivingCopies, ArrivingCopy, Attachment, DatastoreSpec, DiskFacts, DiskSpec, VmSpec,
+};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -21,6 +23,7 @@ use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::json_file;
 use crate::storage::lease;
+use crate::storage::tpm_state;
 
 /// The version of the note.
 const VERSION: u32 = 1;
@@ -97,6 +100,9 @@ pub fn name(spec: &VmSpec, disks: &[ArrivingDisk], generation: u64) -> Result<()
     for arriving in disks {
         let home = Home::of(&arriving.disk.datastore, spec.vm)?;
         if home.image(arriving.disk.disk).symlink_metadata().is_err() {
+            if arriving.disk.role.attachment() == Attachment::Tpm {
+                tpm_state::flush_beside(&home.tpm_state(arriving.disk.disk))?;
+            }
             home.finish(arriving.disk.disk, &arriving.file)?;
         }
     }
@@ -165,7 +171,7 @@ fn read(home: &Home) -> Result<Option<Note>, Problem> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::Device;
+    use vmseal_api::host::{Device, DiskRole};
 
     use super::*;
     use crate::storage::datastore::tests::unmarked;
@@ -212,6 +218,40 @@ mod tests {
             give_up(spec.vm, &copies).unwrap();
             assert_eq!(files(&directory), Vec::<String>::new(), "named: {named}");
         }
+    }
+
+    #[test]
+    fn the_disk_of_a_tpm_gets_its_name_with_what_the_tpm_keeps_and_is_removed_with_it() {
+        let (directory, mut spec, _) = setup();
+        let Some(disk) = spec.disks_mut().next() else { unreachable!("it has disks") };
+        disk.role = DiskRole::Tpm;
+        let (id, datastore) = (disk.disk, disk.datastore.clone());
+        let home = Home::of(&datastore, spec.vm).unwrap();
+        let copies =
+            ArrivingCopies { generation: 7, disks: vec![ArrivingCopy { disk: id, datastore }] };
+        let state = home.tpm_state(id);
+        for kept in [false, true] {
+            let begun = begin(&spec, &[id], None).unwrap();
+            tpm_state::make(&state, None).unwrap();
+            if kept {
+                drop(tpm_state::make_of(&state, b"state", None).unwrap());
+            }
+            match name(&spec, &begun, 7) {
+                Err(problem) => assert!(!kept && problem.code == ErrorCode::Damaged, "{problem}"),
+                Ok(()) => assert!(kept && home.image(id).exists()),
+            }
+            drop(begun);
+            give_up(spec.vm, &copies).unwrap();
+            assert_eq!(files(&directory), Vec::<String>::new(), "kept: {kept}");
+        }
+        // Named, and its guest has run.
+        let begun = begin(&spec, &[id], None).unwrap();
+        drop(tpm_state::make_of(&state, b"state", None).unwrap());
+        name(&spec, &begun, 7).unwrap();
+        lease::take(&spec, 7).unwrap();
+        drop(begun);
+        assert_eq!(give_up(spec.vm, &copies).unwrap_err().code, ErrorCode::WrongState);
+        assert_eq!(tpm_state::read(&state).unwrap(), b"state");
     }
 
     #[test]

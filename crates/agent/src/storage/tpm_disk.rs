@@ -68,6 +68,22 @@ pub struct OpenTpm {
     pub key: SecretBytes,
 }
 
+/// Makes room for what a VM's TPM keeps, which is about to be loaded into it, for this user; none is the agent's. `dek` is the key of
+/// its disk, which has no name yet. Blocks.
+///
+/// # Errors
+/// Those of the file system.
+pub fn empty(
+    vm: VmId,
+    disk: &DiskSpec,
+    dek: &SecretBytes,
+    user: Option<u32>,
+) -> Result<OpenTpm, Problem> {
+    let key = key_of(dek, disk.disk)?;
+    let path = Home::of(&disk.datastore, vm)?.tpm_state(disk.disk);
+    Ok(OpenTpm { directory: tpm_state::make(&path, user)?, key })
+}
+
 /// Opens what a VM's TPM keeps, for this user; none is the agent's. `dek` is the key of its disk. Blocks.
 ///
 /// # Errors

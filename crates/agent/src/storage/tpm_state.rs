@@ -54,6 +54,14 @@ pub fn flush(path: &Path, directory: &File) -> Result<(), Problem> {
         .map_err(|error| failed(path, "flushed", &error))
 }
 
+/// Makes durable what the swtpm that uses this directory has written there. Blocks.
+///
+/// # Errors
+/// As [`flush`].
+pub fn flush_beside(path: &Path) -> Result<(), Problem> {
+    flush(path, &open_directory(path)?)
+}
+
 /// Opens the directory of a TPM that is about to start, and gives what is in it to this user.
 ///
 /// # Errors

@@ -1,10 +1,12 @@
 //! The memory of a guest that comes from another host, as QEMU loads it. See [`super::migration`].
 
+use std::fs::File;
 use std::sync::{Mutex, PoisonError};
 
 use serde_json::json;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
+use vmseal_secret::SecretBytes;
 
 use super::arriving_disks::ArrivingDisks;
 use super::internal;
@@ -14,6 +16,14 @@ use crate::hypervisor::qmp::Qmp;
 use crate::storage::arriving::ArrivingDisk;
 use crate::storage::mirror::GuestDisk;
 use crate::storage::placeholder;
+
+/// The disk of a TPM that is made for what the TPM keeps, which comes with the memory.
+pub struct NewTpm {
+    /// Its half-made image, with its lock.
+    pub file: File,
+    /// Its DEK.
+    pub dek: SecretBytes,
+}
 
 /// The memory that comes from another host.
 pub struct Arriving {
@@ -58,19 +68,40 @@ impl Arriving {
         Ok(())
     }
 
+    /// The disk of the VM's TPM, which is copied.
+    ///
+    /// # Errors
+    /// `internal`: it is not.
+    pub fn tpm(&self, disk: DiskId) -> Result<NewTpm, Problem> {
+        let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner);
+        let arriving = disks.iter().flat_map(ArrivingDisks::disks);
+        let mut arriving = arriving.filter(|arriving| arriving.disk.disk == disk);
+        match arriving.next().map(|arriving| (&arriving.file, &arriving.dek)) {
+            Some((file, Some(dek))) => Ok(NewTpm {
+                file: file.try_clone().map_err(internal)?,
+                dek: dek.try_clone().map_err(internal)?,
+            }),
+            _ => Err(internal("the disk of its TPM is not made")),
+        }
+    }
+
     /// Waits until the copied disks are whole; returns them. The memory is loaded.
     ///
     /// # Errors
     /// Those of the connection and the filters.
     pub async fn end(&self) -> Result<Vec<ArrivingDisk>, Problem> {
         let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut link = self.take().ok_or_else(|| internal("the memory is not loaded"))?;
         let disks = match disks {
-            Some(disks) => disks.filled().await?,
+            Some(mut disks) => {
+                if disks.carry_still(&mut link)? {
+                    link.send(&Message::Loaded).await?;
+                }
+                disks.filled().await?
+            }
             None => Vec::new(),
         };
-        if let Some(link) = self.take() {
-            link.finish().await;
-        }
+        link.finish().await;
         Ok(disks)
     }
 

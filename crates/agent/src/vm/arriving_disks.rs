@@ -3,12 +3,12 @@
 //! ```text
 //! made ─► a filter for each serves NBD ─► carried ─► the source ends its connections ─► flushed, the filters end ─► whole
 //! ```
-//! What is written is ciphertext where the disk is encrypted; the filters have no keys.
+//! What is written is ciphertext where the disk is encrypted; the filters have no keys. Nothing is written to the disk of a TPM.
 
 use std::os::unix::net::UnixStream;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{ArrivingCopies, VmSpec};
+use vmseal_api::host::{ArrivingCopies, Attachment, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
@@ -31,7 +31,8 @@ const SOCKET: &str = "nbd";
 /// See the module.
 pub struct ArrivingDisks {
     disks: Vec<ArrivingDisk>,
-    servers: Vec<Server>,
+    /// By the place of their disk.
+    servers: Vec<(usize, Server)>,
     bridges: Vec<Bridge>,
 }
 
@@ -59,8 +60,10 @@ impl ArrivingDisks {
         let begin = move || arriving::begin(&of, &copies, kek.as_ref());
         let disks = spawn_blocking(begin).await.map_err(internal)??;
         let mut servers = Vec::new();
-        for disk in &disks {
-            servers.push(Server::start(shared, spec, disk).await?);
+        for (place, disk) in disks.iter().enumerate() {
+            if disk.disk.role.attachment() != Attachment::Tpm {
+                servers.push((place, Server::start(shared, spec, disk).await?));
+            }
         }
         Ok(Self { disks, servers, bridges: Vec::new() })
     }
@@ -80,6 +83,7 @@ impl ArrivingDisks {
         migration: MigrationId,
     ) -> Result<Vec<Option<String>>, Problem> {
         let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, kek) {
+            _ if arriving.disk.role.attachment() == Attachment::Tpm => Ok(None),
             (None, _) => Ok(None),
             (Some(dek), Some(kek)) => wrap_dek(kek, migration, arriving.disk.disk, dek).map(Some),
             (Some(_), None) => Err(internal("an encrypted disk is made without its key")),
@@ -87,17 +91,36 @@ impl ArrivingDisks {
         self.disks.iter().map(wrapped).collect()
     }
 
-    /// Has the source write them.
+    /// Has the source write those that it copies while the guest runs.
     ///
     /// # Errors
     /// Those of the connection.
     pub fn carry(&mut self, link: &mut Link) -> Result<(), Problem> {
-        for (place, server) in self.servers.iter().enumerate() {
+        self.carry_those(link, |disk| !is_copied_still(disk)).map(drop)
+    }
+
+    /// The same of those that it copies when the guest stands still: a filter waits some seconds for its first request. Returns
+    /// whether there are any.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry_still(&mut self, link: &mut Link) -> Result<bool, Problem> {
+        self.carry_those(link, is_copied_still)
+    }
+
+    fn carry_those(
+        &mut self,
+        link: &mut Link,
+        which: impl Fn(&DiskSpec) -> bool,
+    ) -> Result<bool, Problem> {
+        let mut any = false;
+        for (place, server) in self.servers.iter().filter(|(at, _)| which(&self.disks[*at].disk)) {
             let socket = server.directory.socket(SOCKET);
             let socket = UnixStream::connect(&socket).map_err(internal)?;
-            self.bridges.push(link.carry_disk(place, socket)?);
+            self.bridges.push(link.carry_disk(*place, socket)?);
+            any = true;
         }
-        Ok(())
+        Ok(any)
     }
 
     /// Waits until the source has written all, and it is durable.
@@ -108,11 +131,16 @@ impl ArrivingDisks {
         for bridge in self.bridges {
             bridge.done().await.map_err(lost)?;
         }
-        for (server, arriving) in self.servers.into_iter().zip(&self.disks) {
-            server.end(arriving.disk.disk).await?;
+        for (place, server) in self.servers {
+            server.end(self.disks[place].disk.disk).await?;
         }
         Ok(self.disks)
     }
+}
+
+/// Whether a disk is copied when the guest stands still: what its firmware keeps, which is little.
+fn is_copied_still(disk: &DiskSpec) -> bool {
+    disk.role.attachment() == Attachment::Firmware
 }
 
 impl Server {

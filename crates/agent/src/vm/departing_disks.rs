@@ -3,7 +3,10 @@
 //! ```text
 //! the guest's filter copies what the guest writes ─► the copies lack little ─► the guest stands still ─► complete ─► ended
 //! what nobody writes is copied by a filter of its own, whole, before
+//! what the firmware writes, which is little, is copied so when the guest stands still
 //! ```
+//! The disk of a TPM is empty: nothing of it is copied. What the TPM keeps comes with the guest's memory.
+//!
 //! A copy has a key of its own, which the other host has made: what one host has seen of a disk does not open what the other
 //! writes later.
 
@@ -16,7 +19,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskStatus, Holes, PIVOT_BYTES_MAX};
-use vmseal_api::host::{DiskFacts, DiskSpec, MigrationProgress, VmSpec};
+use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, MigrationProgress, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -28,6 +31,7 @@ use super::{Shared, internal};
 use crate::filter::pace::Pace;
 use crate::filter::{self, Control, CopyPlace};
 use crate::migration::transport::Bridge;
+use crate::storage::builder::DiskBuilder;
 
 /// How often the filter is asked how far its copies are.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
@@ -67,7 +71,35 @@ pub struct DepartingDisks {
     control: Control,
     /// Those that the guest writes.
     written: Vec<DiskId>,
+    /// Those that are copied when it stands still.
+    still: Vec<Whole>,
     bridges: Vec<Bridge>,
+}
+
+/// A disk that is copied whole, while nobody writes it.
+struct Whole {
+    spec: VmSpec,
+    disk: (DiskSpec, DiskFacts),
+    kek: Option<SecretBytes>,
+    copy: filter::Mirror,
+    builder: DiskBuilder,
+}
+
+impl Whole {
+    fn of(
+        what: &ToCopy,
+        (disk, facts): &(DiskSpec, DiskFacts),
+        copy: filter::Mirror,
+    ) -> Result<Self, Problem> {
+        let builder = what.shared.builder(what.shared.run_dir.export(disk.disk));
+        let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let (spec, disk) = (what.spec.clone(), (disk.clone(), facts.clone()));
+        Ok(Self { spec, disk, kek, copy, builder })
+    }
+
+    async fn copy(self) -> Result<(), Problem> {
+        copy_whole(self.spec, self.disk, self.kek, self.copy, self.builder).await
+    }
 }
 
 impl DepartingDisks {
@@ -84,8 +116,13 @@ impl DepartingDisks {
         if keys.len() != what.disks.len() {
             return Err(unexpected());
         }
-        let (mut bridges, mut written, mut whole) = (Vec::new(), Vec::new(), Vec::new());
-        for (place, ((disk, facts), key)) in what.disks.iter().zip(keys).enumerate() {
+        let (mut bridges, mut written) = (Vec::new(), Vec::new());
+        let (mut whole, mut still) = (Vec::new(), Vec::new());
+        for (place, (known, key)) in what.disks.iter().zip(keys).enumerate() {
+            let disk = &known.0;
+            if disk.role.attachment() == Attachment::Tpm {
+                continue;
+            }
             let (theirs, ours) = UnixStream::pair().map_err(internal)?;
             bridges.push(link.carry_disk(place, ours)?);
             let key = match (key, &what.kek) {
@@ -98,10 +135,10 @@ impl DepartingDisks {
             };
             let (to, map) = (CopyPlace::OtherHost(theirs), map()?);
             let copy = filter::Mirror { to, key, map, pace: CopyPace::default() };
-            if disk.role.is_data() {
-                written.push((disk.disk, copy));
-            } else {
-                whole.push((disk, facts, copy));
+            match disk.role.attachment() {
+                Attachment::Disk if disk.role.is_data() => written.push((disk.disk, copy)),
+                Attachment::Firmware => still.push(Whole::of(what, known, copy)?),
+                Attachment::Disk | Attachment::Tpm => whole.push(Whole::of(what, known, copy)?),
             }
         }
         let ids = written.iter().map(|(disk, _)| *disk).collect();
@@ -110,13 +147,31 @@ impl DepartingDisks {
             let begin = move || control.mirror(&written).map_err(internal);
             spawn_blocking(begin).await.map_err(internal)??;
         }
-        for (disk, facts, copy) in whole {
-            let builder = what.shared.builder(what.shared.run_dir.export(disk.disk));
-            let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose();
-            let (spec, kek) = (what.spec.clone(), kek.map_err(internal)?);
-            copy_whole(spec, (disk.clone(), facts.clone()), kek, copy, builder).await?;
+        for disk in whole {
+            disk.copy().await?;
         }
-        Ok(Self { control: what.control.clone(), written: ids, bridges })
+        Ok(Self { control: what.control.clone(), written: ids, still, bridges })
+    }
+
+    /// Whether some are copied when the guest stands still.
+    pub fn has_still(&self) -> bool {
+        !self.still.is_empty()
+    }
+
+    /// Copies them. The guest stands still, and the other host waits for them.
+    ///
+    /// # Errors
+    /// The filter's; `internal` after [`REST_TIMEOUT`].
+    pub async fn copy_still(&mut self) -> Result<(), Problem> {
+        let still = std::mem::take(&mut self.still);
+        let copied = async {
+            for disk in still {
+                disk.copy().await?;
+            }
+            Ok(())
+        };
+        let late = || internal("copying what its firmware keeps takes too long");
+        timeout(REST_TIMEOUT, copied).await.unwrap_or_else(|_| Err(late()))
     }
 
     /// Those that the guest's filter copies.

@@ -8,6 +8,8 @@
 //!   ├─ Copied: the copies lack little ──────────►│  starts QEMU, which waits
 //!   │◄─────────────────── Ready (or Refused) ────┤
 //!   ├─ QEMU's stream, a connection ─────────────►│  loads it
+//!   │◄──────────────────────────────── Loaded ───┤  where disks are copied when the guest stands still
+//!   ├─ NBD, a connection for each of those ─────►│  writes them
 //!   ├─ the ends of NBD: the copies are complete ►│
 //! ```
 //! Where no disk is copied, nothing is said of that.
@@ -75,6 +77,8 @@ pub enum Message {
     Copied,
     /// QEMU waits for its stream.
     Ready,
+    /// The memory is loaded, and the disks can be written that are copied when the guest stands still.
+    Loaded,
     /// It cannot be received.
     Refused {
         /// Why.

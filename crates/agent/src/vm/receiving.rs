@@ -199,6 +199,12 @@ impl Receiving {
                     self.give_up(internal("the filter has ended before the guest could run here"));
                     None
                 }
+                Event::Process(ProcessEvent::TpmEnded(exit)) => {
+                    self.end().await;
+                    let what = format!("its TPM (swtpm) {exit} before the guest could run here");
+                    self.give_up(internal(what));
+                    None
+                }
                 Event::Process(_) => None,
             };
             if let Some(end) = ended {
@@ -407,9 +413,7 @@ impl Coming {
         let (machine, record, copies) = match link.receive(MACHINE_TIMEOUT).await? {
             Message::Machine { machine, record, copies } => (machine, record, copies),
             Message::Refused { why } => return Err(refused(&why)),
-            Message::Ready | Message::Prepared { .. } | Message::Copied => {
-                return Err(unexpected());
-            }
+            _ => return Err(unexpected()),
         };
         if copies != self.copies {
             return Err(unexpected());
@@ -505,18 +509,18 @@ fn plan(
             Problem::new(ErrorCode::WrongState, what)
         })
     };
-    let served = spec
-        .disks()
-        .filter(|disk| disk.role.attachment() != Attachment::Tpm && live.disk(disk.disk).is_some());
-    let disks =
-        served.map(|disk| Ok((disk.clone(), facts(disk)?))).collect::<Result<Vec<_>, Problem>>()?;
+    let there = spec.disks().filter(|disk| live.disk(disk.disk).is_some());
+    let there =
+        there.map(|disk| Ok((disk.clone(), facts(disk)?))).collect::<Result<Vec<_>, Problem>>()?;
+    let (tpm, disks): (Vec<_>, Vec<_>) =
+        there.into_iter().partition(|(disk, _)| disk.role.attachment() == Attachment::Tpm);
     Ok(Plan {
         disks,
         kek,
         shared_out: Default::default(),
         nics_before: Vec::new(),
         live,
-        tpm: None,
+        tpm: tpm.into_iter().next(),
         boot_once: None,
         memory: Memory::New,
         spec,

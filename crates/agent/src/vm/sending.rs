@@ -32,6 +32,10 @@ use crate::process::run_record::Record;
 /// The least time between two reports of how far it is: each goes to the server.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
+/// How long the destination may take to load what it has got, while the guest stands still: Linux gives a request to its disk 30
+/// seconds.
+const LOADED_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
     work: JoinHandle<Result<Sent, Problem>>,
@@ -53,7 +57,7 @@ pub enum SendingEvent {
 pub struct Sent {
     link: Link,
     /// The disks that are copied.
-    pub disks: Option<DepartingDisks>,
+    pub disks: Option<Box<DepartingDisks>>,
 }
 
 impl std::fmt::Debug for Sent {
@@ -63,6 +67,21 @@ impl std::fmt::Debug for Sent {
 }
 
 impl Sent {
+    /// The guest stands still: copies what is copied then.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn copy_still(&mut self) -> Result<(), Problem> {
+        let Some(disks) = self.disks.as_mut().filter(|disks| disks.has_still()) else {
+            return Ok(());
+        };
+        match self.link.receive(LOADED_TIMEOUT).await? {
+            Message::Loaded => disks.copy_still().await,
+            Message::Refused { why } => Err(refused(&why)),
+            _ => Err(unexpected()),
+        }
+    }
+
     /// The guest's filter has let its disks go.
     ///
     /// # Errors
@@ -183,15 +202,15 @@ async fn send_over(
     let copied = guest.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
     link.send(&Message::machine(machine, &guest.record, copied)?).await?;
     let disks = match &guest.copies {
-        Some(copies) => Some(copy_disks(copies, guest.migration, &mut link, &report).await?),
+        Some(copies) => {
+            Some(Box::new(copy_disks(copies, guest.migration, &mut link, &report).await?))
+        }
         None => None,
     };
     match link.receive(PREPARE_TIMEOUT).await? {
         Message::Ready => {}
         Message::Refused { why } => return Err(refused(&why)),
-        Message::Machine { .. } | Message::Prepared { .. } | Message::Copied => {
-            return Err(unexpected());
-        }
+        _ => return Err(unexpected()),
     }
     set_capabilities(qmp).await.map_err(refuses)?;
     let parameters = json!({"downtime-limit": guest.downtime_milliseconds});
@@ -228,7 +247,7 @@ async fn copy_disks(
     let keys = match link.receive(PREPARE_TIMEOUT).await? {
         Message::Prepared { keys } => keys,
         Message::Refused { why } => return Err(refused(&why)),
-        Message::Machine { .. } | Message::Ready | Message::Copied => return Err(unexpected()),
+        _ => return Err(unexpected()),
     };
     let failed = link.failed();
     let copied = async {

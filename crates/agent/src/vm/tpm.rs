@@ -1,5 +1,6 @@
 //! The TPM of a running VM: started before QEMU, watched, and waited for when QEMU has ended.
 
+use std::fs::File;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -9,13 +10,15 @@ use tokio::time::Instant;
 use vmseal_api::host::{DiskRole, DiskSpec, Notice, NoticeCode, VmSpec};
 use vmseal_api::problem::Problem;
 
-use super::serve::Plan;
+use super::arriving::NewTpm;
+use super::serve::{Memory, Plan};
 use super::{Shared, internal};
 use crate::hypervisor::tpm::{self, Started, State};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
-use crate::storage::{opening, tpm_disk};
+use crate::storage::opening;
+use crate::storage::tpm_disk::{self, OpenTpm};
 
 /// How long after its TPM QEMU may be seen to end: it closes their socket first.
 const QEMU_ENDS_WITHIN: Duration = Duration::from_secs(2);
@@ -56,20 +59,42 @@ pub async fn start(
     let still_wanted = Arc::downgrade(&wanted);
     let begin = move || {
         let user = slot.tpm();
-        let Some((disk, facts)) = &plan.tpm else { return Err(internal("a TPM without its disk")) };
-        let unlocked = opening::open_for_key(&plan.spec, disk, facts, plan.kek.as_ref())?;
-        let open = tpm_disk::open(plan.spec.vm, disk, &unlocked.dek, user)?;
-        let lock = &unlocked.file;
-        let state = State { directory: &open.directory, lock, key: &open.key, user };
+        let Opened { open, lock, notice } = open(&plan, user)?;
+        let state = State { directory: &open.directory, lock: &lock, key: &open.key, user };
         let started = swtpm.start(&directory, &state)?;
         if still_wanted.strong_count() == 0 {
             started.process.kill();
         }
-        Ok((started, unlocked.notice))
+        Ok((started, notice))
     };
     let (Started { process, control }, notice) =
         spawn_blocking(begin).await.map_err(internal)??;
     Ok((Tpm::Lives(process, OnceLock::new()), Some(control), notice))
+}
+
+/// What a TPM keeps, for its start.
+struct Opened {
+    open: OpenTpm,
+    /// The image of its disk, with its lock.
+    lock: File,
+    notice: Option<Notice>,
+}
+
+/// Opens what a TPM keeps, or makes room for what QEMU is about to load into it. Blocks.
+fn open(plan: &Plan, user: Option<u32>) -> Result<Opened, Problem> {
+    let Some((disk, facts)) = &plan.tpm else { return Err(internal("a TPM without its disk")) };
+    let vm = plan.spec.vm;
+    if let Memory::Arriving(arriving) = &plan.memory {
+        let NewTpm { file, dek } = arriving.tpm(disk.disk)?;
+        return Ok(Opened {
+            open: tpm_disk::empty(vm, disk, &dek, user)?,
+            lock: file,
+            notice: None,
+        });
+    }
+    let unlocked = opening::open_for_key(&plan.spec, disk, facts, plan.kek.as_ref())?;
+    let open = tpm_disk::open(vm, disk, &unlocked.dek, user)?;
+    Ok(Opened { open, lock: unlocked.file, notice: unlocked.notice })
 }
 
 impl Tpm {
@@ -85,6 +110,11 @@ impl Tpm {
             Some(process) => Self::Lives(process, OnceLock::new()),
             None => Self::Ended("ended while no agent was there".to_owned()),
         })
+    }
+
+    /// Whether it has ended under its guest.
+    pub fn has_ended(&self) -> bool {
+        matches!(self, Self::Ended(_))
     }
 
     /// Waits until it has ended and QEMU has not.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 37] = [
+pub const FEATURES: [&str; 38] = [
     "job-create",
     "job-export",
     NICS,
@@ -62,6 +62,7 @@ pub const FEATURES: [&str; 37] = [
     SHARED_DATASTORES,
     MIGRATE_DISKS,
     MIGRATE_RATE,
+    MIGRATE_STATE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -167,6 +168,9 @@ pub const MIGRATE_DISKS: &str = "job-migrate-disks";
 
 /// The rate of a [`super::SendJob`] that is put again is changed while it sends.
 pub const MIGRATE_RATE: &str = "job-migrate-rate";
+
+/// The feature of agents that send with these disks what a guest's firmware and its TPM keep.
+pub const MIGRATE_STATE: &str = "job-migrate-state";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

@@ -42,7 +42,7 @@ pub enum Host {
         #[arg(long, value_name = "NUMBER", default_value_t = PARALLEL_DEFAULT,
             value_parser = clap::value_parser!(u32).range(1..=i64::from(PARALLEL_MAX)))]
         parallel: u32,
-        /// Shut down the guests of VMs that cannot be moved, such as those with a TPM, as `vm stop` does
+        /// Shut down the guests of VMs that cannot be moved, such as those with a replica, as `vm stop` does
         #[arg(long)]
         stop_others: bool,
         #[command(flatten)]

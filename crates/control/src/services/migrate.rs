@@ -230,12 +230,6 @@ fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
 pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     let refuse =
         |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
-    if vm.hardware.tpm {
-        return refuse(
-            "has a TPM, and what that keeps does not move with a VM that runs: stop it first"
-                .to_owned(),
-        );
-    }
     if let Some(path) = vm.hardware.medium() {
         return refuse(format!(
             "has {} in its CD-ROM drive, which is a file of its host: eject it first (vmseal vm cdrom eject {})",

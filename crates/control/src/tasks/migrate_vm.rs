@@ -203,7 +203,7 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     Ok(Checked { disks, generation, copies, began })
 }
 
-/// The disks that the destination gets copies of: those on datastores that it does not have.
+/// The disks that the destination gets copies of: those on datastores that it does not have, and that of a TPM.
 async fn copies_at(
     read: &mut sqlx::SqliteConnection,
     disks: &[Disk],
@@ -212,16 +212,18 @@ async fn copies_at(
     let mut copies = Vec::new();
     for disk in disks {
         let known = datastores::find(read, &disk.datastore.datastore.to_string()).await?;
-        if known.is_some_and(|known| known.on(ends.to).is_some()) {
+        let is_there = known.is_some_and(|known| known.on(ends.to).is_some());
+        if is_there && !disk.role.moves_only_as_copy() {
             continue;
         }
         let target = match ends.datastore {
             Some(target) => datastores::find(read, &target.to_string()).await?,
             None => None,
         };
+        let target = target.filter(|target| target.id != disk.datastore.datastore);
         let datastore = target.and_then(|target| target.spec_on(ends.to)).ok_or_else(|| {
             wrong_state(format!(
-                "disk '{}' is on datastore '{}', which the other host does not have any more: begin the migration again",
+                "disk '{}' is on datastore '{}', and the other host does not have it, or none for its copy, any more: begin the migration again",
                 disk.name, disk.datastore_name
             ))
         })?;

@@ -74,6 +74,10 @@ impl Owner {
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
         let copies = self.prepare_copies(&job.copies).await?;
+        if self.running().is_some_and(|running| running.tpm.has_ended()) {
+            let what = "has lost its TPM, which ended while its guest runs. Stop it and start it again first";
+            return Err(rules::wrong_state(&self.spec, what));
+        }
         self.may_replace_filter().await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
         let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
@@ -174,10 +178,11 @@ impl Owner {
     }
 
     /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.
-    async fn hand_over(&mut self, sent: Sent) -> Result<(), Problem> {
+    async fn hand_over(&mut self, mut sent: Sent) -> Result<(), Problem> {
         if let Some(copied) = &sent.disks {
             copied.until_complete_soon().await?;
         }
+        sent.copy_still().await?;
         let spec = self.spec.clone();
         let read = move || lease::read(&spec);
         let generation = spawn_blocking(read).await.map_err(internal)??;

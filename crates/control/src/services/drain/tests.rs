@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::Mutex;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
+use vmseal_api::boot::Cdrom;
 use vmseal_api::drain::PlannedAction;
 use vmseal_api::host::GuestControl;
 use vmseal_api::id::VmId;
@@ -31,6 +32,11 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// The simulated hosts have 64 GiB: one of these fits, and not two.
 const LARGE: u64 = 40 << 30;
+
+/// A file of its host, which keeps a VM there.
+fn insert_medium(vm: &mut Vm) {
+    vm.hardware.cdrom = Some(Cdrom { medium: Some("/images/tools.iso".into()) });
+}
 
 /// Host `here`, host `there`, which has its datastore, and services that look at once.
 struct Bench {
@@ -238,20 +244,20 @@ async fn no_vm_is_placed_on_a_host_until_it_is_undrained() {
 #[tokio::test]
 async fn a_vm_that_cannot_move_stays_or_is_shut_down_where_that_is_asked() {
     let bench = Bench::new().await;
-    let with_tpm = bench.running("with-tpm", |vm| vm.hardware.tpm = true).await;
+    let with_medium = bench.running("with-medium", insert_medium).await;
     let small = bench.running("small", |_| {}).await;
     bench.drain(DrainHost::default()).await;
     let host = bench.stuck().await;
     assert_eq!(host.maintenance, Maintenance::Draining);
-    let (state, why) = of(&host, "with-tpm");
-    assert!(state == DrainState::Stays && why.contains("has a TPM"), "{why}");
+    let (state, why) = of(&host, "with-medium");
+    assert!(state == DrainState::Stays && why.contains("in its CD-ROM drive"), "{why}");
     assert_eq!(bench.host_of(small).await, "there");
-    assert!(bench.fixture.agent.runs(with_tpm));
+    assert!(bench.fixture.agent.runs(with_medium));
 
     bench.drain(DrainHost { stop_others: true, ..DrainHost::default() }).await;
     bench.drained().await;
-    assert!(!bench.fixture.agent.runs(with_tpm));
-    assert_eq!(bench.host_of(with_tpm).await, "here");
+    assert!(!bench.fixture.agent.runs(with_medium));
+    assert_eq!(bench.host_of(with_medium).await, "here");
 }
 
 #[tokio::test]
@@ -522,7 +528,7 @@ async fn a_dry_run_says_what_would_happen_to_each_vm_and_changes_nothing() {
     bench.running("two", |vm| vm.memory = LARGE).await;
     bench.running("stops", |vm| vm.on_drain = OnDrain::Stop).await;
     bench.running("left", |vm| vm.on_drain = OnDrain::Leave).await;
-    bench.running("tpm", |vm| vm.hardware.tpm = true).await;
+    bench.running("medium", insert_medium).await;
     bench.fixture.made("off", "encrypted").await;
     let before = bench.fixture.events("host.draining").await.len();
     use PlannedAction::{Migrate, Stay, Stop};
@@ -535,10 +541,10 @@ async fn a_dry_run_says_what_would_happen_to_each_vm_and_changes_nothing() {
         found.sort_by_key(|(vm, ..)| *vm);
         let expected = [
             ("left", Stay, None),
+            ("medium", other, None),
             ("off", Stay, None),
             ("one", Migrate, Some("there")),
             ("stops", Stop, None),
-            ("tpm", other, None),
             ("two", other, None),
         ];
         assert_eq!(found, expected);

@@ -1,8 +1,9 @@
 //! The disks that a VM takes along to a host that does not have their datastores.
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::version::MIGRATE_DISKS;
+use vmseal_api::host::version::{MIGRATE_DISKS, MIGRATE_STATE};
 use vmseal_api::host::{Allocation, ArrivingCopy, Attachment};
+use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
@@ -55,21 +56,27 @@ pub(super) async fn of(
     let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
     let there = datastores::of_host(&mut read, host.id).await;
     let there = there.map_err(|error| failed(error.into()))?;
-    let is_there = |disk: &&Disk| there.iter().any(|it| it.id == disk.datastore.datastore);
-    let missing: Vec<Disk> = disks.iter().filter(|disk| !is_there(disk)).cloned().collect();
-    let Some(first) = missing.first() else {
+    let is_there = |disk: &Disk| there.iter().any(|it| it.id == disk.datastore.datastore);
+    let is_copied = |disk: &&Disk| disk.role.moves_only_as_copy() || !is_there(disk);
+    let copied: Vec<Disk> = disks.iter().filter(is_copied).cloned().collect();
+    if copied.is_empty() {
         return match place {
             Some(_) => Err("it has the datastores of all disks, and they stay there: a datastore is named for copies of others (vmseal vm move moves disks)".to_owned()),
             None => Ok(None),
         };
-    };
+    }
     let snapshots = snapshots::of_vm(&mut read, vm.id).await;
     let snapshots = snapshots.map_err(|error| failed(error.into()))?;
     drop(read);
-    may_be_copied(services, vm, &missing, host, !snapshots.is_empty())
-        .map_err(|why| format!("it does not have datastore '{}', {why}", first.datastore_name))?;
-    let (datastore, room) = roomiest(services, &there, host, place).await?;
-    let preallocated = missing.iter().filter(|it| it.allocation == Allocation::Preallocated);
+    may_be_copied(services, vm, &copied, host, !snapshots.is_empty()).map_err(
+        |why| match copied.iter().find(|disk| !is_there(disk)) {
+            Some(disk) => format!("it does not have datastore '{}', {why}", disk.datastore_name),
+            None => format!("the VM has a TPM, which moves with a copy of its disk, {why}"),
+        },
+    )?;
+    let tpm = copied.iter().find(|disk| disk.role.moves_only_as_copy());
+    let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
+    let preallocated = copied.iter().filter(|it| it.allocation == Allocation::Preallocated);
     let needed = preallocated.map(|disk| disk.size).sum::<u64>();
     if needed > room {
         return Err(format!(
@@ -79,7 +86,7 @@ pub(super) async fn of(
             Size(needed)
         ));
     }
-    Ok(Some(Copies { datastore, disks: missing, room }))
+    Ok(Some(Copies { datastore, disks: copied, room }))
 }
 
 /// Whether disks can be copied to a host while their VM runs; or why not.
@@ -101,21 +108,25 @@ fn may_be_copied(
     if has_snapshots {
         return Err("and the VM has snapshots, which are not copied: delete them, or share the datastore with that host (vmseal datastore share)".to_owned());
     }
-    match disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk) {
-        Some(disk) => Err(format!(
-            "and disk '{}' is not copied while the VM runs: share the datastore with that host (vmseal datastore share)",
-            disk.name
-        )),
-        None => Ok(()),
-    }
+    let Some(disk) = disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk) else {
+        return Ok(());
+    };
+    let lacks = |host| !services.hosts.view(host).has(MIGRATE_STATE);
+    let which = match (lacks(host.id), lacks(vm.host)) {
+        (false, false) => return Ok(()),
+        (true, _) => "there",
+        (false, true) => "on the VM's host",
+    };
+    Err(format!("and disk '{}' needs a newer agent: upgrade vmseal {which}", disk.name))
 }
 
-/// The datastore of a host that was named, or the one with the most free room; and its room.
+/// The datastore of a host that was named, or the one with the most free room; and its room. The disk of a TPM goes to another one
+/// than it is on.
 async fn roomiest(
     services: &Services,
     there: &[Datastore],
     host: &Host,
-    place: Option<&str>,
+    (place, tpm): (Option<&str>, Option<&Disk>),
 ) -> Result<(Datastore, u64), String> {
     let agent = services.hosts.connected(host.id).map_err(|problem| problem.detail)?;
     let named =
@@ -125,7 +136,15 @@ async fn roomiest(
         Some(place) => format!("it has no datastore '{place}'"),
         None => "it has no datastore for copies of the disks".to_owned(),
     };
+    let of_tpm: Option<DatastoreId> = tpm.map(|tpm| tpm.datastore.datastore);
     for datastore in there.iter().filter(named) {
+        if of_tpm == Some(datastore.id) {
+            why = format!(
+                "the disk of the VM's TPM is on datastore '{}', and moves only to another one: name one for its copy, or add one to that host",
+                datastore.name
+            );
+            continue;
+        }
         let Some(spec) = datastore.spec_on(host.id) else { continue };
         match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
             DatastoreCondition::Available { usage } => {
@@ -144,12 +163,15 @@ async fn roomiest(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::request::MigrateVm;
+    use vmseal_api::hardware::{Firmware, Hardware};
+    use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
     use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
+    use crate::operation::Operation;
     use crate::services::Outcome;
     use crate::services::caller::Caller;
+    use crate::services::create_vm::create;
     use crate::services::migrate::migrate;
     use crate::testing::Fixture;
 
@@ -188,6 +210,73 @@ mod tests {
         assert!(told.contains("it has the datastores of all disks"), "{told}");
         let told = planned(&fixture, None, Some("own")).await;
         assert!(told.contains("host 'far', with copies"), "{told}");
+    }
+
+    /// A VM that runs, with UEFI and a TPM.
+    async fn with_firmware(fixture: &Fixture) {
+        let services = fixture.services(Recipient::generate().unwrap());
+        let disk = CreateDisk {
+            force: false,
+            name: "disk0".to_owned(),
+            datastore: "local".to_owned(),
+            size: 1 << 20,
+            image: None,
+            format: None,
+        };
+        let request = CreateVm {
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
+            name: "web".to_owned(),
+            policy: "encrypted".to_owned(),
+            vcpus: 1,
+            memory: 32 << 20,
+            host: None,
+            disks: vec![disk],
+            nics: Vec::new(),
+            hardware: Hardware { tpm: true, firmware: Firmware::Uefi, ..Hardware::default() },
+            cloud_init: None,
+        };
+        let caller = Caller::administrator("me");
+        let Ok(Outcome::Done(task)) = create(&services, &caller, request, false).await else {
+            panic!("nothing was begun")
+        };
+        fixture.ends_well(task.id).await;
+        let vm = fixture.task(task.id).await.operation.vm().unwrap();
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    }
+
+    #[tokio::test]
+    async fn what_a_tpm_keeps_goes_to_another_datastore_also_where_the_host_has_its_own() {
+        let fixture = Fixture::new().await;
+        let (near, _) = fixture.add_host("near").await;
+        fixture.share_datastore(near, "near").await;
+        with_firmware(&fixture).await;
+        for datastore in [None, Some("local")] {
+            let told = planned(&fixture, Some("near"), datastore).await;
+            assert!(told.contains("'local', and moves only to another one"), "{told}");
+        }
+        fixture.add_datastore(near, "near", "own").await;
+        let told = planned(&fixture, Some("near"), None).await;
+        assert!(told.contains("copies of disks tpm (") && told.contains("'own'"), "{told}");
+        assert!(!told.contains("disk0") && !told.contains("uefi-variables"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn what_firmware_and_tpm_keep_is_copied_by_agents_that_know_how() {
+        let fixture = Fixture::new().await;
+        let (far, agent) = fixture.add_host("far").await;
+        fixture.add_datastore(far, "far", "own").await;
+        with_firmware(&fixture).await;
+        let told = planned(&fixture, Some("far"), None).await;
+        assert!(told.contains("uefi-variables (") && told.contains("tpm ("), "{told}");
+        agent.lack_features(&[MIGRATE_STATE]);
+        agent.restart();
+        let told = fixture.eventually("the server sees it", async || {
+            let told = planned(&fixture, Some("far"), None).await;
+            told.contains("upgrade vmseal there").then_some(told)
+        });
+        assert!(told.await.contains("disk 'uefi-variables' needs a newer agent"));
     }
 
     #[tokio::test]

@@ -13,7 +13,7 @@ use vmseal_api::transfer::Progress;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{self, Caller, Outcome};
+use crate::services::{self, Caller, Outcome, create_vm};
 use crate::store::{datastores, hosts};
 use crate::tasks::pacing::PaceChange;
 use crate::tasks::run::{LiveProgress, Seen};
@@ -161,6 +161,28 @@ async fn a_migration_is_done_or_undone_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_migration_with_copies_of_disks_is_done_or_undone_at_every_step() {
     matrix(Kind::Migrate(Disks::Copied)).await;
+}
+
+#[tokio::test]
+async fn the_disk_of_a_tpm_goes_to_another_datastore_and_shared_ones_stay() {
+    let fixture = Fixture::new().await;
+    let (there, _) = fixture.add_host(OTHER_HOST).await;
+    fixture.share_datastore(there, OTHER_HOST).await;
+    fixture.add_datastore(there, OTHER_HOST, FAR).await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let (me, wanted) = (Caller::administrator("me"), tpm::request("encrypted"));
+    let begun = create_vm::create(&services, &me, wanted, false);
+    let Outcome::Done(task) = begun.await.unwrap() else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    let before = fixture.disks(vm).await;
+    fixture.done(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    let after = fixture.disks(vm).await;
+    assert_eq!(after[0].datastore.datastore, before[0].datastore.datastore);
+    assert_eq!(Some(after[1].datastore.datastore), far(&fixture).await);
+    assert_eq!(files(&fixture.agent, vm), [before[0].id].into(), "the shared one");
+    assert_eq!(files(&fixture.agent_of(OTHER_HOST), vm), [before[1].id].into(), "the copy");
 }
 
 #[tokio::test]

@@ -1,0 +1,283 @@
+//! VMs that move, while they run, with what their firmware and their TPM keep, to a host that has none of their datastores: nothing
+//! of it is lost, nor readable, nor left where it was.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use vmseal_tests::guest::Console;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest::run;
+use vmseal_tests::tpm_guest::{self, DONE, MARKER, ask, define, extend, keeps, measured, write};
+use vmseal_tests::two_hosts::{self, HERE, THERE, Victim, other, rounds_of_kills};
+use vmseal_tests::{TIMEOUT, eventually};
+
+const VM: &str = "web";
+const SWTPM: &str = "swtpm";
+
+/// The owner of the test's variables.
+const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
+
+/// What only such a variable's name holds.
+const NAME: &str = "VmsealMarker";
+
+/// A second host with a datastore of its own.
+fn add_host(here: &mut Installation) {
+    here.add_host(THERE).unwrap();
+    let path = here.path("far");
+    std::fs::create_dir(&path).unwrap();
+    let place = text(&path).unwrap();
+    here.vmseal(&["datastore", "add", "far", "--host", THERE, "--path", place]).unwrap();
+}
+
+fn datastore_of(host: &str) -> &'static str {
+    if host == HERE { "local" } else { "far" }
+}
+
+fn directory_of(here: &Installation, host: &str) -> PathBuf {
+    here.path(if host == HERE { "datastore" } else { "far" })
+}
+
+/// The VM runs on this host alone, with all of its disks on that host's datastore and unreadable; nothing of it is left on the
+/// other's.
+fn is_on(here: &Installation, host: &str) {
+    assert_eq!(two_hosts::only_host(here, VM).unwrap(), host);
+    let vm = here.vm(VM).unwrap();
+    let disks = vm["disks"].as_array().unwrap();
+    assert!(disks.iter().all(|disk| disk["datastore"] == datastore_of(host)), "{vm}");
+    let left = || {
+        let files = here.datastore_entries(&directory_of(here, other(host))).ok()?;
+        let processes = two_hosts::processes(here, other(host), SWTPM);
+        Some((files, processes))
+    };
+    let nothing = || left().filter(|(files, tpms)| files.is_empty() && tpms.is_empty()).map(drop);
+    eventually("nothing is left at the other host", nothing)
+        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    assert_eq!(two_hosts::processes(here, host, SWTPM).len(), 1);
+
+    let home = directory_of(here, host).join(vm["id"].as_str().unwrap());
+    let mut names: Vec<_> = std::fs::read_dir(&home)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| !["vm.json", "vm.lease"].contains(&name.as_str()))
+        .collect();
+    let mut expected = Vec::new();
+    for disk in disks {
+        let id = disk["id"].as_str().unwrap();
+        expected.push(format!("{id}.raw"));
+        if disk["role"] == "tpm" {
+            expected.push(format!("{id}.tpm"));
+        }
+    }
+    names.sort();
+    expected.sort();
+    assert_eq!(names, expected);
+    let name: Vec<u8> = NAME.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for file in here.datastore_entries(&home).unwrap().iter().filter(|file| file.is_file()) {
+        let content = std::fs::read(file).unwrap();
+        let has = |text: &[u8]| content.windows(text.len()).any(|window| window == text);
+        assert!(!has(&name) && !has(MARKER), "{} is readable", file.display());
+    }
+}
+
+fn set_variable(shell: &mut Console, name: &str, value: &str) {
+    shell.type_text(&format!("setvar {name} -guid {OWNER} -bs -rt -nv ={value}\r")).unwrap();
+    shell.expect("Shell>", 0).unwrap();
+}
+
+fn has_variable(shell: &mut Console, name: &str, shown: &str) {
+    shell.type_text(&format!("setvar {name} -guid {OWNER}\r")).unwrap();
+    shell.expect(shown, 0).unwrap();
+    shell.expect("Shell>", 0).unwrap();
+}
+
+/// A guest that is the firmware's own shell, with a variable and a TPM.
+fn with_firmware() -> Installation {
+    let mut here = Installation::new().unwrap();
+    add_host(&mut here);
+    let create = ["vm", "create", VM, "--policy", "encrypted", "--memory", "128MiB"];
+    let hardware = ["--disk", "datastore=local,size=1MiB", "--firmware", "uefi", "--tpm"];
+    here.vmseal(&[&create[..], &hardware].concat()).unwrap();
+    set_variable(&mut shell_of(&here), NAME, "112233");
+    here
+}
+
+fn shell_of(here: &Installation) -> Console {
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut shell = here.console(VM).unwrap();
+    shell.expect("Shell>", 0).unwrap();
+    shell
+}
+
+#[test]
+fn variables_move_with_their_guest_and_are_there_at_its_next_start() {
+    let here = with_firmware();
+    let planned = here.vmseal(&["vm", "migrate", VM, THERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("uefi-variables (") && planned.contains("'far'"), "{planned}");
+    for (to, name, value) in [(THERE, "SecondOne", "44556677"), (HERE, "ThirdOne", "8899")] {
+        here.vmseal(&["vm", "migrate", VM, to]).unwrap();
+        is_on(&here, to);
+        let mut shell = here.console(VM).unwrap();
+        has_variable(&mut shell, NAME, "11 22 33");
+        set_variable(&mut shell, name, value);
+        drop(shell);
+        here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+        here.vmseal(&["vm", "prove", VM]).unwrap();
+        let mut shell = shell_of(&here);
+        has_variable(&mut shell, NAME, "11 22 33");
+        has_variable(&mut shell, "SecondOne", "44 55 66 77");
+        is_on(&here, to);
+    }
+}
+
+/// A QEMU that lets a guest go on writes all variables again. One that dies before, when the disks have just got their names, does
+/// not: they have come as a copy.
+#[test]
+fn variables_are_copied_before_the_guest_goes_on() {
+    let here = with_firmware();
+    let task = here.json(&["vm", "migrate", VM, THERE, "--no-wait"]).unwrap();
+    let vm = here.vm(VM).unwrap();
+    let home = directory_of(&here, THERE).join(vm["id"].as_str().unwrap());
+    let image = home.join(format!("{}.raw", vm["disks"][1]["id"].as_str().unwrap()));
+    let give_up = Instant::now() + TIMEOUT;
+    while !image.exists() {
+        assert!(Instant::now() < give_up, "it does not arrive");
+        sleep(Duration::from_micros(200));
+    }
+    two_hosts::processes(&here, THERE, two_hosts::QEMU).into_iter().for_each(kill_hard);
+    let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+    here.wait_power(VM, "off").unwrap();
+    assert_eq!(here.vm(VM).unwrap()["host"], THERE);
+    has_variable(&mut shell_of(&here), NAME, "11 22 33");
+    is_on(&here, THERE);
+}
+
+/// Starts the guest with a TPM, which uses its disk.
+fn started(here: &Installation) -> Console {
+    let mut guest = tpm_guest::start(here, VM);
+    run(&mut guest, "insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))", "DRIVER-42").unwrap();
+    guest
+}
+
+/// A guest whose TPM keeps a marker, and has measured something: what its register has then.
+fn with_tpm() -> (Installation, String) {
+    let mut here = Installation::new().unwrap();
+    add_host(&mut here);
+    tpm_guest::create(&here, VM, &[]);
+    let mut guest = started(&here);
+    assert_eq!(ask(&mut guest, &define(), DONE.len()), DONE);
+    assert_eq!(ask(&mut guest, &write(), DONE.len()), DONE);
+    let before = measured(&mut guest);
+    assert_eq!(ask(&mut guest, &extend(), DONE.len()), DONE);
+    let after = measured(&mut guest);
+    assert_ne!(before, after);
+    (here, after)
+}
+
+#[test]
+fn what_a_tpm_keeps_moves_with_its_guest_and_is_there_at_its_next_start() {
+    let (here, mut register) = with_tpm();
+    for to in [THERE, HERE] {
+        here.vmseal(&["vm", "migrate", VM, to]).unwrap();
+        is_on(&here, to);
+        let mut guest = here.console(VM).unwrap();
+        keeps(&mut guest);
+        assert_eq!(measured(&mut guest), register, "what it has measured since it booted");
+        assert_eq!(ask(&mut guest, &extend(), DONE.len()), DONE);
+        register = measured(&mut guest);
+    }
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "prove", VM]).unwrap();
+    let mut guest = started(&here);
+    keeps(&mut guest);
+    assert_ne!(measured(&mut guest), register, "the guest has booted since");
+    is_on(&here, THERE);
+}
+
+#[test]
+fn what_a_tpm_keeps_goes_to_another_datastore_where_both_hosts_have_the_one_it_is_on() {
+    let (here, register) = with_tpm();
+    let (share, remove) =
+        (["datastore", "share", "local", "--host", THERE], ["datastore", "remove", "far"]);
+    let place = here.path("datastore");
+    here.vmseal(&[&share[..], &["--path", text(&place).unwrap()]].concat()).unwrap();
+    let same = ["vm", "migrate", VM, THERE, "--datastore", "local"];
+    let refused = here.refused(&same).unwrap();
+    assert!(refused.contains("moves only to another one"), "{refused}");
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    assert_eq!(two_hosts::only_host(&here, VM).unwrap(), THERE);
+    let of = || {
+        let vm = here.vm(VM).unwrap();
+        let disks = vm["disks"].as_array().unwrap().iter();
+        disks.map(|disk| disk["datastore"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(of(), ["local", "far"]);
+    let mut guest = here.console(VM).unwrap();
+    keeps(&mut guest);
+    assert_eq!(measured(&mut guest), register);
+    drop(guest);
+    here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
+    assert_eq!(
+        (two_hosts::only_host(&here, VM).unwrap().as_str(), of()),
+        (HERE, vec!["local".to_owned(), "local".to_owned()])
+    );
+    keeps(&mut here.console(VM).unwrap());
+    let far = here.path("far");
+    eventually("nothing is left there", || {
+        here.datastore_entries(&far).ok().filter(Vec::is_empty).map(drop)
+    })
+    .unwrap();
+    here.vmseal(&remove).unwrap();
+    let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
+    assert!(refused.contains("moves only to another one"), "{refused}");
+}
+
+/// Moves the VM again and again while processes die; `has_all` checks that its guest has lost nothing.
+fn move_while_processes_die(here: &mut Installation, has_all: impl Fn(&mut Console)) {
+    let (rounds, mut random) = rounds_of_kills();
+    for round in 0..=rounds {
+        let source = two_hosts::only_host(here, VM).unwrap();
+        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
+        let milliseconds = random.u64(0..1800);
+        sleep(Duration::from_millis(milliseconds));
+        // What a guest that runs at the destination already would lose is not killed.
+        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
+        let of_tpm = round % 7 == 6;
+        let victim = Victim::of_round(round);
+        eprintln!(
+            "round {round}: {victim:?} ({of_tpm}) after {milliseconds} ms, arrived: {arrived}"
+        );
+        if of_tpm && !arrived {
+            two_hosts::processes(here, other(&source), SWTPM).into_iter().for_each(kill_hard);
+        } else if !(arrived && matches!(victim, Victim::Qemu)) {
+            victim.kill(here, &source);
+        }
+        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
+        let host = two_hosts::only_host(here, VM).unwrap();
+        is_on(here, &host);
+        has_all(&mut here.console(VM).unwrap());
+    }
+}
+
+#[test]
+fn whatever_dies_the_variables_are_where_their_guest_is() {
+    let mut here = with_firmware();
+    move_while_processes_die(&mut here, |shell| has_variable(shell, NAME, "11 22 33"));
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    has_variable(&mut shell_of(&here), NAME, "11 22 33");
+}
+
+#[test]
+fn whatever_dies_what_a_tpm_keeps_is_where_its_guest_is() {
+    let (mut here, register) = with_tpm();
+    move_while_processes_die(&mut here, |guest| {
+        keeps(guest);
+        assert_eq!(measured(guest), register);
+    });
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    keeps(&mut started(&here));
+}
