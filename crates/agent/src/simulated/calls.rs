@@ -249,20 +249,24 @@ impl Inside {
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
         if self.agent.vms.contains_key(&vm) {
             self.situation(vm)?.may(Action::Unregister, None)?;
-            match self.agent.vms.remove(&vm) {
-                Some(known) if known.receiving => {
-                    known.made.keys().for_each(|disk| drop(self.persisted.disks.remove(disk)));
-                }
-                _ => {
-                    let disks = self.persisted.disks.iter().filter(|(_, disk)| disk.vm == vm);
-                    let disks = disks.map(|(id, disk)| (*id, disk.clone())).collect();
-                    let suspended = self.persisted.suspended.remove(&vm);
-                    self.persisted.storage.leave(vm, Left { disks, suspended });
-                }
+            if let Some(known) = self.agent.vms.remove(&vm).filter(|known| known.receiving) {
+                known.made.keys().for_each(|disk| drop(self.persisted.disks.remove(disk)));
             }
             self.agent.publish(vm);
         }
+        self.leave(vm);
         Ok(())
+    }
+
+    /// Leaves what a VM has on datastores to the host that gets it, also where this agent has restarted and does not know it.
+    fn leave(&mut self, vm: VmId) {
+        let disks = self.persisted.disks.iter().filter(|(_, disk)| disk.vm == vm);
+        let disks: std::collections::BTreeMap<_, _> =
+            disks.map(|(id, disk)| (*id, disk.clone())).collect();
+        let suspended = self.persisted.suspended.remove(&vm);
+        if !disks.is_empty() || suspended.is_some() {
+            self.persisted.storage.leave(vm, Left { disks, suspended });
+        }
     }
 
     fn offer_key(&mut self, vm: VmId, offered: &SealedKey) -> Result<(), Problem> {

@@ -263,7 +263,7 @@ pub enum Vm {
     },
     /// Move a VM to another host, also while it runs
     ///
-    /// While it runs, its memory is sent while the guest runs; then the guest stands still for an instant, and goes on at the other host. All
+    /// While it runs, its memory is sent; then the guest stands still for an instant, and goes on at the other host. All
     /// that is sent is encrypted with a key for this migration alone. Disks on datastores that the host does not have (`vmseal
     /// datastore share`) are copied there, with new data keys, while the guest runs; the former images are removed at the end. Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
     ///
