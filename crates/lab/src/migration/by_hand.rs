@@ -25,7 +25,7 @@ const CHANNELS: u32 = 2;
 /// The limits of vmseal's migrations: none of the rate, and QEMU's usual one of the time in which a guest stands still.
 const BANDWIDTH: u64 = 100_000_000_000;
 const DOWNTIME_MILLISECONDS: u64 = 300;
-/// How long a QEMU may take to listen, and to say something while it migrates.
+/// How long a QEMU may take to listen, and to say what is waited for while it migrates.
 const START: Duration = Duration::from_secs(30);
 const ANSWER: Duration = Duration::from_secs(600);
 /// A key for TLS 1.3, of 256 bits; with it GnuTLS would take ChaCha20 before AES-128-GCM, which is the faster one here.
@@ -57,7 +57,9 @@ impl How {
     fn capabilities(self) -> Value {
         let on = |name: &str| json!({"capability": name, "state": true});
         let multifd = (self == Self::Multifd).then(|| on("multifd"));
-        let all: Vec<Value> = [on("events")].into_iter().chain(multifd).collect();
+        // As vmseal has it: a guest that changes memory faster than it can be sent is slowed down.
+        let all: Vec<Value> =
+            [on("events"), on("auto-converge")].into_iter().chain(multifd).collect();
         json!({ "capabilities": all })
     }
 
@@ -258,7 +260,16 @@ impl Qemu {
 
     /// The next event of this name, which may have come before; one of a migration that has failed is an error.
     fn event(&mut self, name: &str) -> Result<Value, OperationError> {
+        let begun = Instant::now();
         loop {
+            // There are others all the time.
+            if begun.elapsed() > ANSWER {
+                let log = format!("{:?}", self.events.last());
+                return Err(OperationError::Never {
+                    what: "a QEMU says that it has migrated",
+                    log,
+                });
+            }
             if let Some(at) = self.events.iter().position(|event| event["event"] == name) {
                 return Ok(self.events.remove(at));
             }

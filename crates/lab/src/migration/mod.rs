@@ -215,7 +215,7 @@ fn create(here: &Installation, vm: &str, system: &str, guest: Guest) -> Result<(
 /// What runs vmseal's guests here: the guests by hand run under the same.
 fn accelerator(here: &Installation) -> Result<String, OperationError> {
     let host = here.json(&["host", "show", HERE])?;
-    let found = host["accelerator"].as_str().map(str::to_owned);
+    let found = host["description"]["accelerator"]["kind"].as_str().map(str::to_owned);
     found.ok_or_else(|| OperationError::Answer { what: format!("host show {HERE}") })
 }
 
