@@ -127,7 +127,7 @@ impl Process {
         }
         // One that has ended stays at what it had.
         let Some(all) = self.clock.and_then(|clock| clock.read().ok()) else { return };
-        let times: Option<Duration> = self.guests.iter().map(|path| time_of_thread(path)).sum();
+        let times: Option<Duration> = self.guests.iter().map(time_of_thread).sum();
         if let Some(guests) = times {
             // A guest's processor may have gone on between the two.
             self.now = self.now.max(all.saturating_sub(guests));
