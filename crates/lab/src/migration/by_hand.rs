@@ -20,7 +20,7 @@ const QEMU: &str = "qemu-system-x86_64";
 /// Where the destination listens, in the network of the line.
 const ADDRESS: Ipv4Addr = Ipv4Addr::LOCALHOST;
 const PORT: u16 = 4444;
-/// The streams of `multifd`: a core each, as vmseal has for its own two ends.
+/// The streams of `multifd`: one for each core of a small machine.
 const CHANNELS: u32 = 2;
 /// The limits of vmseal's migrations: none of the rate, and QEMU's usual one of the time in which a guest stands still.
 const BANDWIDTH: u64 = 100_000_000_000;
