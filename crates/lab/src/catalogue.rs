@@ -35,7 +35,10 @@ const FILES: &[(&str, &str)] = &files![
     "snapshot-pause",
     "operations",
     "backup",
-    "x3"
+    "x3",
+    "migration-throughput",
+    "migration-gap",
+    "migration-bandwidth"
 ];
 
 /// An experiment, as it is listed.
@@ -43,7 +46,7 @@ const FILES: &[(&str, &str)] = &files![
 pub struct Listed {
     /// Its name.
     pub id: String,
-    /// What is measured: `disk`, `operation`.
+    /// What is measured: `disk`, `operation`, `migration`.
     pub subject: &'static str,
     /// What it asks.
     pub title: String,
@@ -56,6 +59,7 @@ pub fn list() -> Vec<Listed> {
         let subject = match it.matter {
             Matter::Disk(..) => "disk",
             Matter::Operation(..) => "operation",
+            Matter::Migration(..) => "migration",
         };
         Listed { id: it.id.clone(), subject, title: it.title.clone() }
     };

@@ -30,6 +30,12 @@ const SECONDS_MAX: f64 = 3600.0;
 /// The largest block, in bytes, and the most requests in flight.
 const BLOCK_MAX: u32 = 1 << 20;
 const DEPTH_MAX: u16 = 256;
+/// What the guest of a migration can fill, in MiB: a machine has its memory in one piece up to 2 GiB.
+const TOUCHED_MAX_MIB: u64 = 1920;
+/// The most that it changes in a second, in MiB: more than an emulated one can.
+const CHANGES_MAX_MIB: u64 = 4096;
+/// The fastest line, in megabits a second: above what one stream carries anywhere.
+const LINE_MAX_MBIT: u64 = 400_000;
 /// Every load's block is a multiple of this.
 const BLOCK_UNIT: u32 = 4096;
 
@@ -82,6 +88,8 @@ pub enum SubjectKind {
     Disk,
     /// Operations of an installation.
     Operation,
+    /// Running guests that move to another host.
+    Migration,
 }
 
 /// An experiment.
@@ -106,6 +114,8 @@ pub enum Matter {
     Disk(DiskMatrix, DiskSteps),
     /// Of operations.
     Operation(OperationMatrix, OperationSteps),
+    /// Of migrations.
+    Migration(MigrationMatrix, MigrationSteps),
 }
 
 #[derive(Deserialize)]
@@ -136,7 +146,7 @@ pub struct DiskMatrix {
     #[serde(default = "one")]
     pub disks: Vec<u32>,
     /// The latency that is added to the storage, below the encryption.
-    #[serde(default = "zero_delay")]
+    #[serde(default = "zero")]
     pub delay_us: Vec<u64>,
     /// How many CPU-bound threads share the server's core.
     #[serde(default = "none")]
@@ -169,7 +179,7 @@ fn none() -> Vec<u32> {
     vec![0]
 }
 
-fn zero_delay() -> Vec<u64> {
+fn zero() -> Vec<u64> {
     vec![0]
 }
 
@@ -284,7 +294,38 @@ pub struct OperationSteps {
     pub full: Rounds,
 }
 
-/// How often operations are measured.
+/// What migrates: VMs of vmseal, encrypted, and plain by what they have for `--migration-encryption`; and guests of QEMUs by
+/// hand, with one stream in the clear, with several, and with one by TLS.
+pub const MIGRATION_SYSTEMS: [&str; 6] =
+    ["encrypted", "required", "disabled", "qemu-tcp", "qemu-multifd", "qemu-tls"];
+
+/// The points at which migrations are measured: every combination.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationMatrix {
+    /// Measured in turn within a round, of [`MIGRATION_SYSTEMS`].
+    pub systems: Vec<String>,
+    /// How much memory the guest has filled.
+    pub size_mib: Vec<u64>,
+    /// How much of it the guest changes in a second; 0 is a guest that stands still.
+    #[serde(default = "zero")]
+    pub changes_mib: Vec<u64>,
+    /// What the line between the hosts carries, in megabits a second; 0 is all that the machine can do.
+    #[serde(default = "zero")]
+    pub line_mbit: Vec<u64>,
+}
+
+/// How migrations are measured.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationSteps {
+    /// In minutes.
+    pub small: Rounds,
+    /// As much as the guest can fill.
+    pub full: Rounds,
+}
+
+/// How often operations or migrations are measured.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rounds {
@@ -370,6 +411,7 @@ pub fn parse(path: &Path, text: &str) -> Result<Definition, DefinitionError> {
     let found = match subject {
         SubjectKind::Disk => typed::<Whole<_, _>>(path, text)?.with(Matter::Disk),
         SubjectKind::Operation => typed::<Whole<_, _>>(path, text)?.with(Matter::Operation),
+        SubjectKind::Migration => typed::<Whole<_, _>>(path, text)?.with(Matter::Migration),
     };
     let checked = Checked { path };
     checked.definition(&found)?;
@@ -394,6 +436,7 @@ impl Definition {
         match &self.matter {
             Matter::Disk(matrix, _) => matrix.systems.iter().map(String::as_str).collect(),
             Matter::Operation(..) => OPERATION_SYSTEMS.to_vec(),
+            Matter::Migration(matrix, _) => matrix.systems.iter().map(String::as_str).collect(),
         }
     }
 
@@ -409,6 +452,11 @@ impl Definition {
             Matter::Operation(matrix, _) => BTreeMap::from([
                 ("size_mib", matrix.size_mib.clone()),
                 ("at_once", wide(&matrix.at_once)),
+            ]),
+            Matter::Migration(matrix, _) => BTreeMap::from([
+                ("size_mib", matrix.size_mib.clone()),
+                ("changes_mib", matrix.changes_mib.clone()),
+                ("line_mbit", matrix.line_mbit.clone()),
             ]),
         }
     }
@@ -474,22 +522,27 @@ impl Checked<'_> {
         match &definition.matter {
             Matter::Disk(matrix, steps) => self.disk(matrix, steps)?,
             Matter::Operation(matrix, steps) => self.operation(matrix, steps)?,
+            Matter::Migration(matrix, steps) => self.migration(matrix, steps)?,
         }
         let points: usize = definition.axes().values().map(Vec::len).product();
         self.range("number of points of matrix", points, (1, POINTS_MAX))?;
         definition.claim.iter().try_for_each(|claim| self.claim(definition, claim))
     }
 
-    fn disk(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
-        self.range("number of matrix.systems", matrix.systems.len(), (1, AXIS_MAX))?;
-        for (at, system) in matrix.systems.iter().enumerate() {
-            let mut all = SYSTEMS.iter().chain(&MORE_SYSTEMS);
-            if !all.any(|known| known == system) || matrix.systems[..at].contains(system) {
-                let allowed =
-                    format!("each once of {}", [&SYSTEMS[..], &MORE_SYSTEMS].concat().join(", "));
+    /// Systems to be measured, of those that are known.
+    fn systems(&self, chosen: &[String], known: &[&str]) -> Result<(), DefinitionError> {
+        self.range("number of matrix.systems", chosen.len(), (1, AXIS_MAX))?;
+        for (at, system) in chosen.iter().enumerate() {
+            if !known.contains(&system.as_str()) || chosen[..at].contains(system) {
+                let allowed = format!("each once of {}", known.join(", "));
                 return self.refuse("matrix.systems", system, allowed);
             }
         }
+        Ok(())
+    }
+
+    fn disk(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
+        self.systems(&matrix.systems, &[&SYSTEMS[..], &MORE_SYSTEMS].concat())?;
         self.axis("matrix.disks", &matrix.disks, (1, MANY))?;
         self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
         self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
@@ -535,7 +588,28 @@ impl Checked<'_> {
         self.axis("matrix.at_once", &matrix.at_once, (1, MANY))?;
         self.range("number of matrix.operations", matrix.operations.len(), (1, AXIS_MAX))?;
         self.range("steps.memory_mib", steps.memory_mib, (32, 1 << 20))?;
-        for (key, rounds) in [("steps.small", &steps.small), ("steps.full", &steps.full)] {
+        self.rounds([&steps.small, &steps.full], sizes)
+    }
+
+    fn migration(
+        &self,
+        matrix: &MigrationMatrix,
+        steps: &MigrationSteps,
+    ) -> Result<(), DefinitionError> {
+        self.systems(&matrix.systems, &MIGRATION_SYSTEMS)?;
+        let sizes = (1, TOUCHED_MAX_MIB);
+        self.axis("matrix.size_mib", &matrix.size_mib, sizes)?;
+        self.axis("matrix.changes_mib", &matrix.changes_mib, (0, CHANGES_MAX_MIB))?;
+        self.axis("matrix.line_mbit", &matrix.line_mbit, (0, LINE_MAX_MBIT))?;
+        self.rounds([&steps.small, &steps.full], sizes)
+    }
+
+    fn rounds(
+        &self,
+        [small, full]: [&Rounds; 2],
+        sizes: (u64, u64),
+    ) -> Result<(), DefinitionError> {
+        for (key, rounds) in [("steps.small", small), ("steps.full", full)] {
             self.range(&format!("{key}.rounds"), rounds.rounds, (1, VALUES_MAX as u32))?;
             if let Some(values) = &rounds.size_mib {
                 self.axis(&format!("{key}.size_mib"), values, sizes)?;
@@ -567,7 +641,7 @@ impl Checked<'_> {
             }
             let has = |it: &&Operation| match &definition.matter {
                 Matter::Operation(matrix, _) => matrix.operations.contains(it),
-                Matter::Disk(..) => false,
+                Matter::Disk(..) | Matter::Migration(..) => false,
             };
             if let Some(other) = check.operations.iter().find(|it| !has(it)) {
                 let allowed = "an operation of matrix.operations";
@@ -599,8 +673,12 @@ mod tests {
     const GOOD: &str = include_str!("../../../bench/experiments/v1.toml");
 
     fn refused(from: &str, to: &str) -> String {
-        assert!(GOOD.contains(from), "{from}");
-        let text = GOOD.replacen(from, to, 1);
+        refused_of(GOOD, from, to)
+    }
+
+    fn refused_of(good: &str, from: &str, to: &str) -> String {
+        assert!(good.contains(from), "{from}");
+        let text = good.replacen(from, to, 1);
         parse(Path::new("mine.toml"), &text).unwrap_err().to_string()
     }
 
@@ -632,7 +710,11 @@ mod tests {
                 "\"other\"]",
                 "matrix.systems: other is not allowed: each once of vmseal-encrypted",
             ),
-            ("\"disk\"", "\"disc\"", "unknown variant `disc`, expected `disk` or `operation`"),
+            (
+                "\"disk\"",
+                "\"disc\"",
+                "unknown variant `disc`, expected one of `disk`, `operation`, `migration`",
+            ),
             ("id = \"v1\"", "id = \"../v1\"", "id: ../v1 is not allowed: 1 to 40 of a to z"),
             ("rounds = 5", "rounds = 0", "steps.small.rounds: 0 is not allowed: from 1 to 1000"),
             ("value = 0.95", "value = nan", "claim.checks.value: NaN is not allowed"),
@@ -655,6 +737,24 @@ mod tests {
             let found = refused(from, to);
             assert!(found.contains(expected), "{found}\nnot: {expected}");
             assert!(found.contains("mine.toml"), "{found}");
+        }
+    }
+    #[test]
+    fn a_migration_has_systems_memory_and_lines_that_there_can_be() {
+        let good = include_str!("../../../bench/experiments/migration-bandwidth.toml");
+        for (from, to, expected) in [
+            (
+                "\"disabled\"]",
+                "\"other\"]",
+                "other is not allowed: each once of encrypted, required",
+            ),
+            ("size_mib = [512]", "size_mib = [4096]", "4096 is not allowed: from 1 to 1920"),
+            ("line_mbit = [500,", "line_mbit = [500, 500,", "each value once"),
+            ("line_mbit = [500,", "line = [500,", "unknown field `line`"),
+            ("\"throughput\", ", "", "claim.checks.measure: Throughput is not allowed"),
+        ] {
+            let found = refused_of(good, from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
         }
     }
 }

@@ -297,6 +297,7 @@ impl<'a> Disks<'a> {
                 server_busy: 1.0,
                 client_busy: 0.0,
                 others_busy: 0.0,
+                cpu_per_gib: None,
                 neighbour: None,
             }),
             Some(measured.latency),
@@ -376,6 +377,7 @@ impl<'a> Disks<'a> {
                 },
             ))),
             others_busy: share(measured.others),
+            cpu_per_gib: None,
             neighbour: neighbour.map(|work| work.rate),
         };
         Ok(Sample::Cell(Box::new(cell), Some(measured.latency)))

@@ -27,7 +27,8 @@ pub enum Metric {
     P50,
     /// What 99 of 100 requests do not exceed, in nanoseconds.
     P99,
-    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then.
+    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of a
+    /// migration, how long the guest stood still.
     Gap,
     /// The server's own memory, in bytes.
     Memory,
@@ -41,6 +42,8 @@ pub enum Metric {
     Seconds,
     /// How much an operation reads of the disks, in bytes.
     ReadBytes,
+    /// The CPU time of a migration for a GiB of memory, in nanoseconds.
+    CpuPerGib,
     /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
     Spread,
 }
@@ -62,6 +65,7 @@ impl Metric {
             Self::Neighbour => "work of a neighbour",
             Self::Seconds => "time",
             Self::ReadBytes => "bytes read",
+            Self::CpuPerGib => "CPU time for a GiB of memory",
             Self::Spread => "99th percentile by median",
         }
     }
@@ -95,6 +99,7 @@ impl Metric {
             Self::Neighbour => cells(|cell| cell.neighbour.unwrap_or(f64::NAN)),
             Self::Seconds => cells(|cell| cell.seconds),
             Self::ReadBytes => cells(|cell| cell.read_bytes),
+            Self::CpuPerGib => cells(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN)),
             Self::Spread => cells(|cell| cell.p99 / cell.p50),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
@@ -115,6 +120,7 @@ impl Metric {
             Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
             Self::Seconds => (1.0, 3, "s"),
+            Self::CpuPerGib => (1e9, 2, "s/GiB"),
             Self::Spread => (1.0, 2, "times"),
             Self::IdleCpu => (1.0, 0, "ns/s"),
             Self::IdleWakeups => (1.0, 1, "per s"),
@@ -225,6 +231,9 @@ pub const DISK: &str = "disk.";
 
 /// What the goals about operations begin with.
 pub const OPERATIONS: &str = "ops.";
+
+/// What the goals about migrations begin with.
+pub const MIGRATION: &str = "migration.";
 
 /// What the goals about network cards begin with.
 pub const NETWORK: &str = "network.";
@@ -427,6 +436,7 @@ pub(crate) mod tests {
             server_busy: 1.0,
             client_busy: 0.5,
             others_busy: 0.0,
+            cpu_per_gib: None,
             neighbour: None,
         }
     }
@@ -589,7 +599,8 @@ pub(crate) mod tests {
         let networks = read(&path, NETWORK).unwrap();
         let operations = read(&path, OPERATIONS).unwrap();
         assert!(!goals.is_empty() && !networks.is_empty() && !operations.is_empty());
-        let known = goals.len() + networks.len() + operations.len();
+        let migrations = read(&path, MIGRATION).unwrap();
+        let known = goals.len() + networks.len() + operations.len() + migrations.len();
         assert_eq!(known, read(&path, "").unwrap().len());
         let (timed, of_disks): (Vec<_>, Vec<_>) =
             operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
@@ -602,6 +613,13 @@ pub(crate) mod tests {
                     "{}",
                     goal.id
                 );
+            }
+        }
+        assert!(!migrations.is_empty());
+        for goal in migrations {
+            let systems = crate::migration::systems_at(&goal.workload);
+            for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {
+                assert!(systems.contains(system), "{}: {system} of {systems:?}", goal.id);
             }
         }
         for goal in goals.into_iter().chain(of_disks) {

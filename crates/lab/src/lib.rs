@@ -8,6 +8,7 @@
 //! | [`outcome`], [`storage`] | what measuring gives; where disks are |
 //! | [`subject`] | the order of measuring, whatever is measured |
 //! | [`operation`] | operations of a whole installation |
+//! | [`migration`] | running guests that move to another host, beside QEMU's own migration |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
@@ -24,8 +25,10 @@ pub mod definition;
 pub mod experiment;
 pub mod goals;
 pub mod idle;
+mod installation;
 pub mod load;
 pub mod machine;
+pub mod migration;
 pub mod neighbour;
 pub mod operation;
 pub mod outcome;

@@ -46,7 +46,8 @@ pub struct Cell {
     pub p50: f64,
     /// The 99th percentile of the latency, in nanoseconds.
     pub p99: f64,
-    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then.
+    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of
+    /// a migration, the time in which the guest stood still.
     pub gap: f64,
     /// The server's private memory (RssAnon) afterwards, in bytes.
     pub memory: f64,
@@ -56,6 +57,9 @@ pub struct Cell {
     pub client_busy: f64,
     /// The CPU time of everything else, as a share of one CPU.
     pub others_busy: f64,
+    /// The CPU time of all processes of a migration for a GiB of memory, in nanoseconds; none of what sends none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_per_gib: Option<f64>,
     /// The work in a second of CPU-bound neighbours, where there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<f64>,

@@ -247,7 +247,10 @@ fn numbers(measured: &Measured) -> Markup {
             details {
                 summary { (measured.section) ", in numbers" }
                 table {
-                    tr { th { "operation" } th { "system" } th { "s" } th { "MB/s" } }
+                    tr {
+                        th { "operation" } th { "system" } th { "s" } th { "MB/s" }
+                        th { "gap, ms" } th { "CPU, s/GiB" }
+                    }
                     @for summary in &measured.operations {
                         tr {
                             td { (summary.workload) }
@@ -256,6 +259,13 @@ fn numbers(measured: &Measured) -> Markup {
                             td.number {
                                 @if let Some(rate) = &summary.throughput {
                                     (rate.show(|it| format!("{:.0}", it / 1e6)))
+                                }
+                            }
+                            @for (value, one) in [(summary.gap, 1e6), (summary.cpu_per_gib, 1e9)] {
+                                td.number {
+                                    @if let Some(value) = value {
+                                        (value.show(|it| format!("{:.2}", it / one)))
+                                    }
                                 }
                             }
                         }

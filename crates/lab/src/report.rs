@@ -199,6 +199,12 @@ pub struct OperationSummary {
     /// The bytes of its disks in a second, where it goes over them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throughput: Option<Interval>,
+    /// How long a guest stood still, in nanoseconds, where it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gap: Option<Interval>,
+    /// The CPU time for a GiB of memory, in nanoseconds, where memory is sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_per_gib: Option<Interval>,
 }
 
 /// Operations in the order in which they first occur.
@@ -220,9 +226,10 @@ pub fn summarize_operations(outcome: &Outcome) -> Vec<OperationSummary> {
             Interval::of(outcome.cells.iter().filter(wanted).map(value))
         };
         let seconds = of(|cell| cell.seconds)?;
-        let throughput = of(|cell| cell.throughput);
+        let (throughput, gap) = (of(|cell| cell.throughput), of(|cell| cell.gap));
+        let cpu_per_gib = of(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN));
         let (system, workload) = (system.to_owned(), workload.to_owned());
-        Some(OperationSummary { system, workload, seconds, throughput })
+        Some(OperationSummary { system, workload, seconds, throughput, gap, cpu_per_gib })
     };
     order.into_iter().filter_map(summary).collect()
 }

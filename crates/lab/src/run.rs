@@ -16,6 +16,7 @@ use crate::definition::{Definition, DefinitionError, Extent, Matter};
 use crate::experiment::{self, Outcome, Progress};
 use crate::goals::{self, Assessment, Metric, Verdict};
 use crate::machine::{self, Machine};
+use crate::migration;
 use crate::operation::{self, Choice, Found};
 use crate::report::Measured;
 use crate::sections::{self, Section};
@@ -173,17 +174,26 @@ impl RunArguments {
                 self.disk(definition, extent, observe)
             }
             Matter::Operation(matrix, steps) => {
-                let choice = Choice {
-                    program: self.vmseal.clone(),
-                    directory: match steps.storage {
-                        Some(Storage::Memory) => self.directory.clone(),
-                        Some(Storage::Ext4 | Storage::Vsan) | None => self.ext4_directory.clone(),
-                    },
-                    full: self.full,
-                    rounds: self.rounds,
+                let directory = match steps.storage {
+                    Some(Storage::Memory) => &self.directory,
+                    Some(Storage::Ext4 | Storage::Vsan) | None => &self.ext4_directory,
                 };
+                let choice = self.choice(directory);
                 operation::run(&choice, &definition.id, matrix, steps, observe)
             }
+            Matter::Migration(matrix, steps) => {
+                let choice = self.choice(&self.ext4_directory);
+                migration::run(&choice, &definition.id, matrix, steps, observe)
+            }
+        }
+    }
+
+    fn choice(&self, directory: &Path) -> Choice {
+        Choice {
+            program: self.vmseal.clone(),
+            directory: directory.to_owned(),
+            full: self.full,
+            rounds: self.rounds,
         }
     }
 
@@ -256,7 +266,8 @@ impl RunReport {
     pub fn csv(&self) -> String {
         let mut text =
             "experiment,point,workload,system,round,requests,seconds,iops,bytes_per_second,\
-                        cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second\n"
+                        cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second,\
+                        cpu_ns_per_gib\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -277,6 +288,7 @@ impl RunReport {
                         cell.memory,
                         cell.server_busy,
                         cell.neighbour.unwrap_or(f64::NAN),
+                        cell.cpu_per_gib.unwrap_or(f64::NAN),
                     ]
                     .map(number)
                     .join(",");

@@ -127,17 +127,27 @@ fn section(measured: &Measured) -> String {
 }
 
 fn operations(measured: &Measured) -> Table {
-    let mut table = table(&["operation", "system", "s", "MB/s"]);
-    for summary in &measured.operations {
+    let all = &measured.operations;
+    // Migrations have more to show.
+    let sends = all.iter().any(|it| it.gap.is_some() || it.cpu_per_gib.is_some());
+    let more: &[&str] = if sends { &["gap ms", "CPU s/GiB"] } else { &[] };
+    let mut table = table(&[&["operation", "system", "s", "MB/s"], more].concat());
+    for summary in all {
         let rate = summary.throughput.map(|rate| format!("{:.0}", rate.median / 1e6));
-        table.add_row(vec![
+        let mut row = vec![
             summary.workload.clone(),
             summary.system.clone(),
             summary.seconds.show(|value| format!("{value:.3}")),
             rate.unwrap_or_default(),
-        ]);
+        ];
+        if sends {
+            let gap = summary.gap.map(|gap| gap.show(|value| format!("{:.0}", value / 1e6)));
+            let cpu = summary.cpu_per_gib.map(|cpu| cpu.show(|it| format!("{:.2}", it / 1e9)));
+            row.extend([gap.unwrap_or_default(), cpu.unwrap_or_default()]);
+        }
+        table.add_row(row);
     }
-    numbers_to_the_right(&mut table, 2..4);
+    numbers_to_the_right(&mut table, 2..4 + more.len());
     table
 }
 

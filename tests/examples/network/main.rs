@@ -74,6 +74,7 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
         server_busy: sample.cpu / sample.seconds,
         client_busy: sample.client_cpu / sample.seconds,
         others_busy: f64::NAN,
+        cpu_per_gib: None,
         neighbour: None,
     }
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::installation::Installation;
 use super::{ENCRYPTED, OperationError, fill, timed, words};
+use crate::installation::Installation;
 
 /// What is changed: one part of so many.
 const PARTS: u64 = 100;

@@ -9,7 +9,6 @@
 //! The guest finds nothing to boot and idles: under emulation a busy one would measure the emulation.
 
 mod backup;
-mod installation;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,9 +19,9 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use self::installation::Installation;
 use crate::claim::Place;
 use crate::definition::{OPERATION_SYSTEMS, Operation, OperationMatrix, OperationSteps};
+use crate::installation::Installation;
 pub use crate::outcome::OperationError;
 use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
 use crate::report::{Measured, summarize_operations};
@@ -70,12 +69,9 @@ pub(crate) fn run(
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Found, ExperimentError> {
     let program = choice.program.clone().unwrap_or_else(this_program);
-    for needed in [&program, Path::new("qemu-system-x86_64"), Path::new("qemu-img")] {
-        let ran = Command::new(needed).arg("--version").output();
-        if !ran.is_ok_and(|it| it.status.success()) {
-            let why = format!("{} cannot be run", needed.display());
-            return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
-        }
+    let needed = [&program, Path::new("qemu-system-x86_64"), Path::new("qemu-img")];
+    if let Some(why) = missing(&needed) {
+        return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
     }
     if let Some(why) = steps.storage.and_then(|storage| storage.obstacle(&choice.directory)) {
         return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
@@ -121,8 +117,17 @@ pub(crate) fn names_of(id: &str) -> Vec<String> {
     tasks.iter().map(|task| task.workload.to_owned()).collect()
 }
 
+/// The first of these programs that cannot be run, as a reason to measure nothing.
+pub(crate) fn missing(programs: &[&Path]) -> Option<String> {
+    let fails = |program: &&&Path| {
+        let ran = Command::new(program).arg("--version").output();
+        !ran.is_ok_and(|it| it.status.success())
+    };
+    programs.iter().find(fails).map(|program| format!("{} cannot be run", program.display()))
+}
+
 /// The program that this is; that of the laboratory alone (cargo's examples) has it in the directory above.
-fn this_program() -> PathBuf {
+pub(crate) fn this_program() -> PathBuf {
     let name = "vmseal";
     let program = std::env::current_exe().unwrap_or_default();
     let near = program.ancestors().skip(1).take(2).map(|directory| directory.join(name));
@@ -370,7 +375,7 @@ fn timed(
 }
 
 /// When a task that was answered, or the only one of a list, was created and ended.
-fn times(answered: &Value) -> Option<(jiff::Timestamp, jiff::Timestamp)> {
+pub(crate) fn times(answered: &Value) -> Option<(jiff::Timestamp, jiff::Timestamp)> {
     let task = match answered {
         Value::Array(all) if all.len() == 1 => &all[0],
         other => other,
@@ -437,6 +442,7 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         server_busy: f64::NAN,
         client_busy: f64::NAN,
         others_busy: f64::NAN,
+        cpu_per_gib: None,
         neighbour: None,
     }
 }

@@ -14,10 +14,16 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::OperationError;
+use crate::outcome::OperationError;
 
 const SERVER_PORT: u16 = 8443;
+/// The first host's; each further one has the next.
 const AGENT_PORT: u16 = 8444;
+/// The first host, and one that may be added.
+pub const HERE: &str = "here";
+pub const THERE: &str = "there";
+/// The first user id of the second host's guests: the first one's are below.
+const THERE_UIDS: &str = "2100000";
 
 /// How long server and agent may take until they answer.
 const START: Duration = Duration::from_secs(60);
@@ -27,13 +33,15 @@ const QUOTED: usize = 1500;
 /// The passphrase of the installation's key provider; with it goes all that it protects.
 const PASSPHRASE: &str = "of an installation that is measured and thrown away";
 
-/// A server, an agent, and all that they keep.
+/// A server, an agent or two, and all that they keep.
 #[derive(Debug)]
 pub struct Installation {
     program: PathBuf,
     address: Ipv4Addr,
     server: Option<Child>,
-    agent: Option<Child>,
+    agents: Vec<Child>,
+    /// Where agents keep what runs.
+    runs: Vec<PathBuf>,
     /// Sockets and state; short, as the names of sockets may not be long.
     home: TempDir,
     store: TempDir,
@@ -58,14 +66,33 @@ impl Installation {
             program: program.to_owned(),
             address: Ipv4Addr::new(127, high | 0x80, low, 77),
             server: None,
-            agent: None,
+            agents: Vec::new(),
+            runs: Vec::new(),
             home: made(&std::env::temp_dir())?,
             store: made(&directory)?,
         };
         this.start_server()?;
-        this.start_agent()?;
+        this.start_agent(HERE, AGENT_PORT, &[])?;
         this.add_resources()?;
         Ok(this)
+    }
+
+    /// Adds a second host on this machine, [`THERE`], that has the datastore, too.
+    pub fn add_host(&mut self) -> Result<(), OperationError> {
+        self.start_agent(THERE, AGENT_PORT + 1, &["--uid-base", THERE_UIDS])?;
+        let store = self.datastore().display().to_string();
+        self.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", &store])?;
+        Ok(())
+    }
+
+    /// The agents, and the processes of guests that live.
+    pub fn processes(&self) -> Vec<i32> {
+        let agents = self.agents.iter().map(|agent| agent.id().cast_signed());
+        agents.chain(self.runs.iter().flat_map(|run| on_record(run))).collect()
+    }
+
+    fn datastore(&self) -> PathBuf {
+        self.store().join("datastore")
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -151,29 +178,33 @@ impl Installation {
         self.wait("the server answers", "server.log", |this| this.vmseal(&["host", "list"]).is_ok())
     }
 
-    fn start_agent(&mut self) -> Result<(), OperationError> {
+    fn start_agent(&mut self, host: &str, port: u16, more: &[&str]) -> Result<(), OperationError> {
         let token = self.vmseal(&["host", "token"])?;
-        let token = self.write("join.token", &token)?;
-        let (url, state) = (self.url(), self.path("agent").display().to_string());
-        let address = format!("{}:{AGENT_PORT}", self.address);
-        let join = ["agent", "join", "--to", &url, "--name", "here", "--join-token-file", &token];
+        let token = self.write(&format!("{host}.token"), &token)?;
+        let state = self.path(&format!("agent-{host}")).display().to_string();
+        let (url, address) = (self.url(), format!("{}:{port}", self.address));
+        let join = ["agent", "join", "--to", &url, "--name", host, "--join-token-file", &token];
         self.vmseal(&[&join[..], &["--address", &address, "--state-dir", &state]].concat())?;
+        let (run, log) = (self.path(&format!("run-{host}")), format!("agent-{host}.log"));
         let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
-        command.arg(self.path("run")).args(["--transfer-directory"]).arg(self.store());
+        command.arg(&run).args(["--transfer-directory"]).arg(self.store());
+        // Both hosts have one address.
+        command.args(["--migration-listen", &format!("{}:0", self.address)]).args(more);
         command.env("RUST_LOG", "info");
-        self.agent = Some(self.spawn(command, "agent.log")?);
-        self.wait("the host is connected", "agent.log", |this| {
-            let host = this.json(&["host", "show", "here"]);
-            host.is_ok_and(|host| host["connection"] == "connected")
+        self.agents.push(self.spawn(command, &log)?);
+        self.runs.push(run);
+        self.wait("the host is connected", &log, |this| {
+            let shown = this.json(&["host", "show", host]);
+            shown.is_ok_and(|shown| shown["connection"] == "connected")
         })
     }
 
     fn add_resources(&self) -> Result<(), OperationError> {
-        let store = self.store().join("datastore");
+        let store = self.datastore();
         let failed = |source| OperationError::File { path: store.clone(), source };
         fs::create_dir(&store).map_err(failed)?;
         let store = store.display().to_string();
-        self.vmseal(&["datastore", "add", "local", "--host", "here", "--path", &store])?;
+        self.vmseal(&["datastore", "add", "local", "--host", HERE, "--path", &store])?;
         let passphrase = self.write("passphrase", PASSPHRASE)?;
         let backup = self.path("keys.backup").display().to_string();
         let given = ["--passphrase-file", &passphrase];
@@ -206,13 +237,13 @@ impl Installation {
 
 impl Drop for Installation {
     fn drop(&mut self) {
-        for child in self.agent.iter_mut().chain(&mut self.server) {
+        for child in self.agents.iter_mut().chain(&mut self.server) {
             // One that has ended is not there any more.
             let _ = child.kill();
             let _ = child.wait();
         }
         // Guests and filters outlive an agent.
-        for pid in on_record(&self.path("run")) {
+        for pid in self.runs.iter().flat_map(|run| on_record(run)) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }

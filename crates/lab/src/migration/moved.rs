@@ -1,0 +1,63 @@
+//! A migration that has been measured, as the goals take it.
+
+use std::time::Duration;
+
+use super::meter::Spent;
+use crate::outcome::Cell;
+use crate::subject::Point;
+
+/// A GiB, in bytes.
+const GIB: f64 = 1_073_741_824.0;
+
+/// How it went.
+#[derive(Clone, Debug)]
+pub(super) struct Moved {
+    /// From the beginning until the guest ran at the other host and what was left was done, in seconds.
+    pub seconds: f64,
+    /// What was sent of the memory, in bytes.
+    pub sent: u64,
+    /// How long the guest stood still.
+    pub gap: Duration,
+    /// What was seen from outside.
+    pub spent: Spent,
+}
+
+impl Moved {
+    /// As the goals take it. What does not apply is not a number, so that no goal can be met by it.
+    pub fn cell(&self, point: &Point) -> Cell {
+        Cell {
+            round: point.round,
+            system: point.system.to_owned(),
+            workload: point.workload.to_owned(),
+            requests: 1,
+            seconds: self.seconds,
+            iops: f64::NAN,
+            throughput: self.spent.rate(),
+            read_bytes: f64::NAN,
+            cpu_per_io: f64::NAN,
+            p50: f64::NAN,
+            p99: f64::NAN,
+            gap: self.gap.as_nanos() as f64,
+            memory: f64::NAN,
+            server_busy: f64::NAN,
+            client_busy: f64::NAN,
+            others_busy: f64::NAN,
+            cpu_per_gib: Some(self.spent.cpu.as_nanos() as f64 * GIB / self.sent as f64),
+            neighbour: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_time_is_for_a_gib_and_a_gap_in_nanoseconds() {
+        let spent = Spent { cpu: Duration::from_secs(3), ..Spent::default() };
+        let moved = Moved { seconds: 4.0, sent: 1 << 29, gap: Duration::from_millis(120), spent };
+        let cell = moved.cell(&Point { round: 1, system: "encrypted", workload: "w" });
+        assert_eq!((cell.seconds, cell.gap, cell.cpu_per_gib), (4.0, 120e6, Some(6e9)));
+        assert!(cell.throughput.is_nan(), "nothing has gone over a line");
+    }
+}
