@@ -93,7 +93,8 @@ impl Engine {
         let verb = change.verb();
         let kind = task.operation.kind();
         let is_rate = matches!(change, PaceChange::Rate(_));
-        if !task.operation.mirrors_disks() && !(task.operation.is_migration() && is_rate) {
+        let can = task.operation.mirrors_disks() || (task.operation.is_migration() && is_rate);
+        if !can {
             let and_migrations = if is_rate { ", or send a VM (vm migrate)" } else { "" };
             return refused(format!(
                 "{kind} cannot be {verb}: only tasks that copy disks can (vm encrypt, decrypt, recrypt --deep, move){and_migrations}"
