@@ -50,9 +50,12 @@ impl Storage {
         self.inside().marks.insert(path.to_owned(), datastore);
     }
 
-    /// A host has forgotten a VM.
+    /// A host has forgotten a VM; one that is asked again knows no more than the first time.
     pub fn leave(&self, vm: VmId, left: Left) {
-        self.inside().left.insert(vm, left);
+        let mut inside = self.inside();
+        let known = inside.left.entry(vm).or_default();
+        known.disks.extend(left.disks);
+        known.suspended = left.suspended.or(known.suspended.take());
     }
 
     /// A host gets a VM.

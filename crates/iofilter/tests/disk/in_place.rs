@@ -252,6 +252,17 @@ fn content(size: usize, random: &mut fastrand::Rng) -> Vec<u8> {
     content
 }
 
+/// The same with data in half of its sectors at least: a disk of holes alone is converted without a write.
+fn mostly_data(size: usize, random: &mut fastrand::Rng) -> Vec<u8> {
+    loop {
+        let content = content(size, random);
+        let data = content.chunks(SECTOR).filter(|sector| sector.iter().any(|byte| *byte != 0));
+        if data.count() * 2 >= size / SECTOR {
+            return content;
+        }
+    }
+}
+
 const KINDS: [Kind; 3] = [Kind::Encrypt, Kind::Decrypt, Kind::Recrypt];
 
 #[test]
@@ -259,7 +270,7 @@ fn a_conversion_goes_on_after_a_power_cut_at_every_write() {
     let mut random = fastrand::Rng::with_seed(seed());
     for kind in KINDS {
         for sparse in [false, true] {
-            let content = content(SIZE, &mut random);
+            let content = mostly_data(SIZE, &mut random);
             let whole = Rig::new(kind, SIZE, sparse, &mut random);
             whole.write(&content);
             whole.convert(u64::MAX).unwrap();
