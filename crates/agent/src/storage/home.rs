@@ -152,13 +152,21 @@ pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
     });
     for home in homes {
         for debris in entries(&home).collect::<Vec<_>>() {
-            if debris.extension().is_some_and(|extension| extension == "creating") {
+            if is_half_made_disk(&debris) {
                 remove_debris(&debris);
             }
         }
         // Also of a process that ended before the disk was begun.
         Home { path: home }.remove_empty();
     }
+}
+
+/// Whether this is the name of a half-made disk. Memories and core dumps that are being written have no lock, and their VM's owner
+/// removes what is left of them.
+fn is_half_made_disk(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let disk = name.and_then(|name| name.strip_suffix(".raw.creating"));
+    disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
 }
 
 /// Removes a half-made disk that no process works on, unless its import may continue.

@@ -152,9 +152,14 @@ fn debris_is_swept_and_work_under_way_is_not() {
     let (dead, alive) = (vm.disk_at(0).unwrap().disk, vm.disk_at(1).unwrap().disk);
     drop(begin(&home, &vm, 0).unwrap());
     let file = begin(&home, &vm, 1).unwrap();
+    // The memory of a guest that is being suspended has no lock.
+    let memory = home.path.join("vm.memory.creating");
+    std::fs::write(&memory, "half of it").unwrap();
     sweep(home.datastore(), &|_| true);
     assert!(!home.creating(dead).exists());
     assert!(home.creating(alive).exists());
+    assert!(memory.exists(), "a memory that is being saved is removed");
+    std::fs::remove_file(memory).unwrap();
     assert_eq!(home.check_room(u64::MAX).unwrap_err().code, ErrorCode::NoSpace);
     home.check_room(1).unwrap();
     // A VM that was to come from another host has nothing else here.
