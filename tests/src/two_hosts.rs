@@ -2,8 +2,10 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::path::PathBuf;
+
 use crate::eventually;
-use crate::installation::Installation;
+use crate::installation::{Installation, text};
 use crate::process::kill_hard;
 
 /// The first host.
@@ -14,6 +16,38 @@ pub const THERE: &str = "there";
 pub const QEMU: &str = "qemu-system-x86_64";
 /// The filter, as a process.
 pub const FILTER: &str = "vmseal-filter";
+
+/// Adds the second host, with a datastore of its own.
+///
+/// # Errors
+/// Those of the commands.
+pub fn add_host_with_datastore(here: &mut Installation) -> anyhow::Result<()> {
+    here.add_host(THERE)?;
+    let path = own_directory(here, THERE);
+    std::fs::create_dir(&path)?;
+    here.vmseal(&[
+        "datastore",
+        "add",
+        own_datastore(THERE),
+        "--host",
+        THERE,
+        "--path",
+        text(&path)?,
+    ])?;
+    Ok(())
+}
+
+/// The datastore that a host has alone.
+#[must_use]
+pub fn own_datastore(host: &str) -> &'static str {
+    if host == HERE { "local" } else { "far" }
+}
+
+/// Its directory.
+#[must_use]
+pub fn own_directory(here: &Installation, host: &str) -> PathBuf {
+    here.path(if host == HERE { "datastore" } else { "far" })
+}
 
 /// The processes of guests on a host.
 #[must_use]

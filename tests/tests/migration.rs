@@ -26,6 +26,9 @@ use vmseal_tests::two_hosts::{self, HERE, QEMU, THERE, Victim, other, processes,
 const VM: &str = "web";
 const PAGE: usize = 4096;
 
+/// `--rate 30MiB`: a quarter of what is sent without a limit on a quiet machine.
+const RATE: u64 = 30 << 20;
+
 /// Less than what a guest with Linux has in its memory, in bytes.
 const GUEST_TOUCHES: u64 = 8 << 20;
 
@@ -117,8 +120,9 @@ fn a_migration_is_seen_while_it_goes_on_and_its_task_keeps_how_it_went() {
     let seen = documents.iter().filter_map(measured).max();
     assert!(seen.is_some_and(|seen| seen > 0 && seen <= sent), "{watched}");
 
-    // The other way, with lines for people.
-    let output = here.try_vmseal(&["vm", "migrate", VM, HERE, "--watch"]).unwrap();
+    // The other way, with lines for people, and slower.
+    let slowly = ["vm", "migrate", VM, HERE, "--watch", "--rate", "30MiB"];
+    let output = here.try_vmseal(&slowly).unwrap();
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
     eprintln!("{told}");
     assert!(output.status.success(), "{told}");
@@ -130,6 +134,11 @@ fn a_migration_is_seen_while_it_goes_on_and_its_task_keeps_how_it_went() {
     let events = here.vmseal(&["events", "-c", "kind,detail"]).unwrap();
     let event = events.lines().find(|line| line.starts_with("vm.migrated") && line.ends_with(went));
     assert!(event.is_some_and(|line| line.contains("to host 'here', encrypted: ")), "{events}");
+
+    let tasks = here.json(&["task", "list"]).unwrap();
+    let slow = tasks.as_array().unwrap().iter().find(|task| task["rate"] == RATE).unwrap();
+    let (sent, took) = (assert_migrated(slow), slow["migrated"]["milliseconds"].as_u64().unwrap());
+    assert!(sent * 1000 <= took * RATE * 12 / 10, "{sent} bytes in {took} ms");
 
     // Both agents have counted it, and nothing is under way.
     for (host, direction) in [(HERE, "out"), (THERE, "in"), (THERE, "out"), (HERE, "in")] {

@@ -9,9 +9,12 @@ use std::time::Duration;
 
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
-use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::installation::Installation;
 use vmseal_tests::shell_guest::{booted, run};
-use vmseal_tests::two_hosts::{self, HERE, THERE, Victim, other, rounds_of_kills};
+use vmseal_tests::two_hosts::{
+    self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
+    rounds_of_kills,
+};
 
 const VM: &str = "web";
 
@@ -21,23 +24,11 @@ const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2095");
 /// A guest that counts on its disk, and a second host with a datastore of its own.
 fn two_hosts(policy: &str) -> Installation {
     let (mut here, mut console) = started(VM, policy);
-    here.add_host(THERE).unwrap();
-    let path = here.path("far");
-    std::fs::create_dir(&path).unwrap();
-    let place = text(&path).unwrap();
-    here.vmseal(&["datastore", "add", "far", "--host", THERE, "--path", place]).unwrap();
+    add_host_with_datastore(&mut here).unwrap();
     let (one, two) = IN_MEMORY;
     run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
     count(&mut console);
     here
-}
-
-fn datastore_of(host: &str) -> &'static str {
-    if host == HERE { "local" } else { "far" }
-}
-
-fn directory_of(here: &Installation, host: &str) -> PathBuf {
-    here.path(if host == HERE { "datastore" } else { "far" })
 }
 
 /// The VM runs on this host alone, with all of its disks on that host's datastore, and nothing of it is left on the other's.
@@ -45,13 +36,13 @@ fn is_on(here: &Installation, host: &str, encrypted: bool) {
     assert_eq!(two_hosts::only_host(here, VM).unwrap(), host);
     let vm = here.vm(VM).unwrap();
     for disk in vm["disks"].as_array().unwrap() {
-        assert_eq!(disk["datastore"], datastore_of(host), "{vm}");
+        assert_eq!(disk["datastore"], own_datastore(host), "{vm}");
         assert_eq!(disk["encrypted"], encrypted, "{vm}");
     }
-    let left = || here.datastore_entries(&directory_of(here, other(host))).ok();
+    let left = || here.datastore_entries(&own_directory(here, other(host))).ok();
     eventually("nothing is left at the other host", || left().filter(Vec::is_empty).map(drop))
         .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
-    let home = directory_of(here, host).join(vm["id"].as_str().unwrap());
+    let home = own_directory(here, host).join(vm["id"].as_str().unwrap());
     let mut names: Vec<_> = files(&home).iter().map(|path| name(path)).collect();
     names.retain(|name| !["vm.json", "vm.lease"].contains(&name.as_str()));
     names.sort();

@@ -1,5 +1,5 @@
-//! The network between two hosts while a VM moves from one to the other: what whoever listens there reads, and what becomes of the
-//! VM when it is cut.
+//! Tests of the network between two hosts while a VM migrates. Whoever captures its packets reads nothing of an encrypted guest. When
+//! the link is cut, the guest keeps running on one host and loses no data.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use vmseal_tests::capture::{Capture, Captured};
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
-use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::installation::Installation;
 use vmseal_tests::network::{ip, own_namespace};
 use vmseal_tests::shell_guest::run;
-use vmseal_tests::two_hosts::{HERE, THERE, only_host, other, rounds_of_kills};
+use vmseal_tests::two_hosts::{
+    HERE, THERE, add_host_with_datastore, only_host, other, rounds_of_kills,
+};
 
 const VM: &str = "web";
 
@@ -28,11 +30,7 @@ fn two_hosts(policy: &str) -> Installation {
     let (mut here, mut console) = started(VM, policy);
     link(true);
     here.receive_at(RECEIVES_AT);
-    here.add_host(THERE).unwrap();
-    let path = here.path("far");
-    std::fs::create_dir(&path).unwrap();
-    let place = text(&path).unwrap();
-    here.vmseal(&["datastore", "add", "far", "--host", THERE, "--path", place]).unwrap();
+    add_host_with_datastore(&mut here).unwrap();
     let (one, two) = IN_MEMORY;
     let remember = format!(
         "m={one}; m=${{m}}{two}; n=0; while [ $n -lt 500 ]; do echo $m; n=$((n + 1)); done >/remembered"

@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,10 @@ use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::tpm_guest::{self, DONE, MARKER, ask, define, extend, keeps, measured, write};
-use vmseal_tests::two_hosts::{self, HERE, THERE, Victim, other, rounds_of_kills};
+use vmseal_tests::two_hosts::{
+    self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
+    rounds_of_kills,
+};
 use vmseal_tests::{TIMEOUT, eventually};
 
 const VM: &str = "web";
@@ -24,32 +26,15 @@ const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 /// What only such a variable's name holds.
 const NAME: &str = "VmsealMarker";
 
-/// A second host with a datastore of its own.
-fn add_host(here: &mut Installation) {
-    here.add_host(THERE).unwrap();
-    let path = here.path("far");
-    std::fs::create_dir(&path).unwrap();
-    let place = text(&path).unwrap();
-    here.vmseal(&["datastore", "add", "far", "--host", THERE, "--path", place]).unwrap();
-}
-
-fn datastore_of(host: &str) -> &'static str {
-    if host == HERE { "local" } else { "far" }
-}
-
-fn directory_of(here: &Installation, host: &str) -> PathBuf {
-    here.path(if host == HERE { "datastore" } else { "far" })
-}
-
 /// The VM runs on this host alone, with all of its disks on that host's datastore and unreadable; nothing of it is left on the
 /// other's.
 fn is_on(here: &Installation, host: &str) {
     assert_eq!(two_hosts::only_host(here, VM).unwrap(), host);
     let vm = here.vm(VM).unwrap();
     let disks = vm["disks"].as_array().unwrap();
-    assert!(disks.iter().all(|disk| disk["datastore"] == datastore_of(host)), "{vm}");
+    assert!(disks.iter().all(|disk| disk["datastore"] == own_datastore(host)), "{vm}");
     let left = || {
-        let files = here.datastore_entries(&directory_of(here, other(host))).ok()?;
+        let files = here.datastore_entries(&own_directory(here, other(host))).ok()?;
         let processes = two_hosts::processes(here, other(host), SWTPM);
         Some((files, processes))
     };
@@ -58,7 +43,7 @@ fn is_on(here: &Installation, host: &str) {
         .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
     assert_eq!(two_hosts::processes(here, host, SWTPM).len(), 1);
 
-    let home = directory_of(here, host).join(vm["id"].as_str().unwrap());
+    let home = own_directory(here, host).join(vm["id"].as_str().unwrap());
     let mut names: Vec<_> = std::fs::read_dir(&home)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -97,7 +82,7 @@ fn has_variable(shell: &mut Console, name: &str, shown: &str) {
 /// A guest that is the firmware's own shell, with a variable and a TPM.
 fn with_firmware() -> Installation {
     let mut here = Installation::new().unwrap();
-    add_host(&mut here);
+    add_host_with_datastore(&mut here).unwrap();
     let create = ["vm", "create", VM, "--policy", "encrypted", "--memory", "128MiB"];
     let hardware = ["--disk", "datastore=local,size=1MiB", "--firmware", "uefi", "--tpm"];
     here.vmseal(&[&create[..], &hardware].concat()).unwrap();
@@ -140,7 +125,7 @@ fn variables_are_copied_before_the_guest_goes_on() {
     let here = with_firmware();
     let task = here.json(&["vm", "migrate", VM, THERE, "--no-wait"]).unwrap();
     let vm = here.vm(VM).unwrap();
-    let home = directory_of(&here, THERE).join(vm["id"].as_str().unwrap());
+    let home = own_directory(&here, THERE).join(vm["id"].as_str().unwrap());
     let image = home.join(format!("{}.raw", vm["disks"][1]["id"].as_str().unwrap()));
     let give_up = Instant::now() + TIMEOUT;
     while !image.exists() {
@@ -165,7 +150,7 @@ fn started(here: &Installation) -> Console {
 /// A guest whose TPM keeps a marker, and has measured something: what its register has then.
 fn with_tpm() -> (Installation, String) {
     let mut here = Installation::new().unwrap();
-    add_host(&mut here);
+    add_host_with_datastore(&mut here).unwrap();
     tpm_guest::create(&here, VM, &[]);
     let mut guest = started(&here);
     assert_eq!(ask(&mut guest, &define(), DONE.len()), DONE);

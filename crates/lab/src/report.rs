@@ -64,6 +64,26 @@ pub struct Measured {
     pub idle: Vec<Idle>,
 }
 
+impl Measured {
+    /// A section of operations.
+    pub(crate) fn of_operations(
+        section: &'static str,
+        title: &'static str,
+        outcome: &Outcome,
+    ) -> Self {
+        Self {
+            section,
+            title,
+            settings: None,
+            summaries: Vec::new(),
+            operations: summarize_operations(outcome),
+            idle_summaries: Vec::new(),
+            cells: outcome.cells.clone(),
+            idle: Vec::new(),
+        }
+    }
+}
+
 /// A section that could not be measured here.
 #[derive(Clone, Debug, Serialize)]
 pub struct Unavailable {

@@ -140,7 +140,7 @@ pub fn kept_until(note: &Path) -> Option<SystemTime> {
     modified.ok()?.checked_add(INTERRUPTED_KEPT)
 }
 
-/// Removes half-made disks that no process works on, of the VMs that `of` names, and the homes that have no other. Blocks.
+/// Removes half-made disks that no process works on, of the VMs that `of` names, and homes in which no file of a VM is left. Blocks.
 pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
     let entries = |path: &Path| {
         let entries = std::fs::read_dir(path).into_iter().flatten().filter_map(Result::ok);

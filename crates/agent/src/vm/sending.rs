@@ -165,10 +165,13 @@ async fn send(
     let link = Link::of(session)?;
     let handle = link.handle();
     let paced = keep_rate(rates, &handle, &what.guest.qmp);
-    tokio::select! {
-        sent = send_over(link, &what.guest, machine, report) => sent,
-        failed = paced => Err(refuses(failed)),
-    }
+    let sent = tokio::select! {
+        sent = send_over(link, &what.guest, machine, report) => sent?,
+        failed = paced => return Err(refuses(failed)),
+    };
+    // The guest stands still, and waits for what is copied from now on.
+    handle.set_rate(None);
+    Ok(sent)
 }
 
 /// Has the session and QEMU send at the rate of now; ends when QEMU refuses one.

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
@@ -311,6 +312,17 @@ impl Fit {
     }
 }
 
+/// What is known of another host, if VMs are placed there and it answers; or why it takes none.
+fn takes_vms(services: &Services, vm: &Vm, host: &Host) -> Result<Arc<HostDescription>, String> {
+    if host.id == vm.host {
+        return Err("it is there already".to_owned());
+    }
+    host.require_active().map_err(|problem| problem.detail)?;
+    let view = services.hosts.view(host.id);
+    let there = view.description.clone().filter(|_| view.connection == Connection::Connected);
+    there.ok_or_else(|| "it does not answer".to_owned())
+}
+
 /// How a VM can go to a host; or why not. `place` is the datastore that was named for copies.
 async fn fits(
     services: &Services,
@@ -319,16 +331,9 @@ async fn fits(
     host: Host,
     (promised, place): (&Promised, Option<&str>),
 ) -> Result<Fit, String> {
-    if host.id == vm.host {
-        return Err("it is there already".to_owned());
-    }
     let failed = |problem: Problem| problem.detail;
-    host.require_active().map_err(failed)?;
+    let there = takes_vms(services, vm, &host)?;
     let view = services.hosts.view(host.id);
-    let Some(there) = view.description.clone().filter(|_| view.connection == Connection::Connected)
-    else {
-        return Err("it does not answer".to_owned());
-    };
     if !view.has(MIGRATE) || there.migration_address.is_none() {
         return Err("its agent receives no running VMs: upgrade vmseal there".to_owned());
     }

@@ -26,7 +26,7 @@ use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
 
 use super::job::{self, first_disk, follow, put};
-use super::run::{Run, StepError, absent_is_fine, register, state_of};
+use super::run::{Run, StepError, absent_is_fine, internal, register, state_of};
 use super::start_vm::{locked, prepare};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self as delivery, Purpose};
@@ -231,10 +231,6 @@ impl Step for BackupStep {
             _ => Ok(()),
         }
     }
-}
-
-fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
 fn id(run: &Run<'_>) -> Result<BackupId, StepError> {

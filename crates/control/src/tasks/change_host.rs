@@ -15,9 +15,9 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::Power;
 use vmseal_api::id::HostId;
 use vmseal_api::model::Lifecycle;
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 
-use super::run::{Run, StepError, absent_is_fine, register, state_of};
+use super::run::{Run, StepError, absent_is_fine, internal, register, state_of, wrong_state};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
@@ -108,14 +108,6 @@ fn ends(run: &Run<'_>) -> Result<(HostId, HostId), StepError> {
         Operation::ChangeHost { from, to, .. } => Ok((from, to)),
         _ => Err(internal("the task does not say where the VM goes")),
     }
-}
-
-fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
-}
-
-fn wrong_state(detail: String) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Checks that nothing runs, that the other host answers, and that its key can be had.

@@ -36,7 +36,7 @@ use vmseal_secret::{SecretBytes, sealed_box};
 
 use self::watched::Watched;
 use super::mirror_vm::set_image;
-use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
 use super::start_vm::locked;
 use super::step::{Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
@@ -171,14 +171,6 @@ fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
         }
         _ => Err(internal("the task does not say where the VM goes")),
     }
-}
-
-fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
-}
-
-fn wrong_state(detail: String) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Checks the preconditions, and settles what the inventory will say.

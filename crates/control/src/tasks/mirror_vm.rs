@@ -34,7 +34,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::copying::{copy, may_go_on};
 use super::job::follow;
-use super::run::{Run, StepError, register, state_of};
+use super::run::{Run, StepError, internal, register, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::hosts::keys::Purpose;
@@ -175,10 +175,6 @@ impl Step for MirrorVmStep {
             Self::DropSource | Self::ForgetKey | Self::DestroyKey => Ok(()),
         }
     }
-}
-
-pub(in crate::tasks) fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
 /// Whether a disk is encrypted after an operation that copies it.

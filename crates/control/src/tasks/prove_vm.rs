@@ -11,7 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::proof::SignedReport;
 
 use super::job::{follow, put};
-use super::run::{Run, StepError, absent_is_fine};
+use super::run::{Run, StepError, absent_is_fine, internal};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Step};
 use crate::operation::Operation;
@@ -88,10 +88,6 @@ async fn job(run: &Run<'_>) -> Result<JobSpec, StepError> {
     let made = disks.iter().filter(|disk| disk.facts.is_some() && !disk.detached);
     let disks = made.map(|disk| disk.id).collect();
     Ok(JobSpec::Prove(ProveJob { disks, all, seed }))
-}
-
-fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
 async fn prove(run: &Run<'_>) -> Result<SignedReport, StepError> {

@@ -20,7 +20,7 @@ use vmseal_api::id::ProviderId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::run::{Run, StepError, state_of};
+use super::run::{Run, StepError, internal, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::{self as delivery, Purpose};
@@ -133,10 +133,6 @@ fn order<'a>(run: &'a Run<'_>) -> Result<(&'a KeyReference, ProviderId), StepErr
         Operation::RecryptVm { old, provider, .. } => Ok((old, *provider)),
         _ => Err(internal("it is not a recryption")),
     }
-}
-
-fn internal(what: &str) -> StepError {
-    StepError::Final(Problem::new(ErrorCode::Internal, what))
 }
 
 /// The VM's key in the inventory.

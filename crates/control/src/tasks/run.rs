@@ -138,6 +138,16 @@ impl StepError {
     }
 }
 
+/// What should not have happened.
+pub(super) fn internal(what: &str) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::Internal, what))
+}
+
+/// The VM, or what it is to use, is not as the step needs it.
+pub(super) fn wrong_state(detail: String) -> StepError {
+    StepError::Final(Problem::new(ErrorCode::WrongState, detail))
+}
+
 impl From<Problem> for StepError {
     fn from(problem: Problem) -> Self {
         if is_silence(&problem) { Self::Again(problem) } else { Self::Final(problem) }

@@ -31,7 +31,7 @@ use crate::definition::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps};
 use crate::installation::{HERE, Installation, THERE};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
-use crate::report::{Measured, summarize_operations};
+use crate::report::Measured;
 use crate::subject::{self, Order, Point, Subject};
 
 /// The VM that has a key; the others have their modes for names.
@@ -78,17 +78,10 @@ pub(crate) fn run(
     let systems = order.systems.clone();
     let mut subject = Migrations { program, directory, systems, tasks, here: None, line };
     let outcome = subject::measure(&order, &mut subject, observe)?;
-    let measured = Measured {
-        // Kept until the program ends, as the names of loads are.
-        section: id.to_owned().leak(),
-        title: "of guests between two agents on this machine, or between two QEMUs by hand",
-        settings: None,
-        summaries: Vec::new(),
-        operations: summarize_operations(&outcome),
-        idle_summaries: Vec::new(),
-        cells: outcome.cells.clone(),
-        idle: Vec::new(),
-    };
+    // Kept until the program ends, as the names of loads are.
+    let section = id.to_owned().leak();
+    let title = "of guests between two agents on this machine, or between two QEMUs by hand";
+    let measured = Measured::of_operations(section, title, &outcome);
     Ok((vec![measured], places, outcome, None))
 }
 

@@ -24,7 +24,7 @@ use crate::definition::{OPERATION_SYSTEMS, Operation, OperationMatrix, Operation
 use crate::installation::Installation;
 pub use crate::outcome::OperationError;
 use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
-use crate::report::{Measured, summarize_operations};
+use crate::report::Measured;
 use crate::subject::{self, Order, Point, Subject};
 
 const ENCRYPTED: &str = OPERATION_SYSTEMS[0];
@@ -95,16 +95,9 @@ pub(crate) fn run(
         here: None,
     };
     let outcome = subject::measure(&order, &mut subject, observe)?;
-    let measured = Measured {
-        section: "operations",
-        title: "of a server, an agent and guests on this machine, with keys of the native provider",
-        settings: None,
-        summaries: Vec::new(),
-        operations: summarize_operations(&outcome),
-        idle_summaries: Vec::new(),
-        cells: outcome.cells.clone(),
-        idle: Vec::new(),
-    };
+    let title =
+        "of a server, an agent and guests on this machine, with keys of the native provider";
+    let measured = Measured::of_operations("operations", title, &outcome);
     Ok((vec![measured], places, outcome, None))
 }
 

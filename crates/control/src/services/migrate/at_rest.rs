@@ -2,12 +2,14 @@
 
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreSpec, Power};
-use vmseal_api::model::{Connection, Plan, Task};
+use vmseal_api::model::{Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
-use super::{Candidates, Fit, Promised, cannot_go, examine, free_memory, others, same_machine};
+use super::{
+    Candidates, Fit, Promised, cannot_go, examine, free_memory, others, same_machine, takes_vms,
+};
 use crate::operation::Operation;
 use crate::services::caller::Caller;
 use crate::services::vms::{begin, check_key, word};
@@ -89,16 +91,8 @@ async fn fits(
     power: Power,
     host: Host,
 ) -> Result<Fit, String> {
-    if host.id == vm.host {
-        return Err("it is there already".to_owned());
-    }
     let failed = |problem: Problem| problem.detail;
-    host.require_active().map_err(failed)?;
-    let view = services.hosts.view(host.id);
-    let Some(there) = view.description.clone().filter(|_| view.connection == Connection::Connected)
-    else {
-        return Err("it does not answer".to_owned());
-    };
+    let there = takes_vms(services, vm, &host)?;
     if power == Power::Suspended {
         let here = services.hosts.view(vm.host).description.clone();
         let here = here.ok_or("the host of the VM is not known well enough")?;

@@ -8,9 +8,9 @@
 use vmseal_api::host::{DiskFacts, DiskState};
 use vmseal_api::problem::ErrorCode;
 
-use super::internal;
 use crate::store::events::NewEvent;
 use crate::store::{backups, disks, key_requests, keys, vms};
+use crate::tasks::run::internal;
 use crate::tasks::run::{Run, StepError, register, state_of};
 
 /// Makes the VM's key. The request id is the task's, so a repetition gets the same key.
