@@ -74,6 +74,9 @@ struct Checked {
     /// The disks that the destination gets copies of, and where.
     #[serde(default)]
     copies: Vec<ArrivingCopy>,
+    /// The same disks, and where they are at the source; earlier versions did not note it.
+    #[serde(default)]
+    former: Vec<ArrivingCopy>,
     /// When the migration began; earlier versions did not note it.
     #[serde(default)]
     began: Option<Timestamp>,
@@ -190,9 +193,26 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let disks: Vec<_> = disks.into_iter().filter(|disk| !disk.detached).collect();
     let mut read = run.store().read().await?;
     let copies = copies_at(&mut read, &disks, &ends).await?;
+    let former = former_of(&mut read, &disks, &copies, ends.from).await?;
     let generation = placements::next_generation(&mut read, vm.id).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
-    Ok(Checked { disks, generation, copies, began })
+    Ok(Checked { disks, generation, copies, former, began })
+}
+
+/// Where disks that are copied are at the source.
+async fn former_of(
+    read: &mut sqlx::SqliteConnection,
+    disks: &[Disk],
+    copies: &[ArrivingCopy],
+    from: HostId,
+) -> Result<Vec<ArrivingCopy>, StepError> {
+    let mut former = Vec::new();
+    for disk in disks.iter().filter(|disk| copies.iter().any(|copy| copy.disk == disk.id)) {
+        let known = datastores::find(read, &disk.datastore.datastore.to_string()).await?;
+        let datastore = known.and_then(|known| known.spec_on(from));
+        former.extend(datastore.map(|datastore| ArrivingCopy { disk: disk.id, datastore }));
+    }
+    Ok(former)
 }
 
 /// The disks that the destination gets copies of: those on datastores that it does not have, and that of a TPM.
@@ -533,7 +553,15 @@ async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
     let source = agent_of(run, ends.from)?;
     let job = JobSpec::Send(checked.sent());
-    absent_is_fine(source.commit_job(run.vm_id, run.task.id, job).await)?;
+    match source.commit_job(run.vm_id, run.task.id, job).await {
+        // An agent that has restarted since it ended the processes does not know the VM, and would delete no image.
+        Err(problem) if problem.code == ErrorCode::NotFound && !checked.former.is_empty() => {
+            let spec = hosts::definition_with(run.store(), run.vm_id, ends.from, &checked.former);
+            let here = source.describe().await?;
+            source.register_vm(hosts::for_agent(spec.await?, Some(&here))).await?;
+        }
+        done => absent_is_fine(done)?,
+    }
     for copy in &checked.copies {
         absent_is_fine(source.delete_disk(run.vm_id, copy.disk).await)?;
     }

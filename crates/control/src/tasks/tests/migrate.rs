@@ -163,6 +163,20 @@ async fn a_migration_with_copies_of_disks_is_done_or_undone_at_every_step() {
     matrix(Kind::Migrate(Disks::Copied)).await;
 }
 
+/// An agent that restarts after it has ended the VM's processes does not know the VM any more, and has its images still.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn former_images_are_removed_whenever_the_source_s_agent_restarts() {
+    for call in [Call::CommitJob, Call::DeleteDisk, Call::UnregisterVm] {
+        for fault in [HostFault::LoseAnswer, HostFault::Crash, HostFault::CrashAfter] {
+            let fixture = Fixture::new().await;
+            let vm = Disks::Copied.before(&fixture).await;
+            fixture.agent.inject(call, 1, fault);
+            fixture.done(Disks::Copied.operation(&fixture, vm).await, "web").await;
+            Disks::Copied.assert_done(&fixture, vm, &format!("{call:?} {fault:?}")).await;
+        }
+    }
+}
+
 #[tokio::test]
 async fn the_disk_of_a_tpm_goes_to_another_datastore_and_shared_ones_stay() {
     let fixture = Fixture::new().await;
