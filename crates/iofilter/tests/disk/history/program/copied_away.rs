@@ -23,7 +23,7 @@ use crate::seed::seed;
 use crate::successor::Filter;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-const ROUNDS: usize = 12;
+const ROUNDS: usize = 6;
 /// The keys of the disk and of its copy.
 const KEYS: [(&str, u8); 2] = [("own", 0), ("other", 100)];
 

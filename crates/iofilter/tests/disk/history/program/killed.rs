@@ -12,7 +12,7 @@ use super::backends::BackendKind;
 use super::{Program, chains, pause};
 use crate::seed::seed;
 
-const KILLS: usize = 5;
+const KILLS: usize = 4;
 
 /// Kills the filter again and again, and ends the last two in order; returns how many requests were in flight then.
 fn check(kind: BackendKind, chain: &[Value], mut random: fastrand::Rng) -> usize {

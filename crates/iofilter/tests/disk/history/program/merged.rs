@@ -28,7 +28,7 @@ use crate::history::checker::Finding;
 use crate::seed::seed;
 use crate::successor::Filter;
 
-const ROUNDS: usize = 10;
+const ROUNDS: usize = 6;
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How a filter exits that was told that its stack is out of date, and not given another one.

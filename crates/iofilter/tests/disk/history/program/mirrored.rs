@@ -29,7 +29,7 @@ use crate::history::checker::Finding;
 use crate::seed::seed;
 use crate::successor::Filter;
 
-const LIVES: usize = 8;
+const LIVES: usize = 5;
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Slow enough that the first copy is interrupted.
 const RATE: u64 = 256 << 20;

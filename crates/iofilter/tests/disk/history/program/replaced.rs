@@ -29,7 +29,7 @@ use super::guest::Guest;
 use crate::seed::seed;
 use crate::successor::Filter;
 
-const LIVES: usize = 7;
+const LIVES: usize = 5;
 const TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) const OFFSET: u64 = 16 << 10;
 

@@ -15,7 +15,7 @@ use crate::history::checker::{Finding, Wrong};
 use crate::history::{BLOCK, SECTOR};
 use crate::seed::seed;
 
-const CUTS: usize = 3;
+const CUTS: usize = 2;
 
 /// All files that a disk may be stored in, and the replica's.
 const FILES: [&str; 5] = ["disk", "middle", "base", "replica", "map"];
