@@ -3,9 +3,12 @@
 //! ```text
 //! made ─► a filter for each serves NBD ─► carried ─► the source ends its connections ─► flushed, the filters end ─► whole
 //! ```
+//! Of a disk with layers the active one is written so; all others come before ([`super::arriving_parts`]).
 //! What is written is ciphertext where the disk is encrypted; the filters have no keys. Nothing is written to the disk of a TPM.
 
+use std::fs::File;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{ArrivingCopies, Attachment, DiskSpec, VmSpec};
@@ -13,8 +16,8 @@ use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::migration::{Link, lost, wrap_dek};
-use super::{Shared, internal};
+use super::migration::{Link, Message, SentBefore, lost, unexpected, wrap_dek};
+use super::{Shared, arriving_parts, internal};
 use crate::filter::{self, Control};
 use crate::migration::transport::Bridge;
 use crate::process::Process;
@@ -37,7 +40,7 @@ pub struct ArrivingDisks {
 }
 
 /// A filter that serves one of them.
-struct Server {
+pub(super) struct Server {
     process: Process,
     directory: ProcessDir,
     // Released when the process has ended.
@@ -45,27 +48,37 @@ struct Server {
 }
 
 impl ArrivingDisks {
-    /// Makes these disks of a VM, and has them served.
+    /// Makes these disks of a VM, takes what goes `before` them, and has them served.
     ///
     /// # Errors
-    /// As [`arriving::begin`], and those of the filters. What is left is removed by [`give_up`].
+    /// As [`arriving::begin`], and those of the connection and the filters. What is left is removed by [`give_up`].
     pub async fn prepare(
-        shared: &Shared,
-        spec: &VmSpec,
+        (shared, spec): (&Arc<Shared>, &VmSpec),
         copies: &[DiskId],
-        kek: Option<&SecretBytes>,
+        (kek, migration): (Option<&SecretBytes>, MigrationId),
+        before: &[SentBefore],
+        link: &mut Link,
     ) -> Result<Self, Problem> {
-        let (of, copies) = (spec.clone(), copies.to_vec());
-        let kek = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
-        let begin = move || arriving::begin(&of, &copies, kek.as_ref());
+        if !before.is_empty() && before.len() != copies.len() {
+            return Err(unexpected());
+        }
+        let trees = before.iter().map(|before| before.tree.clone()).chain(std::iter::repeat(None));
+        let (of, copies) = (spec.clone(), copies.iter().copied().zip(trees).collect());
+        let clone = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let begin = move || arriving::begin(&of, copies, clone.as_ref());
         let disks = spawn_blocking(begin).await.map_err(internal)??;
-        let mut servers = Vec::new();
-        for (place, disk) in disks.iter().enumerate() {
+        let mut this = Self { disks, servers: Vec::new(), bridges: Vec::new() };
+        if !before.is_empty() {
+            let keys = this.keys(kek, migration)?;
+            link.send(&Message::Made { keys }).await?;
+            arriving_parts::take(shared, spec, &mut this.disks, before, link).await?;
+        }
+        for (place, disk) in this.disks.iter().enumerate() {
             if disk.disk.role.attachment() != Attachment::Tpm {
-                servers.push((place, Server::start(shared, spec, disk).await?));
+                this.servers.push((place, Server::start(shared, spec, disk).await?));
             }
         }
-        Ok(Self { disks, servers, bridges: Vec::new() })
+        Ok(this)
     }
 
     /// The disks.
@@ -115,9 +128,7 @@ impl ArrivingDisks {
     ) -> Result<bool, Problem> {
         let mut any = false;
         for (place, server) in self.servers.iter().filter(|(at, _)| which(&self.disks[*at].disk)) {
-            let socket = server.directory.socket(SOCKET);
-            let socket = UnixStream::connect(&socket).map_err(internal)?;
-            self.bridges.push(link.carry_disk(*place, socket)?);
+            self.bridges.push(link.carry_disk(*place, server.connect()?)?);
             any = true;
         }
         Ok(any)
@@ -144,7 +155,8 @@ fn is_copied_still(disk: &DiskSpec) -> bool {
 }
 
 impl Server {
-    async fn start(
+    /// Of the disk's uppermost file.
+    pub(super) async fn start(
         shared: &Shared,
         spec: &VmSpec,
         arriving: &ArrivingDisk,
@@ -152,11 +164,12 @@ impl Server {
         let slot = shared.users.take().ok_or_else(builder::too_many)?;
         let directory = shared.run_dir.import(arriving.disk.disk);
         directory.renew().await.map_err(internal)?;
+        let above = arriving.above.iter().map(File::try_clone);
         let served = filter::Disk {
             disk: arriving.disk.disk,
             size: arriving.disk.size,
             file: arriving.file.try_clone().map_err(internal)?,
-            layers: Vec::new(),
+            layers: above.collect::<Result<_, _>>().map_err(internal)?,
             offset: data_offset(&arriving.facts),
             // The source encrypts before it sends.
             key: None,
@@ -177,8 +190,13 @@ impl Server {
         Ok(Self { process, directory, _slot: slot })
     }
 
+    /// Connects to it.
+    pub(super) fn connect(&self) -> Result<UnixStream, Problem> {
+        UnixStream::connect(self.directory.socket(SOCKET)).map_err(internal)
+    }
+
     /// Ends when nobody is connected any more, with all flushed.
-    async fn end(self, disk: DiskId) -> Result<(), Problem> {
+    pub(super) async fn end(self, disk: DiskId) -> Result<(), Problem> {
         end_idle(&Control::of(&self.directory), disk).await?;
         self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         self.directory.sweep().await.map_err(internal)

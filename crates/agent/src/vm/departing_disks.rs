@@ -5,6 +5,7 @@
 //! what nobody writes is copied by a filter of its own, whole, before
 //! what the firmware writes, which is little, is copied so when the guest stands still
 //! ```
+//! Of a disk with layers all that nobody writes goes before ([`super::departing_parts`]).
 //! The disk of a TPM is empty: nothing of it is copied. What the TPM keeps comes with the guest's memory.
 //!
 //! A copy has a key of its own, which the other host has made: what one host has seen of a disk does not open what the other
@@ -25,13 +26,16 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::migration::{Link, lost, unexpected, unwrap_dek};
+use super::departing_parts::Departing;
+use super::migration::{Link, SentBefore, lost, unexpected, unwrap_dek};
 use super::mirroring::copy_whole;
 use super::{Shared, internal};
 use crate::filter::pace::Pace;
 use crate::filter::{self, Control, CopyPlace};
 use crate::migration::transport::Bridge;
 use crate::storage::builder::DiskBuilder;
+use crate::storage::locked::Access;
+use crate::storage::opening;
 
 /// How often the filter is asked how far its copies are.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
@@ -56,14 +60,42 @@ pub struct ToCopy {
     /// Of the guest's filter.
     pub control: Control,
     /// In the order of their connections.
-    pub disks: Vec<(DiskSpec, DiskFacts)>,
+    pub disks: Vec<Departing>,
 }
 
 impl ToCopy {
-    /// Their ids.
-    pub fn ids(&self) -> Vec<DiskId> {
-        self.disks.iter().map(|(disk, _)| disk.disk).collect()
+    /// Their ids, and what goes before each; none where nothing does.
+    pub fn told(&self) -> (Vec<DiskId>, Vec<SentBefore>) {
+        let ids = self.disks.iter().map(|departing| departing.disk.disk).collect();
+        let before: Vec<_> = self.disks.iter().map(Departing::before).collect();
+        (ids, if self.has_before() { before } else { Vec::new() })
     }
+
+    /// Whether anything goes before them.
+    pub fn has_before(&self) -> bool {
+        self.disks.iter().any(|departing| !departing.before().is_nothing())
+    }
+}
+
+/// What a filter is told of the copy of a disk, which has this key at the other host, behind this socket. `same_below`: only what the
+/// disk's own layer has is copied.
+pub(super) fn copy_of(
+    what: &ToCopy,
+    migration: MigrationId,
+    of: &Departing,
+    key: Option<&str>,
+    (socket, same_below): (UnixStream, bool),
+) -> Result<filter::Mirror, Problem> {
+    let key = match (key, &what.kek) {
+        (Some(key), Some(kek)) => {
+            let dek = unwrap_dek(kek, migration, of.disk.disk, key)?;
+            Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
+        }
+        (None, _) if !of.disk.encrypted => None,
+        _ => return Err(unexpected()),
+    };
+    let to = CopyPlace::OtherHost { socket, same_below };
+    Ok(filter::Mirror { to, key, map: map()?, pace: CopyPace::default() })
 }
 
 /// See the module.
@@ -86,19 +118,19 @@ struct Whole {
 }
 
 impl Whole {
-    fn of(
-        what: &ToCopy,
-        (disk, facts): &(DiskSpec, DiskFacts),
-        copy: filter::Mirror,
-    ) -> Result<Self, Problem> {
-        let builder = what.shared.builder(what.shared.run_dir.export(disk.disk));
+    fn of(what: &ToCopy, of: &Departing, copy: filter::Mirror) -> Result<Self, Problem> {
+        let builder = what.shared.builder(what.shared.run_dir.export(of.disk.disk));
         let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)?;
-        let (spec, disk) = (what.spec.clone(), (disk.clone(), facts.clone()));
+        let (spec, disk) = (what.spec.clone(), (of.disk.clone(), of.facts.clone()));
         Ok(Self { spec, disk, kek, copy, builder })
     }
 
     async fn copy(self) -> Result<(), Problem> {
-        copy_whole(self.spec, self.disk, self.kek, self.copy, self.builder).await
+        let Self { spec, disk: (disk, facts), kek, copy, builder } = self;
+        let (vm, of) = (spec.vm, disk.clone());
+        let open =
+            move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
+        copy_whole((vm, disk), open, copy, builder, |_, _| ()).await
     }
 }
 
@@ -119,22 +151,14 @@ impl DepartingDisks {
         let (mut bridges, mut written) = (Vec::new(), Vec::new());
         let (mut whole, mut still) = (Vec::new(), Vec::new());
         for (place, (known, key)) in what.disks.iter().zip(keys).enumerate() {
-            let disk = &known.0;
+            let disk = &known.disk;
             if disk.role.attachment() == Attachment::Tpm {
                 continue;
             }
             let (theirs, ours) = UnixStream::pair().map_err(internal)?;
             bridges.push(link.carry_disk(place, ours)?);
-            let key = match (key, &what.kek) {
-                (Some(key), Some(kek)) => {
-                    let dek = unwrap_dek(kek, migration, disk.disk, key)?;
-                    Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
-                }
-                (None, _) if !disk.encrypted => None,
-                _ => return Err(unexpected()),
-            };
-            let (to, map) = (CopyPlace::OtherHost(theirs), map()?);
-            let copy = filter::Mirror { to, key, map, pace: CopyPace::default() };
+            let to = (theirs, known.has_layers());
+            let copy = copy_of(what, migration, known, key.as_deref(), to)?;
             match disk.role.attachment() {
                 Attachment::Disk if disk.role.is_data() => written.push((disk.disk, copy)),
                 Attachment::Firmware => still.push(Whole::of(what, known, copy)?),

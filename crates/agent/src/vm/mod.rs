@@ -21,8 +21,10 @@
 mod adopt;
 mod arriving;
 mod arriving_disks;
+mod arriving_parts;
 mod converting;
 mod departing_disks;
+mod departing_parts;
 mod dumping;
 mod exposed;
 mod images;
