@@ -35,7 +35,8 @@ fn write(console: &mut Console, text: &str) {
         format!("echo $m | dd of=/dev/{disk} bs=1M seek={at} conv=notrunc,fsync 2>/dev/null")
     };
     let both = format!("{}; {}", to("vda", SYSTEM_TEXT_AT), to("vdb", TEXT_AT));
-    run(console, &format!("m={}; {both}; echo WROTE-$((6 * 7))", spoken(text)), "WROTE-42").unwrap();
+    run(console, &format!("m={}; {both}; echo WROTE-$((6 * 7))", spoken(text)), "WROTE-42")
+        .unwrap();
 }
 
 /// The guest reads this text from both of its disks.
@@ -93,7 +94,7 @@ fn is_on(here: &Installation, host: &str, encrypted: bool) {
         .unwrap_or_else(|error| panic!("{error}: {:?}", files(&home)));
     let home = own_directory(here, host).join(vm["id"].as_str().unwrap());
     let half_made = ["creating", "copy", "source", ".new", "arriving", "base"];
-    let left = files(&home).iter().map(|path| name(path));
+    let left = files(&home).into_iter().map(|path| name(&path));
     let left: Vec<_> = left.filter(|name| half_made.iter().any(|it| name.contains(it))).collect();
     assert_eq!(left, Vec::<String>::new());
     let has = |file: &PathBuf| {

@@ -4,7 +4,7 @@ use vmseal_api::host::{
     Departure, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, SendJob,
     StopReason, VmSpec,
 };
-use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::calls::Later;

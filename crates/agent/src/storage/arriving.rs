@@ -309,14 +309,18 @@ mod tests {
             let mut begun = begin(&spec, disks, None).unwrap();
             let layers = begun[0].layers.as_mut().unwrap();
             assert_eq!(layers.parts(), 3);
-            let made: Vec<_> = (0..stage.min(3)).map(|_| layers.make_next(length).unwrap()).collect();
+            let made: Vec<_> =
+                (0..stage.min(3)).map(|_| layers.make_next(length).unwrap()).collect();
             let chain: Vec<_> = made.iter().map(Vec::len).collect();
             assert_eq!(chain, [1, 2, 3][..stage.min(3)]);
             if stage > 3 {
                 sent_memory::receive(&home, disk, snapshots[1], &b"memory"[..]).unwrap();
             } else {
-                std::fs::write(home.copy_memory(disk, snapshots[1]).with_added_extension("new"), "m")
-                    .unwrap();
+                std::fs::write(
+                    home.copy_memory(disk, snapshots[1]).with_added_extension("new"),
+                    "m",
+                )
+                .unwrap();
             }
             if stage > 4 {
                 name(&spec, &begun, 7).unwrap();
@@ -325,7 +329,8 @@ mod tests {
                 assert_eq!(std::fs::read(home.snapshot_memory(snapshots[1])).unwrap(), b"memory");
                 let noted = crate::storage::layers::read(&home, disk).unwrap();
                 assert_eq!((noted.count(), noted.chain(noted.active()).len()), (3, 3));
-                let kept = |it| noted.layer_of(it).unwrap().map(|layer| noted.chain(Some(layer)).len());
+                let kept =
+                    |it| noted.layer_of(it).unwrap().map(|layer| noted.chain(Some(layer)).len());
                 assert_eq!(snapshots.map(kept), [Some(1), Some(2)]);
             }
             drop((begun, made));
@@ -349,11 +354,15 @@ mod tests {
             ("frozen", serde_json::json!([null, 2])),
             ("frozen", serde_json::json!(vec![Option::<usize>::None; 64])),
             ("active", serde_json::json!(2)),
-            ("snapshots", serde_json::json!([{
-                "snapshot": SnapshotId::new(), "attempt": uuid::Uuid::now_v7(), "layer": 2
-            }])),
+            (
+                "snapshots",
+                serde_json::json!([{
+                    "snapshot": SnapshotId::new(), "attempt": uuid::Uuid::now_v7(), "layer": 2
+                }]),
+            ),
         ] {
-            let mut told = serde_json::to_value(tree([SnapshotId::new(), SnapshotId::new()])).unwrap();
+            let mut told =
+                serde_json::to_value(tree([SnapshotId::new(), SnapshotId::new()])).unwrap();
             told[field] = wrong;
             let mut disks = ids(&copies);
             disks[0].1 = Some(serde_json::from_value(told).unwrap());

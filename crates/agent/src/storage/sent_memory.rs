@@ -58,7 +58,8 @@ pub fn send(
         spec.name
     );
     let refused = |error: FileError| sealed::refused(&path, &error, &remedy);
-    let broken = |error: io::Error| internal(format!("the memory of a snapshot is not sent: {error}"));
+    let broken =
+        |error: io::Error| internal(format!("the memory of a snapshot is not sent: {error}"));
     let mut file = sealed::open(&path)?;
     let header = Header::read(&mut file).map_err(refused)?;
     let key = vm_key(spec, kek)?;

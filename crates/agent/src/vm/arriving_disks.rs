@@ -6,8 +6,6 @@
 //! Of a disk with layers the active one is written so; all others come before ([`super::arriving_parts`]).
 //! What is written is ciphertext where the disk is encrypted; the filters have no keys. Nothing is written to the disk of a TPM.
 
-use std::fs::File;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
@@ -16,20 +14,11 @@ use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use super::arriving_server::Server;
 use super::migration::{Link, Message, SentBefore, lost, unexpected, wrap_dek};
 use super::{Shared, arriving_parts, internal};
-use crate::filter::{self, Control};
 use crate::migration::transport::Bridge;
-use crate::process::Process;
-use crate::process::run_dir::ProcessDir;
-use crate::process::users::Slot;
 use crate::storage::arriving::{self, ArrivingDisk};
-use crate::storage::builder::{self, is_preallocated};
-use crate::storage::filling::end_idle;
-use crate::storage::opening::data_offset;
-
-/// The socket of a disk's NBD.
-const SOCKET: &str = "nbd";
 
 /// See the module.
 pub struct ArrivingDisks {
@@ -37,14 +26,6 @@ pub struct ArrivingDisks {
     /// By the place of their disk.
     servers: Vec<(usize, Server)>,
     bridges: Vec<Bridge>,
-}
-
-/// A filter that serves one of them.
-pub(super) struct Server {
-    process: Process,
-    directory: ProcessDir,
-    // Released when the process has ended.
-    _slot: Slot,
 }
 
 impl ArrivingDisks {
@@ -152,55 +133,6 @@ impl ArrivingDisks {
 /// Whether a disk is copied when the guest stands still: what its firmware keeps, which is little.
 fn is_copied_still(disk: &DiskSpec) -> bool {
     disk.role.attachment() == Attachment::Firmware
-}
-
-impl Server {
-    /// Of the disk's uppermost file.
-    pub(super) async fn start(
-        shared: &Shared,
-        spec: &VmSpec,
-        arriving: &ArrivingDisk,
-    ) -> Result<Self, Problem> {
-        let slot = shared.users.take().ok_or_else(builder::too_many)?;
-        let directory = shared.run_dir.import(arriving.disk.disk);
-        directory.renew().await.map_err(internal)?;
-        let above = arriving.above.iter().map(File::try_clone);
-        let served = filter::Disk {
-            disk: arriving.disk.disk,
-            size: arriving.disk.size,
-            file: arriving.file.try_clone().map_err(internal)?,
-            layers: above.collect::<Result<_, _>>().map_err(internal)?,
-            offset: data_offset(&arriving.facts),
-            // The source encrypts before it sends.
-            key: None,
-            shared: filter::Shared::default(),
-            keeps_room: is_preallocated(&arriving.disk),
-            work: filter::Work::Expose {
-                socket: directory.listen(SOCKET).map_err(internal)?,
-                writable: true,
-            },
-            beside: None,
-            replica: None,
-            mirror: None,
-        };
-        let (process, _) =
-            filter::start(&shared.filter, spec.vm, &directory, vec![served], slot.filter())
-                .map_err(internal)?;
-        Control::of(&directory).ready(&process, &directory).await.map_err(internal)?;
-        Ok(Self { process, directory, _slot: slot })
-    }
-
-    /// Connects to it.
-    pub(super) fn connect(&self) -> Result<UnixStream, Problem> {
-        UnixStream::connect(self.directory.socket(SOCKET)).map_err(internal)
-    }
-
-    /// Ends when nobody is connected any more, with all flushed.
-    pub(super) async fn end(self, disk: DiskId) -> Result<(), Problem> {
-        end_idle(&Control::of(&self.directory), disk).await?;
-        self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-        self.directory.sweep().await.map_err(internal)
-    }
 }
 
 /// Ends the filters of copies, and removes the copies.

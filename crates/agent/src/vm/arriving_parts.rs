@@ -15,7 +15,7 @@ use vmseal_api::host::VmSpec;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::Problem;
 
-use super::arriving_disks::Server;
+use super::arriving_server::Server;
 use super::migration::{Link, Message, SentBefore};
 use super::{Shared, internal};
 use crate::storage::arriving::ArrivingDisk;

@@ -11,27 +11,23 @@
 //! A copy has a key of its own, which the other host has made: what one host has seen of a disk does not open what the other
 //! writes later.
 
-use std::fs::File;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time::Duration;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
-use vmseal_api::filter::{DiskStatus, Holes, PIVOT_BYTES_MAX};
+use vmseal_api::filter::{DiskStatus, PIVOT_BYTES_MAX};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, MigrationProgress, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
-use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::departing_parts::Departing;
-use super::migration::{Link, SentBefore, lost, unexpected, unwrap_dek};
+use super::internal;
+use super::migration::{Link, lost, unexpected};
 use super::mirroring::copy_whole;
-use super::{Shared, internal};
+use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::filter::pace::Pace;
-use crate::filter::{self, Control, CopyPlace};
+use crate::filter::{self, Control};
 use crate::migration::transport::Bridge;
 use crate::storage::builder::DiskBuilder;
 use crate::storage::locked::Access;
@@ -51,52 +47,6 @@ const SMALL_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
 /// How long the ends of the connections may take to come back.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// What is to be copied.
-pub struct ToCopy {
-    pub shared: Arc<Shared>,
-    pub spec: VmSpec,
-    pub kek: Option<SecretBytes>,
-    /// Of the guest's filter.
-    pub control: Control,
-    /// In the order of their connections.
-    pub disks: Vec<Departing>,
-}
-
-impl ToCopy {
-    /// Their ids, and what goes before each; none where nothing does.
-    pub fn told(&self) -> (Vec<DiskId>, Vec<SentBefore>) {
-        let ids = self.disks.iter().map(|departing| departing.disk.disk).collect();
-        let before: Vec<_> = self.disks.iter().map(Departing::before).collect();
-        (ids, if self.has_before() { before } else { Vec::new() })
-    }
-
-    /// Whether anything goes before them.
-    pub fn has_before(&self) -> bool {
-        self.disks.iter().any(|departing| !departing.before().is_nothing())
-    }
-}
-
-/// What a filter is told of the copy of a disk, which has this key at the other host, behind this socket. `same_below`: only what the
-/// disk's own layer has is copied.
-pub(super) fn copy_of(
-    what: &ToCopy,
-    migration: MigrationId,
-    of: &Departing,
-    key: Option<&str>,
-    (socket, same_below): (UnixStream, bool),
-) -> Result<filter::Mirror, Problem> {
-    let key = match (key, &what.kek) {
-        (Some(key), Some(kek)) => {
-            let dek = unwrap_dek(kek, migration, of.disk.disk, key)?;
-            Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
-        }
-        (None, _) if !of.disk.encrypted => None,
-        _ => return Err(unexpected()),
-    };
-    let to = CopyPlace::OtherHost { socket, same_below };
-    Ok(filter::Mirror { to, key, map: map()?, pace: CopyPace::default() })
-}
 
 /// See the module.
 pub struct DepartingDisks {
@@ -128,8 +78,7 @@ impl Whole {
     async fn copy(self) -> Result<(), Problem> {
         let Self { spec, disk: (disk, facts), kek, copy, builder } = self;
         let (vm, of) = (spec.vm, disk.clone());
-        let open =
-            move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
+        let open = move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
         copy_whole((vm, disk), open, copy, builder, |_, _| ()).await
     }
 }
@@ -275,10 +224,4 @@ fn of_copy(disk: &DiskStatus) -> Result<(u64, u64), Problem> {
 
 fn restarted() -> Problem {
     internal("the guest's filter was restarted while it copied its disks")
-}
-
-/// The map of what a copy lacks. It is lost with the filter, and the migration with that.
-fn map() -> Result<File, Problem> {
-    let map = memfd_create(c"map of a copy", MFdFlags::MFD_CLOEXEC).map_err(internal)?;
-    Ok(File::from(map))
 }

@@ -10,51 +10,17 @@
 use std::os::unix::net::UnixStream;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskFacts, DiskSpec, MigrationProgress, VmSpec};
+use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::{MigrationId, SnapshotId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::departing_disks::{ToCopy, copy_of};
 use super::internal;
-use super::migration::{Link, Message, PREPARE_TIMEOUT, SentBefore, refused, unexpected};
+use super::migration::{Link, Message, PREPARE_TIMEOUT, refused, unexpected};
 use super::mirroring::copy_whole;
-use crate::storage::home::Home;
-use crate::storage::layers::{self, LayerId, Tree};
+use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::storage::opening;
 use crate::storage::sent_memory;
-
-/// A disk that is copied, and what goes before it.
-pub struct Departing {
-    pub disk: DiskSpec,
-    pub facts: DiskFacts,
-    before: SentBefore,
-    /// Its layers that nobody writes, in the order in which they are told.
-    layers: Vec<LayerId>,
-}
-
-impl Departing {
-    /// Looks what goes before a disk. Blocks.
-    ///
-    /// # Errors
-    /// Those of the note of its layers.
-    pub fn of(spec: &VmSpec, (disk, facts): (DiskSpec, DiskFacts)) -> Result<Self, Problem> {
-        let layers = layers::read(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
-        let (tree, memories) = (Tree::of(&layers)?, sent_memory::beside(spec, &disk)?);
-        let before = SentBefore { memories, tree };
-        Ok(Self { disk, facts, before, layers: layers.unwritten() })
-    }
-
-    /// Whether it has layers.
-    pub fn has_layers(&self) -> bool {
-        self.before.tree.is_some()
-    }
-
-    /// As the other host is told.
-    pub fn before(&self) -> SentBefore {
-        self.before.clone()
-    }
-}
 
 /// Sends all of them, as the other host asks for one after the other. It has made the disks with these keys.
 ///

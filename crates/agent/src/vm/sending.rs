@@ -17,7 +17,7 @@ use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
 
-use super::departing_disks::{DepartingDisks, ToCopy};
+use super::departing_disks::DepartingDisks;
 use super::departing_parts;
 use super::internal;
 use super::migration::{
@@ -25,6 +25,7 @@ use super::migration::{
     unexpected,
 };
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
+use super::to_copy::ToCopy;
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::figures;
 use crate::migration::transport::{self, Handle, Spec};

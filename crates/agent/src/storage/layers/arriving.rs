@@ -119,7 +119,8 @@ impl ArrivingLayers {
     /// `invalid-request`: they make no sense.
     pub fn new(home: Home, disk: DiskId, tree: Tree) -> Result<Self, Problem> {
         if !tree.is_sound() {
-            let what = format!("what the other host says of the layers of disk {disk} makes no sense");
+            let what =
+                format!("what the other host says of the layers of disk {disk} makes no sense");
             return Err(Problem::new(ErrorCode::InvalidRequest, what));
         }
         Ok(Self { home, disk, tree, layers: Layers::default() })

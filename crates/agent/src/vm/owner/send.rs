@@ -22,13 +22,12 @@ use crate::rules::find_disk;
 use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
-use crate::vm::departing_disks::ToCopy;
-use crate::vm::departing_parts::Departing;
 use crate::vm::internal;
 use crate::vm::migration::session_of;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
+use crate::vm::to_copy::{Departing, ToCopy};
 
 impl Owner {
     /// The guest has run here since it was received: the job of that is done.

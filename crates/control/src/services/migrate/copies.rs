@@ -101,12 +101,12 @@ pub(super) async fn of(
     }
     drop(read);
     let has_layers = snapshots > 0 || linked;
-    may_be_copied(services, vm, &copied, host, has_layers).map_err(
-        |why| match copied.iter().find(|disk| !is_there(disk)) {
+    may_be_copied(services, vm, &copied, host, has_layers).map_err(|why| {
+        match copied.iter().find(|disk| !is_there(disk)) {
             Some(disk) => format!("it does not have datastore '{}', {why}", disk.datastore_name),
             None => format!("the VM has a TPM, which moves with a copy of its disk, {why}"),
-        },
-    )?;
+        }
+    })?;
     let tpm = copied.iter().find(|disk| disk.role.moves_only_as_copy());
     let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
     let preallocated = copied.iter().filter(|it| it.allocation == Allocation::Preallocated);
