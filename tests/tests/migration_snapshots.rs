@@ -172,6 +172,59 @@ fn a_guest_that_is_not_encrypted_moves_with_its_snapshots_as_well() {
 }
 
 #[test]
+fn a_linked_clone_moves_as_a_vm_of_its_own_and_what_it_stood_on_stays() {
+    let here = with_snapshots("encrypted", &[]);
+    // What it stands on is an image and a layer.
+    let clone = ["vm", "clone", VM, "clone", "--linked", "--snapshot", "asleep"];
+    here.vmseal(&clone).unwrap();
+    let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
+    assert!(refused.contains("linked clones stand on VM 'web': clone"), "{refused}");
+    has_lost_nothing(&here, "TEXT-OF-NOW");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+
+    here.vmseal(&["vm", "start", "clone"]).unwrap();
+    let mut console = booted(&here, "clone").unwrap();
+    reads(&mut console, "TEXT-OF-TWO");
+    write(&mut console, "TEXT-OF-THE-CLONE");
+    let planned = here.try_vmseal(&["vm", "migrate", "clone", THERE, "--dry-run"]).unwrap();
+    let warned = String::from_utf8(planned.stderr).unwrap();
+    assert!(warned.contains("become disks of their own"), "{warned}");
+    drop(console);
+    here.vmseal(&["vm", "migrate", "clone", THERE]).unwrap();
+    let mut console = here.console("clone").unwrap();
+    remembers(&mut console, "TEXT-OF-THE-CLONE");
+    reads(&mut console, "TEXT-OF-THE-CLONE");
+    drop(console);
+    let shown = here.vm("clone").unwrap();
+    assert_eq!(shown["host"], THERE);
+    let home = own_directory(&here, THERE).join(shown["id"].as_str().unwrap());
+    let base = files(&home).into_iter().filter(|path| name(path).contains(".base"));
+    assert_eq!(base.collect::<Vec<_>>(), Vec::<PathBuf>::new());
+    here.vmseal(&["vm", "stop", "clone", "--force"]).unwrap();
+    here.vmseal(&["vm", "start", "clone"]).unwrap();
+    reads(&mut booted(&here, "clone").unwrap(), "TEXT-OF-THE-CLONE");
+    here.vmseal(&["vm", "stop", "clone", "--force"]).unwrap();
+    here.vmseal(&["vm", "prove", "clone"]).unwrap();
+
+    // Nothing stands on the other VM's snapshots any more.
+    here.vmseal(&["snapshot", "revert", VM, "one"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    reads(&mut booted(&here, VM).unwrap(), "TEXT-OF-ONE");
+    here.vmseal(&["snapshot", "delete", VM, "asleep"]).unwrap();
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    is_on(&here, THERE, true);
+}
+
+#[test]
+fn a_guest_that_starts_by_uefi_moves_with_its_snapshots() {
+    let here = with_snapshots("encrypted", &["--firmware", "uefi"]);
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    is_on(&here, THERE, true);
+    has_lost_nothing(&here, "TEXT-OF-NOW");
+    reverts(&here);
+}
+
+#[test]
 fn whatever_dies_while_snapshots_are_copied_nothing_is_lost_and_nothing_is_left() {
     let mut here = with_snapshots("encrypted", &[]);
     let before = listed(&here);

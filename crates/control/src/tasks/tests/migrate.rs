@@ -81,7 +81,7 @@ impl Disks {
         assert_eq!(known.len(), usize::from(self == Self::WithSnapshot), "{what}");
         let there = fixture.agent_of(OTHER_HOST);
         let (has, lacks) =
-            if at_other { (&*there, &*fixture.agent) } else { (&*fixture.agent, &*there) };
+            if at_other { (&there, &fixture.agent) } else { (&fixture.agent, &there) };
         for disk in fixture.disks(vm).await {
             assert_eq!(has.snapshots(disk.id), known, "{what}");
             assert_eq!(lacks.snapshots(disk.id), [], "{what}: what is left");
