@@ -178,7 +178,7 @@ fn a_linked_clone_moves_as_a_vm_of_its_own_and_what_it_stood_on_stays() {
     let clone = ["vm", "clone", VM, "clone", "--linked", "--snapshot", "asleep"];
     here.vmseal(&clone).unwrap();
     let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
-    assert!(refused.contains("linked clones stand on VM 'web': clone"), "{refused}");
+    assert!(refused.contains("linked clones stand on VM 'web': 'clone'"), "{refused}");
     has_lost_nothing(&here, "TEXT-OF-NOW");
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 
