@@ -56,6 +56,16 @@ pub struct Copying {
     pub builder: DiskBuilder,
 }
 
+/// Kills a filter whose work has failed or is given up: it has keys, and nobody else would end it before the next one is started in
+/// its directory.
+struct KilledWithWork<'a>(&'a Process);
+
+impl Drop for KilledWithWork<'_> {
+    fn drop(&mut self) {
+        self.0.kill();
+    }
+}
+
 /// A filter that copies.
 struct Copier {
     process: Process,
@@ -159,6 +169,7 @@ pub async fn copy_whole(
     let open = spawn_blocking(open).await.map_err(internal)??;
     let (id, disks) = (disk.disk, vec![copied(&disk, open, copy)]);
     let copier = Copier::start(vm, disks, builder, slot, id).await?;
+    let given_up = KilledWithWork(&copier.process);
     let looks = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let status = copier.status().await?;
@@ -169,6 +180,7 @@ pub async fn copy_whole(
         let (lacking, copied) = copy.map_or((0, 0), |copy| (copy.dirty_bytes, copy.copied_bytes));
         tell(lacking, copied);
         if lacking == 0 {
+            std::mem::forget(given_up);
             return copier.end().await;
         }
         looks.pause().await;
@@ -208,7 +220,9 @@ impl Copier {
         let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
             .map_err(internal)?;
         let control = Control::of(directory);
+        let given_up = KilledWithWork(&process);
         control.ready(&process, directory).await.map_err(internal)?;
+        std::mem::forget(given_up);
         drop(keys);
         Ok(Self { process, control, builder, disk, _slot: slot })
     }
