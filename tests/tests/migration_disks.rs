@@ -110,18 +110,6 @@ fn a_guest_that_is_not_encrypted_moves_with_its_disks_as_well() {
 }
 
 #[test]
-fn disks_that_have_snapshots_stay_and_the_refusal_says_so() {
-    let here = two_hosts("encrypted");
-    here.vmseal(&["snapshot", "create", VM, "before"]).unwrap();
-    let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
-    assert!(refused.contains("has snapshots"), "{refused}");
-    here.vmseal(&["snapshot", "delete", VM, "before"]).unwrap();
-    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
-    is_on(&here, THERE, true);
-    has_lost_nothing(&here);
-}
-
-#[test]
 fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_is_left_on_the_other()
  {
     let mut here = two_hosts("encrypted");

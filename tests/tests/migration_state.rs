@@ -123,21 +123,50 @@ fn variables_move_with_their_guest_and_are_there_at_its_next_start() {
 #[test]
 fn variables_are_copied_before_the_guest_goes_on() {
     let here = with_firmware();
+    dies_when_its_disks_are_named(&here);
+    has_variable(&mut shell_of(&here), NAME, "11 22 33");
+    is_on(&here, THERE);
+}
+
+#[test]
+fn variables_move_with_what_a_snapshot_keeps_of_them() {
+    let here = with_firmware();
+    here.vmseal(&["snapshot", "create", VM, "before"]).unwrap();
+    let mut shell = here.console(VM).unwrap();
+    set_variable(&mut shell, "SecondOne", "44556677");
+    drop(shell);
+    dies_when_its_disks_are_named(&here);
+    let mut shell = shell_of(&here);
+    has_variable(&mut shell, NAME, "11 22 33");
+    has_variable(&mut shell, "SecondOne", "44 55 66 77");
+    drop(shell);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["snapshot", "revert", VM, "before"]).unwrap();
+    let mut shell = shell_of(&here);
+    has_variable(&mut shell, NAME, "11 22 33");
+    has_variable(&mut shell, "SecondOne", "Not Found");
+    drop(shell);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["snapshot", "delete", VM, "before"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    is_on(&here, THERE);
+}
+
+/// Sends it, and kills the QEMU that has received it.
+fn dies_when_its_disks_are_named(here: &Installation) {
     let task = here.json(&["vm", "migrate", VM, THERE, "--no-wait"]).unwrap();
     let vm = here.vm(VM).unwrap();
-    let home = own_directory(&here, THERE).join(vm["id"].as_str().unwrap());
+    let home = own_directory(here, THERE).join(vm["id"].as_str().unwrap());
     let image = home.join(format!("{}.raw", vm["disks"][1]["id"].as_str().unwrap()));
     let give_up = Instant::now() + TIMEOUT;
     while !image.exists() {
         assert!(Instant::now() < give_up, "it does not arrive");
         sleep(Duration::from_micros(200));
     }
-    two_hosts::processes(&here, THERE, two_hosts::QEMU).into_iter().for_each(kill_hard);
+    two_hosts::processes(here, THERE, two_hosts::QEMU).into_iter().for_each(kill_hard);
     let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
     here.wait_power(VM, "off").unwrap();
     assert_eq!(here.vm(VM).unwrap()["host"], THERE);
-    has_variable(&mut shell_of(&here), NAME, "11 22 33");
-    is_on(&here, THERE);
 }
 
 /// Starts the guest with a TPM, which uses its disk.

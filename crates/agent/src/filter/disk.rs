@@ -55,7 +55,12 @@ pub enum CopyPlace {
         keeps_room: bool,
     },
     /// On another one, whose NBD server is behind this socket: the disk stays here.
-    OtherHost(UnixStream),
+    OtherHost {
+        /// The socket.
+        socket: UnixStream,
+        /// Whether what is below the disk's own layer is there already.
+        same_below: bool,
+    },
 }
 
 impl CopyPlace {
@@ -64,7 +69,7 @@ impl CopyPlace {
             Self::Image { file, layers, .. } => {
                 std::iter::once(file).chain(layers).map(AsFd::as_fd).collect()
             }
-            Self::OtherHost(socket) => vec![socket.as_fd()],
+            Self::OtherHost { socket, .. } => vec![socket.as_fd()],
         }
     }
 
@@ -73,7 +78,7 @@ impl CopyPlace {
             Self::Image { file, layers, offset, keeps_room } => {
                 (file, layers, *offset, *keeps_room)
             }
-            Self::OtherHost(socket) => {
+            Self::OtherHost { socket, .. } => {
                 let sockets = vec![fd(socket.as_fd())];
                 return BackendSpec::Nbd { sockets, export: String::new(), offset: 0 };
             }
@@ -105,8 +110,10 @@ impl Mirror {
         let chain = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes }).collect();
         let backend = self.to.backend(&mut fd);
         let (map, pace) = (fd(self.map.as_fd()), self.pace);
-        let stays = matches!(self.to, CopyPlace::OtherHost(_));
-        let same_below = matches!(&backend, BackendSpec::Qcow2 { .. });
+        let (stays, same_below) = match &self.to {
+            CopyPlace::Image { layers, .. } => (false, !layers.is_empty()),
+            CopyPlace::OtherHost { same_below, .. } => (true, *same_below),
+        };
         MirrorSpec { to: StackSpec { chain, backend }, map, pace, same_below, stays }
     }
 }
@@ -397,6 +404,7 @@ impl Disk {
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
         // Above encryption, as the copy has a key of its own or none.
         let mirror = self.mirror.as_ref();
+        let mirror_stays = mirror.is_some_and(|it| matches!(it.to, CopyPlace::OtherHost { .. }));
         let mirror = mirror.map(|mirror| FilterSpec::Mirror(Box::new(mirror.spec(fd))));
         let chain = chain.chain(mirror);
         // A guest could change the ciphertext before it is decrypted in its memory.
@@ -424,13 +432,15 @@ impl Disk {
             disk: self.disk,
             size: self.size,
             serial: serial(self.disk),
-            read_only: matches!(
-                self.work,
+            read_only: match self.work {
                 Work::Export { .. }
-                    | Work::Merge { .. }
-                    | Work::Expose { writable: false, .. }
-                    | Work::Serve { read_only: true, .. }
-            ),
+                | Work::Merge { .. }
+                | Work::Expose { writable: false, .. }
+                | Work::Serve { read_only: true, .. } => true,
+                // Its guest may have it.
+                Work::Mirror => mirror_stays,
+                _ => false,
+            },
             chain: chain.collect(),
             backend: match backend(
                 &self.file,

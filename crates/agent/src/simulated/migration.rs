@@ -4,7 +4,7 @@ use vmseal_api::host::{
     Departure, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, SendJob,
     StopReason, VmSpec,
 };
-use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::calls::Later;
@@ -114,6 +114,7 @@ impl Inside {
         };
         for copy in job.copies.into_iter().flat_map(|copies| copies.disks) {
             let facts = self.make_disk(vm, copy.disk)?;
+            self.receive_snapshots(copy.disk);
             self.known(vm)?.made.insert(copy.disk, facts);
         }
         Ok(())
@@ -178,7 +179,7 @@ impl Inside {
         let copies: Vec<_> = copies.map(|copy| copy.disk).collect();
         if !self.agent.vms.contains_key(&vm) && !copies.is_empty() {
             // An earlier agent has made them.
-            copies.iter().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+            copies.iter().for_each(|disk| self.remove_copy(*disk));
             return Ok(());
         }
         let known = self.known(vm)?;
@@ -190,9 +191,14 @@ impl Inside {
         known.work.remove(&Work::Job(task));
         known.power = Power::Off;
         known.made.clear();
-        copies.iter().for_each(|disk| drop(self.persisted.disks.remove(disk)));
+        copies.iter().for_each(|disk| self.remove_copy(*disk));
         self.agent.publish(vm);
         Ok(())
+    }
+
+    fn remove_copy(&mut self, disk: DiskId) {
+        self.persisted.disks.remove(&disk);
+        self.forget_snapshots(disk);
     }
 
     /// The work of a migration's job ends.

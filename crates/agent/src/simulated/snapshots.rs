@@ -10,9 +10,9 @@ use super::{Inside, SimulatedHost};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 
-/// The snapshots of each disk, in the order in which they were taken.
+/// The snapshots of each disk, in the order in which they were taken; and those that other hosts will send with a disk.
 #[derive(Default)]
-pub struct Snapshots(BTreeMap<DiskId, Vec<SnapshotId>>);
+pub struct Snapshots(BTreeMap<DiskId, Vec<SnapshotId>>, BTreeMap<DiskId, Vec<SnapshotId>>);
 
 /// The disks of linked clones, by what they stand on: a disk and its snapshot.
 #[derive(Default)]
@@ -23,6 +23,11 @@ impl SimulatedHost {
     #[must_use]
     pub fn snapshots(&self, disk: DiskId) -> Vec<SnapshotId> {
         self.inside().persisted.snapshots.0.get(&disk).cloned().unwrap_or_default()
+    }
+
+    /// What another host will send with a disk.
+    pub fn will_receive(&self, disk: DiskId, snapshots: Vec<SnapshotId>) {
+        self.inside().persisted.snapshots.1.insert(disk, snapshots);
     }
 }
 
@@ -132,6 +137,14 @@ impl Inside {
             if let Some(known) = self.persisted.snapshots.0.get_mut(disk) {
                 known.retain(|other| *other != snapshot);
             }
+        }
+    }
+
+    /// A disk has come from another host, with its snapshots.
+    pub fn receive_snapshots(&mut self, disk: DiskId) {
+        let Snapshots(here, coming) = &mut self.persisted.snapshots;
+        if let Some(snapshots) = coming.get(&disk) {
+            here.insert(disk, snapshots.clone());
         }
     }
 

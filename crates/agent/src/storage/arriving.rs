@@ -4,6 +4,8 @@
 //!  begun: half-made disks ─► filled by the other host ─► noted ─► named ─► the lease taken ─► note removed
 //!             └── given up: the half-made disks are removed, and those that the note says were named, unless the lease was taken
 //! ```
+//! A disk that has snapshots is filled file by file, those below first ([`ArrivingLayers`]); the memory that they keep comes with the
+//! first disk ([`sent_memory`]).
 //! The guest runs here from the lease on ([`crate::storage::lease`]). An agent that dies before leaves half-made disks, which the
 //! next one sweeps, or a note.
 
@@ -14,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
     ArrivingCopies, ArrivingCopy, Attachment, DatastoreSpec, DiskFacts, DiskSpec, VmSpec,
 };
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -22,14 +24,16 @@ use crate::rules::find_disk;
 use crate::storage::disk;
 use crate::storage::home::Home;
 use crate::storage::json_file;
+use crate::storage::layers::{ArrivingLayers, Tree};
 use crate::storage::lease;
+use crate::storage::sent_memory;
 use crate::storage::tpm_state;
 
 /// The version of the note.
 const VERSION: u32 = 1;
 
-/// The longest note, in bytes: [`vmseal_api::filter::DISKS_MAX`] disks fit.
-const NOTE_MAX: u64 = 16 * 1024;
+/// The longest note, in bytes: [`vmseal_api::filter::DISKS_MAX`] disks fit, and as many snapshots as are told in one message.
+const NOTE_MAX: u64 = 128 * 1024;
 
 /// What is noted before disks get their names.
 #[derive(Serialize, Deserialize)]
@@ -41,6 +45,9 @@ struct Note {
     /// Where the VM's lease is.
     lease: DatastoreSpec,
     disks: Vec<DiskId>,
+    /// What was received of snapshots' memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    memories: Vec<SnapshotId>,
 }
 
 /// A disk that is being filled.
@@ -53,18 +60,23 @@ pub struct ArrivingDisk {
     pub dek: Option<SecretBytes>,
     /// Its image, with its lock.
     pub file: File,
+    /// Its layers; none where it has none.
+    pub layers: Option<ArrivingLayers>,
+    /// The files of those that are made, from the last one downwards; the first has its lock.
+    pub above: Vec<File>,
 }
 
-/// Makes these disks of a VM, which read as zeroes. Blocks.
+/// Makes the images of these disks of a VM, which read as zeroes. Blocks.
 ///
 /// # Errors
 /// `already-exists`, `no-space`, `wrong-state`; half-made disks are left, see [`give_up`].
 pub fn begin(
     spec: &VmSpec,
-    disks: &[DiskId],
+    disks: Vec<(DiskId, Option<Tree>)>,
     kek: Option<&SecretBytes>,
 ) -> Result<Vec<ArrivingDisk>, Problem> {
-    let one = |id: &DiskId| {
+    let one = |(id, tree): (DiskId, Option<Tree>)| {
+        let id = &id;
         let disk = find_disk(spec, *id)?.clone();
         let home = Home::of(&disk.datastore, spec.vm)?;
         let image = home.image(disk.disk);
@@ -76,9 +88,10 @@ pub fn begin(
             return Err(Problem::new(ErrorCode::AlreadyExists, what));
         }
         let (file, facts, dek) = disk::begin_empty(spec, &disk, kek, &home)?;
-        Ok(ArrivingDisk { disk, facts, dek, file })
+        let layers = tree.map(|tree| ArrivingLayers::new(home, disk.disk, tree)).transpose()?;
+        Ok(ArrivingDisk { disk, facts, dek, file, layers, above: Vec::new() })
     };
-    disks.iter().map(one).collect()
+    disks.into_iter().map(one).collect()
 }
 
 /// Gives disks that are filled their names; those that have them keep them. Blocks.
@@ -95,11 +108,22 @@ pub fn name(spec: &VmSpec, disks: &[ArrivingDisk], generation: u64) -> Result<()
     }
     for (home, disks) in homes.values() {
         let (lease, disks) = (first.datastore.clone(), disks.clone());
-        json_file::write(&home.arriving(), &Note { version: VERSION, generation, lease, disks })?;
+        // Those that have their places already, too.
+        let known = read(home)?.filter(|note| note.generation == generation);
+        let mut memories = known.map_or_else(Vec::new, |note| note.memories);
+        for disk in &disks {
+            memories.extend(sent_memory::received(home, *disk)?);
+        }
+        let note = Note { version: VERSION, generation, lease, disks, memories };
+        json_file::write(&home.arriving(), &note)?;
     }
     for arriving in disks {
         let home = Home::of(&arriving.disk.datastore, spec.vm)?;
+        sent_memory::take_place(&home, arriving.disk.disk)?;
         if home.image(arriving.disk.disk).symlink_metadata().is_err() {
+            if let Some(layers) = &arriving.layers {
+                layers.note()?;
+            }
             if arriving.disk.role.attachment() == Attachment::Tpm {
                 tpm_state::flush_beside(&home.tpm_state(arriving.disk.disk))?;
             }
@@ -147,7 +171,10 @@ pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
     // Last: it says which images may be removed.
     for ArrivingCopy { datastore, .. } in &copies.disks {
         let home = Home::of(datastore, vm)?;
-        if read(&home)?.is_some_and(|note| note.generation == copies.generation) {
+        if let Some(note) = read(&home)?.filter(|note| note.generation == copies.generation) {
+            for snapshot in note.memories {
+                home.remove_note(&home.snapshot_memory(snapshot))?;
+            }
             home.remove_note(&home.arriving())?;
         }
     }
@@ -198,8 +225,8 @@ mod tests {
         files.map(|it| it.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    fn ids(copies: &ArrivingCopies) -> Vec<DiskId> {
-        copies.disks.iter().map(|copy| copy.disk).collect()
+    fn ids(copies: &ArrivingCopies) -> Vec<(DiskId, Option<Tree>)> {
+        copies.disks.iter().map(|copy| (copy.disk, None)).collect()
     }
 
     #[test]
@@ -207,7 +234,7 @@ mod tests {
         let (directory, spec, copies) = setup();
         give_up(spec.vm, &copies).unwrap();
         for named in [false, true] {
-            let begun = begin(&spec, &ids(&copies), None).unwrap();
+            let begun = begin(&spec, ids(&copies), None).unwrap();
             assert!(!begun.is_empty());
             if named {
                 name(&spec, &begun, 7).unwrap();
@@ -231,7 +258,7 @@ mod tests {
             ArrivingCopies { generation: 7, disks: vec![ArrivingCopy { disk: id, datastore }] };
         let state = home.tpm_state(id);
         for kept in [false, true] {
-            let begun = begin(&spec, &[id], None).unwrap();
+            let begun = begin(&spec, vec![(id, None)], None).unwrap();
             tpm_state::make(&state, None).unwrap();
             if kept {
                 drop(tpm_state::make_of(&state, b"state", None).unwrap());
@@ -245,7 +272,7 @@ mod tests {
             assert_eq!(files(&directory), Vec::<String>::new(), "kept: {kept}");
         }
         // Named, and its guest has run.
-        let begun = begin(&spec, &[id], None).unwrap();
+        let begun = begin(&spec, vec![(id, None)], None).unwrap();
         drop(tpm_state::make_of(&state, b"state", None).unwrap());
         name(&spec, &begun, 7).unwrap();
         lease::take(&spec, 7).unwrap();
@@ -254,10 +281,101 @@ mod tests {
         assert_eq!(tpm_state::read(&state).unwrap(), b"state");
     }
 
+    /// Two snapshots, the second one above the first, and what was written since.
+    fn tree(snapshots: [SnapshotId; 2]) -> Tree {
+        let [one, two] = snapshots;
+        let attempt = uuid::Uuid::now_v7();
+        let tree = serde_json::json!({
+            "frozen": [null, 0],
+            "active": 1,
+            "snapshots": [
+                { "snapshot": one, "attempt": attempt, "layer": 0 },
+                { "snapshot": two, "attempt": attempt, "layer": 1 }
+            ]
+        });
+        serde_json::from_value(tree).unwrap()
+    }
+
+    #[test]
+    fn layers_and_memories_are_named_with_their_disk_and_go_with_it_at_any_stage() {
+        let (directory, spec, copies) = setup();
+        let snapshots = [SnapshotId::new(), SnapshotId::new()];
+        let disk = copies.disks[0].disk;
+        let home = Home::of(&copies.disks[0].datastore, spec.vm).unwrap();
+        let length = spec.disks().next().unwrap().size;
+        for stage in 0..=6 {
+            let mut disks = ids(&copies);
+            disks[0].1 = Some(tree(snapshots));
+            let mut begun = begin(&spec, disks, None).unwrap();
+            let layers = begun[0].layers.as_mut().unwrap();
+            assert_eq!(layers.parts(), 3);
+            let made: Vec<_> =
+                (0..stage.min(3)).map(|_| layers.make_next(length).unwrap()).collect();
+            let chain: Vec<_> = made.iter().map(Vec::len).collect();
+            assert_eq!(chain, [1, 2, 3][..stage.min(3)]);
+            if stage > 3 {
+                sent_memory::receive(&home, disk, snapshots[1], &b"memory"[..]).unwrap();
+            } else {
+                std::fs::write(
+                    home.copy_memory(disk, snapshots[1]).with_added_extension("new"),
+                    "m",
+                )
+                .unwrap();
+            }
+            if stage > 4 {
+                name(&spec, &begun, 7).unwrap();
+                // Again, after an error that came later.
+                name(&spec, &begun, 7).unwrap();
+                assert_eq!(std::fs::read(home.snapshot_memory(snapshots[1])).unwrap(), b"memory");
+                let noted = crate::storage::layers::read(&home, disk).unwrap();
+                assert_eq!((noted.count(), noted.chain(noted.active()).len()), (3, 3));
+                let kept =
+                    |it| noted.layer_of(it).unwrap().map(|layer| noted.chain(Some(layer)).len());
+                assert_eq!(snapshots.map(kept), [Some(1), Some(2)]);
+            }
+            drop((begun, made));
+            if stage == 5 {
+                // An agent that starts finds all of it named; the control plane says what becomes of it.
+                crate::storage::home::sweep(directory.path(), &|_| true);
+            } else if stage < 5 {
+                crate::storage::home::sweep(directory.path(), &|_| true);
+                assert_eq!(files(&directory), Vec::<String>::new(), "swept at stage {stage}");
+            }
+            give_up(spec.vm, &copies).unwrap();
+            assert_eq!(files(&directory), Vec::<String>::new(), "stage {stage}");
+        }
+    }
+
+    #[test]
+    fn a_tree_that_makes_no_sense_is_refused() {
+        let (_directory, spec, copies) = setup();
+        for (field, wrong) in [
+            ("frozen", serde_json::json!([0])),
+            ("frozen", serde_json::json!([null, 2])),
+            ("frozen", serde_json::json!(vec![Option::<usize>::None; 64])),
+            ("active", serde_json::json!(2)),
+            (
+                "snapshots",
+                serde_json::json!([{
+                    "snapshot": SnapshotId::new(), "attempt": uuid::Uuid::now_v7(), "layer": 2
+                }]),
+            ),
+        ] {
+            let mut told =
+                serde_json::to_value(tree([SnapshotId::new(), SnapshotId::new()])).unwrap();
+            told[field] = wrong;
+            let mut disks = ids(&copies);
+            disks[0].1 = Some(serde_json::from_value(told).unwrap());
+            let refused = begin(&spec, disks, None).map(drop).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{field}");
+            give_up(spec.vm, &copies).unwrap();
+        }
+    }
+
     #[test]
     fn copies_whose_guest_has_run_are_not_removed() {
         let (directory, spec, copies) = setup();
-        let begun = begin(&spec, &ids(&copies), None).unwrap();
+        let begun = begin(&spec, ids(&copies), None).unwrap();
         name(&spec, &begun, 7).unwrap();
         lease::take(&spec, 7).unwrap();
         drop(begun);
@@ -268,7 +386,7 @@ mod tests {
         // Without a note, images are those of somebody else.
         give_up(spec.vm, &copies).unwrap();
         assert_eq!(files(&directory).len(), left.len());
-        let refused = begin(&spec, &ids(&copies), None).map(drop).unwrap_err();
+        let refused = begin(&spec, ids(&copies), None).map(drop).unwrap_err();
         assert_eq!(refused.code, ErrorCode::AlreadyExists);
     }
 }

@@ -190,9 +190,9 @@ fn remove_debris(path: &Path) {
     let home = path.parent().map(|home| Home { path: home.to_owned() });
     let disk = image.file_stem().and_then(|disk| disk.to_string_lossy().parse::<DiskId>().ok());
     if let Some((home, disk)) = home.zip(disk)
-        && let Err(problem) = home.remove_half_linked(disk)
+        && let Err(problem) = home.remove_half_layered(disk)
     {
-        tracing::warn!(path = %path.display(), %problem, "cannot remove what a half-made linked clone stands on");
+        tracing::warn!(path = %path.display(), %problem, "cannot remove the layers of a half-made disk");
         return;
     }
     if let Err(error) = std::fs::remove_file(path) {
@@ -457,22 +457,28 @@ impl Home {
         remove_if_there(&self.path.join(format!("{disk}.raw.importing.new")))?;
         atomic_file::flush_directory_of(&note).map_err(|error| failed(&note, "removed", &error))?;
         remove_state_of_none(&self.image(disk))?;
-        self.remove_half_linked(disk)?;
+        self.remove_half_layered(disk)?;
         let path = self.creating(disk);
         std::fs::remove_file(&path)
             .and_then(|()| atomic_file::flush_directory_of(&path))
             .map_err(|error| failed(&path, "removed", &error))
     }
 
-    /// Removes what a linked clone's disk stands on that has no image yet, with its layer and its note.
-    fn remove_half_linked(&self, disk: DiskId) -> Result<(), Problem> {
-        if self.image(disk).symlink_metadata().is_ok() || self.base_files(Some(disk))?.is_empty() {
+    /// Removes what is beside a disk that has no image yet: layers and their note, what a linked clone's stands on, and memories that
+    /// came with it from another host.
+    fn remove_half_layered(&self, disk: DiskId) -> Result<(), Problem> {
+        // A disk whose image has another name meanwhile is not half made.
+        let images = [self.image(disk), self.copy(disk), self.source(disk), self.converting(disk)];
+        if images.iter().any(|image| image.symlink_metadata().is_ok()) {
             return Ok(());
         }
         for (_, path) in self.layer_files(disk) {
             self.remove_file(&path)?;
         }
         remove_if_there(&self.layers_note(disk))?;
+        for path in self.half_received(disk)? {
+            remove_if_there(&path)?;
+        }
         self.remove_base(disk)
     }
 

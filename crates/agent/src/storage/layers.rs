@@ -17,6 +17,7 @@
 //!
 //! The lock of the image itself is that of the whole disk. Nothing of vmseal follows the names that layers have in their headers.
 
+mod arriving;
 mod copies;
 mod files;
 mod note;
@@ -27,6 +28,7 @@ use vmseal_api::host::{DiskSpec, LAYERS_MAX, VmSpec};
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::Problem;
 
+pub use self::arriving::{ArrivingLayers, Tree};
 pub use self::copies::{CopiedLayers, NextCopy, drop_copies, drop_sources, set_aside, take_place};
 pub use self::files::{
     Files, base_of, begin_layer, check_droppable, check_unshared, lock_merge, note_merged, open,

@@ -40,6 +40,7 @@ pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod sealed;
 pub(crate) mod sealed_keys;
+pub(crate) mod sent_memory;
 pub(crate) mod shared;
 pub(crate) mod sharing;
 pub(crate) mod survey;

@@ -3,9 +3,10 @@
 //! ```text
 //! made ─► a filter for each serves NBD ─► carried ─► the source ends its connections ─► flushed, the filters end ─► whole
 //! ```
+//! Of a disk with layers the active one is written so; all others come before ([`super::arriving_parts`]).
 //! What is written is ciphertext where the disk is encrypted; the filters have no keys. Nothing is written to the disk of a TPM.
 
-use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{ArrivingCopies, Attachment, DiskSpec, VmSpec};
@@ -13,20 +14,11 @@ use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::migration::{Link, lost, wrap_dek};
-use super::{Shared, internal};
-use crate::filter::{self, Control};
+use super::arriving_server::Server;
+use super::migration::{Link, Message, SentBefore, lost, unexpected, wrap_dek};
+use super::{Shared, arriving_parts, internal};
 use crate::migration::transport::Bridge;
-use crate::process::Process;
-use crate::process::run_dir::ProcessDir;
-use crate::process::users::Slot;
 use crate::storage::arriving::{self, ArrivingDisk};
-use crate::storage::builder::{self, is_preallocated};
-use crate::storage::filling::end_idle;
-use crate::storage::opening::data_offset;
-
-/// The socket of a disk's NBD.
-const SOCKET: &str = "nbd";
 
 /// See the module.
 pub struct ArrivingDisks {
@@ -36,36 +28,38 @@ pub struct ArrivingDisks {
     bridges: Vec<Bridge>,
 }
 
-/// A filter that serves one of them.
-struct Server {
-    process: Process,
-    directory: ProcessDir,
-    // Released when the process has ended.
-    _slot: Slot,
-}
-
 impl ArrivingDisks {
-    /// Makes these disks of a VM, and has them served.
+    /// Makes these disks of a VM, takes what goes `before` them, and has them served.
     ///
     /// # Errors
-    /// As [`arriving::begin`], and those of the filters. What is left is removed by [`give_up`].
+    /// As [`arriving::begin`], and those of the connection and the filters. What is left is removed by [`give_up`].
     pub async fn prepare(
-        shared: &Shared,
-        spec: &VmSpec,
+        (shared, spec): (&Arc<Shared>, &VmSpec),
         copies: &[DiskId],
-        kek: Option<&SecretBytes>,
+        (kek, migration): (Option<&SecretBytes>, MigrationId),
+        before: &[SentBefore],
+        link: &mut Link,
     ) -> Result<Self, Problem> {
-        let (of, copies) = (spec.clone(), copies.to_vec());
-        let kek = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
-        let begin = move || arriving::begin(&of, &copies, kek.as_ref());
+        if !before.is_empty() && before.len() != copies.len() {
+            return Err(unexpected());
+        }
+        let trees = before.iter().map(|before| before.tree.clone()).chain(std::iter::repeat(None));
+        let (of, copies) = (spec.clone(), copies.iter().copied().zip(trees).collect());
+        let clone = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let begin = move || arriving::begin(&of, copies, clone.as_ref());
         let disks = spawn_blocking(begin).await.map_err(internal)??;
-        let mut servers = Vec::new();
-        for (place, disk) in disks.iter().enumerate() {
+        let mut this = Self { disks, servers: Vec::new(), bridges: Vec::new() };
+        if !before.is_empty() {
+            let keys = this.keys(kek, migration)?;
+            link.send(&Message::Made { keys }).await?;
+            arriving_parts::take(shared, spec, &mut this.disks, before, link).await?;
+        }
+        for (place, disk) in this.disks.iter().enumerate() {
             if disk.disk.role.attachment() != Attachment::Tpm {
-                servers.push((place, Server::start(shared, spec, disk).await?));
+                this.servers.push((place, Server::start(shared, spec, disk).await?));
             }
         }
-        Ok(Self { disks, servers, bridges: Vec::new() })
+        Ok(this)
     }
 
     /// The disks.
@@ -115,9 +109,7 @@ impl ArrivingDisks {
     ) -> Result<bool, Problem> {
         let mut any = false;
         for (place, server) in self.servers.iter().filter(|(at, _)| which(&self.disks[*at].disk)) {
-            let socket = server.directory.socket(SOCKET);
-            let socket = UnixStream::connect(&socket).map_err(internal)?;
-            self.bridges.push(link.carry_disk(*place, socket)?);
+            self.bridges.push(link.carry_disk(*place, server.connect()?)?);
             any = true;
         }
         Ok(any)
@@ -141,48 +133,6 @@ impl ArrivingDisks {
 /// Whether a disk is copied when the guest stands still: what its firmware keeps, which is little.
 fn is_copied_still(disk: &DiskSpec) -> bool {
     disk.role.attachment() == Attachment::Firmware
-}
-
-impl Server {
-    async fn start(
-        shared: &Shared,
-        spec: &VmSpec,
-        arriving: &ArrivingDisk,
-    ) -> Result<Self, Problem> {
-        let slot = shared.users.take().ok_or_else(builder::too_many)?;
-        let directory = shared.run_dir.import(arriving.disk.disk);
-        directory.renew().await.map_err(internal)?;
-        let served = filter::Disk {
-            disk: arriving.disk.disk,
-            size: arriving.disk.size,
-            file: arriving.file.try_clone().map_err(internal)?,
-            layers: Vec::new(),
-            offset: data_offset(&arriving.facts),
-            // The source encrypts before it sends.
-            key: None,
-            shared: filter::Shared::default(),
-            keeps_room: is_preallocated(&arriving.disk),
-            work: filter::Work::Expose {
-                socket: directory.listen(SOCKET).map_err(internal)?,
-                writable: true,
-            },
-            beside: None,
-            replica: None,
-            mirror: None,
-        };
-        let (process, _) =
-            filter::start(&shared.filter, spec.vm, &directory, vec![served], slot.filter())
-                .map_err(internal)?;
-        Control::of(&directory).ready(&process, &directory).await.map_err(internal)?;
-        Ok(Self { process, directory, _slot: slot })
-    }
-
-    /// Ends when nobody is connected any more, with all flushed.
-    async fn end(self, disk: DiskId) -> Result<(), Problem> {
-        end_idle(&Control::of(&self.directory), disk).await?;
-        self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
-        self.directory.sweep().await.map_err(internal)
-    }
 }
 
 /// Ends the filters of copies, and removes the copies.

@@ -5,33 +5,33 @@
 //! what nobody writes is copied by a filter of its own, whole, before
 //! what the firmware writes, which is little, is copied so when the guest stands still
 //! ```
+//! Of a disk with layers all that nobody writes goes before ([`super::departing_parts`]).
 //! The disk of a TPM is empty: nothing of it is copied. What the TPM keeps comes with the guest's memory.
 //!
 //! A copy has a key of its own, which the other host has made: what one host has seen of a disk does not open what the other
 //! writes later.
 
-use std::fs::File;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time::Duration;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
-use vmseal_api::filter::{DiskStatus, Holes, PIVOT_BYTES_MAX};
+use vmseal_api::filter::{DiskStatus, PIVOT_BYTES_MAX};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, MigrationProgress, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
-use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use super::migration::{Link, lost, unexpected, unwrap_dek};
+use super::internal;
+use super::migration::{Link, lost, unexpected};
 use super::mirroring::copy_whole;
-use super::{Shared, internal};
+use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::filter::pace::Pace;
-use crate::filter::{self, Control, CopyPlace};
+use crate::filter::{self, Control};
 use crate::migration::transport::Bridge;
 use crate::storage::builder::DiskBuilder;
+use crate::storage::locked::Access;
+use crate::storage::opening;
 
 /// How often the filter is asked how far its copies are.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
@@ -47,24 +47,6 @@ const SMALL_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
 /// How long the ends of the connections may take to come back.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// What is to be copied.
-pub struct ToCopy {
-    pub shared: Arc<Shared>,
-    pub spec: VmSpec,
-    pub kek: Option<SecretBytes>,
-    /// Of the guest's filter.
-    pub control: Control,
-    /// In the order of their connections.
-    pub disks: Vec<(DiskSpec, DiskFacts)>,
-}
-
-impl ToCopy {
-    /// Their ids.
-    pub fn ids(&self) -> Vec<DiskId> {
-        self.disks.iter().map(|(disk, _)| disk.disk).collect()
-    }
-}
 
 /// See the module.
 pub struct DepartingDisks {
@@ -86,19 +68,18 @@ struct Whole {
 }
 
 impl Whole {
-    fn of(
-        what: &ToCopy,
-        (disk, facts): &(DiskSpec, DiskFacts),
-        copy: filter::Mirror,
-    ) -> Result<Self, Problem> {
-        let builder = what.shared.builder(what.shared.run_dir.export(disk.disk));
+    fn of(what: &ToCopy, of: &Departing, copy: filter::Mirror) -> Result<Self, Problem> {
+        let builder = what.shared.builder(what.shared.run_dir.export(of.disk.disk));
         let kek = what.kek.as_ref().map(SecretBytes::try_clone).transpose().map_err(internal)?;
-        let (spec, disk) = (what.spec.clone(), (disk.clone(), facts.clone()));
+        let (spec, disk) = (what.spec.clone(), (of.disk.clone(), of.facts.clone()));
         Ok(Self { spec, disk, kek, copy, builder })
     }
 
     async fn copy(self) -> Result<(), Problem> {
-        copy_whole(self.spec, self.disk, self.kek, self.copy, self.builder).await
+        let Self { spec, disk: (disk, facts), kek, copy, builder } = self;
+        let (vm, of) = (spec.vm, disk.clone());
+        let open = move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
+        copy_whole((vm, disk), open, copy, builder, |_, _| ()).await
     }
 }
 
@@ -119,22 +100,14 @@ impl DepartingDisks {
         let (mut bridges, mut written) = (Vec::new(), Vec::new());
         let (mut whole, mut still) = (Vec::new(), Vec::new());
         for (place, (known, key)) in what.disks.iter().zip(keys).enumerate() {
-            let disk = &known.0;
+            let disk = &known.disk;
             if disk.role.attachment() == Attachment::Tpm {
                 continue;
             }
             let (theirs, ours) = UnixStream::pair().map_err(internal)?;
             bridges.push(link.carry_disk(place, ours)?);
-            let key = match (key, &what.kek) {
-                (Some(key), Some(kek)) => {
-                    let dek = unwrap_dek(kek, migration, disk.disk, key)?;
-                    Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
-                }
-                (None, _) if !disk.encrypted => None,
-                _ => return Err(unexpected()),
-            };
-            let (to, map) = (CopyPlace::OtherHost(theirs), map()?);
-            let copy = filter::Mirror { to, key, map, pace: CopyPace::default() };
+            let to = (theirs, known.has_layers());
+            let copy = copy_of(what, migration, known, key.as_deref(), to)?;
             match disk.role.attachment() {
                 Attachment::Disk if disk.role.is_data() => written.push((disk.disk, copy)),
                 Attachment::Firmware => still.push(Whole::of(what, known, copy)?),
@@ -251,10 +224,4 @@ fn of_copy(disk: &DiskStatus) -> Result<(u64, u64), Problem> {
 
 fn restarted() -> Problem {
     internal("the guest's filter was restarted while it copied its disks")
-}
-
-/// The map of what a copy lacks. It is lost with the filter, and the migration with that.
-fn map() -> Result<File, Problem> {
-    let map = memfd_create(c"map of a copy", MFdFlags::MFD_CLOEXEC).map_err(internal)?;
-    Ok(File::from(map))
 }

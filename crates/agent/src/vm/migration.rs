@@ -3,6 +3,10 @@
 //! ```text
 //! source                                       destination
 //!   ├─ Machine: what the guest runs as ─────────►│  makes the disks that are copied
+//!   │◄──────────────────── Made (or Refused) ────┤  where disks have layers, or snapshots keep memory
+//!   │◄──────────────────────────────── Part ─────┤  a file that nobody writes can be written
+//!   ├─ NBD, or a sealed memory, a part of the ──►│  writes it; the next Part, until all are there
+//!   │  disk's connection                         │
 //!   │◄───────────────── Prepared (or Refused) ───┤
 //!   ├─ NBD, a connection for each of them ──────►│  writes them
 //!   ├─ Copied: the copies lack little ──────────►│  starts QEMU, which waits
@@ -15,6 +19,7 @@
 //! Where no disk is copied, nothing is said of that.
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
+use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -24,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use vmseal_api::host::{MigrationProgress, MigrationSession, migration_info};
-use vmseal_api::id::{DiskId, MigrationId, VmId};
+use vmseal_api::id::{DiskId, MigrationId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::migrated_disk_key;
 use vmseal_secret::wrap::{unwrap, wrap};
@@ -33,8 +38,11 @@ use vmseal_secret::{DEK_LEN, SecretBytes};
 use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
-use crate::migration::transport::{Bridge, Cipher, Control, Handle, Session, Spec, TransportError};
+use crate::migration::transport::{
+    Bridge, Carrier, Cipher, Control, Handle, Part, Session, Spec, TransportError,
+};
 use crate::process::run_record::Record;
+use crate::storage::layers::Tree;
 
 /// How long the destination may take to start QEMU, which may have to wait for other VMs that start.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -67,7 +75,17 @@ pub enum Message {
         /// The disks that are copied, in the order of their connections.
         #[serde(default)]
         copies: Vec<DiskId>,
+        /// What goes before the disks, in the same order; none where nothing does.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        before: Vec<SentBefore>,
     },
+    /// The disks are made, and what goes before them can be written, part by part.
+    Made {
+        /// As those of `Prepared`.
+        keys: Vec<Option<String>>,
+    },
+    /// The next part can be written.
+    Part,
     /// The disks that are copied can be written.
     Prepared {
         /// The DEK of each, in the same order ([`wrap_dek`]); none for a plain one.
@@ -86,16 +104,39 @@ pub enum Message {
     },
 }
 
+/// What goes before a disk that is copied, on the same connection: nobody writes it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SentBefore {
+    /// The memory that these snapshots keep beside it, one part each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memories: Vec<SnapshotId>,
+    /// Its layers: the image is a part, and each layer that nobody writes. The active one is copied as the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tree: Option<Tree>,
+}
+
+impl SentBefore {
+    /// Whether that is nothing.
+    pub fn is_nothing(&self) -> bool {
+        self.memories.is_empty() && self.tree.is_none()
+    }
+}
+
 impl Message {
     /// What the guest of a record runs as.
     ///
     /// # Errors
     /// `internal`: a path that is not UTF-8.
-    pub fn machine(machine: String, record: &Record, copies: Vec<DiskId>) -> Result<Self, Problem> {
+    pub fn machine(
+        machine: String,
+        record: &Record,
+        (copies, before): (Vec<DiskId>, Vec<SentBefore>),
+    ) -> Result<Self, Problem> {
         let text = record.to_text().map_err(internal)?;
         let text = String::from_utf8(text).map_err(internal)?;
         let record = RawValue::from_string(text).map_err(internal)?;
-        Ok(Self::Machine { machine, record, copies })
+        Ok(Self::Machine { machine, record, copies, before })
     }
 }
 
@@ -156,6 +197,8 @@ pub fn session_of(shared: &Shared, vm: VmId, session: &MigrationSession) -> Resu
 pub struct Link {
     session: Session,
     control: Control,
+    /// The connections that have carried parts, by number.
+    carriers: BTreeMap<u16, Carrier>,
 }
 
 impl Link {
@@ -166,7 +209,7 @@ impl Link {
     pub fn of(mut session: Session) -> Result<Self, Problem> {
         let first = session.take(CONTROL_STREAM).ok_or_else(|| internal("no control channel"))?;
         let control = Control::new(first).map_err(lost)?;
-        Ok(Self { session, control })
+        Ok(Self { session, control, carriers: BTreeMap::new() })
     }
 
     /// Tells the other host something.
@@ -198,14 +241,39 @@ impl Link {
     /// # Errors
     /// Those of the connection.
     pub fn carry_disk(&mut self, place: usize, local: UnixStream) -> Result<Bridge, Problem> {
-        let place = u16::try_from(place).map_err(internal)?;
-        self.carry(DISK_STREAM.saturating_add(place), local)
+        self.carry(disk_stream(place)?, local)
+    }
+
+    /// Carries a part that goes before the disk with this place, on the disk's connection. It is given back ([`Link::carried`])
+    /// when that has ended.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub fn carry_part(&mut self, place: usize, local: UnixStream) -> Result<Part, Problem> {
+        self.carrier(disk_stream(place)?)?.part(local).map_err(lost)
+    }
+
+    /// Waits until a part has ended.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub async fn carried(&mut self, place: usize, part: Part) -> Result<(), Problem> {
+        let carrier = part.done().await.map_err(lost)?;
+        self.carriers.insert(disk_stream(place)?, carrier);
+        Ok(())
     }
 
     fn carry(&mut self, stream: u16, local: UnixStream) -> Result<Bridge, Problem> {
+        self.carrier(stream)?.last(local).map_err(lost)
+    }
+
+    fn carrier(&mut self, stream: u16) -> Result<Carrier, Problem> {
+        if let Some(carrier) = self.carriers.remove(&stream) {
+            return Ok(carrier);
+        }
         let taken = self.session.take(stream);
         let taken = taken.ok_or_else(|| internal(format!("there is no connection {stream}")))?;
-        Bridge::start(taken, local).map_err(lost)
+        Carrier::new(taken).map_err(lost)
     }
 
     /// Waits until the session has failed.
@@ -231,6 +299,12 @@ impl Link {
             tracing::debug!(%error, "the control channel of a migration has not ended as it should");
         }
     }
+}
+
+/// The connection of the disk with this place in the order of those that are copied.
+fn disk_stream(place: usize) -> Result<u16, Problem> {
+    let place = u16::try_from(place).map_err(internal)?;
+    Ok(DISK_STREAM.saturating_add(place))
 }
 
 /// The problem of a connection between two hosts.

@@ -25,9 +25,8 @@ use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
 use crate::storage::in_place;
-use crate::storage::locked::Access;
 use crate::storage::mirror::{self, source};
-use crate::storage::opening::{self, Open};
+use crate::storage::opening::Open;
 
 /// How often a filter is asked how far its copies are.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
@@ -55,6 +54,16 @@ pub struct Copying {
     pub disks: Vec<(DiskSpec, DiskFacts)>,
     pub kek: Option<SecretBytes>,
     pub builder: DiskBuilder,
+}
+
+/// Kills a filter whose work has failed or is given up: it has keys, and nobody else would end it before the next one is started in
+/// its directory.
+struct KilledWithWork<'a>(&'a Process);
+
+impl Drop for KilledWithWork<'_> {
+    fn drop(&mut self) {
+        self.0.kill();
+    }
 }
 
 /// A filter that copies.
@@ -143,31 +152,35 @@ impl Copying {
     }
 }
 
-/// Copies a disk that nobody writes, and that its guest may have.
+/// Copies what `open` opens of a disk to another host, whole. Nobody writes it; its guest may have it. `tell` gets how much the copy
+/// lacks and how much was copied, in bytes.
 ///
 /// # Errors
 /// The problem of the disk or the filter.
 pub async fn copy_whole(
-    spec: VmSpec,
-    (disk, facts): (DiskSpec, DiskFacts),
-    kek: Option<SecretBytes>,
+    (vm, disk): (VmId, DiskSpec),
+    open: impl FnOnce() -> Result<Open, Problem> + Send + 'static,
     copy: filter::Mirror,
     builder: DiskBuilder,
+    tell: impl Fn(u64, u64),
 ) -> Result<(), Problem> {
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     builder.directory.renew().await.map_err(internal)?;
-    let (vm, id, of) = (spec.vm, disk.disk, disk.clone());
-    let open = move || opening::open(&spec, &of, &facts, kek.as_ref(), Access::BesideGuest);
     let open = spawn_blocking(open).await.map_err(internal)??;
-    let copier = Copier::start(vm, vec![copied(&disk, open, copy)], builder, slot, id).await?;
+    let (id, disks) = (disk.disk, vec![copied(&disk, open, copy)]);
+    let copier = Copier::start(vm, disks, builder, slot, id).await?;
+    let given_up = KilledWithWork(&copier.process);
     let looks = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         let status = copier.status().await?;
-        let lacking = status.disks.first().map_or(0, dirty);
         if let Some(error) = status.disks.first().and_then(trouble) {
             return Err(error);
         }
+        let copy = status.disks.first().and_then(|disk| disk.mirror.as_ref());
+        let (lacking, copied) = copy.map_or((0, 0), |copy| (copy.dirty_bytes, copy.copied_bytes));
+        tell(lacking, copied);
         if lacking == 0 {
+            std::mem::forget(given_up);
             return copier.end().await;
         }
         looks.pause().await;
@@ -207,7 +220,9 @@ impl Copier {
         let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
             .map_err(internal)?;
         let control = Control::of(directory);
+        let given_up = KilledWithWork(&process);
         control.ready(&process, directory).await.map_err(internal)?;
+        std::mem::forget(given_up);
         drop(keys);
         Ok(Self { process, control, builder, disk, _slot: slot })
     }

@@ -28,7 +28,7 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
 use super::arriving_disks::{self, ArrivingDisks};
-use super::migration::{Link, Message, lost, refused, session_of, unexpected};
+use super::migration::{Link, Message, SentBefore, lost, refused, session_of, unexpected};
 use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
 use super::serve::{self, Memory, Plan};
@@ -410,15 +410,17 @@ impl Coming {
     async fn come(self, pending: Pending) -> Result<Loaded, Problem> {
         let _counted = figures::IN.begin();
         let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
-        let (machine, record, copies) = match link.receive(MACHINE_TIMEOUT).await? {
-            Message::Machine { machine, record, copies } => (machine, record, copies),
+        let (machine, record, copies, before) = match link.receive(MACHINE_TIMEOUT).await? {
+            Message::Machine { machine, record, copies, before } => {
+                (machine, record, copies, before)
+            }
             Message::Refused { why } => return Err(refused(&why)),
             _ => return Err(unexpected()),
         };
         if copies != self.copies {
             return Err(unexpected());
         }
-        let prepared = self.prepare(&record, &mut link).await;
+        let prepared = self.prepare(&record, &before, &mut link).await;
         let plan = match prepared {
             Ok((plan, disks)) => {
                 let memory = Memory::Arriving(Arriving::new(machine, link, disks));
@@ -443,6 +445,7 @@ impl Coming {
     async fn prepare(
         &self,
         record: &RawValue,
+        before: &[SentBefore],
         link: &mut Link,
     ) -> Result<(Plan, Option<ArrivingDisks>), Problem> {
         let record = Record::parse(record.get().as_bytes())
@@ -452,8 +455,9 @@ impl Coming {
         if self.copies.is_empty() {
             return Ok((plan(&vm, record, kek, self.generation)?, None));
         }
-        let disks = ArrivingDisks::prepare(&self.shared, &vm, &self.copies, kek.as_ref());
-        let mut disks = disks.await?;
+        let key = (kek.as_ref(), self.migration);
+        let (of, copies) = ((&self.shared, &vm), self.copies.as_slice());
+        let mut disks = ArrivingDisks::prepare(of, copies, key, before, link).await?;
         for disk in vm.disks_mut() {
             let made = disks.disks().iter().find(|arriving| arriving.disk.disk == disk.disk);
             disk.facts = made.map_or(disk.facts.take(), |made| Some(made.facts.clone()));

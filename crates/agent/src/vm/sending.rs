@@ -17,13 +17,15 @@ use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
 
-use super::departing_disks::{DepartingDisks, ToCopy};
+use super::departing_disks::DepartingDisks;
+use super::departing_parts;
 use super::internal;
 use super::migration::{
     Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
     unexpected,
 };
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
+use super::to_copy::ToCopy;
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::figures;
 use crate::migration::transport::{self, Handle, Spec};
@@ -202,7 +204,7 @@ async fn send_over(
     report: watch::Sender<MigrationProgress>,
 ) -> Result<Sent, Problem> {
     let qmp = &guest.qmp;
-    let copied = guest.copies.as_ref().map(ToCopy::ids).unwrap_or_default();
+    let copied = guest.copies.as_ref().map(ToCopy::told).unwrap_or_default();
     link.send(&Message::machine(machine, &guest.record, copied)?).await?;
     let disks = match &guest.copies {
         Some(copies) => {
@@ -247,17 +249,25 @@ async fn copy_disks(
     link: &mut Link,
     report: &watch::Sender<MigrationProgress>,
 ) -> Result<DepartingDisks, Problem> {
-    let keys = match link.receive(PREPARE_TIMEOUT).await? {
-        Message::Prepared { keys } => keys,
-        Message::Refused { why } => return Err(refused(&why)),
-        _ => return Err(unexpected()),
+    let tell = |progress| {
+        report.send_replace(progress);
     };
     let failed = link.failed();
     let copied = async {
-        let disks = DepartingDisks::begin(copies, migration, &keys, link).await?;
-        let tell = |progress| {
-            report.send_replace(progress);
+        if copies.has_before() {
+            let keys = match link.receive(PREPARE_TIMEOUT).await? {
+                Message::Made { keys } => keys,
+                Message::Refused { why } => return Err(refused(&why)),
+                _ => return Err(unexpected()),
+            };
+            departing_parts::send(copies, migration, &keys, link, tell).await?;
+        }
+        let keys = match link.receive(PREPARE_TIMEOUT).await? {
+            Message::Prepared { keys } => keys,
+            Message::Refused { why } => return Err(refused(&why)),
+            _ => return Err(unexpected()),
         };
+        let disks = DepartingDisks::begin(copies, migration, &keys, link).await?;
         disks.until_small(tell).await?;
         Ok(disks)
     };

@@ -195,7 +195,7 @@ pub struct MirrorSpec {
     #[serde(default)]
     pub pace: CopyPace,
     /// Whether the disk and its copy are both images of QEMU's format, and what is below the one holds what is below the
-    /// other. Then nothing is copied but what the disk's own image has.
+    /// other. Then nothing is copied but what the disk's own image has. Of a copy for another host, that host knows.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub same_below: bool,
     /// Whether the disk stays where it is: the copy is for another host, and the disk never pivots to it. It ends with

@@ -267,6 +267,9 @@ pub enum Vm {
     /// that is sent is encrypted with a key for this migration alone. Disks on datastores that the host does not have (`vmseal
     /// datastore share`) are copied there, with new data keys, while the guest runs; the former images are removed at the end. Until the guest goes on there the migration can be cancelled, and the guest goes on where it was.
     ///
+    /// Snapshots of these disks go along, with the memory that they keep. A linked clone's disks become disks of their own there:
+    /// what they share with other VMs is copied as well.
+    ///
     /// A VM that is off or suspended is registered at the other host, which needs all of its datastores: nothing is sent or
     /// copied. It is started or resumed there afterwards.
     ///

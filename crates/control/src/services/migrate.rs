@@ -98,6 +98,7 @@ pub async fn migrate(
         Outcome::Planned(mut plan) => {
             plan.steps.insert(0, understood(&fit, encrypted));
             plan.warnings.extend(in_the_clear(&vm, encrypted));
+            plan.warnings.extend(fit.copies.as_ref().and_then(Copies::linked));
             plan.warnings.extend(fit.copies.as_ref().and_then(Copies::little_room));
             Outcome::Planned(plan)
         }
@@ -214,7 +215,8 @@ fn understood(fit: &Fit, encrypted: bool) -> String {
         let disk = |disk: &Disk| format!("{} ({})", disk.name, Size(disk.size));
         let disks: Vec<_> = copies.disks.iter().map(disk).collect();
         let place = &copies.datastore.name;
-        format!(", with copies of disks {} on datastore '{place}'", disks.join(", "))
+        let with = copies.with();
+        format!(", with copies of disks {}{with} on datastore '{place}'", disks.join(", "))
     });
     format!("choose host '{}'{copies}; memory and all else that is sent is {how}", fit.host.name)
 }

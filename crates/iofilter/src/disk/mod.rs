@@ -233,6 +233,12 @@ impl Disk {
         self.stack.chain(from, read_only, pool_bytes, &self.cipher_time, storage)
     }
 
+    /// Whether zeroes in storage are zeroes to the guest.
+    #[must_use]
+    pub fn keeps_zeroes(&self) -> bool {
+        self.stack.keeps_zeroes()
+    }
+
     /// The file of the disk, where its holes are zeroes to the guest.
     #[must_use]
     pub fn holes(&self) -> Option<FileDisk> {

@@ -196,8 +196,9 @@ pub fn check_new_copy(mirror: &MirrorSpec) -> Result<(), String> {
     if mirror.to.chain.iter().any(|link| matches!(link, FilterSpec::Cache(_))) {
         return Err("`cache` is given when the filter starts".into());
     }
-    if mirror.same_below {
-        return Err("a copy with the same below it is given when the filter starts".into());
+    // A disk that is to pivot would need rings for its copy's own image.
+    if mirror.same_below && !mirror.stays {
+        return Err("a copy with the same below it, which the disk is to pivot to, is given when the filter starts".into());
     }
     check_copy(mirror)
 }
@@ -287,8 +288,9 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
         return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
     }
     let served = disk.front_end.is_none() || is_of_a_guest(disk);
-    if !served || disk.read_only {
-        return Err("only a disk that is written by its guest alone can be mirrored".into());
+    let is_only_read = disk.front_end.is_none() && mirror(disk).is_some_and(|it| it.stays);
+    if !served || (disk.read_only && !is_only_read) {
+        return Err("only a disk that is written by its guest alone can be mirrored, or one that nobody writes, for another host".into());
     }
     if mirror(disk).is_some_and(|it| it.same_below) && !has_files_below(&disk.backend) {
         return Err("it has nothing below it that its copy could share".into());

@@ -287,8 +287,8 @@ impl DiskStack {
             return Err(NotChanged::Mirrored(id));
         }
         let (former, chains) = (self.current.disk().ok_or(NotChanged::Ending(id))?, self.queues);
-        let opened =
-            mirror::open(id, former.size(), &spec.mirror, (former.storage(), true), handles)?;
+        let image = (former.storage(), former.keeps_zeroes());
+        let opened = mirror::open(id, former.size(), &spec.mirror, image, handles)?;
         let disk = former.mirrored_by(opened.layer());
         let mirrored = opened.between(&disk, chains, self.pools)?;
         if mirrored.chains.is_some() {

@@ -3,6 +3,9 @@
 //! An end that QEMU makes is carried as an authenticated end, and only such an end is shown to the other QEMU by closing that direction.
 //! Anything else shuts the local socket down in both directions at once, in the middle of what QEMU reads or writes. QEMU cannot tell
 //! an end from a failure where its own stream happens to be complete: who commits a migration waits for [`Bridge::done`] first.
+//!
+//! A stream may carry several local sockets, one after the other: the end of each but the last one is a frame of its own
+//! ([`Carrier::part`]), and the stream goes on.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -25,12 +28,117 @@ pub struct Moved {
     pub received: u64,
 }
 
-/// A bridge at work, in two threads. Dropping it lets it go on; the session ends it.
-pub struct Bridge {
+/// How the end of one of several local sockets is told.
+const PART_END: Kind = Kind::new(4);
+
+/// A stream that carries local sockets, one after the other.
+pub struct Carrier {
     shared: Arc<Shared>,
     stream: u16,
-    sent: oneshot::Receiver<Result<u64, TransportError>>,
-    received: oneshot::Receiver<Result<u64, TransportError>>,
+    sender: RecordSender,
+    receiver: RecordReceiver,
+}
+
+/// A local socket at work that is not the last one.
+pub struct Part(Work<RecordSender, RecordReceiver>);
+
+/// A bridge at work, in two threads. Dropping it lets it go on; the session ends it.
+pub struct Bridge(Work<u64, u64>);
+
+/// What two threads do, and what each leaves.
+struct Work<S, R> {
+    shared: Arc<Shared>,
+    stream: u16,
+    sent: oneshot::Receiver<Result<S, TransportError>>,
+    received: oneshot::Receiver<Result<R, TransportError>>,
+}
+
+impl Carrier {
+    /// Of a stream that nobody uses yet.
+    ///
+    /// # Errors
+    /// [`TransportError::Setup`], or why the session has failed.
+    pub fn new(stream: Stream) -> Result<Self, TransportError> {
+        let (shared, number) = (stream.shared.clone(), stream.number());
+        let (sender, receiver) = records(stream)?;
+        Ok(Self { shared, stream: number, sender, receiver })
+    }
+
+    /// Carries what is written to a connected local socket. Others follow.
+    ///
+    /// # Errors
+    /// As [`Carrier::new`].
+    pub fn part(self, local: UnixStream) -> Result<Part, TransportError> {
+        let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
+            outward(shared, stream, &mut sender, local)?;
+            sender.send(PART_END, &[]).map(|()| sender)
+        };
+        let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
+            inward(shared, stream, &mut receiver, local, Some(PART_END)).map(|_| receiver)
+        };
+        self.work(local, out, into).map(Part)
+    }
+
+    /// Carries what is written to a connected local socket, the last one.
+    ///
+    /// # Errors
+    /// As [`Carrier::new`].
+    pub fn last(self, local: UnixStream) -> Result<Bridge, TransportError> {
+        let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
+            let sent = outward(shared, stream, &mut sender, local)?;
+            sender.finish().map(|()| sent)
+        };
+        let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
+            inward(shared, stream, &mut receiver, local, None)
+        };
+        self.work(local, out, into).map(Bridge)
+    }
+
+    fn work<S: Send + 'static, R: Send + 'static>(
+        self,
+        local: UnixStream,
+        out: impl FnOnce(&Shared, u16, RecordSender, UnixStream) -> Result<S, TransportError>
+        + Send
+        + 'static,
+        into: impl FnOnce(&Shared, u16, RecordReceiver, UnixStream) -> Result<R, TransportError>
+        + Send
+        + 'static,
+    ) -> Result<Work<S, R>, TransportError> {
+        let Self { shared, stream, sender, receiver } = self;
+        let failed = |error| shared.fail(TransportError::setup(stream)(error));
+        local.set_nonblocking(false).map_err(failed)?;
+        let (reading, writing, shut) =
+            (|| Ok((local.try_clone()?, local.try_clone()?, local)))().map_err(failed)?;
+        shared.carries(stream, shut);
+        let sent =
+            work(&shared, stream, "out", move |shared| out(shared, stream, sender, reading))?;
+        let received =
+            work(&shared, stream, "in", move |shared| into(shared, stream, receiver, writing))?;
+        Ok(Work { shared, stream, sent, received })
+    }
+}
+
+impl<S, R> Work<S, R> {
+    async fn done(self) -> Result<(S, R), TransportError> {
+        // A thread that says nothing has panicked, and has failed the session.
+        let lost = |_| self.shared.fail(TransportError::Abandoned { stream: self.stream });
+        let sent = self.sent.await.map_err(lost)??;
+        let received = self.received.await.map_err(lost)??;
+        Ok((sent, received))
+    }
+}
+
+impl Part {
+    /// Waits until both directions have had their authenticated end, and everything is in the local sockets; then the stream
+    /// carries another one.
+    ///
+    /// # Errors
+    /// Why the session has failed.
+    pub async fn done(self) -> Result<Carrier, TransportError> {
+        let (shared, stream) = (self.0.shared.clone(), self.0.stream);
+        let (sender, receiver) = self.0.done().await?;
+        Ok(Carrier { shared, stream, sender, receiver })
+    }
 }
 
 impl Bridge {
@@ -39,18 +147,7 @@ impl Bridge {
     /// # Errors
     /// [`TransportError::Setup`], or why the session has failed.
     pub fn start(stream: Stream, local: UnixStream) -> Result<Self, TransportError> {
-        let (shared, number) = (stream.shared.clone(), stream.number());
-        let failed = |error| shared.fail(TransportError::setup(number)(error));
-        local.set_nonblocking(false).map_err(failed)?;
-        let (reading, writing, shut) =
-            (|| Ok((local.try_clone()?, local.try_clone()?, local)))().map_err(failed)?;
-        shared.carries(number, shut);
-        let (sender, receiver) = records(stream)?;
-        let sent =
-            work(&shared, number, "out", move |shared| outward(shared, number, sender, reading))?;
-        let received =
-            work(&shared, number, "in", move |shared| inward(shared, number, receiver, writing))?;
-        Ok(Self { shared, stream: number, sent, received })
+        Carrier::new(stream)?.last(local)
     }
 
     /// Waits until both directions have had their authenticated end, and everything is in the local sockets.
@@ -58,10 +155,7 @@ impl Bridge {
     /// # Errors
     /// Why the session has failed.
     pub async fn done(self) -> Result<Moved, TransportError> {
-        // A thread that says nothing has panicked, and has failed the session.
-        let lost = |_| self.shared.fail(TransportError::Abandoned { stream: self.stream });
-        let sent = self.sent.await.map_err(lost)??;
-        let received = self.received.await.map_err(lost)??;
+        let (sent, received) = self.0.done().await?;
         Ok(Moved { sent, received })
     }
 }
@@ -75,12 +169,12 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-fn work(
+fn work<T: Send + 'static>(
     shared: &Arc<Shared>,
     stream: u16,
     direction: &str,
-    run: impl FnOnce(&Shared) -> Result<u64, TransportError> + Send + 'static,
-) -> Result<oneshot::Receiver<Result<u64, TransportError>>, TransportError> {
+    run: impl FnOnce(&Shared) -> Result<T, TransportError> + Send + 'static,
+) -> Result<oneshot::Receiver<Result<T, TransportError>>, TransportError> {
     let (done, result) = oneshot::channel();
     let of_thread = shared.clone();
     let spawned =
@@ -105,7 +199,7 @@ fn local_failed(shared: &Shared, stream: u16, error: std::io::Error) -> Transpor
 fn outward(
     shared: &Shared,
     stream: u16,
-    mut sender: RecordSender,
+    sender: &mut RecordSender,
     mut local: UnixStream,
 ) -> Result<u64, TransportError> {
     let mut sent = 0;
@@ -124,19 +218,28 @@ fn outward(
     if let Some(failure) = shared.failure() {
         return Err(failure);
     }
-    sender.finish()?;
     Ok(sent)
 }
 
-/// Gives QEMU what comes, until its authenticated end. Returns how many bytes that were.
+/// Gives QEMU what comes, until the authenticated end of the stream, or a frame of the kind `end`. Returns how many bytes that were.
 fn inward(
     shared: &Shared,
     stream: u16,
-    mut receiver: RecordReceiver,
+    receiver: &mut RecordReceiver,
     mut local: UnixStream,
+    end: Option<Kind>,
 ) -> Result<u64, TransportError> {
     let mut received = 0;
-    while let Some((kind, bytes)) = receiver.receive()? {
+    loop {
+        let Some((kind, bytes)) = receiver.receive()? else {
+            match end {
+                None => break,
+                Some(_) => return Err(shared.fail(TransportError::Ended { stream })),
+            }
+        };
+        if Some(kind) == end && bytes.is_empty() {
+            break;
+        }
         if kind != Kind::BYTES {
             return Err(shared.fail(TransportError::Kind { stream, kind: kind.number() }));
         }

@@ -6,6 +6,7 @@
 //!                               │ take(number) → Stream              │
 //!                               ├─ Control::new   messages of the agents (JSON, async)
 //!                               ├─ Bridge::start  a local socket's bytes, both ways (QEMU), threads of its own
+//!                               ├─ Carrier        those of several, one after the other (the layers of a disk)
 //!                               └─ records        frames with a kind, for threads of the caller (disk blocks, pages)
 //! ```
 //! A session succeeds or fails as a whole. The first error of any stream fails the session ([`Handle::failure`]): it closes every connection
@@ -31,7 +32,7 @@ use std::time::Duration;
 pub use vmseal_seal::frame::{CONTENT_MAX, Kind};
 pub use vmseal_seal::wire::{Cipher, STREAMS_MAX, Spec};
 
-pub use bridge::{Bridge, Moved};
+pub use bridge::{Bridge, Carrier, Moved, Part};
 pub use connect::connect;
 pub use control::{Control, ControlReceiver, ControlSender};
 pub use error::TransportError;

@@ -294,19 +294,28 @@ impl Home {
         self.of_snapshots(&format!("{disk}.{SOURCE_MEMORY}"))
     }
 
+    /// All that came, whole or not, to take the places of memories with a disk.
+    pub(super) fn half_received(&self, disk: DiskId) -> Result<Vec<PathBuf>, Problem> {
+        let whole = self.copy_memories(disk)?.into_values();
+        Ok(whole.chain(self.unfinished_memories(disk)).collect())
+    }
+
     /// Removes memories that were to be those of a disk's copy and are not whole.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn remove_unfinished_memories(&self, disk: DiskId) -> Result<(), Problem> {
+        self.unfinished_memories(disk).iter().try_for_each(|path| self.remove_note(path))
+    }
+
+    fn unfinished_memories(&self, disk: DiskId) -> Vec<PathBuf> {
         let prefix = format!("{disk}.{COPY_MEMORY}");
-        for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let unfinished = entries.filter(|entry| {
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name.starts_with(&prefix) && name.ends_with(".new") {
-                self.remove_note(&entry.path())?;
-            }
-        }
-        Ok(())
+            name.starts_with(&prefix) && name.ends_with(".new")
+        });
+        unfinished.map(|entry| entry.path()).collect()
     }
 
     /// The files that are named by this and a snapshot.

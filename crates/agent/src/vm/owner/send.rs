@@ -9,7 +9,7 @@
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, SendJob, StopReason, VmSpec};
+use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, SendJob, StopReason};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -19,17 +19,15 @@ use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::Action;
 use crate::rules::find_disk;
-use crate::storage::home::Home;
-use crate::storage::layers;
 use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
-use crate::vm::departing_disks::ToCopy;
 use crate::vm::internal;
 use crate::vm::migration::session_of;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
+use crate::vm::to_copy::{Departing, ToCopy};
 
 impl Owner {
     /// The guest has run here since it was received: the job of that is done.
@@ -126,10 +124,12 @@ impl Owner {
             Ok((disk, facts))
         };
         let disks = copies.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
-        let (of_guest, spec) = (disks.clone(), self.spec.clone());
-        let check =
-            move || of_guest.iter().try_for_each(|(disk, _)| require_no_layers(&spec, disk));
-        spawn_blocking(check).await.map_err(internal)??;
+        let spec = self.spec.clone();
+        let look = move || {
+            let each = disks.into_iter().map(|known| Departing::of(&spec, known));
+            each.collect::<Result<Vec<_>, Problem>>()
+        };
+        let disks = spawn_blocking(look).await.map_err(internal)??;
         let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
         let Some(running) = self.running() else { return Err(internal("it has ended")) };
         let control = running.control.clone();
@@ -309,17 +309,4 @@ impl Owner {
         self.jobs.cancel(task);
         Ok(())
     }
-}
-
-/// Refuses a disk with snapshots: they would stay behind. Blocks.
-fn require_no_layers(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    if layers::read(&home, disk.disk)?.is_empty() {
-        return Ok(());
-    }
-    let what = format!(
-        "has snapshots of its disk '{}', which is to be copied to the other host, and they would stay behind. Delete them first, or share its datastore with that host",
-        disk.name
-    );
-    Err(rules::wrong_state(spec, &what))
 }

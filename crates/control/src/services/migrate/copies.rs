@@ -1,16 +1,18 @@
 //! The disks that a VM takes along to a host that does not have their datastores.
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::version::{MIGRATE_DISKS, MIGRATE_STATE};
+use vmseal_api::host::version::{MIGRATE_DISKS, MIGRATE_SNAPSHOTS, MIGRATE_STATE};
 use vmseal_api::host::{Allocation, ArrivingCopy, Attachment};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
 use crate::services::Services;
+use crate::services::vms::require_no_clones;
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
+use crate::store::links;
 use crate::store::snapshots;
 use crate::store::vms::Vm;
 
@@ -18,6 +20,10 @@ use crate::store::vms::Vm;
 pub(super) struct Copies {
     pub datastore: Datastore,
     pub disks: Vec<Disk>,
+    /// How many snapshots go with them.
+    snapshots: usize,
+    /// Whether they are a linked clone's.
+    linked: bool,
     /// The room that the datastore has.
     room: u64,
 }
@@ -28,6 +34,25 @@ impl Copies {
         let Some(datastore) = self.datastore.spec_on(host.id) else { return Vec::new() };
         let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: datastore.clone() };
         self.disks.iter().map(copy).collect()
+    }
+
+    /// What people are told of what goes with the disks.
+    pub(super) fn with(&self) -> String {
+        match self.snapshots {
+            0 => String::new(),
+            1 => ", and what a snapshot keeps".to_owned(),
+            many => format!(", and what {many} snapshots keep"),
+        }
+    }
+
+    /// What people should know of a linked clone.
+    pub(super) fn linked(&self) -> Option<String> {
+        self.linked.then(|| {
+            format!(
+                "the disks of a linked clone become disks of their own on datastore '{}': what they share with other VMs is copied as well",
+                self.datastore.name
+            )
+        })
     }
 
     /// What people should know of disks that may not fit when they are full.
@@ -65,15 +90,23 @@ pub(super) async fn of(
             None => Ok(None),
         };
     }
-    let snapshots = snapshots::of_vm(&mut read, vm.id).await;
-    let snapshots = snapshots.map_err(|error| failed(error.into()))?;
+    let (mut snapshots, mut linked) = (0, false);
+    // Snapshots keep nothing of a TPM's disk.
+    if copied.iter().any(|disk| !disk.role.moves_only_as_copy()) {
+        let known = snapshots::of_vm(&mut read, vm.id).await;
+        snapshots = known.map_err(|error| failed(error.into()))?.len();
+        let link = links::of_vm(&mut read, vm.id).await;
+        linked = link.map_err(|error| failed(error.into()))?.is_some();
+        require_no_clones(&mut read, vm, None).await.map_err(failed)?;
+    }
     drop(read);
-    may_be_copied(services, vm, &copied, host, !snapshots.is_empty()).map_err(
-        |why| match copied.iter().find(|disk| !is_there(disk)) {
+    let has_layers = snapshots > 0 || linked;
+    may_be_copied(services, vm, &copied, host, has_layers).map_err(|why| {
+        match copied.iter().find(|disk| !is_there(disk)) {
             Some(disk) => format!("it does not have datastore '{}', {why}", disk.datastore_name),
             None => format!("the VM has a TPM, which moves with a copy of its disk, {why}"),
-        },
-    )?;
+        }
+    })?;
     let tpm = copied.iter().find(|disk| disk.role.moves_only_as_copy());
     let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
     let preallocated = copied.iter().filter(|it| it.allocation == Allocation::Preallocated);
@@ -86,7 +119,7 @@ pub(super) async fn of(
             Size(needed)
         ));
     }
-    Ok(Some(Copies { datastore, disks: copied, room }))
+    Ok(Some(Copies { datastore, disks: copied, snapshots, linked, room }))
 }
 
 /// Whether disks can be copied to a host while their VM runs; or why not.
@@ -95,7 +128,7 @@ fn may_be_copied(
     vm: &Vm,
     disks: &[Disk],
     host: &Host,
-    has_snapshots: bool,
+    has_layers: bool,
 ) -> Result<(), String> {
     if !services.hosts.view(host.id).has(MIGRATE_DISKS) {
         return Err("and its agent receives no disks: upgrade vmseal there".to_owned());
@@ -105,19 +138,26 @@ fn may_be_copied(
             "and the agent of the VM's host sends no disks: upgrade vmseal there".to_owned()
         );
     }
-    if has_snapshots {
-        return Err("and the VM has snapshots, which are not copied: delete them, or share the datastore with that host (vmseal datastore share)".to_owned());
+    let lacking = |feature| {
+        let lacks = |host| !services.hosts.view(host).has(feature);
+        match (lacks(host.id), lacks(vm.host)) {
+            (false, false) => None,
+            (true, _) => Some("there"),
+            (false, true) => Some("on the VM's host"),
+        }
+    };
+    if let Some(which) = lacking(MIGRATE_SNAPSHOTS).filter(|_| has_layers) {
+        return Err(format!(
+            "and disks with snapshots and those of linked clones are copied by a newer agent: upgrade vmseal {which}, or share the datastore with that host (vmseal datastore share)"
+        ));
     }
-    let Some(disk) = disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk) else {
-        return Ok(());
-    };
-    let lacks = |host| !services.hosts.view(host).has(MIGRATE_STATE);
-    let which = match (lacks(host.id), lacks(vm.host)) {
-        (false, false) => return Ok(()),
-        (true, _) => "there",
-        (false, true) => "on the VM's host",
-    };
-    Err(format!("and disk '{}' needs a newer agent: upgrade vmseal {which}", disk.name))
+    let state = disks.iter().find(|disk| disk.role.attachment() != Attachment::Disk);
+    match state.zip(lacking(MIGRATE_STATE)) {
+        Some((disk, which)) => {
+            Err(format!("and disk '{}' needs a newer agent: upgrade vmseal {which}", disk.name))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The datastore of a host that was named, or the one with the most free room; and its room. The disk of a TPM goes to another one

@@ -31,6 +31,8 @@ pub(super) enum Disks {
     Shared,
     /// It gets copies.
     Copied,
+    /// It gets copies, with what a snapshot keeps.
+    WithSnapshot,
 }
 
 async fn other(fixture: &Fixture) -> HostId {
@@ -49,14 +51,41 @@ fn files(agent: &SimulatedHost, vm: VmId) -> BTreeSet<DiskId> {
 }
 
 impl Disks {
+    fn are_copied(self) -> bool {
+        self != Self::Shared
+    }
+
     /// A VM that runs, and another host.
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         let (other, _) = fixture.add_host(OTHER_HOST).await;
         match self {
             Self::Shared => fixture.share_datastore(other, OTHER_HOST).await,
-            Self::Copied => drop(fixture.add_datastore(other, OTHER_HOST, FAR).await),
+            Self::Copied | Self::WithSnapshot => {
+                drop(fixture.add_datastore(other, OTHER_HOST, FAR).await);
+            }
         }
-        fixture.running("web").await
+        let vm = fixture.running("web").await;
+        if self == Self::WithSnapshot {
+            let snapshot = snapshots::taken(fixture, vm, "kept").await;
+            for disk in fixture.disks(vm).await {
+                fixture.agent_of(OTHER_HOST).will_receive(disk.id, vec![snapshot]);
+            }
+        }
+        vm
+    }
+
+    /// Where the disks are, they have the snapshot, and where they are not, nothing of it is left.
+    async fn assert_snapshots(self, fixture: &Fixture, vm: VmId, at_other: bool, what: &str) {
+        let rows = snapshots::rows(fixture, vm).await;
+        let known: Vec<_> = rows.iter().map(|row| row.id).collect();
+        assert_eq!(known.len(), usize::from(self == Self::WithSnapshot), "{what}");
+        let there = fixture.agent_of(OTHER_HOST);
+        let (has, lacks) =
+            if at_other { (&there, &fixture.agent) } else { (&fixture.agent, &there) };
+        for disk in fixture.disks(vm).await {
+            assert_eq!(has.snapshots(disk.id), known, "{what}");
+            assert_eq!(lacks.snapshots(disk.id), [], "{what}: what is left");
+        }
     }
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
@@ -91,7 +120,7 @@ impl Disks {
             let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
             assert_eq!(files(&fixture.agent, vm), disks, "{what}: the shared disks");
         }
-        if self == Self::Copied {
+        if self.are_copied() {
             let disks = fixture.disks(vm).await;
             let far = far(fixture).await.unwrap();
             for disk in &disks {
@@ -105,6 +134,7 @@ impl Disks {
                     files(&fixture.agent, vm).is_empty().then_some(())
                 })
                 .await;
+            self.assert_snapshots(fixture, vm, true, what).await;
         }
     }
 
@@ -133,10 +163,11 @@ impl Disks {
         fixture
             .eventually("no copy is left", async || files(&there, vm).is_empty().then_some(()))
             .await;
-        if self == Self::Copied {
+        if self.are_copied() {
             let far = far(fixture).await.unwrap();
             let disks = fixture.disks(vm).await;
             assert!(disks.iter().all(|disk| disk.datastore.datastore != far), "{what}: {disks:?}");
+            self.assert_snapshots(fixture, vm, false, what).await;
         }
     }
 }
@@ -161,6 +192,11 @@ async fn a_migration_is_done_or_undone_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_migration_with_copies_of_disks_is_done_or_undone_at_every_step() {
     matrix(Kind::Migrate(Disks::Copied)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_migration_with_snapshots_is_done_or_undone_at_every_step() {
+    matrix(Kind::Migrate(Disks::WithSnapshot)).await;
 }
 
 /// An agent that restarts after it has ended the VM's processes does not know the VM any more, and has its images still.

@@ -215,7 +215,9 @@ pub(super) fn check_copy(mirror: &MirrorSpec) -> Result<(), String> {
     let MirrorSpec { to, pace, .. } = mirror;
     pace.check().map_err(|wrong| format!("a copy that gets {wrong}"))?;
     check_leg(to, "mirrored")?;
-    if mirror.same_below && !has_files_below(&to.backend) {
+    // What is below it at another host, that host says.
+    let elsewhere = mirror.stays && matches!(to.backend, BackendSpec::Nbd { .. });
+    if mirror.same_below && !elsewhere && !has_files_below(&to.backend) {
         return Err("its copy has nothing below it that could be the same".into());
     }
     Ok(())

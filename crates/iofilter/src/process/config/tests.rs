@@ -263,6 +263,46 @@ fn a_mirror_is_checked_for_sense() {
     }
 }
 
+/// What another host gets, which says itself what is below the copy.
+#[test]
+fn what_nobody_writes_is_copied_for_another_host_and_so_is_a_layer() {
+    let (file, server) = (
+        json!({ "kind": "file", "file": { "fd": 11 }, "offset": 0 }),
+        json!({ "kind": "nbd", "sockets": [{ "fd": 11 }], "export": "" }),
+    );
+    let layer = json!({ "kind": "qcow2", "file": { "fd": 6 }, "offset": 0,
+        "backing": [{ "file": { "fd": 8 }, "format": "raw" }] });
+    let read = |(to, same_below, stays): (&Value, bool, bool), read_only: bool, served: bool| {
+        let mut config = good();
+        let disk = config["disks"][0].as_object_mut().unwrap();
+        disk.remove("import");
+        if !served {
+            disk.remove("front_end");
+        }
+        disk["read_only"] = json!(read_only);
+        disk["backend"] = layer.clone();
+        disk["chain"] = json!([{
+            "kind": "mirror", "to": { "chain": [], "backend": to }, "map": { "fd": 12 },
+            "same_below": same_below, "stays": stays
+        }]);
+        read_value(&config).map(drop).map_err(|error| error.to_string())
+    };
+    let away = |same_below| (&server, same_below, true);
+    read(away(true), true, false).unwrap();
+    read(away(false), true, false).unwrap();
+    read(away(true), false, true).unwrap();
+    for (refused, reason) in [
+        // Its guest writes it, or it is to pivot.
+        (read(away(true), true, true), "that nobody writes"),
+        (read((&server, false, false), true, false), "that nobody writes"),
+        (read((&server, true, false), false, true), "nothing below it"),
+        (read((&file, true, true), false, true), "nothing below it"),
+    ] {
+        let refused = refused.unwrap_err();
+        assert!(refused.contains(reason), "{refused}");
+    }
+}
+
 #[test]
 fn each_invalid_value_is_refused_with_its_reason() {
     let cases: [(&str, Value, &str); 12] = [

@@ -10,7 +10,7 @@ use crate::storage::layers::{LayerId, Layers};
 fn layers_of(copy: &filter::Mirror) -> usize {
     match &copy.to {
         CopyPlace::Image { layers, .. } => layers.len(),
-        CopyPlace::OtherHost(_) => 0,
+        CopyPlace::OtherHost { .. } => 0,
     }
 }
 
