@@ -73,19 +73,21 @@ impl ArrivingDisks {
         &self.disks
     }
 
-    /// The DEKs, as the source is told of them.
+    /// The DEKs, as the source is told of them: under a key of `secret`.
     ///
     /// # Errors
     /// `internal`.
     pub fn keys(
         &self,
-        kek: Option<&SecretBytes>,
+        secret: Option<&SecretBytes>,
         migration: MigrationId,
     ) -> Result<Vec<Option<String>>, Problem> {
-        let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, kek) {
+        let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, secret) {
             _ if arriving.disk.role.attachment() == Attachment::Tpm => Ok(None),
             (None, _) => Ok(None),
-            (Some(dek), Some(kek)) => wrap_dek(kek, migration, arriving.disk.disk, dek).map(Some),
+            (Some(dek), Some(secret)) => {
+                wrap_dek(secret, migration, arriving.disk.disk, dek).map(Some)
+            }
             (Some(_), None) => Err(internal("an encrypted disk is made without its key")),
         };
         self.disks.iter().map(wrapped).collect()

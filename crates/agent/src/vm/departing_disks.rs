@@ -53,6 +53,8 @@ pub struct ToCopy {
     pub shared: Arc<Shared>,
     pub spec: VmSpec,
     pub kek: Option<SecretBytes>,
+    /// What the other host tells the keys of the copies under.
+    pub told_under: Option<SecretBytes>,
     /// Of the guest's filter.
     pub control: Control,
     /// In the order of their connections.
@@ -125,9 +127,9 @@ impl DepartingDisks {
             }
             let (theirs, ours) = UnixStream::pair().map_err(internal)?;
             bridges.push(link.carry_disk(place, ours)?);
-            let key = match (key, &what.kek) {
-                (Some(key), Some(kek)) => {
-                    let dek = unwrap_dek(kek, migration, disk.disk, key)?;
+            let key = match (key, &what.told_under) {
+                (Some(key), Some(secret)) => {
+                    let dek = unwrap_dek(secret, migration, disk.disk, key)?;
                     Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
                 }
                 (None, _) if !disk.encrypted => None,

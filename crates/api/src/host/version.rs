@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 38] = [
+pub const FEATURES: [&str; 39] = [
     "job-create",
     "job-export",
     NICS,
@@ -63,6 +63,7 @@ pub const FEATURES: [&str; 38] = [
     MIGRATE_DISKS,
     MIGRATE_RATE,
     MIGRATE_STATE,
+    MIGRATE_APART,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -171,6 +172,9 @@ pub const MIGRATE_RATE: &str = "job-migrate-rate";
 
 /// The feature of agents that send with these disks what a guest's firmware and its TPM keep.
 pub const MIGRATE_STATE: &str = "job-migrate-state";
+
+/// The feature of agents that copy disks to a host that has another key of the VM.
+pub const MIGRATE_APART: &str = "job-migrate-apart";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

@@ -12,11 +12,13 @@ use vmseal_secret::sealed_box::Recipient;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
+use super::nearby::NearbyRemotes;
 use super::ToSimulated;
 use super::template::{Template, location, passphrase};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
+use crate::remotes::Remotes;
 use crate::services::Services;
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
@@ -47,9 +49,12 @@ pub struct Fixture {
     pub store: Arc<Store>,
     pub providers: Arc<Providers>,
     pub hosts: Arc<Hosts>,
+    pub remotes: Arc<Remotes>,
     pub engine: Arc<Engine>,
     pub host: HostId,
     connector: ToSimulated,
+    /// The other control plane.
+    pub plane: NearbyRemotes,
     provider: ProviderId,
     datastore: DatastoreSpec,
 }
@@ -67,16 +72,21 @@ impl Fixture {
         let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
         agent.probe_datastore(datastore.clone()).await.unwrap();
         let connector = ToSimulated { first: agent.clone(), others: Arc::default() };
-        let (hosts, engine) = begin(&store, &providers, &connector, RETRY).await;
+        let plane = NearbyRemotes::default();
+        let remotes = Remotes::new(Arc::clone(&store), directory.path(), Arc::new(plane.clone()));
+        let remotes = Arc::new(remotes);
+        let (hosts, engine) = begin(&store, &providers, &connector, &remotes, RETRY).await;
         let this = Self {
             directory,
             agent,
             store,
             providers,
             hosts,
+            remotes,
             engine,
             host: template.host.id,
             connector,
+            plane,
             provider: template.provider,
             datastore,
         };
@@ -90,6 +100,7 @@ impl Fixture {
             store: Arc::clone(&self.store),
             providers: Arc::clone(&self.providers),
             hosts: Arc::clone(&self.hosts),
+            remotes: Arc::clone(&self.remotes),
             engine: Arc::clone(&self.engine),
             authority: Arc::new(Authority::open(self.directory.path()).unwrap()),
             recipient,
@@ -172,6 +183,7 @@ impl Fixture {
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
             Arc::clone(&self.hosts),
+            Arc::clone(&self.remotes),
             RETRY,
         );
         prepare(&mut engine);
@@ -433,11 +445,18 @@ async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
     connector: &ToSimulated,
+    remotes: &Arc<Remotes>,
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
     let hosts =
         Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(connector.clone())).await;
     let hosts = Arc::new(hosts.unwrap());
-    let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
+    let engine = Engine::new(
+        Arc::clone(store),
+        Arc::clone(providers),
+        Arc::clone(&hosts),
+        Arc::clone(remotes),
+        retry,
+    );
     (hosts, Arc::new(engine))
 }
