@@ -93,16 +93,8 @@ impl ControlPlane {
             tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
         let starting = tokio::spawn(autostart::run(Arc::clone(&engine)));
         let data_dir = data_dir.to_owned();
-        let services = Services {
-            store,
-            providers,
-            hosts,
-            remotes,
-            engine,
-            authority,
-            recipient,
-            data_dir,
-        };
+        let services =
+            Services { store, providers, hosts, remotes, engine, authority, recipient, data_dir };
         let services = Arc::new(services);
         let draining = tokio::spawn(drain::run(Arc::clone(&services)));
         Ok(Self { services, identity, renewing, deleting_events, starting, draining, _lock: lock })

@@ -32,7 +32,8 @@ pub async fn describe(
     generation: u64,
 ) -> Result<BeginArrival, Problem> {
     let Some(here) = hosts.view(vm.host).description.clone() else {
-        let detail = format!("host '{}' is not known well enough: it does not answer", vm.host_name);
+        let detail =
+            format!("host '{}' is not known well enough: it does not answer", vm.host_name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
     };
     let mut read = store.read().await?;

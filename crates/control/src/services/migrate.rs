@@ -84,7 +84,8 @@ pub async fn migrate(
         return remote::migrate(services, caller, (&vm, &disks), request, dry_run).await;
     }
     if request.policy.is_some() {
-        let detail = "it is the policy at another control plane (--remote): here the VM keeps its own";
+        let detail =
+            "it is the policy at another control plane (--remote): here the VM keeps its own";
         return Err(Problem::invalid("policy", detail));
     }
     let pace = super::tasks::pace_of(request.rate)?;

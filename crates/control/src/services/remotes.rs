@@ -6,9 +6,7 @@ use vmseal_api::client::shown_authority;
 use vmseal_api::id::{RemoteId, check_name};
 use vmseal_api::model::{About, Page};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{
-    ARRIVALS, AddRemote, LookAtRemote, Remote, RemoteChecked, RemoteShown,
-};
+use vmseal_api::remote::{ARRIVALS, AddRemote, LookAtRemote, Remote, RemoteChecked, RemoteShown};
 use vmseal_kmip::client::Fingerprint;
 
 use super::caller::{Caller, Privilege};
@@ -69,7 +67,8 @@ async fn other_authority(
         None => problem,
     })?;
     if authority == *services.authority.der() {
-        let detail = "this control plane's own server answers there: a remote is another control plane";
+        let detail =
+            "this control plane's own server answers there: a remote is another control plane";
         return Err(Problem::invalid("url", detail));
     }
     Ok(authority)
@@ -91,9 +90,9 @@ pub async fn add(
     let AddRemote { name, url, fingerprint, token } = request;
     check_name(&name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     let token = open_passphrase(services, &name, &token, "token")?;
-    let token = std::str::from_utf8(token.expose()).map(str::trim).map_err(|_| {
-        Problem::invalid("token", "it is not an access token")
-    })?;
+    let token = std::str::from_utf8(token.expose())
+        .map(str::trim)
+        .map_err(|_| Problem::invalid("token", "it is not an access token"))?;
     let authority = other_authority(services, &url).await?;
     let found = Fingerprint::of(&authority);
     if bare(&fingerprint) != bare(&found.to_string()) {
@@ -156,7 +155,8 @@ pub async fn remove(
     let remote = services.remotes.find(name).await?;
     let mut write = services.store.write().await?;
     for task in tasks::open(&mut write).await? {
-        let goes_there = matches!(task.operation, Operation::MigrateAway { remote: to, .. } if to == remote.id);
+        let goes_there =
+            matches!(task.operation, Operation::MigrateAway { remote: to, .. } if to == remote.id);
         if goes_there && !force {
             let detail = format!(
                 "VM '{}' is on its way to remote '{}' (task {}): wait for it, or cancel it. If that control plane and its hosts are gone for good, --force has the VM go on here",

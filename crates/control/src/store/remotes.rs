@@ -55,13 +55,12 @@ pub async fn find(
     from: &mut SqliteConnection,
     name_or_id: &str,
 ) -> Result<Option<Remote>, StoreError> {
-    let row: Option<Row> = sqlx::query_as(
-        "SELECT id, name, url, authority FROM remotes WHERE name = $1 OR id = $2",
-    )
-    .bind(name_or_id)
-    .bind(name_or_id)
-    .fetch_optional(from)
-    .await?;
+    let row: Option<Row> =
+        sqlx::query_as("SELECT id, name, url, authority FROM remotes WHERE name = $1 OR id = $2")
+            .bind(name_or_id)
+            .bind(name_or_id)
+            .fetch_optional(from)
+            .await?;
     row.map(Remote::try_from).transpose()
 }
 

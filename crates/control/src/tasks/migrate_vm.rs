@@ -276,7 +276,8 @@ async fn begin(
         }
     };
     let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
-    let new = NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key, apart: false };
+    let new =
+        NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key, apart: false };
     let session =
         |key_box: &str, host: &str| new.sealed(key_box, host, (ends.encrypted, checked.streams()));
     let arrival = Arrival {

@@ -12,8 +12,8 @@ use vmseal_secret::sealed_box::Recipient;
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
-use super::nearby::NearbyRemotes;
 use super::ToSimulated;
+use super::nearby::NearbyRemotes;
 use super::template::{Template, location, passphrase};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
@@ -351,13 +351,18 @@ impl Fixture {
     }
 
     pub async fn task(&self, task: TaskId) -> Task {
+        self.find_task(task).await.unwrap()
+    }
+
+    /// A task that another control plane may have begun here.
+    pub async fn find_task(&self, task: TaskId) -> Option<Task> {
         let mut read = self.store.read().await.unwrap();
-        tasks::get(&mut read, &task.to_string()).await.unwrap().unwrap()
+        tasks::get(&mut read, &task.to_string()).await.unwrap()
     }
 
     pub async fn ended(&self, task: TaskId) -> Task {
         self.eventually("the task ends", async || {
-            Some(self.task(task).await).filter(|task| task.ended.is_some())
+            self.find_task(task).await.filter(|task| task.ended.is_some())
         })
         .await
     }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
+use tokio::sync::watch;
 use vmseal_api::id::TaskId;
 use vmseal_api::model::About;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -25,12 +26,20 @@ pub enum Lost {
 }
 
 /// The other control plane that a fixture may have.
-#[derive(Clone, Default)]
-pub struct NearbyRemotes(Arc<Mutex<Inside>>);
+#[derive(Clone)]
+pub struct NearbyRemotes {
+    services: watch::Sender<Option<Arc<Services>>>,
+    inside: Arc<Mutex<Inside>>,
+}
+
+impl Default for NearbyRemotes {
+    fn default() -> Self {
+        Self { services: watch::Sender::new(None), inside: Arc::default() }
+    }
+}
 
 #[derive(Default)]
 struct Inside {
-    services: Option<Arc<Services>>,
     /// How many calls of this name are lost next, and how.
     lost: Option<(&'static str, Lost, u32)>,
     calls: Vec<&'static str>,
@@ -38,12 +47,12 @@ struct Inside {
 
 impl NearbyRemotes {
     fn inside(&self) -> std::sync::MutexGuard<'_, Inside> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls go to these services from now on; without any it does not answer.
+    /// Calls go to these services from now on; without any they wait, as for a server that restarts.
     pub fn set(&self, services: Option<Arc<Services>>) {
-        self.inside().services = services;
+        self.services.send_replace(services);
     }
 
     /// The next calls of this name are lost.
@@ -62,21 +71,22 @@ impl NearbyRemotes {
         call: impl AsyncFnOnce(&Services, &Caller) -> Result<T, Problem>,
     ) -> Result<T, Problem> {
         let silent = || Problem::new(ErrorCode::Unreachable, "the other control plane is silent");
-        let (services, lost) = {
+        let lost = {
             let mut inside = self.inside();
             inside.calls.push(name);
-            let lost = match &mut inside.lost {
+            match &mut inside.lost {
                 Some((call, how, times)) if *call == name && *times > 0 => {
                     *times -= 1;
                     Some(*how)
                 }
                 _ => None,
-            };
-            (inside.services.clone(), lost)
+            }
         };
         if lost == Some(Lost::Calls) {
             return Err(silent());
         }
+        let mut known = self.services.subscribe();
+        let services = known.wait_for(Option::is_some).await.map_err(|_| silent())?.clone();
         let services = services.ok_or_else(silent)?;
         let answer = call(&services, &Caller::administrator("east")).await;
         if lost == Some(Lost::Answers) { Err(silent()) } else { answer }

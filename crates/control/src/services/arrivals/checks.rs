@@ -91,7 +91,9 @@ pub(super) async fn look(
     }
     looked.checks.extend(if best.is_some() { of_best } else { of_others });
     let chosen = match (policy, best) {
-        (Some(policy), Some((_, host, datastore))) if may => Some(Chosen { host, datastore, policy }),
+        (Some(policy), Some((_, host, datastore))) if may => {
+            Some(Chosen { host, datastore, policy })
+        }
         _ => None,
     };
     if chosen.is_none() && looked.is_ok() {
@@ -102,10 +104,7 @@ pub(super) async fn look(
     Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
 }
 
-async fn name_is_free(
-    services: &Services,
-    arrival: &BeginArrival,
-) -> Result<((), String), String> {
+async fn name_is_free(services: &Services, arrival: &BeginArrival) -> Result<((), String), String> {
     let (name, id) = (&arrival.vm.name, arrival.vm.id.to_string());
     let mut read = services.store.read().await.map_err(failed)?;
     if vms::find(&mut read, &id).await.map_err(failed)?.is_some() {
@@ -134,26 +133,35 @@ async fn policy_for(
     let name = &policy.name;
     let all = vm.disks.iter().all(|disk| disk.encrypted == vm.has_key);
     if !all {
-        return Err("some disks are encrypted and others are not: encrypt all of them first".to_owned());
+        return Err(
+            "some disks are encrypted and others are not: encrypt all of them first".to_owned()
+        );
     }
     match (policy.encryption, vm.has_key) {
         (true, false) => {
-            return Err(format!("policy '{name}' encrypts, and the VM has no key: name one that does not (--policy)"));
+            return Err(format!(
+                "policy '{name}' encrypts, and the VM has no key: name one that does not (--policy)"
+            ));
         }
         (false, true) => {
-            return Err(format!("policy '{name}' does not encrypt, and the VM is encrypted: name one that does (--policy)"));
+            return Err(format!(
+                "policy '{name}' does not encrypt, and the VM is encrypted: name one that does (--policy)"
+            ));
         }
         _ => {}
     }
     if policy.replica.is_some() {
-        return Err(format!("policy '{name}' has disks replicated, and those of a VM that arrives are not: name another one (--policy)"));
+        return Err(format!(
+            "policy '{name}' has disks replicated, and those of a VM that arrives are not: name another one (--policy)"
+        ));
     }
     check_cpu_model(&policy, vm.hardware.cpu_model.as_deref()).map_err(failed)?;
     hardware::check_tpm(&vm.hardware, &policy).map_err(failed)?;
     check_caches(vm.disks.iter().map(|_| policy.cache)).map_err(|(_, what)| what)?;
     // Nothing is written.
     let provider = provider_of(services, &mut write, &policy).await.map_err(failed)?;
-    let keys = provider.map_or("no key".to_owned(), |it| format!("a new key of provider '{}'", it.name));
+    let keys =
+        provider.map_or("no key".to_owned(), |it| format!("a new key of provider '{}'", it.name));
     let detail = format!("'{name}', {keys}");
     Ok((policy, detail))
 }
@@ -174,7 +182,8 @@ async fn fit(
     looked.note("accelerator", accelerator(arrival, &there));
     let vm = &arrival.vm;
     let hardware = agent.examine_hardware(vm.hardware.clone()).await;
-    let hardware = hardware.map(|()| ((), "it has the processor model and the firmware".to_owned()));
+    let hardware =
+        hardware.map(|()| ((), "it has the processor model and the firmware".to_owned()));
     looked.note("hardware", hardware.map_err(failed));
     looked.note("network", network(services, arrival, &*agent).await);
     let free = memory(services, arrival, host, &there).await;
@@ -238,10 +247,7 @@ fn versions(
     Ok(((), format!("vmseal {}, QEMU {}", there.vmseal, there.qemu)))
 }
 
-fn accelerator(
-    arrival: &BeginArrival,
-    there: &HostDescription,
-) -> Result<((), String), String> {
+fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
     let (here, there) = (arrival.source.accelerator.kind, there.accelerator.kind);
     if here != there {
         return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
@@ -316,8 +322,12 @@ async fn room(
     }
     let (free, datastore) = best.ok_or(why)?;
     let all = arrival.vm.disks.iter().map(|disk| disk.size).sum::<u64>();
-    let detail =
-        format!("'{}' has {} free, the disks have {} in all", datastore.name, Size(free), Size(all));
+    let detail = format!(
+        "'{}' has {} free, the disks have {} in all",
+        datastore.name,
+        Size(free),
+        Size(all)
+    );
     let preallocated = policy.is_some_and(|it| it.allocation == Allocation::Preallocated);
     if preallocated && all > free { Err(detail) } else { Ok((datastore, detail)) }
 }

@@ -39,9 +39,8 @@ use crate::tasks::receive_vm;
 /// How long an answer waits for what is asked for: less than a request may take.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// Whoever sends a VM here creates one.
-fn require(caller: &Caller, has_key: bool) -> Result<(), Problem> {
-    caller.require(Privilege::VmConfigure)?;
+/// Whoever sends a VM here creates one; this is what else it needs.
+fn require_migrate(caller: &Caller, has_key: bool) -> Result<(), Problem> {
     caller.require(Privilege::Migrate)?;
     if has_key {
         caller.require(Privilege::EncryptNew)?;
@@ -55,8 +54,9 @@ pub async fn check(
     caller: &Caller,
     request: BeginArrival,
 ) -> Result<ArrivalChecks, Problem> {
-    require(caller, request.vm.has_key)?;
+    caller.require(Privilege::VmConfigure)?;
     check_vm(&request.vm)?;
+    require_migrate(caller, request.vm.has_key)?;
     Ok(look(services, &request).await?.0)
 }
 
@@ -67,8 +67,9 @@ pub async fn begin(
     id: &str,
     request: BeginArrival,
 ) -> Result<ArrivalShown, Problem> {
-    require(caller, request.vm.has_key)?;
+    caller.require(Privilege::VmConfigure)?;
     check_vm(&request.vm)?;
+    require_migrate(caller, request.vm.has_key)?;
     let task: TaskId =
         id.parse().map_err(|_| Problem::invalid("arrival", format!("'{id}' is not an id")))?;
     let known = tasks::get(&mut *services.store.read().await?, id).await?;
@@ -151,8 +152,7 @@ async fn reserve(
     for (position, nic) in asked.nics.iter().enumerate() {
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
-    let operation =
-        Operation::ReceiveVm { vm: vm.id, host: vm.host, generation, committed: false };
+    let operation = Operation::ReceiveVm { vm: vm.id, host: vm.host, generation, committed: false };
     let schedule = TaskSchedule { id: Some(id), ..TaskSchedule::default() };
     let actor = caller.name();
     let task = Engine::record_scheduled(&mut write, operation, &vm.name, actor, schedule).await?;
@@ -252,13 +252,10 @@ async fn until(
 }
 
 /// Shows an arrival. Its source is there, as it asks.
-pub async fn show(
-    services: &Services,
-    caller: &Caller,
-    id: &str,
-) -> Result<ArrivalShown, Problem> {
-    require(caller, false)?;
+pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<ArrivalShown, Problem> {
+    caller.require(Privilege::VmConfigure)?;
     let (task, vm, host, _) = find(services, id).await?;
+    require_migrate(caller, false)?;
     services.engine.hear_source(task.id);
     let task_id = task.id;
     let shown = shown(services, task, host).await?;
@@ -269,10 +266,7 @@ pub async fn show(
 }
 
 /// Why the host cannot receive the VM that it was to wait for. A host that does not answer says so later.
-async fn failure(
-    services: &Services,
-    (task, vm, host): (TaskId, VmId, HostId),
-) -> Option<Problem> {
+async fn failure(services: &Services, (task, vm, host): (TaskId, VmId, HostId)) -> Option<Problem> {
     let state = services.hosts.connected(host).ok()?.state_now().await.ok()?;
     let seen = state.vms.iter().find(|seen| seen.vm == vm)?;
     match &seen.jobs.iter().find(|job| job.task == task)?.state {
@@ -288,8 +282,9 @@ pub async fn session(
     id: &str,
     request: ArrivalSession,
 ) -> Result<ArrivalAddress, Problem> {
-    require(caller, true)?;
+    caller.require(Privilege::VmConfigure)?;
     let (task, vm, host, generation) = find(services, id).await?;
+    require_migrate(caller, false)?;
     let key = open_passphrase(services, id, &request.key, "key")?;
     if key.len() != MIGRATION_KEY_LEN {
         let detail = format!("the key of a session has {MIGRATION_KEY_LEN} bytes");
@@ -300,7 +295,10 @@ pub async fn session(
     let _unchanged = services.hosts.lock(vm).await;
     let (task, ..) = find(services, id).await?;
     if state(&task) != ArrivalState::Prepared || task.cancelled {
-        let detail = format!("VM '{}' cannot be sent here now: its arrival is not prepared, or given up", task.target);
+        let detail = format!(
+            "VM '{}' cannot be sent here now: its arrival is not prepared, or given up",
+            task.target
+        );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let agent = services.hosts.agent(host)?;
@@ -360,8 +358,9 @@ pub async fn commit(
     caller: &Caller,
     id: &str,
 ) -> Result<ArrivalShown, Problem> {
-    require(caller, false)?;
+    caller.require(Privilege::VmConfigure)?;
     let (task, ..) = find(services, id).await?;
+    require_migrate(caller, false)?;
     services.engine.commit_arrival(task.id).await?;
     until(services, task.id, is_decided).await
 }
@@ -372,8 +371,9 @@ pub async fn cancel(
     caller: &Caller,
     id: &str,
 ) -> Result<ArrivalShown, Problem> {
-    require(caller, false)?;
+    caller.require(Privilege::VmConfigure)?;
     let (task, ..) = find(services, id).await?;
+    require_migrate(caller, false)?;
     match services.engine.cancel(id, caller.name()).await {
         // It has ended, is being undone, or was asked to commit: its state says what comes of it.
         Err(problem) if problem.code != ErrorCode::WrongState || is_silence(&problem) => {

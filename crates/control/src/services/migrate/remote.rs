@@ -1,8 +1,6 @@
 //! Moving VMs that run to hosts of other control planes.
 
-use vmseal_api::host::version::{
-    MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE,
-};
+use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
 use vmseal_api::model::{Plan, Task};
@@ -10,7 +8,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks};
 use vmseal_api::request::MigrateVm;
 
-use super::{must_be_encrypted, in_the_clear};
+use super::{in_the_clear, must_be_encrypted};
 use crate::operation::Operation;
 use crate::remotes::{Wanted, describe, keeps_state};
 use crate::services::caller::{Caller, Privilege};
@@ -46,8 +44,7 @@ pub(super) async fn migrate(
         host: request.host.clone(),
         datastore: request.datastore.clone(),
     };
-    let generation =
-        placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
+    let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
     let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
@@ -100,8 +97,7 @@ fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Probl
         return Ok(());
     }
     let looked: Vec<_> = found.checks.iter().map(ArrivalCheck::to_string).collect();
-    let detail =
-        format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
+    let detail = format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
     let problem = Problem::new(ErrorCode::WrongState, detail);
     Err(Problem { field: Some("remote".to_owned()), ..problem })
 }
@@ -112,10 +108,14 @@ async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Resul
         |what: &str| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     let mut read = services.store.read().await?;
     if !snapshots::of_vm(&mut read, vm.id).await?.is_empty() {
-        return refuse("has snapshots, which do not go to another control plane: delete them first");
+        return refuse(
+            "has snapshots, which do not go to another control plane: delete them first",
+        );
     }
     if !dumps::of_vm(&mut read, vm.id).await?.is_empty() {
-        return refuse("has core dumps, which do not go to another control plane: decrypt what is needed of them, and delete them first");
+        return refuse(
+            "has core dumps, which do not go to another control plane: decrypt what is needed of them, and delete them first",
+        );
     }
     drop(read);
     features::require(services, vm, MIGRATE_DISKS, "send the disks of running VMs")?;

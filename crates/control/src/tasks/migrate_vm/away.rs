@@ -17,9 +17,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{
-    Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, Power, SendJob,
-};
+use vmseal_api::host::{Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, Power, SendJob};
 use vmseal_api::id::{DiskId, HostId, MigrationId, RemoteId, TaskId};
 use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
@@ -208,8 +206,7 @@ pub(in crate::tasks) async fn remote_of(run: &Run<'_>) -> Option<String> {
 
 async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError> {
     let known = known(run, way(run)?.remote).await?;
-    let known =
-        known.ok_or_else(|| wrong_state("the remote was removed meanwhile".to_owned()))?;
+    let known = known.ok_or_else(|| wrong_state("the remote was removed meanwhile".to_owned()))?;
     Ok(run.context.remotes.of(&known)?)
 }
 
@@ -234,9 +231,9 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
 
 /// What became of an arrival that is given up, for people.
 fn cancelled(arrival: ArrivalShown) -> StepError {
-    let problem = arrival.problem.unwrap_or_else(|| {
-        Problem::new(ErrorCode::Cancelled, "it was cancelled there")
-    });
+    let problem = arrival
+        .problem
+        .unwrap_or_else(|| Problem::new(ErrorCode::Cancelled, "it was cancelled there"));
     let detail = format!("the other control plane does not take it: {}", problem.detail);
     StepError::Final(Problem { in_doubt: false, ..Problem::new(problem.code, detail) })
 }
@@ -247,11 +244,8 @@ async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     let Operation::MigrateAway { host, datastore, policy, .. } = &run.task.operation else {
         return Err(internal("the task does not say where the VM goes"));
     };
-    let wanted = Wanted {
-        policy: policy.clone(),
-        host: host.clone(),
-        datastore: datastore.clone(),
-    };
+    let wanted =
+        Wanted { policy: policy.clone(), host: host.clone(), datastore: datastore.clone() };
     let vm = run.vm().await?;
     let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
     loop {
