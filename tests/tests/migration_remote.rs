@@ -36,7 +36,8 @@ fn introduce(west: &Installation, east: &Installation) {
     let add = ["remote", "add", "east", &url, "--remote-token-file", text(&token).unwrap()];
     let refused = west.refused(&add).unwrap();
     assert!(refused.contains("SHA-256") && refused.contains("--fingerprint"), "{refused}");
-    let wrong = [&add[..], &["--fingerprint", &"AB".repeat(32)]].concat();
+    let other = "AB".repeat(32);
+    let wrong = [&add[..], &["--fingerprint", &other]].concat();
     let refused = west.refused(&wrong).unwrap();
     assert!(refused.contains("it is another control plane, or somebody is between"), "{refused}");
     let no = west.answered(&add, "no\n").unwrap();
