@@ -78,6 +78,8 @@ identity! {
     DumpId,
     /// A backup of a VM.
     BackupId,
+    /// Another control plane.
+    RemoteId,
     /// An attempt to move a running VM to another host.
     MigrationId,
     /// A task: durable work of the server.

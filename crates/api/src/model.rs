@@ -51,6 +51,9 @@ pub struct About {
     /// The public key that passphrases for this server are sealed to (X25519, 32 bytes, base64); a new
     /// one with every start.
     pub passphrase_box: String,
+    /// What it can do that not every server of this API can, by name.
+    #[serde(default)]
+    pub features: Vec<String>,
 }
 
 /// A machine with an agent.

@@ -13,6 +13,7 @@ use crate::backup::make;
 use crate::hosts::Hosts;
 use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
+use crate::remotes::{HttpsRemotes, Remotes};
 use crate::retention;
 use crate::services::{Services, drain};
 use crate::setup::authority::Authority;
@@ -75,10 +76,13 @@ impl ControlPlane {
         let providers = Arc::new(providers);
         let hosts = Hosts::start(Arc::clone(&store), Arc::clone(&providers), connector).await?;
         let hosts = Arc::new(hosts);
+        let connector = Arc::new(HttpsRemotes);
+        let remotes = Arc::new(Remotes::new(Arc::clone(&store), data_dir, connector));
         let engine = Arc::new(Engine::new(
             Arc::clone(&store),
             Arc::clone(&providers),
             Arc::clone(&hosts),
+            Arc::clone(&remotes),
             Retry::USUAL,
         ));
         engine.resume().await?;
@@ -89,7 +93,8 @@ impl ControlPlane {
             tokio::spawn(retention::delete_old_events(Arc::clone(&store), keep_events_days));
         let starting = tokio::spawn(autostart::run(Arc::clone(&engine)));
         let data_dir = data_dir.to_owned();
-        let services = Services { store, providers, hosts, engine, authority, recipient, data_dir };
+        let services =
+            Services { store, providers, hosts, remotes, engine, authority, recipient, data_dir };
         let services = Arc::new(services);
         let draining = tokio::spawn(drain::run(Arc::clone(&services)));
         Ok(Self { services, identity, renewing, deleting_events, starting, draining, _lock: lock })

@@ -7,6 +7,7 @@
 //! | [`store`] | the inventory |
 //! | [`providers`] | key providers |
 //! | [`hosts`] | joining, one monitor per host, key delivery, alarms |
+//! | [`remotes`] | other control planes |
 //! | [`operation`], [`tasks`] | durable tasks |
 //! | [`backup`] | backups of the server itself |
 //! | [`retention`] | the deletion of old events |
@@ -23,6 +24,7 @@ mod locks;
 pub mod metrics;
 pub mod operation;
 pub mod providers;
+pub mod remotes;
 pub mod retention;
 pub mod services;
 pub mod setup;

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{CopyOf, DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
-    BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, SnapshotId, VmId,
+    BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
+    TaskId, VmId,
 };
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
@@ -350,6 +351,43 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         downtime_milliseconds: Option<u32>,
     },
+    /// Moves a running VM to a host of another control plane.
+    MigrateAway {
+        /// The VM.
+        vm: VmId,
+        /// Its host.
+        from: HostId,
+        /// The other control plane.
+        remote: RemoteId,
+        /// The task there that receives it.
+        arrival: TaskId,
+        /// The host there, as it was named; none leaves the choice to the other control plane.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        host: Option<String>,
+        /// The datastore there, as it was named; none leaves the choice to the other control plane.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        datastore: Option<String>,
+        /// The policy there.
+        policy: String,
+        /// Whether what is sent is encrypted.
+        encrypted: bool,
+        /// The longest that the guest is to stand still while the rest of its memory is sent, in milliseconds; none means
+        /// [`vmseal_api::migration::DOWNTIME_DEFAULT`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        downtime_milliseconds: Option<u32>,
+    },
+    /// Receives a running VM from another control plane. Its rows are there.
+    ReceiveVm {
+        /// The VM.
+        vm: VmId,
+        /// The host that it gets.
+        host: HostId,
+        /// The generation of its placement there.
+        generation: u64,
+        /// Whether the other control plane has asked to let the guest go: from then on this one decides.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        committed: bool,
+    },
     /// Gives a VM that is off or suspended to another host, which has all of its datastores.
     ChangeHost {
         /// The VM.
@@ -421,7 +459,10 @@ impl Operation {
             Self::DecryptVm { .. } => "vm.decrypt",
             Self::DeepRecryptVm { .. } => "vm.recrypt-deep",
             Self::MoveVm { .. } => "vm.move",
-            Self::MigrateVm { .. } | Self::ChangeHost { .. } => "vm.migrate",
+            Self::MigrateVm { .. } | Self::MigrateAway { .. } | Self::ChangeHost { .. } => {
+                "vm.migrate"
+            }
+            Self::ReceiveVm { .. } => "vm.arrive",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -464,6 +505,8 @@ impl Operation {
             | Self::DeepRecryptVm { vm, .. }
             | Self::MoveVm { vm, .. }
             | Self::MigrateVm { vm, .. }
+            | Self::MigrateAway { vm, .. }
+            | Self::ReceiveVm { vm, .. }
             | Self::ChangeHost { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
@@ -497,7 +540,7 @@ impl Operation {
     /// Whether it moves a running VM to another host.
     #[must_use]
     pub fn is_migration(&self) -> bool {
-        matches!(self, Self::MigrateVm { .. })
+        matches!(self, Self::MigrateVm { .. } | Self::MigrateAway { .. })
     }
 
     /// Whether it converts disks in their own files.
@@ -542,6 +585,7 @@ impl Operation {
             | Self::AutostartVm { vm } => Some(Placed::WhereItIs(*vm)),
             Self::AdoptVm { definition, .. } => Some(Placed::On(definition.host)),
             Self::MigrateVm { to, .. } | Self::ChangeHost { to, .. } => Some(Placed::On(*to)),
+            Self::ReceiveVm { host, .. } => Some(Placed::On(*host)),
             _ => None,
         }
     }
@@ -569,6 +613,12 @@ impl Operation {
     #[must_use]
     pub fn can_be_cancelled(&self) -> bool {
         !matches!(self, Self::DeleteVm { .. } | Self::Unreadable { .. })
+    }
+
+    /// Whether another control plane has asked for its end, and waits for what becomes of it.
+    #[must_use]
+    pub fn is_asked_to_commit(&self) -> bool {
+        matches!(self, Self::ReceiveVm { committed: true, .. })
     }
 
     /// The resources that it holds until it ends: only one task holds a resource at a time.

@@ -29,14 +29,14 @@ pub struct ArrivingDisks {
 }
 
 impl ArrivingDisks {
-    /// Makes these disks of a VM, takes what goes `before` them, and has them served.
+    /// Makes these disks of a VM, takes what goes `before` them, and has them served. Their keys are told under `told_under`.
     ///
     /// # Errors
     /// As [`arriving::begin`], and those of the connection and the filters. What is left is removed by [`give_up`].
     pub async fn prepare(
         (shared, spec): (&Arc<Shared>, &VmSpec),
         copies: &[DiskId],
-        (kek, migration): (Option<&SecretBytes>, MigrationId),
+        (kek, told_under, migration): (Option<&SecretBytes>, Option<&SecretBytes>, MigrationId),
         before: &[SentBefore],
         link: &mut Link,
     ) -> Result<Self, Problem> {
@@ -50,7 +50,7 @@ impl ArrivingDisks {
         let disks = spawn_blocking(begin).await.map_err(internal)??;
         let mut this = Self { disks, servers: Vec::new(), bridges: Vec::new() };
         if !before.is_empty() {
-            let keys = this.keys(kek, migration)?;
+            let keys = this.keys(told_under, migration)?;
             link.send(&Message::Made { keys }).await?;
             arriving_parts::take(shared, spec, &mut this.disks, before, link).await?;
         }
@@ -67,19 +67,21 @@ impl ArrivingDisks {
         &self.disks
     }
 
-    /// The DEKs, as the source is told of them.
+    /// The DEKs, as the source is told of them: under a key of `secret`.
     ///
     /// # Errors
     /// `internal`.
     pub fn keys(
         &self,
-        kek: Option<&SecretBytes>,
+        secret: Option<&SecretBytes>,
         migration: MigrationId,
     ) -> Result<Vec<Option<String>>, Problem> {
-        let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, kek) {
+        let wrapped = |arriving: &ArrivingDisk| match (&arriving.dek, secret) {
             _ if arriving.disk.role.attachment() == Attachment::Tpm => Ok(None),
             (None, _) => Ok(None),
-            (Some(dek), Some(kek)) => wrap_dek(kek, migration, arriving.disk.disk, dek).map(Some),
+            (Some(dek), Some(secret)) => {
+                wrap_dek(secret, migration, arriving.disk.disk, dek).map(Some)
+            }
             (Some(_), None) => Err(internal("an encrypted disk is made without its key")),
         };
         self.disks.iter().map(wrapped).collect()

@@ -140,7 +140,7 @@ impl Message {
     }
 }
 
-/// The DEK of a disk's copy as the hosts tell it to each other: under a key that both derive from the VM's KEK.
+/// The DEK of a disk's copy as the hosts tell it to each other: under a key that both derive from what [`copy_secret`] gives.
 ///
 /// # Errors
 /// `internal`.
@@ -158,7 +158,7 @@ pub fn wrap_dek(
 /// What [`wrap_dek`] has wrapped.
 ///
 /// # Errors
-/// `internal`: the other host has another KEK.
+/// `internal`: the other host has another secret.
 pub fn unwrap_dek(
     kek: &SecretBytes,
     migration: MigrationId,
@@ -191,6 +191,29 @@ pub fn session_of(shared: &Shared, vm: VmId, session: &MigrationSession) -> Resu
     let key: SecretBytes = shared.key_box.open_migration(&info, &session.key)?;
     let cipher = if session.encrypted { Cipher::Aes256Gcm } else { Cipher::None };
     Spec::new(session.migration.0, key, session.nonce, session.streams, cipher).map_err(internal)
+}
+
+/// What the keys of the copies are wrapped under a key of, as the hosts tell them to each other: the VM's KEK, or the key of the session
+/// where the hosts have different KEKs; none for a VM that has no key.
+///
+/// # Errors
+/// As [`session_of`]; `invalid-request` for a session that is not encrypted.
+pub fn copy_secret(
+    shared: &Shared,
+    vm: VmId,
+    session: &MigrationSession,
+    kek: Option<&SecretBytes>,
+) -> Result<Option<SecretBytes>, Problem> {
+    let Some(kek) = kek else { return Ok(None) };
+    if !session.apart {
+        return kek.try_clone().map(Some).map_err(internal);
+    }
+    if !session.encrypted {
+        let what = "must be true where the hosts have different keys";
+        return Err(Problem::invalid("begin.session.encrypted", what));
+    }
+    let info = migration_info(vm, session.migration);
+    shared.key_box.open_migration(&info, &session.key).map(Some)
 }
 
 /// A session, with its first stream as the control channel. Dropped, it ends.

@@ -28,7 +28,9 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
 use super::arriving_disks::{self, ArrivingDisks};
-use super::migration::{Link, Message, SentBefore, lost, refused, session_of, unexpected};
+use super::migration::{
+    Link, Message, SentBefore, copy_secret, lost, refused, session_of, unexpected,
+};
 use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
 use super::serve::{self, Memory, Plan};
@@ -61,6 +63,8 @@ pub struct Expected {
     pub job: JobSpec,
     pub vm: VmSpec,
     pub kek: Option<SecretBytes>,
+    /// What the keys of the copies are told under.
+    pub told_under: Option<SecretBytes>,
     pub generation: u64,
     pub migration: MigrationId,
     pub pending: Pending,
@@ -116,7 +120,7 @@ impl Receiving {
     /// # Errors
     /// `invalid-request`, `locked`, `wrong-state`: it cannot be received.
     pub fn new(shared: Arc<Shared>, expected: Expected) -> Result<Self, Problem> {
-        let Expected { task, job, vm, kek, generation, migration, pending } = expected;
+        let Expected { task, job, vm, kek, told_under, generation, migration, pending } = expected;
         let mut jobs = Jobs::default();
         jobs.begin(task, job.clone());
         let slot = Arc::new(shared.users.take().ok_or_else(builder::too_many)?);
@@ -127,6 +131,7 @@ impl Receiving {
             directory,
             vm: vm.clone(),
             kek: clone,
+            told_under,
             copies: copies_of(&job).map_or_else(Vec::new, |copies| {
                 copies.disks.iter().map(|copy| copy.disk).collect()
             }),
@@ -399,6 +404,7 @@ struct Coming {
     directory: ProcessDir,
     vm: VmSpec,
     kek: Option<SecretBytes>,
+    told_under: Option<SecretBytes>,
     copies: Vec<DiskId>,
     generation: u64,
     migration: MigrationId,
@@ -455,14 +461,14 @@ impl Coming {
         if self.copies.is_empty() {
             return Ok((plan(&vm, record, kek, self.generation)?, None));
         }
-        let key = (kek.as_ref(), self.migration);
+        let key = (kek.as_ref(), self.told_under.as_ref(), self.migration);
         let (of, copies) = ((&self.shared, &vm), self.copies.as_slice());
         let mut disks = ArrivingDisks::prepare(of, copies, key, before, link).await?;
         for disk in vm.disks_mut() {
             let made = disks.disks().iter().find(|arriving| arriving.disk.disk == disk.disk);
             disk.facts = made.map_or(disk.facts.take(), |made| Some(made.facts.clone()));
         }
-        let keys = disks.keys(kek.as_ref(), self.migration)?;
+        let keys = disks.keys(self.told_under.as_ref(), self.migration)?;
         let plan = plan(&vm, record, kek, self.generation)?;
         disks.carry(link)?;
         link.send(&Message::Prepared { keys }).await?;
@@ -553,11 +559,12 @@ pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, P
         return Err(rules::locked(&vm));
     }
     let session = session_of(shared, vm.vm, &arrival.session)?;
+    let told_under = copy_secret(shared, vm.vm, &arrival.session, kek.as_ref())?;
     let listener = shared.migrations.as_ref().ok_or_else(|| {
         let what = "this host receives no VMs: its agent has no address for migrations";
         Problem::new(ErrorCode::Unsupported, what)
     })?;
     let pending = listener.expect(session).map_err(lost)?;
     let (generation, migration) = (arrival.generation, arrival.session.migration);
-    Ok(Expected { task, job, vm, kek, generation, migration, pending })
+    Ok(Expected { task, job, vm, kek, told_under, generation, migration, pending })
 }

@@ -24,6 +24,8 @@ pub struct ToCopy {
     pub shared: Arc<Shared>,
     pub spec: VmSpec,
     pub kek: Option<SecretBytes>,
+    /// What the other host tells the keys of the copies under.
+    pub told_under: Option<SecretBytes>,
     /// Of the guest's filter.
     pub control: Control,
     /// In the order of their connections.
@@ -53,9 +55,9 @@ pub(super) fn copy_of(
     key: Option<&str>,
     (socket, same_below): (UnixStream, bool),
 ) -> Result<filter::Mirror, Problem> {
-    let key = match (key, &what.kek) {
-        (Some(key), Some(kek)) => {
-            let dek = unwrap_dek(kek, migration, of.disk.disk, key)?;
+    let key = match (key, &what.told_under) {
+        (Some(key), Some(secret)) => {
+            let dek = unwrap_dek(secret, migration, of.disk.disk, key)?;
             Some((dek.to_memfd().map_err(internal)?, Holes::Zero))
         }
         (None, _) if !of.disk.encrypted => None,

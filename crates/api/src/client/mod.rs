@@ -8,6 +8,7 @@ mod exchange;
 mod host_client;
 pub mod role;
 mod server_client;
+mod shown;
 mod tls;
 pub mod verifier;
 mod websocket;
@@ -15,6 +16,7 @@ mod websocket;
 pub use host_client::HostClient;
 pub use role::host_server_name;
 pub use server_client::ServerClient;
+pub use shown::shown_authority;
 pub use tls::{ClientIdentity, TlsError};
 
 use crate::problem::Problem;

@@ -38,6 +38,10 @@ pub struct MigrationSession {
     pub streams: u16,
     /// Whether what they carry is encrypted. The connections themselves are authenticated in either case.
     pub encrypted: bool,
+    /// Whether the hosts have different keys of the VM, as those of two control planes do: the keys of the copies are wrapped under
+    /// one that both derive from the key of the session, not of the VM.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub apart: bool,
 }
 
 /// The context that the key of a session is sealed with.

@@ -23,6 +23,7 @@ mod passphrase;
 mod policy;
 mod prove;
 mod provider;
+mod remote;
 mod server;
 mod shell;
 mod snapshot;
@@ -56,6 +57,7 @@ pub use self::passphrase::Passphrase;
 pub use self::policy::{Policy, SetPolicy};
 pub use self::prove::Prove;
 pub use self::provider::Provider;
+pub use self::remote::Remote;
 pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::snapshot::Snapshot;
@@ -102,6 +104,9 @@ pub enum Command {
     /// Storage policies: what is encrypted, with whose keys
     #[command(subcommand, visible_alias = "policies")]
     Policy(Policy),
+    /// Other control planes, which VMs can go to while they run
+    #[command(subcommand, visible_alias = "remotes")]
+    Remote(Remote),
     /// Virtual machines
     #[command(subcommand, visible_alias = "vms")]
     Vm(Vm),

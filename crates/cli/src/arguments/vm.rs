@@ -273,6 +273,10 @@ pub enum Vm {
     /// A VM that is off or suspended is registered at the other host, which needs all of its datastores: nothing is sent or
     /// copied. It is started or resumed there afterwards.
     ///
+    /// With --remote a VM that runs goes to a host of another control plane, with copies of all its disks, under a key that the
+    /// other control plane makes: no key leaves this one. It has the policy of the same name there, unless another is named.
+    /// When it runs there, it is gone here, and its former key is destroyed. A dry run shows all that was looked at there.
+    ///
     /// With --watch it is shown how fast the memory is sent and how fast the guest changes it, how often it was gone through, how
     /// long the guest is expected to stand still, and what sealing needs of the processor. At the end it is told how it went, as
     /// `vmseal task show` does afterwards.
@@ -282,6 +286,12 @@ pub enum Vm {
         name: String,
         /// The host, by name or id [default: the one with the most free memory that can take it]
         host: Option<String>,
+        /// The control plane that the host belongs to (`vmseal remote add`) [default: this one]
+        #[arg(long, value_name = "NAME")]
+        remote: Option<String>,
+        /// The policy at the other control plane [default: that of the same name]
+        #[arg(long, value_name = "NAME", requires = "remote")]
+        policy: Option<String>,
         /// The datastore of that host for disks of a running VM on datastores that it does not have [default: the one with the most free room]
         #[arg(long, value_name = "NAME")]
         datastore: Option<String>,

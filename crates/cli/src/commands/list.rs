@@ -98,6 +98,8 @@ fn kind_of(path: &str) -> &'static str {
         Some("policies") => "policy",
         Some("tasks") => "task",
         Some("alarms") => "alarm",
+        // Each change of them is an event.
+        Some("remotes") => "event",
         _ => "vm",
     }
 }

@@ -32,6 +32,7 @@ mod prove;
 mod provider;
 mod provider_secret;
 mod reconnect;
+mod remote;
 mod replica;
 mod server_backup;
 mod snapshot;
@@ -89,6 +90,7 @@ async fn ask(global: Global, command: Command) -> anyhow::Result<()> {
         Command::Alarms(how) => list::run(&server, output, &how, "alarms").await,
         Command::Provider(verb) => provider::run(&server, output, verb).await,
         Command::Policy(verb) => policy::run(&server, output, verb).await,
+        Command::Remote(verb) => remote::run(&server, output, verb).await,
         Command::Vm(verb) => vm::run(server, output, verb).await,
         Command::Disk(verb) => disk::run(server, output, verb).await,
         Command::Nic(verb) => nic::run(&server, output, verb).await,

@@ -146,11 +146,23 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Migrate { name, host, datastore, rate, downtime, watch, dry_run, wait } => {
+        arguments::Vm::Migrate {
+            name,
+            host,
+            remote,
+            policy,
+            datastore,
+            rate,
+            downtime,
+            watch,
+            dry_run,
+            wait,
+        } => {
             let path = format!("vms/{name}/migrate");
             let downtime_milliseconds =
                 downtime.map(|it| u32::try_from(it.as_millis()).unwrap_or(u32::MAX));
-            let request = MigrateVm { host, datastore, rate, downtime_milliseconds };
+            let request =
+                MigrateVm { host, remote, policy, datastore, rate, downtime_milliseconds };
             if watch {
                 return task::begin_and_watch(server, output, &path, &request, wait.timeout).await;
             }

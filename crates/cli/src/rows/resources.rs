@@ -16,6 +16,7 @@ use vmseal_api::model::{
     Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
     Task, TaskState, Vm, VmBackup,
 };
+use vmseal_api::remote::Remote;
 use vmseal_lab::catalogue::Listed;
 
 use super::column::{Cell, Column, Row, more, usual};
@@ -167,6 +168,22 @@ impl Row for Dump {
     }
     fn order(&self, other: &Self) -> Ordering {
         self.id.cmp(&other.id)
+    }
+}
+
+impl Row for Remote {
+    const PLURAL: &'static str = "remotes";
+    const COLUMNS: &'static [Column<Self>] = &[
+        usual("name", |it| (&it.name).into()),
+        usual("url", |it| (&it.url).into()),
+        usual("fingerprint", |it| (&it.fingerprint).into()),
+        more("id", |it| it.id.to_string().into()),
+    ];
+    fn identity(&self) -> String {
+        self.id.to_string()
+    }
+    fn order(&self, other: &Self) -> Ordering {
+        self.name.cmp(&other.name)
     }
 }
 

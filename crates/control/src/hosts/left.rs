@@ -5,10 +5,12 @@
 //! | elsewhere | off, or suspended | it is unregistered |
 //! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
 //! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
+//! | at another control plane: it is being deleted here | as elsewhere | as elsewhere |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
 
 use vmseal_api::host::{HostAgent, JobSpec, Power, SendJob, VmState};
 use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
+use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
 use super::{is_silence, registration};
@@ -45,7 +47,10 @@ pub(super) async fn deal_with(
     let copied = copied(&disks, seen);
     let disks = disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
     let known = registration::read(store, seen.vm).await?;
-    let is_here = known.is_some_and(|(vm, _)| vm.host == host);
+    // One that is handed over and being deleted runs at another control plane.
+    let is_here = known.is_some_and(|(vm, _)| {
+        vm.host == host && !(seen.power == Power::Migrating && vm.lifecycle == Lifecycle::Deleting)
+    });
     let (task, job) =
         (TaskId::new(), JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None }));
     let done = match (is_here, seen.power) {

@@ -11,13 +11,14 @@ use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
-use vmseal_api::model::{Connection, Task};
+use vmseal_api::model::{Connection, Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
 mod at_rest;
 mod copies;
+mod remote;
 
 use self::copies::Copies;
 use super::caller::{Caller, Privilege};
@@ -59,6 +60,15 @@ pub async fn migrate(
     let now = power(services, &vm).await.map_err(|problem| may_run(&vm, problem))?;
     match now.unwrap_or(Power::Off) {
         Power::Running | Power::Paused => {}
+        rest @ (Power::Off | Power::Suspended) if request.remote.is_some() => {
+            let detail = format!(
+                "VM '{}' is {}: a VM goes to another control plane while it runs. Start it, or resume it, first",
+                vm.name,
+                word(rest)
+            );
+            let problem = Problem::new(ErrorCode::WrongState, detail);
+            return Err(Problem { field: Some("remote".to_owned()), ..problem });
+        }
         rest @ (Power::Off | Power::Suspended) => {
             return at_rest::migrate(services, caller, (&vm, &disks, rest), request, dry_run).await;
         }
@@ -70,6 +80,14 @@ pub async fn migrate(
     }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
+    if request.remote.is_some() {
+        return remote::migrate(services, caller, (&vm, &disks), request, dry_run).await;
+    }
+    if request.policy.is_some() {
+        let detail =
+            "it is the policy at another control plane (--remote): here the VM keeps its own";
+        return Err(Problem::invalid("policy", detail));
+    }
     let pace = super::tasks::pace_of(request.rate)?;
     if let Some(downtime) = request.downtime_milliseconds {
         check_downtime(downtime)
@@ -142,9 +160,19 @@ impl Promised {
     pub(super) async fn read(from: &mut SqliteConnection) -> Result<Self, StoreError> {
         let mut this = Self::default();
         for task in tasks::open(from).await? {
-            let Operation::MigrateVm { vm, to, .. } = task.operation else { continue };
-            if let Some(vm) = vms::get(from, vm).await?.filter(|vm| vm.host != to) {
-                this.add(to, vm.memory);
+            match task.operation {
+                Operation::MigrateVm { vm, to, .. } => {
+                    if let Some(vm) = vms::get(from, vm).await?.filter(|vm| vm.host != to) {
+                        this.add(to, vm.memory);
+                    }
+                }
+                Operation::ReceiveVm { vm, host, .. } => {
+                    let arrives = |vm: &Vm| vm.lifecycle == Lifecycle::Creating;
+                    if let Some(vm) = vms::get(from, vm).await?.filter(arrives) {
+                        this.add(host, vm.memory);
+                    }
+                }
+                _ => {}
             }
         }
         Ok(this)
@@ -178,7 +206,7 @@ pub(super) async fn require_room(
 }
 
 /// How much memory a host has for more VMs, as far as that is known.
-async fn free_memory(
+pub(super) async fn free_memory(
     services: &Services,
     from: &mut SqliteConnection,
     host: HostId,
@@ -205,7 +233,7 @@ fn is_encrypted(services: &Services, vm: &Vm, to: &Host) -> bool {
         || vm.migration_encryption != MigrationEncryption::Disabled && can(vm.host) && can(to.id)
 }
 
-fn must_be_encrypted(vm: &Vm) -> bool {
+pub(super) fn must_be_encrypted(vm: &Vm) -> bool {
     vm.key.is_some() || vm.migration_encryption == MigrationEncryption::Required
 }
 
@@ -222,7 +250,7 @@ fn understood(fit: &Fit, encrypted: bool) -> String {
 }
 
 /// What people should know who did not ask for that.
-fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
+pub(super) fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
     let asked = vm.migration_encryption == MigrationEncryption::Disabled;
     (!encrypted && !asked).then(|| {
         "one of the hosts cannot encrypt what is sent: all of the guest's memory goes over the network in the clear".to_owned()
@@ -406,7 +434,7 @@ fn same_machine(here: &HostDescription, there: &HostDescription) -> Result<(), S
 }
 
 /// Whether one version of QEMU is older than another.
-fn older(one: &str, other: &str) -> bool {
+pub(super) fn older(one: &str, other: &str) -> bool {
     let numbers = |text: &str| -> Vec<u64> {
         let number = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>();
         text.split('.').take(2).map(|part| number(part).parse().unwrap_or(0)).collect()

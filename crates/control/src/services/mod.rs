@@ -14,6 +14,7 @@
 //! | [`providers`], [`kmip`], [`passphrases`] | key providers, and the secrets sent to them |
 //! | [`vms`], [`create_vm`], [`clone_vm`], [`set_vm`], [`guests`], [`recrypt`], [`vm_devices`], [`vm_tpm`], [`disks`], [`bitmaps`] | virtual machines |
 //! | [`backups`] | backups of virtual machines |
+//! | [`remotes`], [`arrivals`] | other control planes, and VMs that come from them |
 //! | [`drain`] | hosts that are emptied before maintenance |
 //! | [`dumps`] | core dumps of virtual machines |
 //! | [`snapshots`] | snapshots of virtual machines |
@@ -26,6 +27,7 @@
 //! | [`server_backup`] | the server itself |
 
 pub mod adopt;
+pub mod arrivals;
 pub mod backups;
 pub mod bitmaps;
 pub mod caller;
@@ -53,6 +55,7 @@ pub mod policies;
 pub mod proofs;
 pub mod providers;
 pub mod recrypt;
+pub mod remotes;
 mod room;
 mod saved_memory;
 mod scan;
@@ -80,6 +83,7 @@ use vmseal_secret::sealed_box::Recipient;
 pub use self::caller::{Caller, Privilege, Privileges};
 use crate::hosts::Hosts;
 use crate::providers::Providers;
+use crate::remotes::Remotes;
 use crate::setup::authority::Authority;
 use crate::store::{PAGE_MAX, Part, Store};
 use crate::tasks::Engine;
@@ -95,6 +99,8 @@ pub struct Services {
     pub providers: Arc<Providers>,
     /// The hosts.
     pub hosts: Arc<Hosts>,
+    /// Other control planes.
+    pub remotes: Arc<Remotes>,
     /// The tasks.
     pub engine: Arc<Engine>,
     /// The authority.

@@ -5,6 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::remote::ARRIVALS;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 
@@ -13,7 +14,11 @@ use super::Services;
 /// The server's version, and the key to which passphrases are sealed; needs no credentials.
 #[must_use]
 pub fn about(services: &Services) -> About {
-    About { vmseal: env!("CARGO_PKG_VERSION").to_owned(), passphrase_box: passphrase_box(services) }
+    About {
+        vmseal: env!("CARGO_PKG_VERSION").to_owned(),
+        passphrase_box: passphrase_box(services),
+        features: vec![ARRIVALS.to_owned()],
+    }
 }
 
 fn passphrase_box(services: &Services) -> String {

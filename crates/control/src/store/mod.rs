@@ -23,6 +23,7 @@ pub mod placements;
 pub mod policies;
 pub mod proofs;
 pub mod providers;
+pub mod remotes;
 pub mod snapshots;
 pub mod tasks;
 pub mod users;

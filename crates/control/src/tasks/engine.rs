@@ -23,6 +23,7 @@ use super::{alarms, steps};
 use crate::hosts::Hosts;
 use crate::operation::{Operation, Placed};
 use crate::providers::Providers;
+use crate::remotes::Remotes;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 use crate::store::{Store, StoreError, Write, hosts, placements};
@@ -31,6 +32,7 @@ use crate::store::{Store, StoreError, Write, hosts, placements};
 struct Running {
     requests: watch::Sender<Requests>,
     paces: watch::Sender<CopyPace>,
+    heard: watch::Sender<()>,
     live: Arc<LiveProgress>,
     work: AbortHandle,
 }
@@ -42,6 +44,8 @@ pub struct TaskSchedule {
     pub parent: Option<TaskId>,
     /// Its earliest start.
     pub not_before: Option<Timestamp>,
+    /// The id that another control plane has given it.
+    pub id: Option<TaskId>,
 }
 
 /// Runs tasks until [`Engine::stop`].
@@ -59,10 +63,11 @@ impl Engine {
         store: Arc<Store>,
         providers: Arc<Providers>,
         hosts: Arc<Hosts>,
+        remotes: Arc<Remotes>,
         retry: Retry,
     ) -> Self {
         Self {
-            environment: Environment::new(Context { store, providers, hosts }, retry),
+            environment: Environment::new(Context { store, providers, hosts, remotes }, retry),
             running: Mutex::default(),
             pacing: tokio::sync::Mutex::default(),
         }
@@ -110,7 +115,7 @@ impl Engine {
         require_active(write, &operation).await?;
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
-            id: TaskId::new(),
+            id: plan.id.unwrap_or_else(TaskId::new),
             operation,
             target: target.to_owned(),
             actor: actor.to_owned(),
@@ -147,9 +152,10 @@ impl Engine {
             tokio::spawn(async move { engine.leave(&task, &task.why_unreadable()).await });
             return;
         };
-        let requests = Requests { cancelled: task.cancelled, forced: false };
+        let requests = Requests { cancelled: task.cancelled, ..Requests::default() };
         let (requests, asked) = watch::channel(requests);
         let (paces, pace) = watch::channel(task.pace);
+        let (heard, source) = watch::channel(());
         let live = Arc::new(LiveProgress::default());
         let id = task.id;
         let engine = Arc::clone(self);
@@ -164,8 +170,9 @@ impl Engine {
                 tracing::info!(kind, target, step = task.step, "the task goes on");
                 let kept = task.clone();
                 let environment = &engine.environment;
-                let (requests, paces) = (asked, pace);
-                let runner = Runner { environment, task, vm_id, requests, paces, live, resumed };
+                let (requests, paces, heard) = (asked, pace, source);
+                let runner =
+                    Runner { environment, task, vm_id, requests, paces, heard, live, resumed };
                 match runner.carry_out().await {
                     Ok(()) => {}
                     #[cfg(test)]
@@ -176,7 +183,8 @@ impl Engine {
             };
             tokio::spawn(request_id::during(request, work.instrument(span)))
         };
-        running.insert(id, Running { requests, paces, live, work: work.abort_handle() });
+        let work = work.abort_handle();
+        running.insert(id, Running { requests, paces, heard, live, work });
     }
 
     /// Leaves a task unchanged that this version cannot run, and raises an alarm.
@@ -275,6 +283,32 @@ impl Engine {
         Self::note_forced(&mut self.environment.context.store.write().await?, vm).await
     }
 
+    /// Has an arrival let its guest go, as its source asks. Nothing where it has ended, is being undone or is cancelled.
+    ///
+    /// # Errors
+    /// The inventory's.
+    pub async fn commit_arrival(&self, id: TaskId) -> Result<(), Problem> {
+        let mut write = self.environment.context.store.write().await?;
+        let Some(mut task) = tasks::get(&mut write, &id.to_string()).await? else { return Ok(()) };
+        let open = task.state.is_open() && task.state != TaskState::RollingBack && !task.cancelled;
+        let Operation::ReceiveVm { committed, .. } = &mut task.operation else { return Ok(()) };
+        if *committed || !open {
+            return Ok(());
+        }
+        *committed = true;
+        tasks::set_operation(&mut write, &task).await?;
+        write.commit().await?;
+        self.ask(id, |requests| requests.committed = true);
+        Ok(())
+    }
+
+    /// Tells an arrival that its source is there.
+    pub fn hear_source(&self, id: TaskId) {
+        if let Some(running) = self.running().get(&id) {
+            running.heard.send_replace(());
+        }
+    }
+
     async fn note_forced(write: &mut Write<'_>, vm: VmId) -> Result<Option<Task>, Problem> {
         let Some(mut task) = tasks::holding(write, vm).await? else { return Ok(None) };
         match &mut task.operation {
@@ -352,6 +386,10 @@ impl Engine {
         if !task.operation.can_be_cancelled() {
             return refused(format!("{} cannot be stopped half-way", task.operation.kind()));
         }
+        if task.operation.is_asked_to_commit() {
+            let what = "the other control plane has asked to let the guest go: wait for it";
+            return refused(what.to_owned());
+        }
         if steps::is_committed(&task) {
             return refused(format!(
                 "the task is past the step after which it cannot be undone ({}): wait for it",
@@ -426,5 +464,7 @@ async fn note_cancel(write: &mut Write<'_>, task: &Task, actor: &str) -> Result<
 
 /// Whether a task can be cancelled where nobody asks for this one alone.
 fn may_be_cancelled(part: &Task) -> bool {
-    part.operation.can_be_cancelled() && !steps::is_committed(part)
+    part.operation.can_be_cancelled()
+        && !part.operation.is_asked_to_commit()
+        && !steps::is_committed(part)
 }

@@ -112,6 +112,11 @@ impl Environment {
             self.context.hosts.look_again(from);
             self.context.hosts.look_again(to);
         }
+        if let Operation::MigrateAway { from: host, .. } | Operation::ReceiveVm { host, .. } =
+            task.operation
+        {
+            self.context.hosts.look_again(host);
+        }
         tracing::info!(kind = task.operation.kind(), outcome = kind, "the task has ended");
         let took = task.ended.map(|ended| ended.duration_since(task.created).unsigned_abs());
         let outcome = match state {

@@ -12,6 +12,7 @@
 //! itself. Then its answer decides. While it does not answer, nobody runs the guest, and the task waits: only the destination, or
 //! the operator who knows that it is gone for good, can tell.
 
+pub(super) mod away;
 pub(super) mod watched;
 
 use std::net::{IpAddr, SocketAddr};
@@ -295,7 +296,8 @@ async fn begin(
         }
     };
     let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
-    let new = NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key };
+    let new =
+        NewSession { vm: vm.id, migration: MigrationId::new(), nonce: nonce()?, key, apart: false };
     let session =
         |key_box: &str, host: &str| new.sealed(key_box, host, (ends.encrypted, checked.streams()));
     let arrival = Arrival {
@@ -318,16 +320,18 @@ async fn begin(
 }
 
 /// A session that nobody has been told of.
-struct NewSession {
-    vm: VmId,
-    migration: MigrationId,
-    nonce: u64,
-    key: SecretBytes,
+pub(crate) struct NewSession {
+    pub(crate) vm: VmId,
+    pub(crate) migration: MigrationId,
+    pub(crate) nonce: u64,
+    pub(crate) key: SecretBytes,
+    /// Whether the hosts are of two control planes.
+    pub(crate) apart: bool,
 }
 
 impl NewSession {
     /// As a host is told of it.
-    fn sealed(
+    pub(crate) fn sealed(
         &self,
         key_box: &str,
         host: &str,
@@ -340,7 +344,8 @@ impl NewSession {
         let sealed = STANDARD.encode(sealed.as_bytes());
         let key = SealedKey { key_box: key_box.to_owned(), sealed };
         let (migration, nonce) = (self.migration, self.nonce);
-        Ok(MigrationSession { migration, nonce, key, streams, encrypted })
+        let apart = self.apart;
+        Ok(MigrationSession { migration, nonce, key, streams, encrypted, apart })
     }
 }
 
@@ -352,7 +357,7 @@ fn nonce() -> Result<u64, StepError> {
 }
 
 /// Where another host connects to: an agent that waits at all of its addresses is reached at the one that the server knows.
-fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
+pub(crate) fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
     if !address.ip().is_unspecified() {
         return address;
     }

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
-//! | `create_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | `create_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `migrate_vm`, `change_host`, `receive_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
 //! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
@@ -30,11 +30,12 @@ mod export_disk;
 mod grow_disk;
 mod job;
 mod limits;
-mod migrate_vm;
+pub(crate) mod migrate_vm;
 pub(crate) mod mirror_vm;
 pub mod pacing;
 mod prove_vm;
 mod reboot_vm;
+pub(crate) mod receive_vm;
 mod recrypt_vm;
 mod remove_disk;
 mod run;

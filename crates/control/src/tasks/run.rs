@@ -16,6 +16,7 @@ use vmseal_api::transfer::Progress;
 
 use crate::hosts::{Hosts, is_silence};
 use crate::providers::Providers;
+use crate::remotes::Remotes;
 use crate::store::changes::Kinds;
 use crate::store::disks::{self, Disk};
 use crate::store::tasks::Task;
@@ -98,6 +99,8 @@ pub(super) struct Requests {
     pub(super) cancelled: bool,
     /// To cut the power, if it waits for a guest to shut down.
     pub(super) forced: bool,
+    /// To let the guest go that it receives.
+    pub(super) committed: bool,
 }
 
 /// How long a task waits for a newer state from a host's monitor before it asks the host itself.
@@ -165,6 +168,7 @@ pub(super) struct Context {
     pub(super) store: Arc<Store>,
     pub(super) providers: Arc<Providers>,
     pub(super) hosts: Arc<Hosts>,
+    pub(super) remotes: Arc<Remotes>,
 }
 
 /// A running step.
@@ -174,6 +178,8 @@ pub(crate) struct Run<'a> {
     pub(super) vm_id: VmId,
     pub(super) requests: watch::Receiver<Requests>,
     pub(super) paces: watch::Receiver<CopyPace>,
+    /// Changes each time that the source of a guest was heard that arrives.
+    pub(super) heard: watch::Receiver<()>,
     pub(super) live: &'a LiveProgress,
     /// Whether a host may have received a request of this step.
     pub(super) sent: AtomicBool,

@@ -40,7 +40,7 @@ use super::environment::{Fault, FaultPoint};
 use super::run::{LiveProgress, Requests, Run, StepError};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use super::waits::{self, FailureKind};
-use super::{limits, steps};
+use super::{limits, migrate_vm, steps};
 use crate::hosts::is_silence;
 use crate::store::tasks::Task;
 use crate::store::vms;
@@ -67,6 +67,7 @@ pub(super) struct Runner<'a> {
     pub(super) vm_id: vmseal_api::id::VmId,
     pub(super) requests: watch::Receiver<Requests>,
     pub(super) paces: watch::Receiver<CopyPace>,
+    pub(super) heard: watch::Receiver<()>,
     pub(super) live: Arc<LiveProgress>,
     /// Whether the step may have been begun in an earlier run of the server.
     pub(super) resumed: bool,
@@ -213,6 +214,8 @@ impl Runner<'_> {
             None if committed => WaitPolicy::BOTH,
             None => step.wait_policy(),
         };
+        // What was asked before is known, and ends no pause.
+        self.requests.borrow_and_update();
         // A task that is being undone, or is past its commit step, is not cancelled.
         let (_keep, never) = watch::channel(Requests::default());
         let requests = match cause {
@@ -226,9 +229,10 @@ impl Runner<'_> {
             let share = self.take_share(step, &requests).await;
             let task = self.task.clone();
             let (requests, sent_now) = (requests.clone(), AtomicBool::new(false));
-            let paces = self.paces.clone();
+            let (paces, heard, live, sent_to) =
+                (self.paces.clone(), self.heard.clone(), &*live, sent_now);
             let run =
-                Run { context, task: &task, vm_id, requests, paces, live: &live, sent: sent_now };
+                Run { context, task: &task, vm_id, requests, paces, heard, live, sent: sent_to };
             let outcome = self.try_once(&run, step, cause).await?;
             sent |= run.sent.load(Ordering::Relaxed);
             drop(share);
@@ -271,15 +275,19 @@ impl Runner<'_> {
                         tries = 0;
                         continue;
                     }
-                    if tries + 1 >= retry.attempts && !committed {
+                    if tries + 1 >= retry.attempts && !committed && !step.insists() {
                         return Ok(Err(Self::failure(step, error, sent)));
                     }
                     let pause_for = retry.pause(tries);
                     tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), ?pause_for, "again");
                     // It goes on until it succeeds: people see why it does not.
-                    let told = committed && tries > 0;
+                    let insists = step.insists() && cause.is_none();
+                    let told = (committed || insists) && tries > 0;
                     if told {
-                        let waiting = waiter.shown().await;
+                        let mut waiting = waiter.shown().await;
+                        if insists && let Some(remote) = migrate_vm::away::remote_of(&run).await {
+                            waiting.name = remote;
+                        }
                         self.note_waiting(waiting).await;
                     }
                     pause(pause_for, &run.requests).await;

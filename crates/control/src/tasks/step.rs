@@ -78,6 +78,12 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         WaitPolicy::NONE
     }
 
+    /// Whether it is done, or undone, again and again until it is answered: another control plane decides what it comes to, or
+    /// waits for it.
+    fn insists(&self) -> bool {
+        false
+    }
+
     /// The kind of work that it needs a permit for.
     fn limit(&self) -> Option<Limit> {
         None

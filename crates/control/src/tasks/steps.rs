@@ -7,8 +7,8 @@ use super::mirror_vm::in_place;
 use super::step::Step;
 use super::{
     add_disk, adopt_vm, backups, change_host, change_nics, create_vm, delete_vm, dumps,
-    export_disk, grow_disk, migrate_vm, mirror_vm, prove_vm, reboot_vm, recrypt_vm, remove_disk,
-    snapshots, start_vm, stop_vm, suspend_vm,
+    export_disk, grow_disk, migrate_vm, mirror_vm, prove_vm, reboot_vm, receive_vm, recrypt_vm,
+    remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -55,6 +55,8 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::DeepRecryptVm { .. } => mirror_vm::DEEP_RECRYPT,
         Operation::MoveVm { .. } => mirror_vm::MOVE,
         Operation::MigrateVm { .. } => migrate_vm::STEPS,
+        Operation::MigrateAway { .. } => migrate_vm::away::STEPS,
+        Operation::ReceiveVm { .. } => receive_vm::STEPS,
         Operation::ChangeHost { .. } => change_host::STEPS,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
         Operation::AdoptVm { .. } => adopt_vm::STEPS,
@@ -73,6 +75,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
         Operation::MigrateVm { .. } => migrate_vm::unfinished(target, cause),
+        Operation::MigrateAway { .. } => migrate_vm::away::unfinished(target, cause),
         Operation::ChangeHost { .. } => change_host::unfinished(target, cause),
         Operation::TakeSnapshot { .. }
         | Operation::RevertSnapshot { .. }

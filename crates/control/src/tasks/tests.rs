@@ -30,6 +30,7 @@ mod outage;
 mod pacing;
 mod proofs;
 mod recrypt;
+mod remote;
 mod revoked;
 mod snapshots;
 mod tpm;

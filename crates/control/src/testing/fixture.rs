@@ -13,10 +13,12 @@ use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::host::HostAgent;
 
 use super::ToSimulated;
+use super::nearby::NearbyRemotes;
 use super::template::{Template, location, passphrase};
 use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
+use crate::remotes::Remotes;
 use crate::services::Services;
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
@@ -47,9 +49,12 @@ pub struct Fixture {
     pub store: Arc<Store>,
     pub providers: Arc<Providers>,
     pub hosts: Arc<Hosts>,
+    pub remotes: Arc<Remotes>,
     pub engine: Arc<Engine>,
     pub host: HostId,
     connector: ToSimulated,
+    /// The other control plane.
+    pub plane: NearbyRemotes,
     provider: ProviderId,
     datastore: DatastoreSpec,
 }
@@ -72,16 +77,21 @@ impl Fixture {
         let datastore = DatastoreSpec { datastore: template.datastore, location: location() };
         agent.probe_datastore(datastore.clone()).await.unwrap();
         let connector = ToSimulated { first: agent.clone(), others: Arc::default() };
-        let (hosts, engine) = begin(&store, &providers, &connector, RETRY).await;
+        let plane = NearbyRemotes::default();
+        let remotes = Remotes::new(Arc::clone(&store), directory.path(), Arc::new(plane.clone()));
+        let remotes = Arc::new(remotes);
+        let (hosts, engine) = begin(&store, &providers, &connector, &remotes, RETRY).await;
         let this = Self {
             directory,
             agent,
             store,
             providers,
             hosts,
+            remotes,
             engine,
             host: template.host.id,
             connector,
+            plane,
             provider: template.provider,
             datastore,
         };
@@ -95,6 +105,7 @@ impl Fixture {
             store: Arc::clone(&self.store),
             providers: Arc::clone(&self.providers),
             hosts: Arc::clone(&self.hosts),
+            remotes: Arc::clone(&self.remotes),
             engine: Arc::clone(&self.engine),
             authority: Arc::new(Authority::open(self.directory.path()).unwrap()),
             recipient,
@@ -177,6 +188,7 @@ impl Fixture {
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
             Arc::clone(&self.hosts),
+            Arc::clone(&self.remotes),
             RETRY,
         );
         prepare(&mut engine);
@@ -344,13 +356,18 @@ impl Fixture {
     }
 
     pub async fn task(&self, task: TaskId) -> Task {
+        self.find_task(task).await.unwrap()
+    }
+
+    /// A task that another control plane may have begun here.
+    pub async fn find_task(&self, task: TaskId) -> Option<Task> {
         let mut read = self.store.read().await.unwrap();
-        tasks::get(&mut read, &task.to_string()).await.unwrap().unwrap()
+        tasks::get(&mut read, &task.to_string()).await.unwrap()
     }
 
     pub async fn ended(&self, task: TaskId) -> Task {
         self.eventually("the task ends", async || {
-            Some(self.task(task).await).filter(|task| task.ended.is_some())
+            self.find_task(task).await.filter(|task| task.ended.is_some())
         })
         .await
     }
@@ -438,11 +455,18 @@ async fn begin(
     store: &Arc<Store>,
     providers: &Arc<Providers>,
     connector: &ToSimulated,
+    remotes: &Arc<Remotes>,
     retry: Retry,
 ) -> (Arc<Hosts>, Arc<Engine>) {
     let hosts =
         Hosts::start(Arc::clone(store), Arc::clone(providers), Arc::new(connector.clone())).await;
     let hosts = Arc::new(hosts.unwrap());
-    let engine = Engine::new(Arc::clone(store), Arc::clone(providers), Arc::clone(&hosts), retry);
+    let engine = Engine::new(
+        Arc::clone(store),
+        Arc::clone(providers),
+        Arc::clone(&hosts),
+        Arc::clone(remotes),
+        retry,
+    );
     (hosts, Arc::new(engine))
 }

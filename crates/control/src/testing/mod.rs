@@ -1,6 +1,7 @@
 //! The fixture of the unit tests: a control plane with simulated hosts, one unless a test adds others, which can crash.
 
 mod fixture;
+mod nearby;
 mod template;
 
 use std::collections::BTreeMap;
@@ -11,6 +12,7 @@ use vmseal_api::host::HostAgent;
 use vmseal_api::problem::Problem;
 
 pub use self::fixture::{ATTEMPTS, Fixture};
+pub use self::nearby::{Lost, NearbyRemotes};
 pub use self::template::new_store;
 use crate::hosts::connector::HostConnector;
 use crate::store::hosts::Host;

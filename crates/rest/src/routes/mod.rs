@@ -3,6 +3,7 @@
 //! Every answer that is not a success is a problem (RFC 9457), even if no handler gets the request.
 
 mod about;
+mod arrivals;
 mod backups;
 mod bitmaps;
 mod changes;
@@ -22,6 +23,7 @@ mod nics;
 mod policies;
 mod proofs;
 mod providers;
+mod remotes;
 mod server_backup;
 mod snapshots;
 mod tasks;
@@ -123,6 +125,9 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(tasks::show))
                 .routes(routes!(events::list))
                 .routes(routes!(events::alarms))
+                .routes(routes!(remotes::list))
+                .routes(routes!(remotes::show))
+                .routes(routes!(remotes::check))
                 .routes(routes!(changes::show)),
         ),
         (
@@ -144,6 +149,11 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(vms::clone))
                 .routes(routes!(vms::move_disks))
                 .routes(routes!(vms::migrate))
+                .routes(routes!(arrivals::check))
+                .routes(routes!(arrivals::begin, arrivals::show))
+                .routes(routes!(arrivals::session))
+                .routes(routes!(arrivals::commit))
+                .routes(routes!(arrivals::cancel))
                 .routes(routes!(vms::set, vms::delete))
                 .routes(routes!(datastores::adopt))
                 .routes(routes!(vm_devices::add_disk))
@@ -230,7 +240,10 @@ fn user_routes() -> [(Privilege, OpenApiRouter<Arc<Services>>); 17] {
                 .routes(routes!(hosts::change, hosts::remove))
                 .routes(routes!(hosts::drain))
                 .routes(routes!(hosts::undrain))
-                .routes(routes!(hosts::make_token)),
+                .routes(routes!(hosts::make_token))
+                .routes(routes!(remotes::look))
+                .routes(routes!(remotes::add))
+                .routes(routes!(remotes::remove)),
         ),
         (Privilege::BackUpServer, new().routes(routes!(server_backup::make))),
     ]

@@ -16,6 +16,18 @@ const PUBLIC: [(&str, &str); 3] =
 /// A passphrase in the form of requests.
 const SEALED: &str = r#"{"passphrase_box": "", "sealed": ""}"#;
 
+/// A VM that comes from another control plane.
+const ARRIVING: &str = r#"{"vm": {"id": "0195d0a0-0000-7000-8000-000000000000", "name": "?", "has_key": true, "vcpus": 1,
+    "memory": 33554432, "hardware": {}, "disks": []}, "policy": "none", "generation": 1,
+    "source": {"name": "x", "vmseal": "x", "accelerator": {"kind": "tcg", "reason": ""}, "qemu": "7.2", "features": []}}"#;
+
+/// The session that it is sent in.
+const SESSION: &str = r#"{"migration": "0195d0a0-0000-7000-8000-000000000000", "nonce": 1, "key": SEALED, "streams": 2,
+    "encrypted": true}"#;
+
+/// A new remote.
+const NEW_REMOTE: &str = r#"{"name": "?", "url": "x", "fingerprint": "", "token": SEALED}"#;
+
 /// Each other route: method, path, privilege, and a body of the right form. The content is refused, or names
 /// resources that do not exist.
 fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
@@ -120,6 +132,18 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("GET", "/api/v1/policies/{policy}", Read, ""),
         ("PATCH", "/api/v1/policies/{policy}", ManagePolicies, r#"{"iops": 1}"#),
         ("DELETE", "/api/v1/policies/{policy}", ManagePolicies, ""),
+        ("GET", "/api/v1/remotes", Read, ""),
+        ("POST", "/api/v1/remotes", RegisterHost, NEW_REMOTE),
+        ("POST", "/api/v1/remote-certificate", RegisterHost, r#"{"url": "x"}"#),
+        ("GET", "/api/v1/remotes/{remote}", Read, ""),
+        ("GET", "/api/v1/remotes/{remote}/check", Read, ""),
+        ("DELETE", "/api/v1/remotes/{remote}", RegisterHost, ""),
+        ("POST", "/api/v1/arrivals/check", VmConfigure, ARRIVING),
+        ("PUT", "/api/v1/arrivals/{arrival}", VmConfigure, ARRIVING),
+        ("GET", "/api/v1/arrivals/{arrival}", VmConfigure, ""),
+        ("POST", "/api/v1/arrivals/{arrival}/session", VmConfigure, SESSION),
+        ("POST", "/api/v1/arrivals/{arrival}/commit", VmConfigure, ""),
+        ("POST", "/api/v1/arrivals/{arrival}/cancel", VmConfigure, ""),
         ("GET", "/api/v1/vms", Read, ""),
         (
             "POST",

@@ -67,7 +67,12 @@ pub fn open(home: &Home, disk: DiskId, image: File, access: Access) -> Result<Fi
     let layers = note::read(home, disk)?;
     let chain = layers.chain(layers.active);
     let open = |(depth, layer): (usize, &&Layer)| {
-        let access = if depth == 0 { access } else { Access::Read };
+        // A layer that was active until a snapshot was taken may have the lock of its writer still.
+        let access = match access {
+            Access::BesideGuest => access,
+            _ if depth == 0 => access,
+            _ => Access::Read,
+        };
         open_layer(home, disk, layer, access)
     };
     let above = chain.iter().enumerate().map(open).collect::<Result<_, _>>()?;

@@ -23,7 +23,7 @@ use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::vm::internal;
-use crate::vm::migration::session_of;
+use crate::vm::migration::{copy_secret, session_of};
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
@@ -71,7 +71,7 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
-        let copies = self.prepare_copies(&job.copies).await?;
+        let mut copies = self.prepare_copies(&job.copies).await?;
         if self.running().is_some_and(|running| running.tpm.has_ended()) {
             let what = "has lost its TPM, which ended while its guest runs. Stop it and start it again first";
             return Err(rules::wrong_state(&self.spec, what));
@@ -79,6 +79,10 @@ impl Owner {
         self.may_replace_filter().await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
         let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
+        if let Some(copies) = &mut copies {
+            let kek = copies.kek.as_ref();
+            copies.told_under = copy_secret(&self.shared, self.spec.vm, &departure.session, kek)?;
+        }
         let vm = self.spec.clone();
         let State::Running(running) = &mut self.state else {
             return Err(internal("a VM that runs has no processes"));
@@ -138,7 +142,7 @@ impl Owner {
             let what = "is served by a filter of an earlier vmseal, which copies no disks to other hosts. Restart the VM first, or share its datastores with that host";
             return Err(rules::wrong_state(&self.spec, what));
         }
-        Ok(Some(ToCopy { shared, spec, kek, control, disks }))
+        Ok(Some(ToCopy { shared, spec, kek, told_under: None, control, disks }))
     }
 
     /// Checks whether the VM could be sent.

@@ -14,7 +14,7 @@ pub(super) fn summary(pem: &str) -> Option<Certificate> {
 }
 
 /// The details of a certificate in DER.
-pub(super) fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
+pub(crate) fn of_der(der: &CertificateDer<'_>) -> Option<Certificate> {
     let (_, parsed) = X509Certificate::from_der(der).ok()?;
     let shown = |name: String| name.chars().filter(|c| !c.is_control()).take(200).collect();
     Some(Certificate {

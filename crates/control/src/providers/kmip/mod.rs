@@ -21,7 +21,7 @@
 
 mod ask;
 mod backup;
-mod certificate;
+pub(crate) mod certificate;
 mod certificates;
 mod client_key;
 mod create;

@@ -8,7 +8,6 @@ use vmseal_api::migration::{Migrated, Migration, MigrationPhase};
 use vmseal_api::transfer::Progress;
 
 use super::{MigrateVmStep, is_handed_over};
-use crate::operation::Operation;
 use crate::store::tasks::Task;
 use crate::tasks::run::Run;
 use crate::tasks::step::Step;
@@ -97,7 +96,9 @@ pub(super) fn of(run: &Run<'_>) -> Watched {
 
 /// How a task's migration went, once its guest runs at the destination.
 pub(in crate::tasks) fn migrated(task: &Task) -> Option<Migrated> {
-    let Operation::MigrateVm { .. } = task.operation else { return None };
+    if !task.operation.is_migration() {
+        return None;
+    }
     serde_json::from_value(task.outputs.get(MigrateVmStep::Switch.name())?.clone()).ok()
 }
 

@@ -184,8 +184,11 @@ async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_
         id
     };
     let later = Some(Timestamp::now() + 1.hour());
-    let parent = record(first, "web", TaskSchedule { parent: None, not_before: later }).await;
-    let part = record(second, "db", TaskSchedule { parent: Some(parent), not_before: later }).await;
+    let parent =
+        record(first, "web", TaskSchedule { parent: None, not_before: later, id: None }).await;
+    let part =
+        record(second, "db", TaskSchedule { parent: Some(parent), not_before: later, id: None })
+            .await;
     waits(&fixture, parent, WaitingOn::Time).await;
     waits(&fixture, part, WaitingOn::Time).await;
     assert_eq!(fixture.calls(Call::PowerOn), 0);
@@ -195,7 +198,8 @@ async fn a_task_does_not_begin_before_its_time_and_is_cancelled_with_what_it_is_
     }
     assert_eq!(fixture.calls(Call::PowerOn), 0);
     let soon = Some(Timestamp::now() + 50.milliseconds());
-    let begun = record(first, "web", TaskSchedule { parent: None, not_before: soon }).await;
+    let begun =
+        record(first, "web", TaskSchedule { parent: None, not_before: soon, id: None }).await;
     assert_eq!(fixture.ended(begun).await.state, TaskState::Done);
     assert!(Some(Timestamp::now()) >= soon);
 }

@@ -1,0 +1,333 @@
+//! Whether a VM may arrive from another control plane: each check, with its result.
+
+use vmseal_api::datastore::DatastoreCondition;
+use vmseal_api::filter::check_caches;
+use vmseal_api::host::version::{
+    MIGRATE, MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE,
+};
+use vmseal_api::host::{Allocation, HostAgent, HostDescription};
+use vmseal_api::model::Connection;
+use vmseal_api::problem::Problem;
+use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, BeginArrival};
+use vmseal_api::size::Size;
+
+use crate::hosts::HostView;
+use crate::remotes::keeps_state;
+use crate::services::create_vm::{check_cpu_model, provider_of};
+use crate::services::migrate::{Promised, free_memory, older};
+use crate::services::{Services, hardware, hosts};
+use crate::store::datastores::{self, Datastore};
+use crate::store::hosts::Host;
+use crate::store::policies::{self, Policy};
+use crate::store::{self, Part, vms};
+
+/// What the VM gets.
+pub(super) struct Chosen {
+    pub host: Host,
+    pub datastore: Datastore,
+    pub policy: Policy,
+}
+
+/// What was looked at.
+#[derive(Default)]
+struct Looked {
+    checks: Vec<ArrivalCheck>,
+    host: Option<String>,
+}
+
+impl Looked {
+    /// Notes a result; gives what was found, where that is good.
+    fn note<T>(&mut self, what: &str, found: Result<(T, String), String>) -> Option<T> {
+        let (found, ok, detail) = match found {
+            Ok((found, detail)) => (Some(found), true, detail),
+            Err(why) => (None, false, why),
+        };
+        let (what, host) = (what.to_owned(), self.host.clone());
+        self.checks.push(ArrivalCheck { what, host, ok, detail });
+        found
+    }
+
+    fn is_ok(&self) -> bool {
+        self.checks.iter().all(|check| check.ok)
+    }
+}
+
+fn failed(problem: impl Into<Problem>) -> String {
+    problem.into().detail
+}
+
+/// Looks at all; says what the VM would get, if it may arrive.
+pub(super) async fn look(
+    services: &Services,
+    arrival: &BeginArrival,
+) -> Result<(ArrivalChecks, Option<Chosen>), Problem> {
+    let mut looked = Looked::default();
+    looked.note("name", name_is_free(services, arrival).await);
+    let policy = looked.note("policy", policy_for(services, arrival).await);
+    let may = looked.is_ok();
+    let mut best: Option<(u64, Host, Datastore)> = None;
+    let candidates = match &arrival.host {
+        Some(name) => match hosts::find(services, name).await {
+            Ok(host) => vec![host],
+            Err(problem) => {
+                looked.note::<()>("host", Err(problem.detail));
+                Vec::new()
+            }
+        },
+        None => store::hosts::list(&mut *services.store.read().await?, &Part::all()).await?,
+    };
+    let (mut of_best, mut of_others) = (Vec::new(), Vec::new());
+    for host in candidates {
+        let mut here = Looked { host: Some(host.name.clone()), ..Looked::default() };
+        let fit = fit(services, arrival, policy.as_ref(), &host, &mut here).await?;
+        let fit = fit.filter(|_| here.is_ok());
+        match fit {
+            Some((free, datastore)) if best.as_ref().is_none_or(|(most, ..)| free > *most) => {
+                (of_best, best) = (here.checks, Some((free, host, datastore)));
+            }
+            Some(_) => {}
+            None => of_others.extend(here.checks),
+        }
+    }
+    looked.checks.extend(if best.is_some() { of_best } else { of_others });
+    let chosen = match (policy, best) {
+        (Some(policy), Some((_, host, datastore))) if may => {
+            Some(Chosen { host, datastore, policy })
+        }
+        _ => None,
+    };
+    if chosen.is_none() && looked.is_ok() {
+        looked.note::<()>("host", Err("there is no host".to_owned()));
+    }
+    let host = chosen.as_ref().map(|chosen| chosen.host.name.clone());
+    let datastore = chosen.as_ref().map(|chosen| chosen.datastore.name.clone());
+    Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
+}
+
+async fn name_is_free(services: &Services, arrival: &BeginArrival) -> Result<((), String), String> {
+    let (name, id) = (&arrival.vm.name, arrival.vm.id.to_string());
+    let mut read = services.store.read().await.map_err(failed)?;
+    if vms::find(&mut read, &id).await.map_err(failed)?.is_some() {
+        return Err(format!("a VM with the id {id} is here already"));
+    }
+    match vms::find(&mut read, name).await.map_err(failed)? {
+        Some(_) => Err(format!("another VM is called '{name}': rename one of them")),
+        None => Ok(((), format!("'{name}' is free"))),
+    }
+}
+
+/// The policy, which must treat the VM's disks as they are: they are not encrypted or decrypted on the way.
+async fn policy_for(
+    services: &Services,
+    arrival: &BeginArrival,
+) -> Result<(Policy, String), String> {
+    let vm = &arrival.vm;
+    let mut write = services.store.write().await.map_err(failed)?;
+    let found = policies::find(&mut write, &arrival.policy).await.map_err(failed)?;
+    let Some(policy) = found else {
+        return Err(format!(
+            "there is no policy '{}': create it, or name another one (--policy)",
+            arrival.policy
+        ));
+    };
+    let name = &policy.name;
+    let all = vm.disks.iter().all(|disk| disk.encrypted == vm.has_key);
+    if !all {
+        return Err(
+            "some disks are encrypted and others are not: encrypt all of them first".to_owned()
+        );
+    }
+    match (policy.encryption, vm.has_key) {
+        (true, false) => {
+            return Err(format!(
+                "policy '{name}' encrypts, and the VM has no key: name one that does not (--policy)"
+            ));
+        }
+        (false, true) => {
+            return Err(format!(
+                "policy '{name}' does not encrypt, and the VM is encrypted: name one that does (--policy)"
+            ));
+        }
+        _ => {}
+    }
+    if policy.replica.is_some() {
+        return Err(format!(
+            "policy '{name}' has disks replicated, and those of a VM that arrives are not: name another one (--policy)"
+        ));
+    }
+    check_cpu_model(&policy, vm.hardware.cpu_model.as_deref()).map_err(failed)?;
+    hardware::check_tpm(&vm.hardware, &policy).map_err(failed)?;
+    check_caches(vm.disks.iter().map(|_| policy.cache)).map_err(|(_, what)| what)?;
+    // Nothing is written.
+    let provider = provider_of(services, &mut write, &policy).await.map_err(failed)?;
+    let keys =
+        provider.map_or("no key".to_owned(), |it| format!("a new key of provider '{}'", it.name));
+    let detail = format!("'{name}', {keys}");
+    Ok((policy, detail))
+}
+
+/// Looks at one host; its free memory, and where the disks would be.
+async fn fit(
+    services: &Services,
+    arrival: &BeginArrival,
+    policy: Option<&Policy>,
+    host: &Host,
+    looked: &mut Looked,
+) -> Result<Option<(u64, Datastore)>, Problem> {
+    let view = services.hosts.view(host.id);
+    let Some((agent, there)) = looked.note("connection", answers(services, host, &view)) else {
+        return Ok(None);
+    };
+    looked.note("versions", versions(arrival, &view, &there));
+    looked.note("accelerator", accelerator(arrival, &there));
+    let vm = &arrival.vm;
+    let hardware = agent.examine_hardware(vm.hardware.clone()).await;
+    let hardware =
+        hardware.map(|()| ((), "it has the processor model and the firmware".to_owned()));
+    looked.note("hardware", hardware.map_err(failed));
+    looked.note("network", network(services, arrival, &*agent).await);
+    let free = memory(services, arrival, host, &there).await;
+    let free = looked.note("memory", free);
+    let datastore = looked.note("datastore", room(services, arrival, policy, host, &*agent).await);
+    Ok(free.zip(datastore))
+}
+
+type Answering = (std::sync::Arc<dyn HostAgent>, std::sync::Arc<HostDescription>);
+
+fn answers(
+    services: &Services,
+    host: &Host,
+    view: &HostView,
+) -> Result<(Answering, String), String> {
+    host.require_active().map_err(failed)?;
+    let there = view.description.clone().filter(|_| view.connection == Connection::Connected);
+    let agent = services.hosts.connected(host.id).map_err(failed)?;
+    let there = there.ok_or_else(|| "it does not answer".to_owned())?;
+    Ok(((agent, there), "it answers".to_owned()))
+}
+
+/// Whether both agents can do their part.
+fn versions(
+    arrival: &BeginArrival,
+    view: &HostView,
+    there: &HostDescription,
+) -> Result<((), String), String> {
+    let vm = &arrival.vm;
+    let with_state = keeps_state(vm.disks.iter().map(|disk| disk.role));
+    let needed = [
+        (MIGRATE, true),
+        (MIGRATE_DISKS, true),
+        (MIGRATE_STATE, with_state),
+        (MIGRATE_ENCRYPTED, vm.has_key),
+        (MIGRATE_APART, vm.has_key),
+    ];
+    for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
+        if !view.has(feature) {
+            return Err(format!(
+                "its agent, vmseal {}, cannot receive it ({feature}): upgrade vmseal there",
+                there.vmseal
+            ));
+        }
+        if !arrival.source.features.iter().any(|it| it == feature) {
+            return Err(format!(
+                "the agent of the VM's host '{}', vmseal {}, cannot send it ({feature}): upgrade vmseal there",
+                arrival.source.name, arrival.source.vmseal
+            ));
+        }
+    }
+    if there.migration_address.is_none() {
+        return Err("its agent has no address for migrations".to_owned());
+    }
+    if older(&there.qemu, &arrival.source.qemu) {
+        return Err(format!(
+            "its QEMU {} is older than QEMU {} of the VM's host",
+            there.qemu, arrival.source.qemu
+        ));
+    }
+    Ok(((), format!("vmseal {}, QEMU {}", there.vmseal, there.qemu)))
+}
+
+fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
+    let (here, there) = (arrival.source.accelerator.kind, there.accelerator.kind);
+    if here != there {
+        return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
+    }
+    Ok(((), format!("{there:?}")))
+}
+
+async fn network(
+    services: &Services,
+    arrival: &BeginArrival,
+    agent: &dyn HostAgent,
+) -> Result<((), String), String> {
+    let vm = &arrival.vm;
+    for nic in &vm.nics {
+        let mut read = services.store.read().await.map_err(failed)?;
+        if let Some(owner) = store::nics::owner(&mut read, nic.mac).await.map_err(failed)? {
+            return Err(format!("VM '{owner}' has a network card with the address {}", nic.mac));
+        }
+        drop(read);
+        let there = agent.examine_nic(vm.id, nic.clone()).await;
+        there.map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
+    }
+    Ok(((), format!("what {} network cards are connected to is there", vm.nics.len())))
+}
+
+async fn memory(
+    services: &Services,
+    arrival: &BeginArrival,
+    host: &Host,
+    there: &HostDescription,
+) -> Result<(u64, String), String> {
+    let mut read = services.store.read().await.map_err(failed)?;
+    let promised = Promised::read(&mut read).await.map_err(failed)?;
+    let free = free_memory(services, &mut read, host.id, &promised).await.map_err(failed)?;
+    let (free, needed) = (free.unwrap_or(there.memory), arrival.vm.memory);
+    let detail = format!("{} free, {} needed", Size(free), Size(needed));
+    if free < needed { Err(detail) } else { Ok((free, detail)) }
+}
+
+/// The datastore of the host that was named, or the one with the most free room.
+async fn room(
+    services: &Services,
+    arrival: &BeginArrival,
+    policy: Option<&Policy>,
+    host: &Host,
+    agent: &dyn HostAgent,
+) -> Result<(Datastore, String), String> {
+    let mut read = services.store.read().await.map_err(failed)?;
+    let there = datastores::of_host(&mut read, host.id).await.map_err(failed)?;
+    drop(read);
+    let place = arrival.datastore.as_deref();
+    let named =
+        |it: &&Datastore| place.is_none_or(|place| it.name == place || it.id.to_string() == place);
+    let mut why = match place {
+        Some(place) => format!("it has no datastore '{place}'"),
+        None => "it has no datastore".to_owned(),
+    };
+    let mut best: Option<(u64, Datastore)> = None;
+    for datastore in there.iter().filter(named) {
+        let Some(spec) = datastore.spec_on(host.id) else { continue };
+        match agent.measure_datastore(spec).await.map_err(failed)? {
+            DatastoreCondition::Available { usage } => {
+                if best.as_ref().is_none_or(|(most, _)| usage.free > *most) {
+                    best = Some((usage.free, datastore.clone()));
+                }
+            }
+            DatastoreCondition::WrongMark { detail }
+            | DatastoreCondition::Unavailable { detail } => {
+                why = format!("datastore '{}' is not there: {detail}", datastore.name);
+            }
+        }
+    }
+    let (free, datastore) = best.ok_or(why)?;
+    let all = arrival.vm.disks.iter().map(|disk| disk.size).sum::<u64>();
+    let detail = format!(
+        "'{}' has {} free, the disks have {} in all",
+        datastore.name,
+        Size(free),
+        Size(all)
+    );
+    let preallocated = policy.is_some_and(|it| it.allocation == Allocation::Preallocated);
+    if preallocated && all > free { Err(detail) } else { Ok((datastore, detail)) }
+}

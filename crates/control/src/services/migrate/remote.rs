@@ -1,0 +1,131 @@
+//! Moving VMs that run to hosts of other control planes.
+
+use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
+use vmseal_api::id::TaskId;
+use vmseal_api::migration::{MigrationEncryption, check_downtime};
+use vmseal_api::model::{Plan, Task};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::remote::{ArrivalCheck, ArrivalChecks};
+use vmseal_api::request::MigrateVm;
+
+use super::{in_the_clear, must_be_encrypted};
+use crate::operation::Operation;
+use crate::remotes::{Wanted, describe, keeps_state};
+use crate::services::caller::{Caller, Privilege};
+use crate::services::remotes::require_arrivals;
+use crate::services::vms::begin_paced;
+use crate::services::{Outcome, Services, features};
+use crate::store::disks::Disk;
+use crate::store::vms::Vm;
+use crate::store::{dumps, placements, snapshots};
+
+/// Moves a VM to another control plane, which is asked first whether it can take it.
+pub(super) async fn migrate(
+    services: &Services,
+    caller: &Caller,
+    (vm, disks): (&Vm, &[Disk]),
+    request: MigrateVm,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    caller.require(Privilege::Migrate)?;
+    let pace = crate::services::tasks::pace_of(request.rate)?;
+    if let Some(downtime) = request.downtime_milliseconds {
+        check_downtime(downtime)
+            .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
+    }
+    let named = request.remote.as_deref().unwrap_or_default();
+    let remote = services.remotes.find(named).await?;
+    require_sendable(services, vm, disks).await?;
+    let plane = services.remotes.of(&remote)?;
+    require_arrivals(&remote.name, &plane.about().await?)?;
+    let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
+    let wanted = Wanted {
+        policy: policy.clone(),
+        host: request.host.clone(),
+        datastore: request.datastore.clone(),
+    };
+    let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
+    let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    let found = plane.check_arrival(&told).await?;
+    require_all(vm, &remote.name, &found)?;
+    let encrypted = must_be_encrypted(vm)
+        || vm.migration_encryption != MigrationEncryption::Disabled
+            && services.hosts.view(vm.host).has(MIGRATE_ENCRYPTED);
+    let operation = Operation::MigrateAway {
+        vm: vm.id,
+        from: vm.host,
+        remote: remote.id,
+        arrival: TaskId::new(),
+        // What was looked at is what is asked for.
+        host: found.host.clone(),
+        datastore: found.datastore.clone(),
+        policy,
+        encrypted,
+        downtime_milliseconds: request.downtime_milliseconds,
+    };
+    let write = services.store.write().await?;
+    Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
+        Outcome::Planned(plan) => {
+            Outcome::Planned(explained(plan, vm, &remote.name, &found, encrypted))
+        }
+        done => done,
+    })
+}
+
+/// A plan with what the other control plane has said.
+fn explained(
+    mut plan: Plan,
+    vm: &Vm,
+    remote: &str,
+    found: &ArrivalChecks,
+    encrypted: bool,
+) -> Plan {
+    let chosen = format!(
+        "choose host '{}' of remote '{remote}', with copies of all disks on its datastore '{}'",
+        found.host.as_deref().unwrap_or_default(),
+        found.datastore.as_deref().unwrap_or_default()
+    );
+    let looked = found.checks.iter().map(ArrivalCheck::to_string);
+    plan.steps = looked.chain([chosen]).chain(plan.steps).collect();
+    plan.warnings.extend(in_the_clear(vm, encrypted));
+    plan
+}
+
+/// Refuses a VM that the other control plane cannot take; says what it has looked at.
+fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Problem> {
+    if found.host.is_some() && found.datastore.is_some() {
+        return Ok(());
+    }
+    let looked: Vec<_> = found.checks.iter().map(ArrivalCheck::to_string).collect();
+    let detail = format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
+    let problem = Problem::new(ErrorCode::WrongState, detail);
+    Err(Problem { field: Some("remote".to_owned()), ..problem })
+}
+
+/// Refuses a VM that would leave something behind, or whose host cannot send all of it.
+async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+    let refuse =
+        |what: &str| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
+    let mut read = services.store.read().await?;
+    if !snapshots::of_vm(&mut read, vm.id).await?.is_empty() {
+        return refuse(
+            "has snapshots, which do not go to another control plane: delete them first",
+        );
+    }
+    if !dumps::of_vm(&mut read, vm.id).await?.is_empty() {
+        return refuse(
+            "has core dumps, which do not go to another control plane: decrypt what is needed of them, and delete them first",
+        );
+    }
+    drop(read);
+    features::require(services, vm, MIGRATE_DISKS, "send the disks of running VMs")?;
+    if keeps_state(disks.iter().map(|disk| disk.role)) {
+        let what = "send what firmware and TPM keep";
+        features::require(services, vm, MIGRATE_STATE, what)?;
+    }
+    if vm.key.is_some() {
+        let what = "send VMs to another control plane";
+        features::require(services, vm, MIGRATE_APART, what)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,484 @@
+//! Moves a running VM to a host of another control plane ([`crate::tasks::receive_vm`] has the other side).
+//!
+//! ```text
+//!   check ─► announce ─► transfer ───────────────► switch ──────────────► finish ─► destroy-key ─► remove-rows
+//!             the arrival  as within a control       the other control      the VM is forgotten here
+//!             is prepared  plane; the guest stands   plane is asked until
+//!                          still                     it says what it is
+//!                    │                               commit step
+//!                    └── undone: the guest goes on here; the arrival is given up
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use vmseal_api::host::{Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, Power, SendJob};
+use vmseal_api::id::{DiskId, HostId, MigrationId, RemoteId, TaskId};
+use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
+use vmseal_api::model::Lifecycle;
+use vmseal_api::pace::CopyPace;
+use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::remote::{ArrivalSession, ArrivalShown, ArrivalState};
+use vmseal_secret::{SecretBytes, sealed_box};
+
+use super::watched::{self, Watched};
+use super::{NewSession, STREAMS, agent_of, is_handed_over, nonce, sends};
+use crate::hosts::keys;
+use crate::operation::Operation;
+use crate::remotes::{RemoteControlPlane, Wanted, describe};
+use crate::store::events::NewEvent;
+use crate::store::remotes::Remote;
+use crate::store::{placements, remotes, vms};
+use crate::tasks::delete_vm::destroy_keys;
+use crate::tasks::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
+use crate::tasks::step::{Limit, Output, Step, WaitPolicy};
+
+/// How often the other control plane is asked while the VM is sent: it hears so that the source is there.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+
+/// The steps, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AwayStep {
+    Check,
+    Announce,
+    Transfer,
+    Switch,
+    Finish,
+    DestroyKey,
+    RemoveRows,
+}
+
+pub(crate) const STEPS: &[&dyn Step] = &[
+    &AwayStep::Check,
+    &AwayStep::Announce,
+    &AwayStep::Transfer,
+    &AwayStep::Switch,
+    &AwayStep::Finish,
+    &AwayStep::DestroyKey,
+    &AwayStep::RemoveRows,
+];
+
+#[async_trait]
+impl Step for AwayStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Check => "check",
+            Self::Announce => "announce",
+            // As `watched` knows them.
+            Self::Transfer => "transfer",
+            Self::Switch => "switch",
+            Self::Finish => "finish",
+            Self::DestroyKey => "destroy-key",
+            Self::RemoveRows => "remove-rows",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Check => "check the VM",
+            Self::Announce => "have the other control plane prepare for it, with a key of its own",
+            Self::Transfer => "send memory and disks",
+            Self::Switch => "let the guest go on at the other control plane",
+            Self::Finish => "end its processes at the former host, and delete its disks there",
+            Self::DestroyKey => "destroy its former key",
+            Self::RemoveRows => "remove it from this inventory",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::DestroyKey)
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Switch)
+    }
+
+    fn insists(&self) -> bool {
+        // The guest stands still, and may run there already.
+        matches!(self, Self::Switch)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::Check | Self::Announce | Self::Transfer | Self::Switch => WaitPolicy::NONE,
+            Self::Finish | Self::DestroyKey | Self::RemoveRows => WaitPolicy::BOTH,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::DestroyKey => Some(Limit::Provider),
+            _ => None,
+        }
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Check => check(run).await.map(|checked| Output::of(&checked)),
+            Self::Announce => announce(run).await.map(Output::from),
+            Self::Transfer => transfer(run).await.map(|watched| Output::of(&watched)),
+            Self::Switch => {
+                let migrated = switch(run).await?;
+                Ok(migrated.map_or_else(Output::default, |migrated| Output::of(&migrated)))
+            }
+            Self::Finish => {
+                watched::of(run).show(run, MigrationPhase::Finishing);
+                finish(run).await.map(Output::from)
+            }
+            Self::DestroyKey => destroy_keys(run).await.map(Output::from),
+            Self::RemoveRows => remove_rows(run).await.map(Output::from),
+        }
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Announce => call_off(run).await,
+            Self::Transfer => stay(run).await,
+            Self::Switch => switch_back(run).await,
+            // Past the commit step, or nothing was done.
+            Self::Check | Self::Finish | Self::DestroyKey | Self::RemoveRows => Ok(()),
+        }
+    }
+}
+
+/// What the steps after the first one need.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Checked {
+    disks: Vec<DiskId>,
+    generation: u64,
+    began: Timestamp,
+}
+
+impl Checked {
+    fn sent(&self) -> SendJob {
+        SendJob { disks: self.disks.clone(), copies: self.disks.clone(), begin: None }
+    }
+
+    /// How many connections the session has.
+    fn streams(&self) -> u16 {
+        STREAMS.saturating_add(u16::try_from(self.disks.len()).unwrap_or(u16::MAX))
+    }
+}
+
+/// Where the VM goes.
+struct Way {
+    from: HostId,
+    remote: RemoteId,
+    arrival: TaskId,
+    encrypted: bool,
+    downtime_milliseconds: u32,
+}
+
+fn way(run: &Run<'_>) -> Result<Way, StepError> {
+    match run.task.operation {
+        Operation::MigrateAway {
+            from, remote, arrival, encrypted, downtime_milliseconds, ..
+        } => {
+            let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
+            Ok(Way { from, remote, arrival, encrypted, downtime_milliseconds })
+        }
+        _ => Err(internal("the task does not say where the VM goes")),
+    }
+}
+
+fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
+    let known = run.output(AwayStep::Check.name());
+    known.ok_or_else(|| internal("the task does not say which disks it moves"))
+}
+
+/// The other control plane of a task, as the inventory has it.
+async fn known(run: &Run<'_>, remote: RemoteId) -> Result<Option<Remote>, StepError> {
+    let mut read = run.store().read().await?;
+    Ok(remotes::find(&mut read, &remote.to_string()).await?)
+}
+
+/// The name of the other control plane, where a task has one.
+pub(in crate::tasks) async fn remote_of(run: &Run<'_>) -> Option<String> {
+    let Operation::MigrateAway { remote, .. } = run.task.operation else { return None };
+    known(run, remote).await.ok().flatten().map(|remote| remote.name)
+}
+
+async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError> {
+    let known = known(run, way(run)?.remote).await?;
+    let known = known.ok_or_else(|| wrong_state("the remote was removed meanwhile".to_owned()))?;
+    Ok(run.context.remotes.of(&known)?)
+}
+
+/// Checks the preconditions.
+async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
+    Watched::default().show(run, MigrationPhase::Connecting);
+    let (vm, way) = (run.vm().await?, way(run)?);
+    if vm.lifecycle != Lifecycle::Ready || vm.host != way.from {
+        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+    }
+    let state = run.host_state(way.from, None).await?;
+    match state_of(&state, vm.id).map(|seen| seen.power) {
+        Some(Power::Running | Power::Paused) => {}
+        _ => return Err(wrong_state(format!("VM '{}' does not run any more", vm.name))),
+    }
+    let disks = run.disks().await?;
+    let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
+    let mut read = run.store().read().await?;
+    let generation = placements::next_generation(&mut read, vm.id).await?;
+    Ok(Checked { disks, generation, began: Timestamp::now() })
+}
+
+/// What became of an arrival that is given up, for people.
+fn cancelled(arrival: ArrivalShown) -> StepError {
+    let problem = arrival
+        .problem
+        .unwrap_or_else(|| Problem::new(ErrorCode::Cancelled, "it was cancelled there"));
+    let detail = format!("the other control plane does not take it: {}", problem.detail);
+    StepError::Final(Problem { in_doubt: false, ..Problem::new(problem.code, detail) })
+}
+
+/// Has the other control plane prepare for the VM.
+async fn announce(run: &Run<'_>) -> Result<(), StepError> {
+    let (way, checked, remote) = (way(run)?, checked(run)?, remote(run).await?);
+    let Operation::MigrateAway { host, datastore, policy, .. } = &run.task.operation else {
+        return Err(internal("the task does not say where the VM goes"));
+    };
+    let wanted =
+        Wanted { policy: policy.clone(), host: host.clone(), datastore: datastore.clone() };
+    let vm = run.vm().await?;
+    let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
+    loop {
+        let arrival = remote.begin_arrival(way.arrival, &told).await?;
+        match arrival.state {
+            ArrivalState::Prepared => return Ok(()),
+            ArrivalState::Cancelled => return Err(cancelled(arrival)),
+            _ => run.check_cancelled()?,
+        }
+    }
+}
+
+/// Undoes [`announce`]. Where the other control plane does not answer it gives the arrival up by itself.
+async fn call_off(run: &Run<'_>) -> Result<(), StepError> {
+    let arrival = way(run)?.arrival;
+    let called_off = match remote(run).await {
+        Ok(remote) => remote.cancel_arrival(arrival).await.map(drop),
+        Err(error) => Err(error.problem()),
+    };
+    if let Err(problem) = called_off {
+        tracing::warn!(vm = %run.vm_id, %problem, "the other control plane gives the arrival up later");
+    }
+    Ok(())
+}
+
+/// Has the guest sent, unless it is.
+async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
+    let (way, checked) = (way(run)?, checked(run)?);
+    let source = run.host_state(way.from, None).await?;
+    if is_handed_over(run, &source) {
+        // Sent before the server restarted; the other control plane knows whether all of it has come.
+        return Ok(Watched::late(run, &source));
+    }
+    // A session serves one attempt; what an earlier one has left is removed.
+    let agent = agent_of(run, way.from)?;
+    let job = JobSpec::Send(checked.sent());
+    absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
+    let sent = begin(run, &way, &checked, &*agent).await?;
+    follow(run, &way, sent).await
+}
+
+/// Tells both sides of a new session. Returns what the source was told.
+async fn begin(
+    run: &Run<'_>,
+    way: &Way,
+    checked: &Checked,
+    agent: &dyn HostAgent,
+) -> Result<SendJob, StepError> {
+    let remote = remote(run).await?;
+    let here = agent.describe().await?;
+    let about = remote.about().await?;
+    let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
+    let (migration, nonce) = (MigrationId::new(), nonce()?);
+    let public = keys::public_key(&about.passphrase_box, "of the other control plane")?;
+    let info = passphrase_info(&way.arrival.to_string());
+    let sealed = sealed_box::seal(&public, &info, &key).map_err(|error| crate::internal(&error))?;
+    let sealed = STANDARD.encode(sealed.as_bytes());
+    let (streams, encrypted) = (checked.streams(), way.encrypted);
+    let told = ArrivalSession {
+        migration,
+        nonce,
+        key: SealedPassphrase { passphrase_box: about.passphrase_box, sealed },
+        streams,
+        encrypted,
+    };
+    let to = remote.begin_session(way.arrival, &told).await?.address;
+    let vm = run.vm().await?;
+    let new = NewSession { vm: vm.id, migration, nonce, key, apart: vm.key.is_some() };
+    let departure = Departure {
+        session: new.sealed(&here.key_box, &vm.host_name, (encrypted, streams))?,
+        to,
+        downtime_milliseconds: way.downtime_milliseconds,
+        bytes_per_second: run.pace().bytes_per_second,
+    };
+    let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
+    agent.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;
+    Ok(job)
+}
+
+/// Follows the source until its guest stands still with all sent, and asks the other control plane from time to time. The source
+/// is told when the task is given another rate.
+async fn follow(run: &Run<'_>, way: &Way, mut sent: SendJob) -> Result<Watched, StepError> {
+    let remote = remote(run).await?;
+    let mut watched = Watched::default();
+    let mut source = run.host_state(way.from, None).await?;
+    // As it was told; the task may have been given another one since.
+    let told = sent.begin.as_ref().and_then(|departure| departure.bytes_per_second);
+    let mut pace = CopyPace { bytes_per_second: told, paused: false };
+    let mut asking = tokio::time::interval(ASK_EVERY);
+    asking.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        watched.note(run, &source);
+        if is_handed_over(run, &source) {
+            return Ok(watched);
+        }
+        sends(run, &source)?;
+        run.check_cancelled()?;
+        tokio::select! {
+            newer = run.host_state(way.from, Some(&source)) => source = newer?,
+            _ = asking.tick() => arrives(remote.arrival(way.arrival).await)?,
+            () = run.another_pace(pace) => {
+                pace = run.pace();
+                if let Some(departure) = &mut sent.begin {
+                    departure.bytes_per_second = pace.bytes_per_second;
+                }
+                let job = JobSpec::Send(sent.clone());
+                agent_of(run, way.from)?.put_job(run.vm_id, run.task.id, job).await?;
+            }
+        }
+    }
+}
+
+/// Ends a transfer whose destination has failed. One whose control plane does not answer goes on: the hosts need it at the end only.
+fn arrives(answer: Result<ArrivalShown, Problem>) -> Result<(), StepError> {
+    match answer {
+        Ok(arrival) if arrival.state == ArrivalState::Cancelled || arrival.problem.is_some() => {
+            Err(cancelled(arrival))
+        }
+        Ok(_) => Ok(()),
+        Err(problem) => {
+            tracing::info!(%problem, "the other control plane does not answer while a VM is sent");
+            Ok(())
+        }
+    }
+}
+
+/// Undoes [`transfer`]: the guest goes on here.
+async fn stay(run: &Run<'_>) -> Result<(), StepError> {
+    let (way, checked) = (way(run)?, checked(run)?);
+    let source = agent_of(run, way.from)?;
+    let job = JobSpec::Send(checked.sent());
+    absent_is_fine(source.cancel_job(run.vm_id, run.task.id, job).await)?;
+    let state = run.host_state(way.from, None).await?;
+    run.hosts().until_shown(way.from, &state).await;
+    Ok(())
+}
+
+/// Has the other control plane let the guest go. Returns how it went, where that is known. Until it says which, the guest runs there
+/// or will not: this step is done again.
+async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
+    let (way, checked, watched) = (way(run)?, checked(run)?, watched::of(run));
+    watched.show(run, MigrationPhase::SwitchOver);
+    let remote = remote(run).await?;
+    match remote.commit_arrival(way.arrival).await {
+        Ok(arrival) => match arrival.state {
+            ArrivalState::Running => {}
+            ArrivalState::Cancelled => return Err(cancelled(arrival)),
+            _ => return Err(undecided(&arrival)),
+        },
+        // Whatever it says: that is not what became of the guest.
+        Err(problem) => return Err(StepError::Again(problem)),
+    }
+    let migrated = watched.ended(checked.began, Timestamp::now(), true);
+    leave(run).await?;
+    Ok(migrated)
+}
+
+/// Records that the VM runs elsewhere: nothing has it run here any more, whatever becomes of this task.
+async fn leave(run: &Run<'_>) -> Result<(), StepError> {
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let mut write = run.store().write().await?;
+    vms::set_lifecycle(&mut write, run.vm_id, Lifecycle::Deleting).await?;
+    Ok(write.commit().await?)
+}
+
+/// The other control plane does not know yet what becomes of the guest.
+fn undecided(arrival: &ArrivalShown) -> StepError {
+    let detail = match &arrival.problem {
+        Some(problem) => format!("it is not decided there yet: {}", problem.detail),
+        None => "it is not decided there yet".to_owned(),
+    };
+    StepError::Again(Problem::new(ErrorCode::Unreachable, detail))
+}
+
+/// Undoes [`switch`], which is possible only while the guest does not run there. Where it does, it goes on to the end.
+async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
+    let way = way(run)?;
+    let Some(known) = known(run, way.remote).await? else {
+        // An operator has said that it is gone for good.
+        return Ok(());
+    };
+    let remote = run.context.remotes.of(&known).map_err(StepError::Again)?;
+    let arrival = remote.cancel_arrival(way.arrival).await.map_err(StepError::Again)?;
+    match arrival.state {
+        ArrivalState::Cancelled => Ok(()),
+        ArrivalState::Running => {
+            leave(run).await?;
+            finish(run).await?;
+            destroy_keys(run).await?;
+            remove_rows(run).await?;
+            let detail = format!(
+                "VM '{}' runs at remote '{}': its migration could not be cancelled any more",
+                run.task.target, known.name
+            );
+            Err(wrong_state(detail))
+        }
+        _ => Err(undecided(&arrival)),
+    }
+}
+
+/// Has the source end the VM's processes, delete its images, and forget it.
+async fn finish(run: &Run<'_>) -> Result<(), StepError> {
+    let (way, checked) = (way(run)?, checked(run)?);
+    let source = agent_of(run, way.from)?;
+    let job = JobSpec::Send(checked.sent());
+    absent_is_fine(source.commit_job(run.vm_id, run.task.id, job).await)?;
+    for disk in &checked.disks {
+        absent_is_fine(source.delete_disk(run.vm_id, *disk).await)?;
+    }
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    absent_is_fine(source.unregister_vm(run.vm_id).await)
+}
+
+/// Forgets the VM.
+async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
+    let name = remote_of(run).await.unwrap_or_else(|| "a former remote".to_owned());
+    let migrated: Option<Migrated> = run.output(AwayStep::Switch.name());
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let Some(vm) = run.find_vm().await? else { return Ok(()) };
+    let how = if way(run)?.encrypted { "encrypted" } else { "not encrypted" };
+    let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
+    let detail = format!("from host '{}' to remote '{name}', {how}{went}", vm.host_name);
+    let mut write = run.store().write().await?;
+    vms::delete(&mut write, vm.id).await?;
+    let (kind, actor) = ("vm.migrated", run.task.actor.as_str());
+    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+/// The problem of a failure after the guest has gone on at the other control plane.
+pub(in crate::tasks) fn unfinished(target: &str, cause: &Problem) -> Problem {
+    let detail = format!(
+        "VM '{target}' runs at the other control plane, and what is left of it here could not be removed: {cause}. It does not start here any more: delete it (vmseal vm delete {target})"
+    );
+    Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
+}

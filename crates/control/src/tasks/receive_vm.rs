@@ -1,0 +1,327 @@
+//! Receives a running VM from another control plane ([`super::migrate_vm::away`] has the other side).
+//!
+//! ```text
+//!   reserve ─► make-key ─► receive ──────────────────────► switch ─► done
+//!                           waits until the source asks      its host lets the guest go;
+//!                           to let the guest go              the inventory says so
+//!                             │                              commit step
+//!                             └── undone: nothing is left
+//! ```
+//! The source's control plane decides whether the guest goes on there or here, until it has asked for the switch. From then on
+//! this task decides, and the other side asks until it is told. It is told that the guest does not run here only where the host
+//! has said that it does not, and never will.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::time::{Instant, sleep_until};
+use vmseal_api::host::{
+    ArrivingCopies, ArrivingCopy, DiskState, HostAgent, HostState, JobSpec, JobState, Power,
+    ReceiveJob,
+};
+use vmseal_api::id::HostId;
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::create_vm::{make_key, remove_rows, unmake_key};
+use super::mirror_vm::set_image;
+use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
+use super::step::{Limit, Output, Step, WaitPolicy};
+use crate::hosts::is_silence;
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::events::NewEvent;
+use crate::store::vms;
+
+/// How long nothing may be heard of the source before it has asked for the switch. It asks each second; this is time for its server
+/// to be restarted.
+const SOURCE_PATIENCE: Duration = Duration::from_secs(600);
+
+/// How long a newer state of the host is waited for before the host is asked.
+const NEWER_STATE_WAIT: Duration = Duration::from_secs(1);
+
+/// The steps, in order. The request has already reserved the names and ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReceiveVmStep {
+    Reserve,
+    MakeKey,
+    Receive,
+    Switch,
+}
+
+pub(crate) const STEPS: &[&dyn Step] = &[
+    &ReceiveVmStep::Reserve,
+    &ReceiveVmStep::MakeKey,
+    &ReceiveVmStep::Receive,
+    &ReceiveVmStep::Switch,
+];
+
+/// The step in which the VM can be sent.
+pub(crate) const RECEIVES: &str = "receive";
+
+#[async_trait]
+impl Step for ReceiveVmStep {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve",
+            Self::MakeKey => "make-key",
+            Self::Receive => RECEIVES,
+            Self::Switch => "switch",
+        }
+    }
+
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve the names",
+            Self::MakeKey => "make a key",
+            Self::Receive => "receive memory and disks",
+            Self::Switch => "let the guest go on here",
+        }
+    }
+
+    fn needs_key(&self) -> bool {
+        matches!(self, Self::MakeKey)
+    }
+
+    fn commits(&self) -> bool {
+        matches!(self, Self::Switch)
+    }
+
+    fn insists(&self) -> bool {
+        matches!(self, Self::Switch)
+    }
+
+    fn wait_policy(&self) -> WaitPolicy {
+        match self {
+            Self::MakeKey => WaitPolicy::PROVIDER,
+            Self::Switch => WaitPolicy::BOTH,
+            Self::Reserve | Self::Receive => WaitPolicy::NONE,
+        }
+    }
+
+    fn limit(&self) -> Option<Limit> {
+        match self {
+            Self::MakeKey => Some(Limit::Provider),
+            _ => None,
+        }
+    }
+
+    fn is_undone_by_monitor(&self) -> bool {
+        // A host that has not been asked to let the guest go forgets it when the inventory does not have it.
+        matches!(self, Self::Receive)
+    }
+
+    async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
+        match self {
+            Self::Reserve => Ok(()),
+            Self::MakeKey => make_key(run).await,
+            Self::Receive => until_asked(run).await,
+            Self::Switch => switch(run).await,
+        }
+        .map(Output::from)
+    }
+
+    async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
+        match self {
+            Self::Reserve => remove_rows(run).await,
+            Self::MakeKey => unmake_key(run).await,
+            Self::Receive => forget(run).await,
+            Self::Switch => switch_back(run).await,
+        }
+    }
+}
+
+/// The host of a task, and the generation of the VM's placement there.
+fn place(run: &Run<'_>) -> Result<(HostId, u64), StepError> {
+    match run.task.operation {
+        Operation::ReceiveVm { host, generation, .. } => Ok((host, generation)),
+        _ => Err(internal("the task receives no VM")),
+    }
+}
+
+/// The job of an arrival, without what begins it.
+pub(crate) fn job(disks: &[Disk], generation: u64) -> ReceiveJob {
+    let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: disk.datastore.clone() };
+    let copies = ArrivingCopies { generation, disks: disks.iter().map(copy).collect() };
+    let disks = disks.iter().map(|disk| disk.id).collect();
+    ReceiveJob { disks, copies: Some(copies), begin: None }
+}
+
+/// Waits until the source asks to let the guest go.
+async fn until_asked(run: &Run<'_>) -> Result<(), StepError> {
+    let (mut requests, mut heard) = (run.requests.clone(), run.heard.clone());
+    let mut patience = Instant::now() + SOURCE_PATIENCE;
+    loop {
+        if requests.borrow_and_update().committed || run.task.operation.is_asked_to_commit() {
+            return Ok(());
+        }
+        run.check_cancelled()?;
+        tokio::select! {
+            Ok(()) = requests.changed() => {}
+            Ok(()) = heard.changed() => {
+                heard.borrow_and_update();
+                patience = Instant::now() + SOURCE_PATIENCE;
+            }
+            () = sleep_until(patience) => {
+                let detail = format!(
+                    "nothing was heard of the control plane that VM '{}' comes from for {} s",
+                    run.task.target,
+                    SOURCE_PATIENCE.as_secs()
+                );
+                return Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)));
+            }
+        }
+    }
+}
+
+/// Undoes the reception: the host has not been asked to let the guest go.
+async fn forget(run: &Run<'_>) -> Result<(), StepError> {
+    let (host, generation) = place(run)?;
+    // A session that is begun meanwhile is ended here, and none is begun later.
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let agent = run.hosts().agent(host)?;
+    let job = JobSpec::Receive(job(&run.disks().await?, generation));
+    absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
+    absent_is_fine(agent.unregister_vm(run.vm_id).await)
+}
+
+/// Whether the guest runs here, as its host has said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Runs,
+    /// It never will by this task.
+    DoesNot,
+}
+
+/// Has the guest go on, and records that it does.
+async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+    if run.vm().await?.lifecycle == Lifecycle::Ready {
+        // Recorded by a server that has restarted since.
+        return Ok(());
+    }
+    let (host, generation) = place(run)?;
+    let agent = run.hosts().agent(host)?;
+    let loaded = until_loaded(run, host).await;
+    let committed = match loaded {
+        Ok(()) => {
+            let job = JobSpec::Receive(job(&run.disks().await?, generation));
+            agent.commit_job(run.vm_id, run.task.id, job).await
+        }
+        Err(StepError::Final(problem)) => Err(problem),
+        Err(other) => return Err(other),
+    };
+    match committed {
+        Ok(()) => record(run).await,
+        Err(problem) if is_silence(&problem) => Err(problem.into()),
+        Err(problem) => match give_up(run, &*agent).await? {
+            Verdict::Runs => record(run).await,
+            Verdict::DoesNot => Err(StepError::Final(problem)),
+        },
+    }
+}
+
+/// Waits until the guest's memory is loaded.
+async fn until_loaded(run: &Run<'_>, host: HostId) -> Result<(), StepError> {
+    let mut state = run.host_state(host, None).await?;
+    loop {
+        match run.job_in(&state).map(|job| &job.state) {
+            // An agent that has restarted says itself what became of the guest.
+            None | Some(JobState::ReadyToCommit | JobState::Done) => return Ok(()),
+            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
+            Some(JobState::Cancelled) => {
+                let what = "the host has cancelled it";
+                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)));
+            }
+            Some(_) => {}
+        }
+        state = newer(run, host, &state).await?;
+    }
+}
+
+/// A newer state of the host.
+async fn newer(
+    run: &Run<'_>,
+    host: HostId,
+    last: &HostState,
+) -> Result<std::sync::Arc<HostState>, StepError> {
+    let newer = run.hosts().newer_state(host, last);
+    match tokio::time::timeout(NEWER_STATE_WAIT, newer).await {
+        Ok(newer) => Ok(newer?),
+        Err(_) => Ok(run.host_state(host, None).await?),
+    }
+}
+
+/// Has the host give the guest up, unless it runs there.
+async fn give_up(run: &Run<'_>, agent: &dyn HostAgent) -> Result<Verdict, StepError> {
+    let (_, generation) = place(run)?;
+    let job = JobSpec::Receive(job(&run.disks().await?, generation));
+    match agent.cancel_job(run.vm_id, run.task.id, job).await {
+        Ok(()) => Ok(Verdict::DoesNot),
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(Verdict::DoesNot),
+        Err(problem) if problem.code == ErrorCode::WrongState => Ok(Verdict::Runs),
+        // It is not decided: the host is asked again.
+        Err(problem) => Err(StepError::Again(problem)),
+    }
+}
+
+/// Undoes [`switch`], if the host says that the guest does not run there.
+async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
+    let (host, _) = place(run)?;
+    let agent = run.hosts().agent(host)?;
+    match give_up(run, &*agent).await? {
+        Verdict::DoesNot => Ok(()),
+        Verdict::Runs => {
+            record(run).await?;
+            let detail = format!("VM '{}' runs here: it has arrived", run.task.target);
+            Err(wrong_state(detail))
+        }
+    }
+}
+
+/// Records that the guest runs here.
+async fn record(run: &Run<'_>) -> Result<(), StepError> {
+    let (host, _) = place(run)?;
+    let made = made(run, host).await?;
+    {
+        let _unchanged = run.hosts().lock(run.vm_id).await;
+        let vm = run.vm().await?;
+        let mut write = run.store().write().await?;
+        for disk in &made {
+            set_image(&mut write, disk).await?;
+        }
+        vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
+        // It has run without a break.
+        vms::set_seen(&mut write, vm.id, Power::Running, None).await?;
+        let detail = format!(
+            "from another control plane to host '{}', policy '{}', with copies of its disks",
+            vm.host_name, vm.policy_name
+        );
+        let (kind, actor) = ("vm.arrived", run.task.actor.as_str());
+        write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+        write.commit().await?;
+    }
+    let state = run.host_state(host, None).await?;
+    run.hosts().until_shown(host, &state).await;
+    Ok(())
+}
+
+/// What the host says of the disks that it has made.
+async fn made(run: &Run<'_>, host: HostId) -> Result<Vec<DiskState>, StepError> {
+    let disks = run.disks().await?;
+    let mut state = run.host_state(host, None).await?;
+    loop {
+        let Some(seen) = state_of(&state, run.vm_id) else {
+            let detail = format!("the host does not know VM '{}' yet", run.task.target);
+            return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+        };
+        let of = |disk: &Disk| {
+            let there = disk.datastore.datastore;
+            let is_it = |it: &&DiskState| it.disk == disk.id && it.datastore == Some(there);
+            seen.disks.iter().find(is_it).cloned()
+        };
+        if let Some(made) = disks.iter().map(of).collect::<Option<Vec<_>>>() {
+            return Ok(made);
+        }
+        state = newer(run, host, &state).await?;
+    }
+}

@@ -1,0 +1,132 @@
+//! A VM that moves, while it runs, to a host of another control plane: it loses nothing of what it had in memory and on its disks,
+//! is under a key of the other control plane's provider there, and nothing of it is left where it was.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::{Path, PathBuf};
+
+use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
+use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::shell_guest::{booted, run};
+
+const VM: &str = "web";
+
+/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
+const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2097");
+
+/// The user ids of the guests of the second control plane's host.
+const UID_BASE: &str = "2300000";
+
+/// A guest that counts on its disk, and another control plane with a host of its own, which the first one knows as `east`.
+fn two_control_planes(policy: &str) -> (Installation, Installation) {
+    let (west, mut console) = started(VM, policy);
+    let (one, two) = IN_MEMORY;
+    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    count(&mut console);
+    let mut east = Installation::new().unwrap();
+    east.kill_agent();
+    east.start_agent_with(&["--uid-base", UID_BASE]).unwrap();
+    (west, east)
+}
+
+/// Has the first control plane know the second one; a user compares the fingerprint.
+fn introduce(west: &Installation, east: &Installation) {
+    let (url, token) = (east.url(), east.path("server/admin.token"));
+    let add = ["remote", "add", "east", &url, "--remote-token-file", text(&token).unwrap()];
+    let refused = west.refused(&add).unwrap();
+    assert!(refused.contains("SHA-256") && refused.contains("--fingerprint"), "{refused}");
+    let other = "AB".repeat(32);
+    let wrong = [&add[..], &["--fingerprint", &other]].concat();
+    let refused = west.refused(&wrong).unwrap();
+    assert!(refused.contains("it is another control plane, or somebody is between"), "{refused}");
+    let no = west.answered(&add, "no\n").unwrap();
+    assert!(!no.status.success());
+    assert_eq!(west.json(&["remote", "list"]).unwrap().as_array().unwrap().len(), 0);
+    let yes = west.answered(&add, "yes\n").unwrap();
+    assert!(yes.status.success(), "{}", String::from_utf8_lossy(&yes.stderr));
+    let checked = west.vmseal(&["remote", "check", "east"]).unwrap();
+    assert!(checked.contains("takes VMs"), "{checked}");
+}
+
+fn files(home: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+fn has_marker(file: &Path) -> bool {
+    let bytes = std::fs::read(file).unwrap();
+    let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
+    bytes.windows(MARKER.len()).any(is_one)
+}
+
+/// The guest has what it had, and goes on counting.
+fn has_lost_nothing(at: &Installation) {
+    let mut console = at.console(VM).unwrap();
+    stop_counting(&mut console);
+    let (one, two) = IN_MEMORY;
+    run(&mut console, "echo HAS-$m-", &format!("HAS-{one}{two}-")).unwrap();
+    read_marker(&mut console);
+    count(&mut console);
+}
+
+/// The VM runs at one control plane, and nothing of it is left at the other one.
+fn has_gone(from: &Installation, to: &Installation, encrypted: bool) {
+    let vm = to.vm(VM).unwrap();
+    assert_eq!(vm["power"], "running", "{vm}");
+    let refused = from.refused(&["vm", "show", VM]).unwrap();
+    assert!(refused.contains("not exist") || refused.contains("no VM"), "{refused}");
+    let left = || from.datastore_entries(&from.path("datastore")).ok();
+    eventually("no file is left where it was", || left().filter(Vec::is_empty).map(drop))
+        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    let home = to.path("datastore").join(vm["id"].as_str().unwrap());
+    let clear = files(&home).into_iter().filter(|path| has_marker(path)).count();
+    assert_eq!(clear == 0, encrypted, "{clear} files have what the guest wrote");
+}
+
+#[test]
+fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
+    let (west, east) = two_control_planes("encrypted");
+    let refused = west.refused(&["vm", "migrate", VM, "--remote", "east"]).unwrap();
+    assert!(refused.contains("east"), "{refused}");
+    introduce(&west, &east);
+    let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    let wrong = [&migrate[..], &["--policy", "plain"]].concat();
+    let refused = west.refused(&wrong).unwrap();
+    assert!(refused.contains("no: policy") && refused.contains("ok: name"), "{refused}");
+    let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
+    for wanted in ["ok: memory of host 'here'", "ok: network", "a new key of provider 'keys'"] {
+        assert!(planned.contains(wanted), "{wanted}: {planned}");
+    }
+    assert!(east.refused(&["vm", "show", VM]).is_ok(), "a dry run leaves nothing");
+    west.vmseal(&migrate).unwrap();
+    has_gone(&west, &east, true);
+    has_lost_nothing(&east);
+    let told = west.vmseal(&["events"]).unwrap();
+    assert!(told.contains("to remote 'east', encrypted"), "{told}");
+
+    // The copies are its disks under a key of that control plane, also for the next guest.
+    east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    east.vmseal(&["vm", "prove", VM]).unwrap();
+    east.vmseal(&["vm", "start", VM]).unwrap();
+    read_marker(&mut booted(&east, VM).unwrap());
+
+    // And back: the name and the ids are free again there.
+    let (url, token) = (west.url(), west.path("server/admin.token"));
+    let add = ["remote", "add", "west", &url, "--remote-token-file", text(&token).unwrap()];
+    assert!(east.answered(&add, "yes\n").unwrap().status.success());
+    east.vmseal(&["vm", "migrate", VM, "here", "--remote", "west", "--datastore", "local"])
+        .unwrap();
+    has_gone(&east, &west, true);
+    read_marker(&mut west.console(VM).unwrap());
+}
+
+#[test]
+fn a_vm_that_is_off_stays_and_the_refusal_says_why() {
+    let (west, east) = two_control_planes("plain");
+    introduce(&west, &east);
+    west.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let refused = west.refused(&["vm", "migrate", VM, "--remote", "east"]).unwrap();
+    assert!(refused.contains("while it runs"), "{refused}");
+    west.vmseal(&["remote", "remove", "east"]).unwrap();
+    assert_eq!(west.json(&["remote", "list"]).unwrap().as_array().unwrap().len(), 0);
+}
