@@ -144,7 +144,7 @@ fn variables_move_with_what_a_snapshot_keeps_of_them() {
     here.vmseal(&["snapshot", "revert", VM, "before"]).unwrap();
     let mut shell = shell_of(&here);
     has_variable(&mut shell, NAME, "11 22 33");
-    has_variable(&mut shell, "SecondOne", "Not Found");
+    has_variable(&mut shell, "SecondOne", "Unable to get");
     drop(shell);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["snapshot", "delete", VM, "before"]).unwrap();

@@ -61,7 +61,7 @@ impl Disks {
         match self {
             Self::Shared => fixture.share_datastore(other, OTHER_HOST).await,
             Self::Copied | Self::WithSnapshot => {
-                drop(fixture.add_datastore(other, OTHER_HOST, FAR).await);
+                fixture.add_datastore(other, OTHER_HOST, FAR).await;
             }
         }
         let vm = fixture.running("web").await;
