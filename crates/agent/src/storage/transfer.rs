@@ -84,8 +84,19 @@ impl TransferDirectories {
     /// # Errors
     /// [`TransferError`].
     pub fn parent(&self, path: &Path) -> Result<Parent, TransferError> {
-        let directory = path.parent().unwrap_or(Path::new("/"));
-        let open = self.open(directory, OFlag::O_PATH | OFlag::O_DIRECTORY, path)?;
+        self.open_directory(path.parent().unwrap_or(Path::new("/")), path)
+    }
+
+    /// Opens a directory.
+    ///
+    /// # Errors
+    /// [`TransferError`].
+    pub fn directory(&self, path: &Path) -> Result<Parent, TransferError> {
+        self.open_directory(path, path)
+    }
+
+    fn open_directory(&self, path: &Path, shown: &Path) -> Result<Parent, TransferError> {
+        let open = self.open(path, OFlag::O_PATH | OFlag::O_DIRECTORY, shown)?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         Ok(Parent { path, _open: open })
     }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
-use vmseal_api::host::backup::{BackedUpDisk, BackupManifest};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
 use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
@@ -184,6 +184,9 @@ pub async fn create(
     let remedy = "backups are made while it runs or is off";
     require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
     check_key(services, &vm)?;
+    if let Some(directory) = &request.directory {
+        check_directory(services, &vm, directory).await?;
+    }
     let mut write = services.store.write().await?;
     let all = backups::of_vm(&mut write, vm.id).await?;
     if all.len() >= BACKUPS_MAX {
@@ -226,9 +229,24 @@ fn directory(vm: &Vm, all: &[Backup], asked: Option<PathBuf>) -> Result<PathBuf,
         let what = format!("is needed, as VM '{}' has no backup yet", vm.name);
         Problem::invalid("directory", what)
     })?;
-    match chosen.is_absolute() && chosen.to_str().is_some() {
-        true => Ok(chosen),
+    check_path(&chosen).map(|()| chosen)
+}
+
+fn check_path(directory: &Path) -> Result<(), Problem> {
+    match directory.is_absolute() && directory.to_str().is_some() {
+        true => Ok(()),
         false => Err(Problem::invalid("directory", "must be an absolute path in UTF-8")),
+    }
+}
+
+/// Checks that a VM's host may write backups to a directory: it looks for one there.
+async fn check_directory(services: &Services, vm: &Vm, directory: &Path) -> Result<(), Problem> {
+    check_path(directory)?;
+    let (directory, backup) = (directory.to_owned(), BackupId::new());
+    let place = BackupPlace { directory, vm: vm.id, backup };
+    match services.hosts.connected(vm.host)?.read_backup(place).await {
+        Err(problem) if problem.code != ErrorCode::NotFound => Err(problem),
+        _ => Ok(()),
     }
 }
 

@@ -115,7 +115,7 @@ impl Engine {
         require_active(write, &operation).await?;
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
-            id: plan.id.unwrap_or_else(TaskId::new),
+            id: plan.id.unwrap_or_default(),
             operation,
             target: target.to_owned(),
             actor: actor.to_owned(),

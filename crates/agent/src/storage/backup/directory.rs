@@ -66,8 +66,8 @@ impl Backups {
         allowed: &TransferDirectories,
     ) -> Result<Option<Self>, Problem> {
         check(place)?;
-        let outer = place.directory.join("x");
-        let outer = allowed.parent(&outer).map_err(|error| refused(error, &place.directory))?;
+        let outer = allowed.directory(&place.directory);
+        let outer = outer.map_err(|error| refused(error, &place.directory))?;
         let name = place.vm.to_string();
         let shown = place.directory.join(&name);
         match outer.path().join(&name).symlink_metadata() {
@@ -75,7 +75,7 @@ impl Backups {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(&shown, "looked at", &error)),
         }
-        let open = allowed.parent(&shown.join("x")).map_err(|error| refused(error, &shown))?;
+        let open = allowed.directory(&shown).map_err(|error| refused(error, &shown))?;
         Ok(Some(Self { open, shown, allowed: allowed.clone() }))
     }
 
@@ -90,7 +90,7 @@ impl Backups {
         if let Some(found) = Self::find(place, allowed)? {
             return Ok(found);
         }
-        let outer = allowed.parent(&place.directory.join("x"));
+        let outer = allowed.directory(&place.directory);
         let outer = outer.map_err(|error| refused(error, &place.directory))?;
         let (path, shown) =
             (outer.path().join(place.vm.to_string()), place.directory.join(place.vm.to_string()));
@@ -128,7 +128,7 @@ impl Backups {
     /// Opens a directory beneath those that this host may read and write: who writes there may have put a link in its place.
     fn directory(&self, name: &str) -> Result<Option<Parent>, Problem> {
         let shown = self.shown.join(name);
-        match self.allowed.parent(&shown.join("x")) {
+        match self.allowed.directory(&shown) {
             Ok(open) => Ok(Some(open)),
             Err(TransferError::File(error)) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(refused(error, &shown)),
@@ -359,8 +359,7 @@ pub fn discard(place: &BackupPlace, allowed: &TransferDirectories) -> Result<(),
     }
     backups.remove_unfinished(place.backup)?;
     // With the last one goes the VM's directory.
-    let shown = place.directory.join("x");
-    if let Ok(outer) = allowed.parent(&shown) {
+    if let Ok(outer) = allowed.directory(&place.directory) {
         let _ = std::fs::remove_dir(outer.path().join(place.vm.to_string()));
     }
     Ok(())
