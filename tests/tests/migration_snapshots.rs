@@ -218,7 +218,7 @@ fn a_linked_clone_moves_as_a_vm_of_its_own_and_what_it_stood_on_stays() {
 #[test]
 fn cancelled_while_snapshots_are_copied_it_stays_and_no_process_and_no_file_is_left() {
     let here = with_snapshots("encrypted");
-    let slowly = ["vm", "migrate", VM, THERE, "--rate", "1M", "--no-wait"];
+    let slowly = ["vm", "migrate", VM, THERE, "--rate", "8M", "--no-wait"];
     let task = here.json(&slowly).unwrap();
     let filters = || two_hosts::processes(&here, HERE, two_hosts::FILTER).len();
     eventually("a file is copied beside the guest", || (filters() == 2).then_some(())).unwrap();
