@@ -274,10 +274,10 @@ fn what_nobody_writes_is_copied_for_another_host_and_so_is_a_layer() {
         "backing": [{ "file": { "fd": 8 }, "format": "raw" }] });
     let read = |(to, same_below, stays): (&Value, bool, bool), read_only: bool, served: bool| {
         let mut config = good();
-        let disk = config["disks"][0].as_object_mut().unwrap();
-        disk.remove("import");
+        let disk = &mut config["disks"][0];
+        disk.as_object_mut().unwrap().remove("import");
         if !served {
-            disk.remove("front_end");
+            disk.as_object_mut().unwrap().remove("front_end");
         }
         disk["read_only"] = json!(read_only);
         disk["backend"] = layer.clone();
