@@ -6,8 +6,6 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::thread::sleep;
-use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -20,8 +18,8 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::rest;
-use vmseal_tests::shell_guest::run;
-use vmseal_tests::two_hosts::{self, HERE, QEMU, THERE, Victim, other, processes, rounds_of_kills};
+use vmseal_tests::shell_guest::{booted, run};
+use vmseal_tests::two_hosts::{self, HERE, QEMU, THERE, Victim, other, processes};
 
 const VM: &str = "web";
 const PAGE: usize = 4096;
@@ -42,10 +40,15 @@ fn started(policy: &str) -> (Installation, Console) {
     let store = here.path("datastore");
     here.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", text(&store).unwrap()])
         .unwrap();
-    let (one, two) = SECRET;
-    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
-    count(&mut console);
+    prepare(&mut console);
     (here, console)
+}
+
+/// The guest has the text in its memory, and counts.
+fn prepare(console: &mut Console) {
+    let (one, two) = SECRET;
+    run(console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    count(console);
 }
 
 /// The host that the guest runs on, and no other has a process of it.
@@ -193,25 +196,14 @@ fn a_host_is_emptied_whatever_becomes_of_the_server_and_its_guest_loses_nothing(
 fn whatever_dies_during_a_migration_the_guest_runs_on_one_host_and_has_lost_nothing() {
     let (mut here, console) = started("encrypted");
     drop(console);
-    let (rounds, mut random) = rounds_of_kills();
-    for round in 0..rounds {
-        let source = only_host(&here);
-        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
-        let milliseconds = random.u64(0..2500);
-        sleep(Duration::from_millis(milliseconds));
-        let victim = Victim::of_round(round);
-        // A guest that runs at the destination already is not killed.
-        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
-        eprintln!("round {round}: {victim:?} after {milliseconds} ms, arrived: {arrived}");
-        if !(arrived && matches!(victim, Victim::Qemu)) {
-            victim.kill(&mut here, &source);
-        }
-        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        if two_hosts::only_host_after(&here, VM, victim).unwrap().is_none() {
-            return;
-        }
-        has_lost_nothing(&here);
-    }
+    let starts = |here: &Installation| {
+        here.vmseal(&["vm", "start", VM]).unwrap();
+        prepare(&mut booted(here, VM).unwrap());
+    };
+    let victims = (&Victim::OF_ANY_VM[..], 2500);
+    two_hosts::move_while_processes_die(&mut here, VM, victims, starts, |here, _| {
+        has_lost_nothing(here);
+    });
     let source = only_host(&here);
     here.vmseal(&["vm", "migrate", VM, other(&source)]).unwrap();
     assert_eq!(only_host(&here), other(&source));

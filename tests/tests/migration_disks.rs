@@ -4,16 +4,14 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::Duration;
 
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{
     self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
-    rounds_of_kills,
 };
 
 const VM: &str = "web";
@@ -25,10 +23,15 @@ const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2095");
 fn two_hosts(policy: &str) -> Installation {
     let (mut here, mut console) = started(VM, policy);
     add_host_with_datastore(&mut here).unwrap();
-    let (one, two) = IN_MEMORY;
-    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
-    count(&mut console);
+    prepare(&mut console);
     here
+}
+
+/// The guest has the text in its memory, and counts.
+fn prepare(console: &mut Console) {
+    let (one, two) = IN_MEMORY;
+    run(console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    count(console);
 }
 
 /// The VM runs on this host alone, with all of its disks on that host's datastore, and nothing of it is left on the other's.
@@ -113,22 +116,13 @@ fn a_guest_that_is_not_encrypted_moves_with_its_disks_as_well() {
 fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_is_left_on_the_other()
  {
     let mut here = two_hosts("encrypted");
-    let (rounds, mut random) = rounds_of_kills();
-    for round in 0..rounds {
-        let source = two_hosts::only_host(&here, VM).unwrap();
-        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
-        let milliseconds = random.u64(0..3000);
-        sleep(Duration::from_millis(milliseconds));
-        // A guest that runs at the destination already is not killed.
-        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
-        let victim = Victim::of_round(round);
-        eprintln!("round {round}: {victim:?} after {milliseconds} ms, arrived: {arrived}");
-        if !(arrived && matches!(victim, Victim::Qemu)) {
-            victim.kill(&mut here, &source);
-        }
-        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let Some(host) = two_hosts::only_host_after(&here, VM, victim).unwrap() else { return };
-        is_on(&here, &host, true);
-        has_lost_nothing(&here);
-    }
+    let starts = |here: &Installation| {
+        here.vmseal(&["vm", "start", VM]).unwrap();
+        prepare(&mut booted(here, VM).unwrap());
+    };
+    let victims = (&Victim::OF_ANY_VM[..], 3000);
+    two_hosts::move_while_processes_die(&mut here, VM, victims, starts, |here, host| {
+        is_on(here, host, true);
+        has_lost_nothing(here);
+    });
 }

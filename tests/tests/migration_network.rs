@@ -96,8 +96,8 @@ fn whenever_the_link_is_cut_the_guest_runs_on_one_host_and_moves_when_there_is_o
         return;
     }
     let here = two_hosts("encrypted");
-    let (rounds, mut random) = rounds_of_kills();
-    for round in 0..rounds.div_ceil(2) {
+    let (rounds, mut random) = rounds_of_kills(3);
+    for round in 0..rounds {
         assert_eq!(only_host(&here, VM).unwrap(), HERE);
         let begin = ["vm", "migrate", VM, THERE, "--rate", "60MiB", "--no-wait"];
         let task = here.json(&begin).unwrap();

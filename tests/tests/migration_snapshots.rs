@@ -4,8 +4,6 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
-use std::time::Duration;
 
 use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
@@ -14,7 +12,6 @@ use vmseal_tests::installation::Installation;
 use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::two_hosts::{
     self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
-    rounds_of_kills,
 };
 
 const VM: &str = "web";
@@ -233,24 +230,17 @@ fn cancelled_while_snapshots_are_copied_it_stays_and_no_process_and_no_file_is_l
 fn whatever_dies_while_snapshots_are_copied_nothing_is_lost_and_nothing_is_left() {
     let mut here = with_snapshots("encrypted");
     let before = listed(&here);
-    let (rounds, mut random) = rounds_of_kills();
-    for round in 0..rounds {
-        let source = two_hosts::only_host(&here, VM).unwrap();
-        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
-        let milliseconds = random.u64(0..4000);
-        sleep(Duration::from_millis(milliseconds));
-        // A guest that runs at the destination already is not killed.
-        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
-        let victim = Victim::of_round(round);
-        eprintln!("round {round}: {victim:?} after {milliseconds} ms, arrived: {arrived}");
-        if !(arrived && matches!(victim, Victim::Qemu)) {
-            victim.kill(&mut here, &source);
-        }
-        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let Some(host) = two_hosts::only_host_after(&here, VM, victim).unwrap() else { return };
-        is_on(&here, &host, true);
-        has_lost_nothing(&here, "TEXT-OF-NOW");
-        assert_eq!(listed(&here), before);
-    }
+    let starts = |here: &Installation| {
+        here.vmseal(&["vm", "start", VM]).unwrap();
+        let mut console = booted(here, VM).unwrap();
+        write(&mut console, "TEXT-OF-NOW");
+        count(&mut console);
+    };
+    let victims = (&Victim::OF_ANY_VM[..], 4000);
+    two_hosts::move_while_processes_die(&mut here, VM, victims, starts, |here, host| {
+        is_on(here, host, true);
+        has_lost_nothing(here, "TEXT-OF-NOW");
+        assert_eq!(listed(here), before);
+    });
     reverts(&here);
 }

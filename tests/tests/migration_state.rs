@@ -12,13 +12,11 @@ use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::tpm_guest::{self, DONE, MARKER, ask, define, extend, keeps, measured, write};
 use vmseal_tests::two_hosts::{
-    self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
-    rounds_of_kills,
+    self, HERE, SWTPM, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
 };
 use vmseal_tests::{TIMEOUT, eventually};
 
 const VM: &str = "web";
-const SWTPM: &str = "swtpm";
 
 /// The owner of the test's variables.
 const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
@@ -250,37 +248,25 @@ fn what_a_tpm_keeps_goes_to_another_datastore_where_both_hosts_have_the_one_it_i
     assert!(refused.contains("moves only to another one"), "{refused}");
 }
 
-/// Moves the VM again and again while processes die; `has_all` checks that its guest has lost nothing.
-fn move_while_processes_die(here: &mut Installation, has_all: impl Fn(&mut Console)) {
-    let (rounds, mut random) = rounds_of_kills();
-    for round in 0..=rounds {
-        let source = two_hosts::only_host(here, VM).unwrap();
-        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
-        let milliseconds = random.u64(0..1800);
-        sleep(Duration::from_millis(milliseconds));
-        // What a guest that runs at the destination already would lose is not killed.
-        let arrived = here.vm(VM).unwrap()["host"] != source.as_str();
-        let of_tpm = round % 7 == 6;
-        let victim = Victim::of_round(round);
-        eprintln!(
-            "round {round}: {victim:?} ({of_tpm}) after {milliseconds} ms, arrived: {arrived}"
-        );
-        if of_tpm && !arrived {
-            two_hosts::processes(here, other(&source), SWTPM).into_iter().for_each(kill_hard);
-        } else if !(arrived && matches!(victim, Victim::Qemu)) {
-            victim.kill(here, &source);
-        }
-        let _ = here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        let Some(host) = two_hosts::only_host_after(here, VM, victim).unwrap() else { return };
-        is_on(here, &host);
+/// Moves the VM while processes die; `has_all` checks that its guest has lost nothing.
+fn move_while_processes_die(
+    here: &mut Installation,
+    starts: impl Fn(&Installation),
+    has_all: impl Fn(&mut Console),
+) {
+    let victims = [&Victim::OF_ANY_VM[..], &[Victim::Tpm]].concat();
+    two_hosts::move_while_processes_die(here, VM, (&victims, 1800), starts, |here, host| {
+        is_on(here, host);
         has_all(&mut here.console(VM).unwrap());
-    }
+    });
 }
 
 #[test]
 fn whatever_dies_the_variables_are_where_their_guest_is() {
     let mut here = with_firmware();
-    move_while_processes_die(&mut here, |shell| has_variable(shell, NAME, "11 22 33"));
+    let has_all = |shell: &mut Console| has_variable(shell, NAME, "11 22 33");
+    let starts = |here: &Installation| drop(shell_of(here));
+    move_while_processes_die(&mut here, starts, has_all);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     has_variable(&mut shell_of(&here), NAME, "11 22 33");
 }
@@ -288,7 +274,10 @@ fn whatever_dies_the_variables_are_where_their_guest_is() {
 #[test]
 fn whatever_dies_what_a_tpm_keeps_is_where_its_guest_is() {
     let (mut here, register) = with_tpm();
-    move_while_processes_die(&mut here, |guest| {
+    let starts = |here: &Installation| {
+        assert_eq!(ask(&mut started(here), &extend(), DONE.len()), DONE);
+    };
+    move_while_processes_die(&mut here, starts, |guest| {
         keeps(guest);
         assert_eq!(measured(guest), register);
     });
