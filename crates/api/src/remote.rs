@@ -5,7 +5,7 @@
 //!    POST arrivals/check  ─ what the VM is ─────────► each check, with its result; nothing is changed
 //!    PUT  arrivals/ID     ─ the same ───────────────► Preparing ─► Prepared: names taken, a key of its own made
 //!    POST arrivals/ID/session  ─ a sealed key ──────► its host waits for the source's host
-//!    POST arrivals/ID/commit   ─────────────────────► Committing ─► Running, or Cancelled
+//!    POST arrivals/ID/commit   ─────────────────────► Undecided ─► Running, or Cancelled
 //!    POST arrivals/ID/cancel   ─────────────────────► Cancelled, unless it runs
 //! ```
 //! Until the destination has been asked to commit, either side may give up. Then its answer decides.

@@ -40,7 +40,8 @@ impl ServerCheck for AnyAuthority {
     }
 }
 
-/// The certificate of the authority that the server at `url` shows. Whoever is between shows another one: a user compares it.
+/// Connects to the server at `url` and returns the certificate of the authority that it presents. Nothing vouches for that authority: a
+/// machine in the middle can present its own, so a user must compare the fingerprint before the certificate is trusted.
 ///
 /// # Errors
 /// `invalid-request`: it is not a URL; `unreachable`; it is not the server of a control plane.

@@ -27,7 +27,7 @@ use crate::store::{Store, remotes};
 /// The directory of the tokens.
 const DIRECTORY: &str = "remotes";
 
-/// What is asked of another control plane. Every call may be repeated.
+/// The calls that this control plane makes to another one. A call may be repeated without harm.
 #[async_trait]
 pub trait RemoteControlPlane: Send + Sync {
     /// What it says of itself.

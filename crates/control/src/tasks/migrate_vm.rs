@@ -181,23 +181,28 @@ fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let began = Some(Timestamp::now());
     Watched::default().show(run, MigrationPhase::Connecting);
-    let (vm, ends) = (run.vm().await?, ends(run)?);
-    if vm.lifecycle != Lifecycle::Ready || vm.host != ends.from {
+    let ends = ends(run)?;
+    let disks = running_disks(run, ends.from).await?;
+    let mut read = run.store().read().await?;
+    let copies = copies_at(&mut read, &disks, &ends).await?;
+    let former = former_of(&mut read, &disks, &copies, ends.from).await?;
+    let generation = placements::next_generation(&mut read, run.vm_id).await?;
+    let disks = disks.iter().map(|disk| disk.id).collect();
+    Ok(Checked { disks, generation, copies, former, began })
+}
+
+/// The disks of a VM that must run on this host still.
+async fn running_disks(run: &Run<'_>, from: HostId) -> Result<Vec<Disk>, StepError> {
+    let vm = run.vm().await?;
+    if vm.lifecycle != Lifecycle::Ready || vm.host != from {
         return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
     }
-    let state = run.host_state(ends.from, None).await?;
+    let state = run.host_state(from, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {
         Some(Power::Running | Power::Paused) => {}
         _ => return Err(wrong_state(format!("VM '{}' does not run any more", vm.name))),
     }
-    let disks = run.disks().await?;
-    let disks: Vec<_> = disks.into_iter().filter(|disk| !disk.detached).collect();
-    let mut read = run.store().read().await?;
-    let copies = copies_at(&mut read, &disks, &ends).await?;
-    let former = former_of(&mut read, &disks, &copies, ends.from).await?;
-    let generation = placements::next_generation(&mut read, vm.id).await?;
-    let disks = disks.iter().map(|disk| disk.id).collect();
-    Ok(Checked { disks, generation, copies, former, began })
+    Ok(run.disks().await?.into_iter().filter(|disk| !disk.detached).collect())
 }
 
 /// Where disks that are copied are at the source.
@@ -390,14 +395,24 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
             newer = run.host_state(ends.to, Some(&destination)) => destination = newer?,
             () = run.another_pace(pace) => {
                 pace = run.pace();
-                if let Some(departure) = &mut sent.begin {
-                    departure.bytes_per_second = pace.bytes_per_second;
-                }
-                let job = JobSpec::Send(sent.clone());
-                agent_of(run, ends.from)?.put_job(run.vm_id, run.task.id, job).await?;
+                tell_pace(run, ends.from, &mut sent, pace).await?;
             }
         }
     }
+}
+
+/// Tells the source how fast it may send.
+async fn tell_pace(
+    run: &Run<'_>,
+    from: HostId,
+    sent: &mut SendJob,
+    pace: CopyPace,
+) -> Result<(), StepError> {
+    if let Some(departure) = &mut sent.begin {
+        departure.bytes_per_second = pace.bytes_per_second;
+    }
+    let job = JobSpec::Send(sent.clone());
+    Ok(agent_of(run, from)?.put_job(run.vm_id, run.task.id, job).await?)
 }
 
 /// Checks that the source sends.
@@ -556,19 +571,31 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 /// Has the source end the VM's processes, and forget it.
 async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
-    let source = agent_of(run, ends.from)?;
-    let job = JobSpec::Send(checked.sent());
-    match source.commit_job(run.vm_id, run.task.id, job).await {
+    let former = (!checked.former.is_empty()).then_some(&*checked.former);
+    end_at_source(run, ends.from, checked.sent(), former).await
+}
+
+/// Has the source end the VM's processes, delete the images of which there are copies, and forget the VM. `former` is where these
+/// were, if the inventory has other places for them by now; none of a task that an earlier version began.
+async fn end_at_source(
+    run: &Run<'_>,
+    from: HostId,
+    sent: SendJob,
+    former: Option<&[ArrivingCopy]>,
+) -> Result<(), StepError> {
+    let source = agent_of(run, from)?;
+    let copied = sent.copies.clone();
+    match (source.commit_job(run.vm_id, run.task.id, JobSpec::Send(sent)).await, former) {
         // An agent that has restarted since it ended the processes does not know the VM, and would delete no image.
-        Err(problem) if problem.code == ErrorCode::NotFound && !checked.former.is_empty() => {
-            let spec = hosts::definition_with(run.store(), run.vm_id, ends.from, &checked.former);
+        (Err(problem), Some(former)) if problem.code == ErrorCode::NotFound => {
+            let spec = hosts::definition_with(run.store(), run.vm_id, from, former);
             let here = source.describe().await?;
             source.register_vm(hosts::for_agent(spec.await?, Some(&here))).await?;
         }
-        done => absent_is_fine(done)?,
+        (done, _) => absent_is_fine(done)?,
     }
-    for copy in &checked.copies {
-        absent_is_fine(source.delete_disk(run.vm_id, copy.disk).await)?;
+    for disk in copied {
+        absent_is_fine(source.delete_disk(run.vm_id, disk).await)?;
     }
     absent_is_fine(source.unregister_vm(run.vm_id).await)
 }

@@ -35,7 +35,7 @@ use crate::store::vms;
 
 /// How long nothing may be heard of the source before it has asked for the switch. It asks each second; this is time for its server
 /// to be restarted.
-const SOURCE_PATIENCE: Duration = Duration::from_secs(600);
+const SOURCE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a newer state of the host is waited for before the host is asked.
 const NEWER_STATE_WAIT: Duration = Duration::from_secs(1);
@@ -150,7 +150,7 @@ pub(crate) fn job(disks: &[Disk], generation: u64) -> ReceiveJob {
 /// Waits until the source asks to let the guest go.
 async fn until_asked(run: &Run<'_>) -> Result<(), StepError> {
     let (mut requests, mut heard) = (run.requests.clone(), run.heard.clone());
-    let mut patience = Instant::now() + SOURCE_PATIENCE;
+    let mut deadline = Instant::now() + SOURCE_TIMEOUT;
     loop {
         if requests.borrow_and_update().committed || run.task.operation.is_asked_to_commit() {
             return Ok(());
@@ -160,13 +160,13 @@ async fn until_asked(run: &Run<'_>) -> Result<(), StepError> {
             Ok(()) = requests.changed() => {}
             Ok(()) = heard.changed() => {
                 heard.borrow_and_update();
-                patience = Instant::now() + SOURCE_PATIENCE;
+                deadline = Instant::now() + SOURCE_TIMEOUT;
             }
-            () = sleep_until(patience) => {
+            () = sleep_until(deadline) => {
                 let detail = format!(
                     "nothing was heard of the control plane that VM '{}' comes from for {} s",
                     run.task.target,
-                    SOURCE_PATIENCE.as_secs()
+                    SOURCE_TIMEOUT.as_secs()
                 );
                 return Err(StepError::Final(Problem::new(ErrorCode::TimedOut, detail)));
             }

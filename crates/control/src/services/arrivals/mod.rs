@@ -36,10 +36,11 @@ use crate::tasks::engine::TaskSchedule;
 use crate::tasks::migrate_vm::{NewSession, reachable};
 use crate::tasks::receive_vm;
 
-/// How long an answer waits for what is asked for: less than a request may take.
+/// How long a request waits until the arrival has reached the state that the caller asks for. It is shorter than a client's timeout, so
+/// the client gets the state that the arrival is in.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
-/// Whoever sends a VM here creates one; this is what else it needs.
+/// Requires the privileges of a caller that sends a VM here, beside that of creating one.
 fn require_migrate(caller: &Caller, has_key: bool) -> Result<(), Problem> {
     caller.require(Privilege::Migrate)?;
     if has_key {

@@ -56,7 +56,7 @@ pub(super) async fn migrate(
         from: vm.host,
         remote: remote.id,
         arrival: TaskId::new(),
-        // What was looked at is what is asked for.
+        // The task asks for the host and datastore that were checked.
         host: found.host.clone(),
         datastore: found.datastore.clone(),
         policy,

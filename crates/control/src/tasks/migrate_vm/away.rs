@@ -17,7 +17,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, Power, SendJob};
+use tokio::time::sleep;
+use vmseal_api::host::{Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, SendJob};
 use vmseal_api::id::{DiskId, HostId, MigrationId, RemoteId, TaskId};
 use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
@@ -28,7 +29,10 @@ use vmseal_api::remote::{ArrivalSession, ArrivalShown, ArrivalState};
 use vmseal_secret::{SecretBytes, sealed_box};
 
 use super::watched::{self, Watched};
-use super::{NewSession, STREAMS, agent_of, is_handed_over, nonce, sends};
+use super::{
+    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, nonce, running_disks, sends,
+    tell_pace,
+};
 use crate::hosts::keys;
 use crate::operation::Operation;
 use crate::remotes::{RemoteControlPlane, Wanted, describe};
@@ -36,7 +40,7 @@ use crate::store::events::NewEvent;
 use crate::store::remotes::Remote;
 use crate::store::{placements, remotes, vms};
 use crate::tasks::delete_vm::destroy_keys;
-use crate::tasks::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
+use crate::tasks::run::{Run, StepError, absent_is_fine, internal, wrong_state};
 use crate::tasks::step::{Limit, Output, Step, WaitPolicy};
 
 /// How often the other control plane is asked while the VM is sent: it hears so that the source is there.
@@ -166,8 +170,8 @@ impl Checked {
     }
 }
 
-/// Where the VM goes.
-struct Way {
+/// From where the VM goes where.
+struct Route {
     from: HostId,
     remote: RemoteId,
     arrival: TaskId,
@@ -175,13 +179,13 @@ struct Way {
     downtime_milliseconds: u32,
 }
 
-fn way(run: &Run<'_>) -> Result<Way, StepError> {
+fn route(run: &Run<'_>) -> Result<Route, StepError> {
     match run.task.operation {
         Operation::MigrateAway {
             from, remote, arrival, encrypted, downtime_milliseconds, ..
         } => {
             let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
-            Ok(Way { from, remote, arrival, encrypted, downtime_milliseconds })
+            Ok(Route { from, remote, arrival, encrypted, downtime_milliseconds })
         }
         _ => Err(internal("the task does not say where the VM goes")),
     }
@@ -205,7 +209,7 @@ pub(in crate::tasks) async fn remote_of(run: &Run<'_>) -> Option<String> {
 }
 
 async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError> {
-    let known = known(run, way(run)?.remote).await?;
+    let known = known(run, route(run)?.remote).await?;
     let known = known.ok_or_else(|| wrong_state("the remote was removed meanwhile".to_owned()))?;
     Ok(run.context.remotes.of(&known)?)
 }
@@ -213,19 +217,10 @@ async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError>
 /// Checks the preconditions.
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     Watched::default().show(run, MigrationPhase::Connecting);
-    let (vm, way) = (run.vm().await?, way(run)?);
-    if vm.lifecycle != Lifecycle::Ready || vm.host != way.from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
-    }
-    let state = run.host_state(way.from, None).await?;
-    match state_of(&state, vm.id).map(|seen| seen.power) {
-        Some(Power::Running | Power::Paused) => {}
-        _ => return Err(wrong_state(format!("VM '{}' does not run any more", vm.name))),
-    }
-    let disks = run.disks().await?;
-    let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
+    let disks = running_disks(run, route(run)?.from).await?;
+    let disks = disks.iter().map(|disk| disk.id).collect();
     let mut read = run.store().read().await?;
-    let generation = placements::next_generation(&mut read, vm.id).await?;
+    let generation = placements::next_generation(&mut read, run.vm_id).await?;
     Ok(Checked { disks, generation, began: Timestamp::now() })
 }
 
@@ -240,7 +235,7 @@ fn cancelled(arrival: ArrivalShown) -> StepError {
 
 /// Has the other control plane prepare for the VM.
 async fn announce(run: &Run<'_>) -> Result<(), StepError> {
-    let (way, checked, remote) = (way(run)?, checked(run)?, remote(run).await?);
+    let (route, checked, remote) = (route(run)?, checked(run)?, remote(run).await?);
     let Operation::MigrateAway { host, datastore, policy, .. } = &run.task.operation else {
         return Err(internal("the task does not say where the VM goes"));
     };
@@ -249,18 +244,20 @@ async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
     loop {
-        let arrival = remote.begin_arrival(way.arrival, &told).await?;
+        let arrival = remote.begin_arrival(route.arrival, &told).await?;
         match arrival.state {
             ArrivalState::Prepared => return Ok(()),
-            ArrivalState::Cancelled => return Err(cancelled(arrival)),
-            _ => run.check_cancelled()?,
+            ArrivalState::Preparing => run.check_cancelled()?,
+            _ => return Err(cancelled(arrival)),
         }
+        // The other side waits before it answers so; one that does not is not asked without a pause.
+        sleep(ASK_EVERY).await;
     }
 }
 
 /// Undoes [`announce`]. Where the other control plane does not answer it gives the arrival up by itself.
 async fn call_off(run: &Run<'_>) -> Result<(), StepError> {
-    let arrival = way(run)?.arrival;
+    let arrival = route(run)?.arrival;
     let called_off = match remote(run).await {
         Ok(remote) => remote.cancel_arrival(arrival).await.map(drop),
         Err(error) => Err(error.problem()),
@@ -273,24 +270,24 @@ async fn call_off(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Has the guest sent, unless it is.
 async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
-    let (way, checked) = (way(run)?, checked(run)?);
-    let source = run.host_state(way.from, None).await?;
+    let (route, checked) = (route(run)?, checked(run)?);
+    let source = run.host_state(route.from, None).await?;
     if is_handed_over(run, &source) {
         // Sent before the server restarted; the other control plane knows whether all of it has come.
         return Ok(Watched::late(run, &source));
     }
     // A session serves one attempt; what an earlier one has left is removed.
-    let agent = agent_of(run, way.from)?;
+    let agent = agent_of(run, route.from)?;
     let job = JobSpec::Send(checked.sent());
     absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
-    let sent = begin(run, &way, &checked, &*agent).await?;
-    follow(run, &way, sent).await
+    let sent = begin(run, &route, &checked, &*agent).await?;
+    follow(run, &route, sent).await
 }
 
 /// Tells both sides of a new session. Returns what the source was told.
 async fn begin(
     run: &Run<'_>,
-    way: &Way,
+    route: &Route,
     checked: &Checked,
     agent: &dyn HostAgent,
 ) -> Result<SendJob, StepError> {
@@ -300,10 +297,10 @@ async fn begin(
     let key = SecretBytes::random(MIGRATION_KEY_LEN).map_err(|error| crate::internal(&error))?;
     let (migration, nonce) = (MigrationId::new(), nonce()?);
     let public = keys::public_key(&about.passphrase_box, "of the other control plane")?;
-    let info = passphrase_info(&way.arrival.to_string());
+    let info = passphrase_info(&route.arrival.to_string());
     let sealed = sealed_box::seal(&public, &info, &key).map_err(|error| crate::internal(&error))?;
     let sealed = STANDARD.encode(sealed.as_bytes());
-    let (streams, encrypted) = (checked.streams(), way.encrypted);
+    let (streams, encrypted) = (checked.streams(), route.encrypted);
     let told = ArrivalSession {
         migration,
         nonce,
@@ -311,13 +308,13 @@ async fn begin(
         streams,
         encrypted,
     };
-    let to = remote.begin_session(way.arrival, &told).await?.address;
+    let to = remote.begin_session(route.arrival, &told).await?.address;
     let vm = run.vm().await?;
     let new = NewSession { vm: vm.id, migration, nonce, key, apart: vm.key.is_some() };
     let departure = Departure {
         session: new.sealed(&here.key_box, &vm.host_name, (encrypted, streams))?,
         to,
-        downtime_milliseconds: way.downtime_milliseconds,
+        downtime_milliseconds: route.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
@@ -327,10 +324,10 @@ async fn begin(
 
 /// Follows the source until its guest stands still with all sent, and asks the other control plane from time to time. The source
 /// is told when the task is given another rate.
-async fn follow(run: &Run<'_>, way: &Way, mut sent: SendJob) -> Result<Watched, StepError> {
+async fn follow(run: &Run<'_>, route: &Route, mut sent: SendJob) -> Result<Watched, StepError> {
     let remote = remote(run).await?;
     let mut watched = Watched::default();
-    let mut source = run.host_state(way.from, None).await?;
+    let mut source = run.host_state(route.from, None).await?;
     // As it was told; the task may have been given another one since.
     let told = sent.begin.as_ref().and_then(|departure| departure.bytes_per_second);
     let mut pace = CopyPace { bytes_per_second: told, paused: false };
@@ -344,15 +341,11 @@ async fn follow(run: &Run<'_>, way: &Way, mut sent: SendJob) -> Result<Watched, 
         sends(run, &source)?;
         run.check_cancelled()?;
         tokio::select! {
-            newer = run.host_state(way.from, Some(&source)) => source = newer?,
-            _ = asking.tick() => arrives(remote.arrival(way.arrival).await)?,
+            newer = run.host_state(route.from, Some(&source)) => source = newer?,
+            _ = asking.tick() => arrives(remote.arrival(route.arrival).await)?,
             () = run.another_pace(pace) => {
                 pace = run.pace();
-                if let Some(departure) = &mut sent.begin {
-                    departure.bytes_per_second = pace.bytes_per_second;
-                }
-                let job = JobSpec::Send(sent.clone());
-                agent_of(run, way.from)?.put_job(run.vm_id, run.task.id, job).await?;
+                tell_pace(run, route.from, &mut sent, pace).await?;
             }
         }
     }
@@ -374,22 +367,22 @@ fn arrives(answer: Result<ArrivalShown, Problem>) -> Result<(), StepError> {
 
 /// Undoes [`transfer`]: the guest goes on here.
 async fn stay(run: &Run<'_>) -> Result<(), StepError> {
-    let (way, checked) = (way(run)?, checked(run)?);
-    let source = agent_of(run, way.from)?;
+    let (route, checked) = (route(run)?, checked(run)?);
+    let source = agent_of(run, route.from)?;
     let job = JobSpec::Send(checked.sent());
     absent_is_fine(source.cancel_job(run.vm_id, run.task.id, job).await)?;
-    let state = run.host_state(way.from, None).await?;
-    run.hosts().until_shown(way.from, &state).await;
+    let state = run.host_state(route.from, None).await?;
+    run.hosts().until_shown(route.from, &state).await;
     Ok(())
 }
 
 /// Has the other control plane let the guest go. Returns how it went, where that is known. Until it says which, the guest runs there
 /// or will not: this step is done again.
 async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
-    let (way, checked, watched) = (way(run)?, checked(run)?, watched::of(run));
+    let (route, checked, watched) = (route(run)?, checked(run)?, watched::of(run));
     watched.show(run, MigrationPhase::SwitchOver);
     let remote = remote(run).await?;
-    match remote.commit_arrival(way.arrival).await {
+    match remote.commit_arrival(route.arrival).await {
         Ok(arrival) => match arrival.state {
             ArrivalState::Running => {}
             ArrivalState::Cancelled => return Err(cancelled(arrival)),
@@ -422,13 +415,13 @@ fn undecided(arrival: &ArrivalShown) -> StepError {
 
 /// Undoes [`switch`], which is possible only while the guest does not run there. Where it does, it goes on to the end.
 async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
-    let way = way(run)?;
-    let Some(known) = known(run, way.remote).await? else {
+    let route = route(run)?;
+    let Some(known) = known(run, route.remote).await? else {
         // An operator has said that it is gone for good.
         return Ok(());
     };
     let remote = run.context.remotes.of(&known).map_err(StepError::Again)?;
-    let arrival = remote.cancel_arrival(way.arrival).await.map_err(StepError::Again)?;
+    let arrival = remote.cancel_arrival(route.arrival).await.map_err(StepError::Again)?;
     match arrival.state {
         ArrivalState::Cancelled => Ok(()),
         ArrivalState::Running => {
@@ -448,15 +441,10 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Has the source end the VM's processes, delete its images, and forget it.
 async fn finish(run: &Run<'_>) -> Result<(), StepError> {
-    let (way, checked) = (way(run)?, checked(run)?);
-    let source = agent_of(run, way.from)?;
-    let job = JobSpec::Send(checked.sent());
-    absent_is_fine(source.commit_job(run.vm_id, run.task.id, job).await)?;
-    for disk in &checked.disks {
-        absent_is_fine(source.delete_disk(run.vm_id, *disk).await)?;
-    }
+    // The inventory has the disks where they were.
+    let (from, former) = (route(run)?.from, Some(&[][..]));
     let _unchanged = run.hosts().lock(run.vm_id).await;
-    absent_is_fine(source.unregister_vm(run.vm_id).await)
+    end_at_source(run, from, checked(run)?.sent(), former).await
 }
 
 /// Forgets the VM.
@@ -465,7 +453,7 @@ async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     let migrated: Option<Migrated> = run.output(AwayStep::Switch.name());
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
-    let how = if way(run)?.encrypted { "encrypted" } else { "not encrypted" };
+    let how = if route(run)?.encrypted { "encrypted" } else { "not encrypted" };
     let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
     let detail = format!("from host '{}' to remote '{name}', {how}{went}", vm.host_name);
     let mut write = run.store().write().await?;

@@ -180,6 +180,11 @@ async fn a_step_that_fails_leaves_the_guest_where_it_was() {
             if let Some(row) = two.west.vm(two.vm).await {
                 assert_eq!(row.lifecycle, Lifecycle::Deleting, "{what}: it may be started here");
             }
+            // Nobody's task has it any more: what is left at its former host ends, and never goes on.
+            two.restart_west(None).await;
+            let ended = async || two.west.agent.runs_with(two.vm).is_none().then_some(());
+            two.west.eventually(&what, ended).await;
+            assert!(two.east.agent.runs(two.vm) && !two.west.agent.runs(two.vm), "{what}: later");
             continue;
         }
         assert_eq!(ended.state, TaskState::Failed, "{what}");
@@ -194,6 +199,20 @@ async fn a_step_that_fails_leaves_the_guest_where_it_was() {
         let (task, _) = two.begin().await;
         assert_eq!(two.west.ended(task).await.state, TaskState::Failed, "{what}");
         two.assert_stays(&what).await;
+    }
+}
+
+/// An agent that restarts after it has ended the VM's processes does not know the VM any more, and has its images still.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn former_images_are_removed_whenever_the_source_s_agent_restarts() {
+    for call in [Call::CommitJob, Call::DeleteDisk, Call::UnregisterVm] {
+        for fault in [HostFault::LoseAnswer, HostFault::Crash, HostFault::CrashAfter] {
+            let two = Two::new().await;
+            two.west.agent.inject(call, 1, fault);
+            let (task, _) = two.begin().await;
+            two.west.ends_well(task).await;
+            two.assert_gone(&format!("{call:?} {fault:?}")).await;
+        }
     }
 }
 
