@@ -3,9 +3,6 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use rustls::pki_types::CertificateDer;
 use serde_json::json;
 use vmseal_api::client::ServerClient;
 use vmseal_api::id::TaskId;
@@ -17,21 +14,6 @@ use vmseal_api::remote::{
 
 use super::{RemoteConnector, RemoteControlPlane};
 use crate::store::remotes::Remote;
-
-/// The length of a line of PEM.
-const PEM_LINE: usize = 64;
-
-/// A certificate, as PEM.
-#[must_use]
-pub fn pem_of(certificate: &CertificateDer<'_>) -> String {
-    let text = STANDARD.encode(certificate);
-    let mut pem = "-----BEGIN CERTIFICATE-----\n".to_owned();
-    for line in text.as_bytes().chunks(PEM_LINE) {
-        pem.extend(line.iter().map(|byte| char::from(*byte)));
-        pem.push('\n');
-    }
-    pem + "-----END CERTIFICATE-----\n"
-}
 
 /// Connects over HTTPS.
 pub struct HttpsRemotes;

@@ -20,7 +20,7 @@ use vmseal_api::remote::{
 use zeroize::Zeroizing;
 
 pub use self::describe::{Wanted, describe, keeps_state};
-pub use self::https::{HttpsRemotes, pem_of};
+pub use self::https::HttpsRemotes;
 use crate::store::remotes::Remote;
 use crate::store::{Store, remotes};
 

@@ -13,8 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::passphrases::open_passphrase;
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::operation::Operation;
-use crate::providers::kmip::certificate::of_der;
-use crate::remotes::pem_of;
+use crate::providers::kmip::certificate::{of_der, pem_of};
 use crate::store::events::NewEvent;
 use crate::store::{remotes, tasks};
 

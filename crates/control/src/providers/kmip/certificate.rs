@@ -1,4 +1,4 @@
-//! Reads the details of a certificate.
+//! Reads the details of a certificate, and writes it as PEM.
 
 use jiff::Timestamp;
 use rustls::pki_types::CertificateDer;
@@ -7,6 +7,12 @@ use vmseal_api::kmip::Certificate;
 use vmseal_kmip::client::Fingerprint;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::prelude::FromDer;
+
+/// A certificate as PEM (RFC 7468).
+pub(crate) fn pem_of(der: &CertificateDer<'_>) -> String {
+    let lines = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
+    pem::encode_config(&pem::Pem::new("CERTIFICATE", der.to_vec()), lines)
+}
 
 /// The details of a certificate (the first of a PEM).
 pub(super) fn summary(pem: &str) -> Option<Certificate> {

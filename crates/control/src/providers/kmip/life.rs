@@ -203,7 +203,7 @@ impl Providers {
             );
             return Err(Problem::new(ErrorCode::KeyMismatch, detail));
         }
-        let certificate = pem(&shown.certificate);
+        let certificate = super::certificate::pem_of(&shown.certificate);
         let detail = format!("server '{alias}': the certificate {}", shown.fingerprint);
         Ok((kmip::Trust::Pinned { certificate }, detail))
     }
@@ -296,17 +296,6 @@ impl Providers {
         self.insert(provider.id, crate::providers::Open::Kmip(watched));
         kmip
     }
-}
-
-fn pem(der: &CertificateDer<'_>) -> String {
-    use base64::Engine;
-    let text = base64::engine::general_purpose::STANDARD.encode(der);
-    let mut pem = String::from("-----BEGIN CERTIFICATE-----\n");
-    for line in text.as_bytes().chunks(64) {
-        pem.push_str(&String::from_utf8_lossy(line));
-        pem.push('\n');
-    }
-    pem + "-----END CERTIFICATE-----\n"
 }
 
 impl KmipProvider {
