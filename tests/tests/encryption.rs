@@ -11,10 +11,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
 use vmseal_api::pace::CopyPace;
-use vmseal_tests::counting_guest::{
-    MARKER, SECRET, count, read_marker, read_marker_of_disk, started, started_with_one_disk,
-    stop_counting,
-};
+use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
@@ -22,6 +19,9 @@ use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
+
+/// The owner of the variables that a test writes.
+const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 /// The files beside the VM's disks in which the marker can be read.
 fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
@@ -106,11 +106,11 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
-/// A disk that only its guest writes is copied, and pivots, by the filter that serves it, which keeps its dirty bitmaps; and where
-/// the agent dies meanwhile, too.
+/// Disks are copied, and pivot, by the filter that serves them, which keeps their dirty bitmaps: one that the guest writes, and
+/// that of cloud-init, which it only reads; and where the agent dies meanwhile, too.
 #[test]
 fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
-    let (mut here, mut console) = started_with_one_disk(VM, "plain");
+    let (mut here, mut console) = started(VM, "plain");
     let filter = here.processes_of(VM, "vmseal-filter").unwrap();
     let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
     here.vmseal(&["disk", "bitmap", "add", VM, &disk, "since"]).unwrap();
@@ -122,7 +122,7 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
         count(&mut console);
         here.vmseal(change).unwrap();
         stop_counting(&mut console);
-        read_marker_of_disk(&mut console);
+        read_marker(&mut console);
         is_encrypted(&here, encrypted);
         assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
     }
@@ -137,13 +137,13 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
         }
         console = console_again(&here, VM, console);
         stop_counting(&mut console);
-        read_marker_of_disk(&mut console);
+        read_marker(&mut console);
         is_encrypted(&here, encrypted);
     }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
-    read_marker_of_disk(&mut booted(&here, VM).unwrap());
+    read_marker(&mut booted(&here, VM).unwrap());
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
@@ -185,14 +185,40 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
     here.vmseal(&create).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     // The firmware has written its variables when it finds nothing to start.
-    let written = |here: &Installation| here.console(VM).unwrap().expect("Shell>", 0).map(drop);
-    written(&here).unwrap();
+    let shell = |here: &Installation| {
+        let mut console = here.console(VM).unwrap();
+        console.expect("Shell>", 0).unwrap();
+        console
+    };
+    let mut guest = shell(&here);
+    let filter = here.processes_of(VM, "vmseal-filter").unwrap();
+    let encrypt = ["vm", "encrypt", VM, "--policy", "encrypted"];
+    let decrypt = ["vm", "decrypt", VM, "--policy", "plain", "--yes"];
+    for (number, operation) in
+        [&encrypt[..], &["vm", "recrypt", VM, "--deep"], &decrypt].into_iter().enumerate()
+    {
+        here.vmseal(operation).unwrap();
+        // It writes a variable to the copy.
+        let named = format!("setvar Written{number} -guid {OWNER} -bs -rt -nv");
+        guest.type_text(&format!("{named} =424242\r")).unwrap();
+        guest.expect("Shell>", 0).unwrap();
+        if operation != decrypt {
+            is_encrypted(&here, true);
+        }
+        assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
+    }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-    here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
+    here.vmseal(&encrypt).unwrap();
     is_encrypted(&here, true);
     assert_eq!(here.vm(VM).unwrap()["disks"].as_array().unwrap().len(), 2);
     here.vmseal(&["vm", "start", VM]).unwrap();
-    written(&here).unwrap();
+    drop(guest);
+    let mut guest = shell(&here);
+    for number in 0..3 {
+        guest.type_text(&format!("setvar Written{number} -guid {OWNER}\r")).unwrap();
+        guest.expect("42 42 42", 0).unwrap();
+        guest.expect("Shell>", 0).unwrap();
+    }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 

@@ -186,7 +186,7 @@ impl Jobs {
 
     /// Records the pace of a task's job that copies disks. One that was ready to be committed is followed again when it goes on
     /// after a pause, in which its guest may have changed much: returns the disks that are.
-    pub fn set_pace(&mut self, task: TaskId, pace: CopyPace, followed: &[DiskId]) -> Vec<DiskId> {
+    pub fn set_pace(&mut self, task: TaskId, pace: CopyPace) -> Vec<DiskId> {
         let Some(job) = self.0.get_mut(&task).filter(|job| job.holds_disks()) else {
             return Vec::new();
         };
@@ -195,7 +195,7 @@ impl Jobs {
         // What it was before tells nothing of what it will be.
         job.speed = Speed::default();
         if pace.paused || before.paused {
-            for part in job.parts.iter_mut().filter(|part| followed.contains(&part.disk)) {
+            for part in &mut job.parts {
                 part.finished = false;
             }
             if job.parts.iter().any(|part| !part.finished) {
@@ -509,16 +509,17 @@ mod tests {
         jobs.written(data);
         assert_eq!(jobs.same(task, &at(paused)).unwrap(), Some(&JobState::ReadyToCommit));
         let rate = CopyPace { bytes_per_second: Some(1 << 20), paused: false };
-        assert!(jobs.set_pace(task, rate, &[data]).is_empty(), "it is complete");
-        assert_eq!(jobs.set_pace(task, paused, &[data]), [data]);
+        assert!(jobs.set_pace(task, rate).is_empty(), "it is complete");
+        assert_eq!(jobs.set_pace(task, paused), [data, other]);
         let status = jobs.status(task).unwrap();
         assert_eq!((status.state, status.paused), (JobState::Running, true));
-        assert_eq!(jobs.set_pace(task, free, &[data]), [data]);
+        assert_eq!(jobs.set_pace(task, free), [data, other]);
+        jobs.written(other);
         jobs.written(data);
         let status = jobs.status(task).unwrap();
         assert_eq!((status.state, status.paused), (JobState::ReadyToCommit, false));
         jobs.committed(task);
-        assert!(jobs.pace(task).is_none() && jobs.set_pace(task, paused, &[data]).is_empty());
+        assert!(jobs.pace(task).is_none() && jobs.set_pace(task, paused).is_empty());
     }
 
     #[test]

@@ -75,8 +75,7 @@ impl Inside {
             return Ok(None);
         }
         rules::check_pace(pace)?;
-        let disks = known.jobs.spec(task).map(|job| job.disks()).unwrap_or_default();
-        let unfinished = known.jobs.set_pace(task, pace, &disks);
+        let unfinished = known.jobs.set_pace(task, pace);
         known.work.remove(&Work::Job(task));
         self.persisted.copies.paces.insert(task, pace);
         if pace.paused || unfinished.is_empty() {

@@ -447,9 +447,7 @@ pub fn open_for_guest(
     let copy = match tree::is_incomplete(mirror) {
         // A filter keeps a copy when that is copied which nobody writes.
         Ok(true) => return Ok(GuestDisk { open, mirror: None, has_pivoted: false }),
-        Ok(false) if disk.role.is_data() => open_copy(mirror, spec, disk, kek),
-        // Others are copied while the guest does not have them.
-        Ok(false) => Err(internal("its copy was not finished before its guest used it")),
+        Ok(false) => open_copy(mirror, spec, disk, kek),
         Err(problem) => Err(problem),
     };
     let mirror = match copy {

@@ -25,8 +25,6 @@ pub struct TreeCopying {
     pub facts: DiskFacts,
     pub kek: Option<SecretBytes>,
     pub builder: DiskBuilder,
-    /// Whether a guest waits for it.
-    pub guest_waits: bool,
     /// What holds it to the pace of its job.
     pub gate: Arc<Gate>,
 }
@@ -52,7 +50,7 @@ impl TreeCopying {
         tokio::pin!(asked);
         let memories = async {
             sleep(pause).await;
-            this.copy_memories(Some(&show)).await
+            this.copy_memories(&show).await
         };
         tokio::pin!(memories);
         tokio::select! {
@@ -65,7 +63,7 @@ impl TreeCopying {
             }
         }
         let copied = tokio::select! {
-            copied = this.copy_layers(Some(&show)) => copied,
+            copied = this.copy_layers(&show) => copied,
             () = &mut asked => Err(stopped()),
         };
         let directory = &this.builder.directory;
@@ -77,44 +75,32 @@ impl TreeCopying {
         copied
     }
 
-    /// The same at once.
-    ///
-    /// # Errors
-    /// As [`TreeCopying::run`].
-    pub async fn copy_for_guest(self) -> Result<(), Problem> {
-        let this = Arc::new(self);
-        this.copy_memories(None).await?;
-        this.copy_layers(None).await
-    }
-
     /// Copies the memory of each snapshot.
-    async fn copy_memories(self: &Arc<Self>, show: Option<&Arc<Progress>>) -> Result<(), Problem> {
+    async fn copy_memories(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
         loop {
             let of = Arc::clone(self);
             let next = move || tree::next_memory(&of.spec, &of.disk);
             let Some(memory) = spawn_blocking(next).await.map_err(internal)?? else {
                 return Ok(());
             };
-            let (of, show) = (Arc::clone(self), show.cloned());
-            let copy = move || of.copy_memory(&memory, show.as_deref());
+            let (of, show) = (Arc::clone(self), Arc::clone(show));
+            let copy = move || of.copy_memory(&memory, &show);
             spawn_blocking(copy).await.map_err(internal)??;
         }
     }
 
     /// Blocks.
-    fn copy_memory(&self, memory: &KeptMemory, show: Option<&Progress>) -> Result<(), Problem> {
+    fn copy_memory(&self, memory: &KeptMemory, show: &Progress) -> Result<(), Problem> {
         let (size, place) = (self.disk.size, memory.place()?);
         let progress = |done: u64, total: u64| {
-            if let Some(show) = show {
-                let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
-                show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
-            }
+            let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
+            show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
         };
         memory.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.gate, progress)
     }
 
-    async fn copy_layers(self: &Arc<Self>, show: Option<&Arc<Progress>>) -> Result<(), Problem> {
-        let Self { spec, disk, builder, guest_waits, gate, .. } = &**self;
+    async fn copy_layers(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
+        let Self { spec, disk, builder, gate, .. } = &**self;
         loop {
             // No process is kept for a copy that does not go on.
             gate.resumed().await;
@@ -124,12 +110,9 @@ impl TreeCopying {
                 Ok(part.map(Part::split))
             };
             let progress = |to_note: &ToNote, done: u64, _: u64| {
-                if let Some(show) = show {
-                    show.progress(in_all(to_note.place(), done, disk.size));
-                }
+                show.progress(in_all(to_note.place(), done, disk.size));
             };
-            let copied =
-                with_filter(spec.vm, builder, *guest_waits, Some(gate), open, progress).await?;
+            let copied = with_filter(spec.vm, builder, false, Some(gate), open, progress).await?;
             let Some(to_note) = copied else { return Ok(()) };
             spawn_blocking(move || to_note.note()).await.map_err(internal)??;
         }

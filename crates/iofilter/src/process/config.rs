@@ -134,7 +134,7 @@ pub fn replica(disk: &DiskConfig) -> Option<&ReplicateSpec> {
     })
 }
 
-/// Whether the disk's stack can be exchanged while it is served: not what has a replica or is filled or written down
+/// Whether the disk's stack can be exchanged, and the disk be mirrored, while it is served: not what has a replica or is filled or written down
 /// meanwhile, and not what is in memory only.
 #[must_use]
 pub fn can_change(disk: &DiskConfig) -> bool {
@@ -146,26 +146,11 @@ pub fn can_change(disk: &DiskConfig) -> bool {
     disk.front_end.is_some() && !works && !fixed
 }
 
-/// Whether the disk can be mirrored, or be mirrored again, while it is served.
-#[must_use]
-pub fn can_be_mirrored(disk: &DiskConfig) -> bool {
-    let written = !disk.read_only && is_of_a_guest(disk);
-    can_change(disk) && written
-}
-
 /// How many rings a disk takes while it is served, beyond those of its queues: those of another stack (and of its image's thread), opened
 /// before the former is closed, or those of a copy and of its two sides.
 #[must_use]
 pub fn spare_rings(disk: &DiskConfig) -> usize {
-    match (can_change(disk), can_be_mirrored(disk)) {
-        (_, true) => 2 * queues(disk) + 4,
-        (true, false) => queues(disk) + 1,
-        (false, false) => 0,
-    }
-}
-
-fn is_of_a_guest(disk: &DiskConfig) -> bool {
-    matches!(disk.front_end, Some(FrontEndSpec::VhostUserBlk { .. }))
+    if can_change(disk) { 2 * queues(disk) + 4 } else { 0 }
 }
 
 /// Checks the stack that a disk is to have while it is served.
@@ -273,7 +258,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Checks the place of a mirror, and that nobody but the guest writes the disk meanwhile.
+/// Checks the place of a mirror, and that all that is written meanwhile passes it.
 fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     let is_mirror = |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_));
     let mut parts = disk.chain.split(is_mirror);
@@ -286,11 +271,6 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     };
     if !above.iter().all(stays) {
         return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
-    }
-    let served = disk.front_end.is_none() || is_of_a_guest(disk);
-    let is_only_read = disk.front_end.is_none() && mirror(disk).is_some_and(|it| it.stays);
-    if !served || (disk.read_only && !is_only_read) {
-        return Err("only a disk that is written by its guest alone can be mirrored, or one that nobody writes, for another host".into());
     }
     if mirror(disk).is_some_and(|it| it.same_below) && !has_files_below(&disk.backend) {
         return Err("it has nothing below it that its copy could share".into());

@@ -94,7 +94,7 @@ impl OpenedCopy {
         let shared: Vec<_> = shared.cloned().collect();
         let count = shared.len();
         let leg = self.opened.leg();
-        let copy = Disk::of(leg.stack().under(shared), false, pools).as_copy_of(disk);
+        let copy = Disk::of(leg.stack().under(shared), disk.read_only(), pools).as_copy_of(disk);
         let (stays, queues) = (self.opened.stays(), if self.opened.stays() { 0 } else { queues });
         let chains = (0..queues).map(|_| copy.chain()).collect::<Result<Vec<_>, _>>()?;
         let (layers, cipher_time) = (copy.layers().split_off(count), copy.cipher_time());

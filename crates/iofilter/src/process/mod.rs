@@ -442,7 +442,6 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     }
     let pool_bytes = disk.pool_bytes();
     let can_change = config::can_change(config);
-    let can_be_mirrored = config::can_be_mirrored(config);
     let beside_allocation = beside.as_ref().map(|_| disk.allocation());
     let pivoted = pivot.as_ref().is_some_and(|pivot| pivot.mirror().status().pivoted);
     let pivot = Arc::new(CurrentPivot::new(pivot));
@@ -464,9 +463,9 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let kept = if can_change { Vec::new() } else { files.iter().chain(of_copy).cloned().collect() };
     let stack = can_change.then(|| {
         let beside = beside.as_ref().map(|beside| Arc::clone(&beside.served));
-        let mirrors = can_be_mirrored.then(|| Arc::clone(&pivot));
+        let pivot = Arc::clone(&pivot);
         let of_chains = (queues, all);
-        let stack = DiskStack::new(disk, Arc::clone(&served), beside, files, of_chains, mirrors);
+        let stack = DiskStack::new(disk, Arc::clone(&served), beside, files, of_chains, pivot);
         if let Some(copy) = copy {
             stack.set_copy(copy);
             if pivoted {

@@ -66,9 +66,6 @@ pub enum NotChanged {
         "the stack of disk {0} is not exchanged while it runs: it is replicated, in memory, or not served"
     )]
     Fixed(DiskId),
-    /// What cannot be copied while it is served.
-    #[error("disk {0} is not mirrored while it runs: only what a guest writes is")]
-    NotMirrored(DiskId),
     /// It is being copied.
     #[error("disk {0} is being mirrored: let it pivot first, or restart the filter without that")]
     Mirrored(DiskId),
@@ -114,8 +111,8 @@ pub struct DiskStack {
     queues: usize,
     /// The chains of the whole process, which share its buffers.
     pools: usize,
-    /// What switches it to its copy, where it can have one.
-    pivot: Option<Arc<CurrentPivot>>,
+    /// What switches it to its copy, while it has one.
+    pivot: Arc<CurrentPivot>,
     /// The copy, until the disk has pivoted to it.
     copy: Mutex<Option<Copy>>,
 }
@@ -138,7 +135,7 @@ impl DiskStack {
         beside: Option<Arc<ServedDisk>>,
         files: Vec<Arc<OwnedFd>>,
         (queues, pools): (usize, usize),
-        pivot: Option<Arc<CurrentPivot>>,
+        pivot: Arc<CurrentPivot>,
     ) -> Self {
         let files = Mutex::new(by_identity(files));
         Self { current, served, beside, files, queues, pools, pivot, copy: Mutex::default() }
@@ -251,9 +248,7 @@ impl DiskStack {
         // Of a copy that it has pivoted to, nothing is left to be said.
         self.served.state.set_mirror(None);
         let copier = self.copier();
-        if let Some(pivot) = &self.pivot {
-            pivot.set(None);
-        }
+        self.pivot.set(None);
         let former = match new {
             NewChains::Storage(storages) => {
                 let pairs = chains.iter_mut().zip(storages);
@@ -269,7 +264,7 @@ impl DiskStack {
 
     /// What copies the disk, while something does.
     fn copier(&self) -> Option<Arc<Pivot>> {
-        let pivot = self.pivot.as_ref()?.get()?;
+        let pivot = self.pivot.get()?;
         (!pivot.mirror().status().pivoted).then_some(pivot)
     }
 
@@ -281,7 +276,6 @@ impl DiskStack {
     /// Opens a copy of the disk, and makes chains that mark what changes; the disk does not have them yet.
     fn open_copy(&self, spec: &NewCopy, handles: &mut Handles) -> Result<OpenedMirror, NotChanged> {
         let id = self.id();
-        let pivot = self.pivot.clone().ok_or(NotChanged::NotMirrored(id))?;
         config::check_new_copy(&spec.mirror).map_err(|what| NotChanged::Sense(id, what))?;
         if self.copier().is_some() {
             return Err(NotChanged::Mirrored(id));
@@ -297,12 +291,12 @@ impl DiskStack {
         }
         let made = (0..chains).map(|_| disk.chain()).collect::<std::io::Result<_>>();
         let chains = made.map_err(|error| StartError::Chain { disk: id, error })?;
-        Ok(OpenedMirror { of: former, disk: Arc::new(disk), chains, mirrored, pivot })
+        Ok(OpenedMirror { of: former, disk: Arc::new(disk), chains, mirrored })
     }
 
     /// Has a disk be copied from now on.
     fn put_copy(&self, opened: OpenedMirror, chains: &mut Vec<Chain>) -> FormerStack {
-        let OpenedMirror { disk, chains: new, mirrored, pivot, .. } = opened;
+        let OpenedMirror { disk, chains: new, mirrored, .. } = opened;
         let Mirrored { pivot: new_pivot, layers, cipher_time, copy, .. } = mirrored;
         let state = &self.served.state;
         state.set_layers([disk.layers(), layers].concat());
@@ -314,7 +308,7 @@ impl DiskStack {
             new_pivot
                 .cannot_copy(format!("the disk is not copied, the system refuses it: {error}"));
         }
-        pivot.set(Some(new_pivot));
+        self.pivot.set(Some(new_pivot));
         let former = std::mem::replace(chains, new).into();
         let disk = self.current.exchange(disk);
         FormerStack { _chains: former, _copier: None, _disk: disk, _files: BTreeMap::new() }
@@ -329,7 +323,6 @@ struct OpenedMirror {
     disk: Arc<Disk>,
     chains: Vec<Chain>,
     mirrored: Mirrored,
-    pivot: Arc<CurrentPivot>,
 }
 
 fn by_identity(files: Vec<Arc<OwnedFd>>) -> BTreeMap<(u64, u64), Arc<OwnedFd>> {

@@ -7,8 +7,7 @@
 //!          └─ else: it ends ─► a filter of its own copies the rest, the disks pivot ─► another ◄── on record
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
-//! pause for the guest; at the commit also that of a VM whose disks have caches, or that has disks in another way than as
-//! disks it writes to (cloud-init's, its firmware's): these are small, and copied as a whole then. Of a disk with layers everything but
+//! pause for the guest; at the commit also that of a VM whose disks have caches. Of a disk with layers everything but
 //! the active one is copied first, beside the guest ([`super::trees`]); its filter is replaced.
 
 use std::time::Duration;
@@ -19,7 +18,6 @@ use vmseal_api::host::{
     DiskFacts, DiskSpec, DiskToMirror, DropSourcesJob, JobSpec, MirrorJob, Power, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
-use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
@@ -81,21 +79,14 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         let wanted = self.ready_to_mirror(task, job, &spec).await?;
-        // The others are copied when the job is committed.
-        let (data, others): (Vec<_>, Vec<_>) =
-            wanted.into_iter().partition(|(_, disk, _)| disk.role.is_data());
-        let served: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
-        let served: Vec<_> = served.into_iter().filter(|disk| self.is_served(*disk)).collect();
+        let disks: Vec<DiskId> = wanted.iter().map(|(_, disk, _)| disk.disk).collect();
+        let served = disks.iter().copied().filter(|disk| self.is_served(*disk));
+        let served: Vec<DiskId> = served.collect();
         let replaces = !served.is_empty() && !self.keeps_copies(&served).await;
         if replaces && !self.can_mirror_served().await {
             self.may_replace_filter().await?;
         }
-        let disks: Vec<DiskId> = data.iter().map(|(_, disk, _)| disk.disk).collect();
-        // The small ones have layers as well, which nobody writes.
-        let (layered, others) = self.with_layers(others).await?;
-        let trees: Vec<DiskId> = layered.iter().map(|(_, disk, _)| disk.disk).collect();
-        let copied = data.into_iter().chain(layered).collect();
-        self.begin_copies(task, copied, &served, job).await?;
+        self.begin_copies(task, wanted, &served, job).await?;
         let mut kept = Vec::new();
         for disk in served {
             if !self.is_incomplete(disk).await? {
@@ -119,15 +110,12 @@ impl Owner {
                 }
             };
         self.jobs.begin(task, spec);
-        for (_, disk, _) in others {
-            self.jobs.written(disk.disk);
-        }
         if replaces && let Err(problem) = self.replace_filter().await {
             // It is started again until it serves: the guest waits.
             tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
             self.serve_again();
         }
-        for disk in disks.into_iter().chain(trees) {
+        for disk in disks {
             self.bring_to_pace(disk, job.pace).await;
             self.work_on_copy(disk).await;
         }
@@ -242,15 +230,8 @@ impl Owner {
         let known = self.mirrors(job).await?;
         for (known, (_, disk, _)) in known.iter().zip(&wanted) {
             let of_task = known.as_ref().is_some_and(|known| known.task() == task);
-            // The others are copied now.
-            if !of_task && (disk.role.is_data() || known.is_some()) {
-                return Err(rules::nothing_to_commit(task));
-            }
-        }
-        for disk in job.disks.iter().map(|disk| disk.disk) {
-            let is_data = find_disk(&self.spec, disk)?.role.is_data();
-            if is_data && self.is_incomplete(disk).await? {
-                // Of an agent that has restarted: the job is to be put again.
+            // Of an agent that has restarted: the job is to be put again.
+            if !of_task || self.is_incomplete(disk.disk).await? {
                 return Err(rules::nothing_to_commit(task));
             }
         }
@@ -258,7 +239,7 @@ impl Owner {
             return Err(rules::copies_are_paused(&self.spec, task));
         }
         if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
-            self.pivot(task, job).await?;
+            self.pivot(job).await?;
         } else {
             self.take_copies(job).await?;
         }
@@ -267,7 +248,7 @@ impl Owner {
     }
 
     /// Has all disks of a job pivot, and the guest served from the copies.
-    async fn pivot(&mut self, task: TaskId, job: &MirrorJob) -> Result<(), Problem> {
+    async fn pivot(&mut self, job: &MirrorJob) -> Result<(), Problem> {
         let served = job.disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
         let served = served.into_iter().any(|disk| self.is_served(disk));
         let pivots = match self.power() {
@@ -301,7 +282,11 @@ impl Owner {
         if served {
             self.end_filter_to_replace().await?;
         }
-        let pivoted = self.copy_rest_and_pivot(task, job).await;
+        let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
+        let pivoted = match self.copying(&disks) {
+            Ok(copying) => copying.pivot().await,
+            Err(problem) => Err(problem),
+        };
         // Those that have pivoted, even if others have not.
         let taken = self.take_copies(job).await;
         if served && let Err(problem) = self.start_filter().await {
@@ -309,20 +294,6 @@ impl Owner {
             self.serve_again();
         }
         pivoted.and(taken)
-    }
-
-    /// Nobody uses the disks meanwhile.
-    async fn copy_rest_and_pivot(&self, task: TaskId, job: &MirrorJob) -> Result<(), Problem> {
-        let wanted = self.wanted(job)?;
-        let others: Vec<_> =
-            wanted.into_iter().filter(|(_, disk, _)| !disk.role.is_data()).collect();
-        let now = MirrorJob { pace: CopyPace::default(), ..job.clone() };
-        self.begin_copies(task, others.clone(), &[], &now).await?;
-        for (_, disk, _) in others {
-            self.copy_layers_now(disk.disk).await?;
-        }
-        let disks: Vec<_> = job.disks.iter().map(|disk| disk.disk).collect();
-        self.copying(&disks)?.pivot().await
     }
 
     /// Puts on record what the disks are that have pivoted.

@@ -21,16 +21,14 @@ impl Owner {
         rules::check_pace(pace)?;
         let of_job = self.jobs.spec(task).map(|job| job.disks()).unwrap_or_default();
         let disks = of_job.iter().filter_map(|disk| self.spec.disk(*disk));
-        let copied: Vec<DiskSpec> = disks.clone().cloned().collect();
-        let disks: Vec<_> = disks.filter(|disk| disk.role.is_data()).cloned().collect();
-        let followed: Vec<DiskId> = disks.iter().map(|disk| disk.disk).collect();
+        let copied: Vec<DiskSpec> = disks.cloned().collect();
         let vm = self.spec.vm;
         let record = move || copied.iter().try_for_each(|disk| mirror::record_pace(vm, disk, pace));
         spawn_blocking(record).await.map_err(internal)??;
         tracing::info!(%vm, %task, ?pace, "copies go on at another pace");
-        let unfinished = self.jobs.set_pace(task, pace, &followed);
+        let unfinished = self.jobs.set_pace(task, pace);
         for disk in of_job {
-            if self.workers.set_pace(disk, pace) || !followed.contains(&disk) {
+            if self.workers.set_pace(disk, pace) {
                 continue;
             }
             self.bring_to_pace(disk, pace).await;

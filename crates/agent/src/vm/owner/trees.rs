@@ -16,7 +16,6 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
-use super::mirror::Wanted;
 use crate::rules::find_disk;
 use crate::storage::home::Home;
 use crate::storage::layers;
@@ -74,53 +73,22 @@ impl Owner {
         spawn_blocking(look).await.unwrap_or(true)
     }
 
-    /// Those of the disks that have layers, and the others.
-    pub(super) async fn with_layers(
-        &self,
-        disks: Vec<Wanted>,
-    ) -> Result<(Vec<Wanted>, Vec<Wanted>), Problem> {
-        let vm = self.spec.vm;
-        let look = move || {
-            let mut parts = (Vec::new(), Vec::new());
-            for wanted in disks {
-                let home = Home::of(&wanted.1.datastore, vm)?;
-                match layers::read(&home, wanted.1.disk)?.is_empty() {
-                    false => parts.0.push(wanted),
-                    true => parts.1.push(wanted),
-                }
-            }
-            Ok(parts)
-        };
-        spawn_blocking(look).await.map_err(internal)?
-    }
-
-    fn tree_of(&self, disk: DiskId, guest_waits: bool) -> Result<TreeCopying, Problem> {
+    fn tree_of(&self, disk: DiskId) -> Result<TreeCopying, Problem> {
         let disk: DiskSpec = find_disk(&self.spec, disk)?.clone();
         let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
         let builder = Workers::builder(&self.shared, disk.disk);
         let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
-        let pace = self.jobs.mirror_of(disk.disk).map(|(_, job)| job.pace);
-        let pace = pace.filter(|_| !guest_waits).unwrap_or_default();
+        let pace = self.jobs.mirror_of(disk.disk).map(|(_, job)| job.pace).unwrap_or_default();
         let gate = Arc::new(Gate::new(pace));
-        Ok(TreeCopying { spec, disk, facts, kek, builder, guest_waits, gate })
+        Ok(TreeCopying { spec, disk, facts, kek, builder, gate })
     }
 
     /// Begins to copy what nobody writes of a disk, after a pause.
     pub(super) async fn begin_tree(&mut self, disk: DiskId, pause: Duration) {
-        match self.tree_of(disk, false) {
+        match self.tree_of(disk) {
             Ok(copying) => self.workers.begin_tree(disk, copying, pause),
             Err(problem) => self.copy_failed(disk, problem).await,
         }
-    }
-
-    /// Copies all layers of a disk while its guest waits: those of a small one of which nothing is copied beside the guest, or
-    /// what the death of an agent has left.
-    pub(super) async fn copy_layers_now(&self, disk: DiskId) -> Result<(), Problem> {
-        if !self.is_incomplete(disk).await? {
-            return Ok(());
-        }
-        self.tree_of(disk, true)?.copy_for_guest().await?;
-        self.finish_tree(disk).await
     }
 
     async fn finish_tree(&self, disk: DiskId) -> Result<(), Problem> {
@@ -147,11 +115,6 @@ impl Owner {
 
     /// Has the active layer of a disk copied.
     async fn go_on_above(&mut self, disk: DiskId) -> Result<(), Problem> {
-        if !find_disk(&self.spec, disk)?.role.is_data() {
-            // The rest of it is copied when the job is committed.
-            self.jobs.written(disk);
-            return Ok(());
-        }
         let replaces = self.is_served(disk) && !self.keeps_copies(&[disk]).await;
         if replaces {
             self.may_replace_filter().await?;

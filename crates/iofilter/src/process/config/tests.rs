@@ -252,20 +252,18 @@ fn a_mirror_is_checked_for_sense() {
         let refusal = read_value(&with(&chain)).expect_err(&chain.to_string()).to_string();
         assert!(refusal.contains(reason), "{chain}: {refusal}");
     }
-    for (pointer, value) in [
-        ("/disks/0/read_only", json!(true)),
-        ("/disks/0/front_end", json!({ "kind": "nbd", "listen": { "fd": 7 } })),
-    ] {
+    for (field, value) in
+        [("read_only", json!(true)), ("front_end", json!({ "kind": "nbd", "listen": { "fd": 7 } }))]
+    {
         let mut config = with(&json!([good_mirror()]));
-        config["disks"][0][pointer.rsplit('/').next().unwrap()] = value;
-        let refusal = read_value(&config).expect_err(pointer).to_string();
-        assert!(refusal.contains("its guest alone"), "{pointer}: {refusal}");
+        config["disks"][0][field] = value;
+        read_value(&config).unwrap_or_else(|error| panic!("{field}: {error}"));
     }
 }
 
 /// What another host gets, which says itself what is below the copy.
 #[test]
-fn what_nobody_writes_is_copied_for_another_host_and_so_is_a_layer() {
+fn a_layer_is_copied_for_another_host() {
     let (file, server) = (
         json!({ "kind": "file", "file": { "fd": 11 }, "offset": 0 }),
         json!({ "kind": "nbd", "sockets": [{ "fd": 11 }], "export": "" }),
@@ -292,9 +290,6 @@ fn what_nobody_writes_is_copied_for_another_host_and_so_is_a_layer() {
     read(away(false), true, false).unwrap();
     read(away(true), false, true).unwrap();
     for (refused, reason) in [
-        // Its guest writes it, or it is to pivot.
-        (read(away(true), true, true), "that nobody writes"),
-        (read((&server, false, false), true, false), "that nobody writes"),
         (read((&server, true, false), false, true), "nothing below it"),
         (read((&file, true, true), false, true), "nothing below it"),
     ] {

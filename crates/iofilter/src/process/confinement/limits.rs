@@ -41,14 +41,14 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     });
     let of_copy = |disk: &DiskConfig| replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES;
     let copies = |disk: &DiskConfig| {
-        let may_come = config::mirror(disk).is_none() && config::can_be_mirrored(disk);
+        let may_come = config::mirror(disk).is_none() && config::can_change(disk);
         // The chains of one that is there from the start are among the disk's pools.
         let chains = if may_come { config::queues(disk) as u64 * QUEUE_BYTES } else { 0 };
         let count = [config::replica(disk).is_some(), config::mirror(disk).is_some(), may_come];
         count.iter().filter(|is| **is).count() as u64 * of_copy(disk) + chains
     };
     let replicas = config.disks.iter().map(copies).sum::<u64>();
-    let may_come = config.disks.iter().any(config::can_be_mirrored);
+    let may_come = config.disks.iter().any(config::can_change);
     // The buffers of copies that begin while the process runs are not within those of the start.
     let pools = if may_come { 2 * POOLS_BYTES } else { POOLS_BYTES };
     let all_readers = config.disks.iter().map(readers).sum::<usize>() as u64;
