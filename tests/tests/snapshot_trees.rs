@@ -212,6 +212,7 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
     let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
     here.vmseal(&place).unwrap();
     let former = here.home(VM).unwrap();
+    let filter = here.processes_of(VM, "vmseal-filter").unwrap();
     for (operation, encrypted) in [
         (&["vm", "recrypt", VM, "--deep"][..], true),
         (&["vm", "move", VM, "--datastore", "second"], true),
@@ -223,6 +224,7 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
         stop_counting(&mut console);
         is_whole(&here, encrypted);
         reads(&mut console, NOW);
+        assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
     }
     assert!(!former.exists(), "something is left where the VM was");
     // More of the tree, while it is as it is now.

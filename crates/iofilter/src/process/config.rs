@@ -147,10 +147,10 @@ pub fn can_change(disk: &DiskConfig) -> bool {
 }
 
 /// How many rings a disk takes while it is served, beyond those of its queues: those of another stack (and of its image's thread), opened
-/// before the former is closed, or those of a copy and of its two sides.
+/// before the former is closed, or those of a copy, of its image's thread and of its two sides.
 #[must_use]
 pub fn spare_rings(disk: &DiskConfig) -> usize {
-    if can_change(disk) { 2 * queues(disk) + 4 } else { 0 }
+    if can_change(disk) { 2 * queues(disk) + 5 } else { 0 }
 }
 
 /// Checks the stack that a disk is to have while it is served.
@@ -180,10 +180,6 @@ pub fn check_new_copy(mirror: &MirrorSpec) -> Result<(), String> {
     // Its memory would be beyond what was checked for all disks.
     if mirror.to.chain.iter().any(|link| matches!(link, FilterSpec::Cache(_))) {
         return Err("`cache` is given when the filter starts".into());
-    }
-    // A disk that is to pivot would need rings for its copy's own image.
-    if mirror.same_below && !mirror.stays {
-        return Err("a copy with the same below it, which the disk is to pivot to, is given when the filter starts".into());
     }
     check_copy(mirror)
 }

@@ -8,7 +8,7 @@
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
 //! pause for the guest; at the commit also that of a VM whose disks have caches. Of a disk with layers everything but
-//! the active one is copied first, beside the guest ([`super::trees`]); its filter is replaced.
+//! the active one is copied first, beside the guest ([`super::trees`]).
 
 use std::time::Duration;
 
@@ -93,27 +93,16 @@ impl Owner {
                 kept.push(disk);
             }
         }
-        let replaces = !kept.is_empty() && !self.keeps_copies(&kept).await;
-        let replaces = replaces
-            && match self.mirror_served(&kept).await? {
-                Put::Served => false,
-                Put::NotPossible => {
-                    if let Err(problem) = self.may_replace_filter().await {
-                        self.give_up_copies(task, job).await?;
-                        return Err(problem);
-                    }
-                    true
-                }
-                Put::Unknown(problem) => {
-                    tracing::warn!(vm = %self.spec.vm, %problem, "the filter is restarted with copies");
-                    true
-                }
-            };
+        let replaces = match self.must_restart_for_copies(&kept).await {
+            Ok(replaces) => replaces,
+            Err(problem) => {
+                self.give_up_copies(task, job).await?;
+                return Err(problem);
+            }
+        };
         self.jobs.begin(task, spec);
-        if replaces && let Err(problem) = self.replace_filter().await {
-            // It is started again until it serves: the guest waits.
-            tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
-            self.serve_again();
+        if replaces {
+            self.restart_with_copies().await;
         }
         for disk in disks {
             self.bring_to_pace(disk, job.pace).await;
@@ -132,6 +121,36 @@ impl Owner {
             mirror.is_some_and(|mirror| !mirror.pivoted)
         };
         disks.iter().all(kept)
+    }
+
+    /// Has the guest's filter copy disks of the guest that have noted copies; whether it must be restarted for that.
+    ///
+    /// # Errors
+    /// It must, and cannot be now: these disks are not copied.
+    pub(super) async fn must_restart_for_copies(
+        &mut self,
+        disks: &[DiskId],
+    ) -> Result<bool, Problem> {
+        if disks.is_empty() || self.keeps_copies(disks).await {
+            return Ok(false);
+        }
+        match self.mirror_served(disks).await? {
+            Put::Served => Ok(false),
+            Put::NotPossible => self.may_replace_filter().await.map(|()| true),
+            Put::Unknown(problem) => {
+                tracing::warn!(vm = %self.spec.vm, %problem, "the filter is restarted with copies");
+                Ok(true)
+            }
+        }
+    }
+
+    /// Restarts the guest's filter, which is to keep copies of the disks that have noted ones.
+    pub(super) async fn restart_with_copies(&mut self) {
+        if let Err(problem) = self.replace_filter().await {
+            // It is started again until it serves: the guest waits.
+            tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep copies does not serve yet");
+            self.serve_again();
+        }
     }
 
     /// Makes the copies, and notes them: all, or none.

@@ -82,7 +82,7 @@ impl Owner {
             copied && self.spec.disk(*disk).is_some_and(|disk| disk.cache.is_none())
         };
         let turn = job.disks.iter().all(|disk| turns(&disk.disk));
-        (turn && !self.have_layers(job).await).then_some(control)
+        turn.then_some(control)
     }
 
     /// Has all disks of a job pivot while they are served. Names and records are put right by the caller.

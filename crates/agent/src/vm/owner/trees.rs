@@ -1,9 +1,8 @@
 //! The layers of mirrored disks, which are copied before anything else ([`crate::storage::mirror::tree`]).
 //!
 //! ```text
-//!  begun ─► what nobody writes is copied ─► an active layer for the copy ─┬─ the guest has the disk ─► its filter is replaced by
-//!                                                                         │                            one that keeps the copy
-//!                                                                         └─ nobody has it ─► a filter of its own copies
+//!  begun ─► what nobody writes is copied ─► an active layer for the copy ─┬─ the guest has the disk ─► its filter copies
+//!                                                                         └─ nobody has it ─────────► a filter of its own copies
 //! ```
 //! The guest goes on until the last arrow. Whether it begins or ends to run meanwhile is of no matter.
 
@@ -11,14 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskSpec, MirrorJob};
+use vmseal_api::host::DiskSpec;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
 use crate::rules::find_disk;
-use crate::storage::home::Home;
-use crate::storage::layers;
 use crate::storage::locked::Access;
 use crate::storage::mirror::gate::Gate;
 use crate::storage::mirror::{self, tree};
@@ -56,21 +53,6 @@ impl Owner {
             })
         };
         spawn_blocking(look).await.map_err(internal)?
-    }
-
-    /// Whether any disk of a job has layers, or it cannot be told.
-    pub(super) async fn have_layers(&self, job: &MirrorJob) -> bool {
-        let disks = job.disks.iter().map(|wanted| find_disk(&self.spec, wanted.disk).cloned());
-        let Ok(disks) = disks.collect::<Result<Vec<_>, _>>() else { return true };
-        let vm = self.spec.vm;
-        let look = move || {
-            let mut layered = disks.iter().map(|disk| {
-                let home = Home::of(&disk.datastore, vm)?;
-                Ok::<_, Problem>(!layers::read(&home, disk.disk)?.is_empty())
-            });
-            layered.any(|layered| layered.unwrap_or(true))
-        };
-        spawn_blocking(look).await.unwrap_or(true)
     }
 
     fn tree_of(&self, disk: DiskId) -> Result<TreeCopying, Problem> {
@@ -115,15 +97,13 @@ impl Owner {
 
     /// Has the active layer of a disk copied.
     async fn go_on_above(&mut self, disk: DiskId) -> Result<(), Problem> {
-        let replaces = self.is_served(disk) && !self.keeps_copies(&[disk]).await;
-        if replaces {
+        let served = self.is_served(disk);
+        if served && !self.keeps_copies(&[disk]).await && !self.can_mirror_served().await {
             self.may_replace_filter().await?;
         }
         self.finish_tree(disk).await?;
-        if replaces && let Err(problem) = self.replace_filter().await {
-            // It is started again until it serves: the guest waits.
-            tracing::warn!(vm = %self.spec.vm, %problem, "the filter that is to keep a copy does not serve yet");
-            self.serve_again();
+        if served && self.must_restart_for_copies(&[disk]).await? {
+            self.restart_with_copies().await;
         }
         self.work_on_copy(disk).await;
         Ok(())
