@@ -119,7 +119,8 @@ impl BackendKind {
     }
 }
 
-fn create(disk: &Path, below: &[&str]) {
+/// Makes an image of the size of a disk; `below` are qemu-img's options for one over another.
+pub fn create(disk: &Path, below: &[&str]) {
     let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
     let size = (OFFSET + SIZE).to_string();
     let made = qemu_img(&[&create, below, &[disk.to_str().unwrap(), &size]].concat());

@@ -18,7 +18,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_initiator::driver::Driver;
 use vmseal_secret::SecretBytes;
 
-use super::backends::{BackendKind, SIZE};
+use super::backends::{BackendKind, SIZE, create};
 use super::forgetful::Forgetful;
 use super::guest::Guest;
 use super::pause;
@@ -34,6 +34,8 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Slow enough that the first copy is interrupted.
 const RATE: u64 = 256 << 20;
 const OFFSET: u64 = 16 << 10;
+/// The file below the copy of a disk with a layer.
+const BASE: &str = "copy-base";
 
 /// The encryption of a place: none, or the file of its key and what a hole means.
 type Sealed = Option<(&'static str, &'static str)>;
@@ -55,18 +57,47 @@ impl Move {
         Some(json!({ "kind": "crypt", "key": { "path": directory.join(key) }, "holes": holes }))
     }
 
+    /// Whether the disk has a layer above its image. So has the copy, whose image is the same: with one key.
+    fn layered(&self) -> bool {
+        self.kind == BackendKind::Overlay
+    }
+
+    /// Puts a layer above what the guest has written, and above a copy of that.
+    fn lay_over(&self, directory: &Path) {
+        self.kind.lay_over(directory, "base");
+        let [copy, base] = ["copy", BASE].map(|name| directory.join(name));
+        std::fs::copy(directory.join("base"), &base).unwrap();
+        std::fs::remove_file(&copy).unwrap();
+        create(&copy, &["-b", base.to_str().unwrap(), "-F", "raw"]);
+    }
+
+    /// The copy in its file; `base` is the file below it.
+    fn stored(&self, file: Option<Value>, base: &Value) -> Value {
+        let mut backend = match self.layered() {
+            true => {
+                let below = json!([{ "file": base, "format": "raw" }]);
+                json!({ "kind": "qcow2", "backing": below, "offset": OFFSET })
+            }
+            false => json!({ "kind": "file", "offset": OFFSET }),
+        };
+        if let Some(file) = file {
+            backend["file"] = file;
+        }
+        backend
+    }
+
     /// The chain of the disk with its mirror.
     fn chain(&self, directory: &Path) -> Value {
-        let backend = json!({
-            "kind": "file", "file": { "path": directory.join("copy") }, "offset": OFFSET
-        });
+        let [copy, base] = ["copy", BASE].map(|name| json!({ "path": directory.join(name) }));
+        let backend = self.stored(Some(copy), &base);
         let to = Self::crypt(self.to, directory).into_iter().collect::<Vec<_>>();
         let limit = json!({
             "kind": "limit", "requests": { "per_second": 50_000, "burst": 100 }
         });
         let mirror = json!({
             "kind": "mirror", "to": { "chain": to, "backend": backend },
-            "map": { "path": directory.join("map") }, "pace": { "bytes_per_second": RATE }
+            "map": { "path": directory.join("map") }, "pace": { "bytes_per_second": RATE },
+            "same_below": self.layered()
         });
         [Some(limit), Some(mirror), Self::crypt(self.from, directory)]
             .into_iter()
@@ -91,10 +122,14 @@ impl Move {
             json!({ "kind": "crypt", "key": { "fd": 2 }, "holes": holes })
         });
         let chain: Vec<Value> = crypt.into_iter().collect();
-        let backend = json!({ "kind": "file", "file": { "fd": 0 }, "offset": OFFSET });
+        let base = json!({ "fd": fds.len() });
+        if self.layered() {
+            fds.push(File::open(directory.join(BASE)).unwrap().into());
+        }
         let mirror = json!({
-            "to": { "chain": chain, "backend": backend },
-            "map": { "fd": 1 }, "pace": { "bytes_per_second": RATE }
+            "to": { "chain": chain, "backend": self.stored(Some(json!({ "fd": 0 })), &base) },
+            "map": { "fd": 1 }, "pace": { "bytes_per_second": RATE },
+            "same_below": self.layered()
         });
         (NewCopy { disk: id(), mirror: serde_json::from_value(mirror).unwrap() }, fds)
     }
@@ -276,7 +311,8 @@ impl Run<'_> {
         self.guest.finish();
         assert!(filter.end().success());
         let chain = self.plan.chain_after(self.directory);
-        let backend = json!({ "kind": "file", "offset": OFFSET });
+        let base = json!({ "path": self.directory.join(BASE) });
+        let backend = self.plan.stored(None, &base);
         let (filter, socket) = Filter::start_on(self.directory, "copy", &backend, SIZE, &chain);
         self.guest.driver.reconnect(socket);
         self.guest.read_all();
@@ -295,9 +331,18 @@ fn run(plan: &Move, forgets: bool, mut random: fastrand::Rng, killed: &mut Kille
         Forgetful::mount(directory, &["disk", "copy", "map"], SECTOR as u64, true, cuts).unwrap()
     });
     let served = random.bool();
-    let (mut filter, socket) =
-        if served { plan.start_alone(directory) } else { plan.start(directory) };
-    let guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
+    let start = || if served { plan.start_alone(directory) } else { plan.start(directory) };
+    let (mut filter, socket) = if plan.layered() { plan.start_alone(directory) } else { start() };
+    let mut guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
+    if plan.layered() {
+        guest.go_on();
+        guest.finish();
+        assert!(filter.end().success());
+        plan.lay_over(directory);
+        let socket;
+        (filter, socket) = start();
+        guest.driver.reconnect(socket);
+    }
     let mut run = Run { directory, plan, files, guest, findings: Vec::new(), random };
     if served {
         filter = run.begin(filter, killed);
@@ -313,7 +358,9 @@ fn run(plan: &Move, forgets: bool, mut random: fastrand::Rng, killed: &mut Kille
     }
     let findings = run.end(filter);
     let log = std::fs::read_to_string(directory.join("log")).unwrap();
-    assert!(!log.contains("not allowed"), "{log}");
+    for trouble in ["not allowed", "cannot be restricted", "no io_uring"] {
+        assert!(!log.contains(trouble), "{log}");
+    }
     let first: Vec<_> = findings.iter().take(5).collect();
     assert!(first.is_empty(), "{}: {} wrong: {first:?}\n{log}", plan.name(), findings.len());
 }
@@ -327,7 +374,11 @@ fn check_all(forgets: bool) {
         (BackendKind::Storage, old, new),
         (BackendKind::Storage, plain, full),
         (BackendKind::Qcow2, plain, new),
+        (BackendKind::Overlay, plain, plain),
+        (BackendKind::Overlay, old, old),
     ];
+    // The files of an image that is made later do not forget.
+    let moves = moves.into_iter().filter(|(kind, ..)| !forgets || *kind != BackendKind::Overlay);
     let mut random = fastrand::Rng::with_seed(seed());
     let mut killed = Killed::default();
     for (kind, from, to) in moves {
