@@ -99,6 +99,8 @@ pub struct Copier {
     layer: Option<LayerParts>,
     /// The next chunk of the pass.
     next: usize,
+    /// Whether a pass has ended.
+    has_passed: bool,
     bucket: Bucket,
     /// The guest's requests when the last piece began.
     requests: u64,
@@ -128,6 +130,7 @@ impl Copier {
             holes,
             layer: None,
             next: 0,
+            has_passed: false,
             bucket: Bucket::new(Instant::now()),
             requests: 0,
             begun: None,
@@ -159,7 +162,7 @@ impl Copier {
         };
         let outcome = loop {
             let Some(chunk) = shared.chunks.next_marked(self.next) else {
-                self.next = 0;
+                (self.next, self.has_passed) = (0, true);
                 break Ok(Batch::Pass);
             };
             self.next = chunk + 1;
@@ -288,19 +291,28 @@ impl Copier {
         }
     }
 
+    /// Whether a mirror lacks only what has changed since its first pass, and so little that a guest could wait for it. At a low
+    /// rate a guest that writes a little, here and there, would keep it from its end: each write marks a whole chunk.
+    fn is_at_its_end(&self) -> bool {
+        let mirrors = self.replicate.0.geometry.purpose() == Purpose::Mirror;
+        mirrors && self.has_passed && self.replicate.is_near().is_ok()
+    }
+
     /// Sleeps until this many bytes may be read. A rate that changes meanwhile counts at once.
     fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), Held> {
-        loop {
+        while !self.is_at_its_end() {
             let rate = self.replicate.0.rate();
             let wait = self.bucket.wait(rate, Instant::now());
             match self.replicate.0.sleep_at(rate, wait) {
                 Waited::Closed => return Err(Held::Stopped),
                 Waited::Paused => return Err(Held::Paused),
                 Waited::Changed => {}
-                Waited::Over => break,
+                Waited::Over => {
+                    self.bucket.take(bytes);
+                    break;
+                }
             }
         }
-        self.bucket.take(bytes);
         self.replicate.0.counters.paced.add(bytes);
         Ok(())
     }

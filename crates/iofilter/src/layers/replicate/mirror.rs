@@ -341,7 +341,7 @@ impl Pivot {
 
 impl Replicate {
     /// Whether the copy lacks so little that a guest can wait for it.
-    fn is_near(&self) -> Result<(), NotPivoted> {
+    pub(super) fn is_near(&self) -> Result<(), NotPivoted> {
         let shared = &self.0;
         if self.pace().paused {
             return Err(NotPivoted::Paused);

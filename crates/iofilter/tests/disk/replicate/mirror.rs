@@ -336,6 +336,26 @@ fn a_copy_keeps_to_its_rate_until_that_changes_and_the_guest_that_waits_for_it_h
     }
 }
 
+/// A guest that changes a little, here and there, does not keep a slow copy from its end.
+#[test]
+fn what_changes_after_the_first_pass_of_a_copy_is_copied_without_a_rate_while_it_is_little() {
+    // A chunk takes two minutes.
+    let rate = CopyPace { bytes_per_second: Some(8 << 10), paused: false };
+    let (pivot, mut own) = pivot(SIZE, false);
+    let status = || pivot.mirror().status();
+    pivot.start().unwrap();
+    wait_until("it is not copied", || status().dirty_bytes == 0);
+    pivot.set_pace(rate);
+    change(&mut own[0], 3 << 20);
+    wait_until("it keeps to the rate", || status().dirty_bytes == 0);
+    // Nor does it go on while it is paused.
+    pivot.set_pace(CopyPace { paused: true, ..rate });
+    change(&mut own[0], 3 << 20);
+    std::thread::sleep(LONG);
+    assert!(status().dirty_bytes > 0, "it is copied while it is paused");
+    pivot.end();
+}
+
 /// A copy that is paused while it is under way makes durable what it has, and goes on with the rest.
 #[test]
 fn a_copy_that_is_paused_half_way_goes_on_where_it_was() {
