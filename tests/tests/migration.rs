@@ -72,14 +72,22 @@ fn a_guest_moves_to_another_host_and_back_and_loses_nothing() {
     let planned = here.vmseal(&["vm", "migrate", VM, THERE, "--dry-run"]).unwrap();
     assert!(planned.contains("choose host 'there'"), "{planned}");
     // Without a host, the only other one is chosen.
-    for (to, host) in [(None, THERE), (Some(HERE), HERE), (Some(THERE), THERE)] {
-        let command: Vec<&str> = ["vm", "migrate", VM].into_iter().chain(to).collect();
-        here.vmseal(&command).unwrap();
+    let compressed = &["--compress", "--rate", "20MiB"][..];
+    for (to, options, host) in
+        [(None, &[][..], THERE), (Some(HERE), compressed, HERE), (Some(THERE), &[], THERE)]
+    {
+        let command = ["vm", "migrate", VM].into_iter().chain(to).chain(options.iter().copied());
+        here.vmseal(&command.collect::<Vec<_>>()).unwrap();
         assert_eq!(only_host(&here), host);
         has_lost_nothing(&here);
     }
     let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
     assert!(refused.contains("it is there already"), "{refused}");
+    // QEMU has sent more than the rate lets through as it is.
+    let tasks = here.json(&["task", "list"]).unwrap();
+    let slow = tasks.as_array().unwrap().iter().find(|task| task["rate"] == 20 << 20).unwrap();
+    let (sent, took) = (assert_migrated(slow), slow["migrated"]["milliseconds"].as_u64().unwrap());
+    assert!(sent * 1000 > took * (20 << 20) * 12 / 10, "it is not compressed: {slow:#}");
     // What happens to it later is as to any VM of that host.
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();

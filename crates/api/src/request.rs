@@ -671,6 +671,10 @@ pub struct MigrateVm {
     /// The longest that the guest is to stand still while the rest of its memory is sent, in milliseconds; none means 300.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
+    /// Compresses the memory of a running VM before it is encrypted, where that gets it there sooner. How long what is sent becomes
+    /// tells who watches the network something of what is in it. Not with `remote`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compress: bool,
 }
 
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.

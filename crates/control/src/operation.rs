@@ -350,6 +350,9 @@ pub enum Operation {
         /// [`vmseal_api::migration::DOWNTIME_DEFAULT`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         downtime_milliseconds: Option<u32>,
+        /// Whether memory is compressed where that is faster.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        compresses: bool,
     },
     /// Moves a running VM to a host of another control plane.
     MigrateAway {

@@ -38,7 +38,8 @@ const FILES: &[(&str, &str)] = &files![
     "x3",
     "migration-throughput",
     "migration-gap",
-    "migration-bandwidth"
+    "migration-bandwidth",
+    "migration-compression"
 ];
 
 /// An experiment, as it is listed.

@@ -34,6 +34,8 @@ const DEPTH_MAX: u16 = 256;
 const TOUCHED_MAX_MIB: u64 = 1920;
 /// The most that it changes in a second, in MiB: more than an emulated one can.
 const CHANGES_MAX_MIB: u64 = 4096;
+/// How often a number is repeated at most: of memory with more of it nothing is left.
+const REPEATS_MAX: u64 = 64;
 /// The fastest line, in megabits a second: above what one stream carries anywhere.
 const LINE_MAX_MBIT: u64 = 400_000;
 /// Every load's block is a multiple of this.
@@ -183,6 +185,10 @@ fn zero() -> Vec<u64> {
     vec![0]
 }
 
+fn not_repeated() -> Vec<u64> {
+    vec![1]
+}
+
 fn once() -> u32 {
     1
 }
@@ -296,8 +302,8 @@ pub struct OperationSteps {
 
 /// What migrates: VMs of vmseal, encrypted, and plain by what they have for `--migration-encryption`; and guests of QEMUs by
 /// hand, with one stream in the clear, with several, and with one by TLS.
-pub const MIGRATION_SYSTEMS: [&str; 6] =
-    ["encrypted", "required", "disabled", "qemu-tcp", "qemu-multifd", "qemu-tls"];
+pub const MIGRATION_SYSTEMS: [&str; 7] =
+    ["encrypted", "compressed", "required", "disabled", "qemu-tcp", "qemu-multifd", "qemu-tls"];
 
 /// The points at which migrations are measured: every combination.
 #[derive(Clone, Debug, Deserialize)]
@@ -310,6 +316,9 @@ pub struct MigrationMatrix {
     /// How much of it the guest changes in a second; 0 is a guest that stands still.
     #[serde(default = "zero")]
     pub changes_mib: Vec<u64>,
+    /// How often each of the numbers is repeated that fill its memory: 1 is memory that cannot be compressed.
+    #[serde(default = "not_repeated")]
+    pub repeats: Vec<u64>,
     /// What the line between the hosts carries, in megabits a second; 0 is all that the machine can do.
     #[serde(default = "zero")]
     pub line_mbit: Vec<u64>,
@@ -600,6 +609,7 @@ impl Checked<'_> {
         let sizes = (1, TOUCHED_MAX_MIB);
         self.axis("matrix.size_mib", &matrix.size_mib, sizes)?;
         self.axis("matrix.changes_mib", &matrix.changes_mib, (0, CHANGES_MAX_MIB))?;
+        self.axis("matrix.repeats", &matrix.repeats, (1, REPEATS_MAX))?;
         self.axis("matrix.line_mbit", &matrix.line_mbit, (0, LINE_MAX_MBIT))?;
         self.rounds([&steps.small, &steps.full], sizes)
     }

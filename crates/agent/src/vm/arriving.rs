@@ -57,7 +57,7 @@ impl Arriving {
         set_capabilities(qmp).await.map_err(internal)?;
         let (theirs, ours) = sockets()?;
         let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let carried = link.carry_memory(ours)?;
+        let carried = link.carry_memory(ours, false)?;
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
         link.send(&Message::Ready).await?;

@@ -251,12 +251,12 @@ impl Link {
         self.control.receive(within).await.map_err(lost)
     }
 
-    /// Carries QEMU's stream.
+    /// Carries QEMU's stream, compressed where that is faster if `compresses`.
     ///
     /// # Errors
     /// Those of the connection.
-    pub fn carry_memory(&mut self, local: UnixStream) -> Result<Bridge, Problem> {
-        self.carry(MEMORY_STREAM, local)
+    pub fn carry_memory(&mut self, local: UnixStream, compresses: bool) -> Result<Bridge, Problem> {
+        self.carrier(MEMORY_STREAM)?.compressing(compresses).last(local).map_err(lost)
     }
 
     /// Carries NBD of the disk with this place in the order of those that are copied.
@@ -264,7 +264,7 @@ impl Link {
     /// # Errors
     /// Those of the connection.
     pub fn carry_disk(&mut self, place: usize, local: UnixStream) -> Result<Bridge, Problem> {
-        self.carry(disk_stream(place)?, local)
+        self.carrier(disk_stream(place)?)?.last(local).map_err(lost)
     }
 
     /// Carries a part that goes before the disk with this place, on the disk's connection. It is given back ([`Link::carried`])
@@ -284,10 +284,6 @@ impl Link {
         let carrier = part.done().await.map_err(lost)?;
         self.carriers.insert(disk_stream(place)?, carrier);
         Ok(())
-    }
-
-    fn carry(&mut self, stream: u16, local: UnixStream) -> Result<Bridge, Problem> {
-        self.carrier(stream)?.last(local).map_err(lost)
     }
 
     fn carrier(&mut self, stream: u16) -> Result<Carrier, Problem> {

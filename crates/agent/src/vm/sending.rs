@@ -109,6 +109,8 @@ pub struct ToSend {
 pub struct GuestToSend {
     /// The longest that it is to stand still while the rest of its memory is sent.
     pub downtime_milliseconds: u32,
+    /// Whether what QEMU sends is compressed where that is faster.
+    pub compresses: bool,
     pub record: Record,
     pub qmp: Arc<Qmp>,
     pub migration: MigrationId,
@@ -166,7 +168,7 @@ async fn send(
     let session = transport::connect(what.session, what.to).await.map_err(lost)?;
     let link = Link::of(session)?;
     let handle = link.handle();
-    let paced = keep_rate(rates, &handle, &what.guest.qmp);
+    let paced = keep_rate(rates, &handle, &what.guest);
     let sent = tokio::select! {
         sent = send_over(link, &what.guest, machine, report) => sent?,
         failed = paced => return Err(refuses(failed)),
@@ -180,14 +182,16 @@ async fn send(
 async fn keep_rate(
     mut rates: watch::Receiver<Option<u64>>,
     session: &Handle,
-    qmp: &Qmp,
+    guest: &GuestToSend,
 ) -> QmpError {
     loop {
         let rate = *rates.borrow_and_update();
         session.set_rate(rate.and_then(NonZeroU64::new));
-        // Else QEMU would count on more when it estimates how long the guest would stand still.
-        let parameters = json!({"max-bandwidth": rate.unwrap_or(BANDWIDTH_MAX)});
-        if let Err(error) = qmp.execute("migrate-set-parameters", parameters).await {
+        // Else QEMU would count on more when it estimates how long the guest would stand still. Of what is compressed it may send
+        // more than the rate.
+        let of_qemu = rate.filter(|_| !guest.compresses).unwrap_or(BANDWIDTH_MAX);
+        let parameters = json!({"max-bandwidth": of_qemu});
+        if let Err(error) = guest.qmp.execute("migrate-set-parameters", parameters).await {
             return error;
         }
         if rates.changed().await.is_err() {
@@ -222,7 +226,7 @@ async fn send_over(
     qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
     let (theirs, ours) = sockets()?;
     let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
-    let carried = link.carry_memory(ours)?;
+    let carried = link.carry_memory(ours, guest.compresses)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(qmp, &name).await;
         return Err(refuses(error));

@@ -77,6 +77,10 @@ pub struct Departure {
     /// The highest rate, in bytes a second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
+    /// Whether the guest's memory is compressed where that gets it there sooner. Both hosts have
+    /// [`MIGRATE_COMPRESSED`](super::version::MIGRATE_COMPRESSED).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compresses: bool,
 }
 
 /// Receives a running VM from another host. It need not be registered, and is when the job is committed.

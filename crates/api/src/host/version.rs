@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 40] = [
+pub const FEATURES: [&str; 41] = [
     "job-create",
     "job-export",
     NICS,
@@ -64,6 +64,7 @@ pub const FEATURES: [&str; 40] = [
     MIGRATE_RATE,
     MIGRATE_STATE,
     MIGRATE_SNAPSHOTS,
+    MIGRATE_COMPRESSED,
     MIGRATE_APART,
 ];
 
@@ -176,6 +177,9 @@ pub const MIGRATE_STATE: &str = "job-migrate-state";
 
 /// The feature of agents that send with these disks their snapshots, and what linked clones' disks stand on.
 pub const MIGRATE_SNAPSHOTS: &str = "job-migrate-snapshots";
+
+/// The feature of agents that compress what they send a guest's memory with, and read what was compressed.
+pub const MIGRATE_COMPRESSED: &str = "job-migrate-compressed";
 
 /// The feature of agents that copy disks to a host that has another key of the VM.
 pub const MIGRATE_APART: &str = "job-migrate-apart";

@@ -303,6 +303,10 @@ pub enum Vm {
         /// until what is left takes no longer [default: 300ms]
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         downtime: Option<Duration>,
+        /// Compress the memory of a running VM before it is encrypted, where that gets it there sooner: for slow networks. Who
+        /// watches the network learns something of the memory from how long what is sent is
+        #[arg(long, conflicts_with = "remote")]
+        compress: bool,
         /// Show how far it is: in place on a terminal, else a line each second; with -o json a document on each line
         #[arg(long, conflicts_with_all = ["no_wait", "dry_run"])]
         watch: bool,

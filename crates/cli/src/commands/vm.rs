@@ -154,6 +154,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             datastore,
             rate,
             downtime,
+            compress,
             watch,
             dry_run,
             wait,
@@ -161,8 +162,15 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let path = format!("vms/{name}/migrate");
             let downtime_milliseconds =
                 downtime.map(|it| u32::try_from(it.as_millis()).unwrap_or(u32::MAX));
-            let request =
-                MigrateVm { host, remote, policy, datastore, rate, downtime_milliseconds };
+            let request = MigrateVm {
+                host,
+                remote,
+                policy,
+                datastore,
+                rate,
+                downtime_milliseconds,
+                compress,
+            };
             if watch {
                 return task::begin_and_watch(server, output, &path, &request, wait.timeout).await;
             }

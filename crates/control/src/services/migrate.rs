@@ -7,7 +7,7 @@ use std::sync::Arc;
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::version::{MIGRATE, MIGRATE_ENCRYPTED};
+use vmseal_api::host::version::{MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
@@ -94,22 +94,28 @@ pub async fn migrate(
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
     let promised = Promised::read(&mut *services.store.read().await?).await?;
-    let place = request.datastore.as_deref();
+    if request.compress {
+        let what = "compress memory for another host";
+        features::require(services, &vm, MIGRATE_COMPRESSED, what)?;
+    }
+    let (place, compresses) = (request.datastore.as_deref(), request.compress);
+    let asked = Asked { promised: &promised, place, compresses };
     let fit = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            let fit = fits(services, &vm, &disks, host, (&promised, place)).await;
+            let fit = fits(services, &vm, &disks, host, &asked).await;
             fit.map_err(|why| cannot_go(&vm, &name, &why))?
         }
-        None => choose(services, &vm, &disks, (&promised, place), None).await?,
+        None => choose(services, &vm, &disks, &asked, None).await?,
     };
     let encrypted = is_encrypted(services, &vm, &fit.host);
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
     let mut operation = operation(services, &vm, &fit);
-    if let Operation::MigrateVm { downtime_milliseconds, .. } = &mut operation {
+    if let Operation::MigrateVm { downtime_milliseconds, compresses, .. } = &mut operation {
         *downtime_milliseconds = request.downtime_milliseconds;
+        *compresses = request.compress;
     }
     let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
     Ok(match begun {
@@ -147,8 +153,15 @@ pub(super) fn operation(services: &Services, vm: &Vm, fit: &Fit) -> Operation {
     let encrypted = is_encrypted(services, vm, &fit.host);
     let (from, to) = (vm.host, fit.host.id);
     let datastore = fit.copies.as_ref().map(|copies| copies.datastore.id);
-    let downtime_milliseconds = None;
-    Operation::MigrateVm { vm: vm.id, from, to, encrypted, datastore, downtime_milliseconds }
+    Operation::MigrateVm {
+        vm: vm.id,
+        from,
+        to,
+        encrypted,
+        datastore,
+        downtime_milliseconds: None,
+        compresses: false,
+    }
 }
 
 /// The memory that VMs on their way to a host will have there.
@@ -277,19 +290,29 @@ pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     }
 }
 
+/// What else a host must have for a VM.
+pub(super) struct Asked<'a> {
+    /// What VMs on their way will need.
+    pub promised: &'a Promised,
+    /// The datastore that was named for copies.
+    pub place: Option<&'a str>,
+    /// Whether memory is compressed.
+    pub compresses: bool,
+}
+
 /// The host with the most memory that no VM has, of those that the VM can go to: one that has its disks, if there is one, and one
-/// that is to be avoided only where there is no other. `place` is the datastore that was named for copies.
+/// that is to be avoided only where there is no other.
 pub(super) async fn choose(
     services: &Services,
     vm: &Vm,
     disks: &[Disk],
-    (promised, place): (&Promised, Option<&str>),
+    asked: &Asked<'_>,
     avoided: Option<HostId>,
 ) -> Result<Fit, Problem> {
     let mut candidates = Candidates::default();
     for host in others(services, vm).await? {
         let name = host.name.clone();
-        let fit = fits(services, vm, disks, host, (promised, place)).await;
+        let fit = fits(services, vm, disks, host, asked).await;
         candidates.add(&name, fit, avoided);
     }
     candidates.best(vm)
@@ -353,13 +376,13 @@ fn takes_vms(services: &Services, vm: &Vm, host: &Host) -> Result<Arc<HostDescri
     there.ok_or_else(|| "it does not answer".to_owned())
 }
 
-/// How a VM can go to a host; or why not. `place` is the datastore that was named for copies.
+/// How a VM can go to a host; or why not.
 async fn fits(
     services: &Services,
     vm: &Vm,
     disks: &[Disk],
     host: Host,
-    (promised, place): (&Promised, Option<&str>),
+    asked: &Asked<'_>,
 ) -> Result<Fit, String> {
     let failed = |problem: Problem| problem.detail;
     let there = takes_vms(services, vm, &host)?;
@@ -370,6 +393,9 @@ async fn fits(
     if must_be_encrypted(vm) && !view.has(MIGRATE_ENCRYPTED) {
         return Err("its agent cannot encrypt what is sent: upgrade vmseal there".to_owned());
     }
+    if asked.compresses && !view.has(MIGRATE_COMPRESSED) {
+        return Err("its agent reads nothing that is compressed: upgrade vmseal there, or leave out --compress".to_owned());
+    }
     let Some(here) = services.hosts.view(vm.host).description.clone() else {
         return Err("the host of the VM is not known well enough".to_owned());
     };
@@ -377,14 +403,14 @@ async fn fits(
     // Before calls to the host: those are in vain for one that has no room.
     let free = {
         let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
-        let free = free_memory(services, &mut read, host.id, promised).await;
+        let free = free_memory(services, &mut read, host.id, asked.promised).await;
         free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory)
     };
     if free < vm.memory {
         return Err(NO_ROOM.to_owned());
     }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
-    let copies = copies::of(services, vm, disks, &host, place).await?;
+    let copies = copies::of(services, vm, disks, &host, asked.place).await?;
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
     let spec = definition_with(&services.store, vm.id, host.id, &to).await.map_err(failed)?;
     for disk in disks.iter().filter(|disk| to.iter().all(|copy| copy.disk != disk.id)) {

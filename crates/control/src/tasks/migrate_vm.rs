@@ -165,13 +165,22 @@ struct Ends {
     encrypted: bool,
     datastore: Option<DatastoreId>,
     downtime_milliseconds: u32,
+    compresses: bool,
 }
 
 fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
     match run.task.operation {
-        Operation::MigrateVm { from, to, encrypted, datastore, downtime_milliseconds, .. } => {
+        Operation::MigrateVm {
+            from,
+            to,
+            encrypted,
+            datastore,
+            downtime_milliseconds,
+            compresses,
+            ..
+        } => {
             let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
-            Ok(Ends { from, to, encrypted, datastore, downtime_milliseconds })
+            Ok(Ends { from, to, encrypted, datastore, downtime_milliseconds, compresses })
         }
         _ => Err(internal("the task does not say where the VM goes")),
     }
@@ -318,6 +327,7 @@ async fn begin(
         to: reachable(address, &to.address),
         downtime_milliseconds: ends.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
+        compresses: ends.compresses,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     source.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;

@@ -341,7 +341,7 @@ mod tests {
         assert!(has(How::Multifd, "\"multifd\"") && has(How::Multifd, "\"multifd-channels\":2"));
         assert!(!has(How::Tcp, "multifd") && !has(How::Tls, "multifd"));
         assert!(has(How::Tls, "\"tls-creds\":\"tls\"") && !has(How::Tcp, "tls"));
-        let guest = Guest { size_mib: 1, changes_mib: 0 };
+        let guest = Guest { size_mib: 1, changes_mib: 0, repeats: 1 };
         let of = |end, how| {
             arguments(end, how, guest, Path::new("/d"), "tcg", Path::new("/h")).join(" ")
         };

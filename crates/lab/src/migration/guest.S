@@ -1,5 +1,5 @@
-# The guest of a migration that is measured: a boot sector that fills memory with pseudo-random numbers, from 1 MiB on, and
-# then either stands still or changes so many pages 100 times a second, one after another.
+# The guest of a migration that is measured: a boot sector that fills memory with pseudo-random numbers, each so many times,
+# from 1 MiB on, and then either stands still or changes so many pages 100 times a second, one after another.
 #
 #   as --32 guest.S -o guest.o && ld -m elf_i386 -Ttext 0x7c00 --oformat binary guest.o -o guest.bin
 #
@@ -43,11 +43,17 @@ next:                               # xorshift of 32 bits
     movl    %eax, %edx
     shll    $5, %edx
     xorl    %edx, %eax
+    movl    repeats, %ebp
+same:
     movl    %eax, %fs:(%edi)
     addl    $4, %edi
     decl    %ecx
-    jnz     next
+    jz      filled
+    decl    %ebp
+    jnz     same
+    jmp     next
 
+filled:
     cmpl    $0, changes
     jne     change
 still:
@@ -102,7 +108,8 @@ table:
     .word   table - descriptors - 1
     .long   descriptors
 
-    .org    502
+    .org    498
+repeats:    .long 0                 # of each number
 pages:      .long 0                 # that are filled
 changes:    .long 0                 # pages in a hundredth of a second
     .word   0xaa55

@@ -37,6 +37,9 @@ use crate::subject::{self, Order, Point, Subject};
 /// The VM that has a key; the others have their modes for names.
 const ENCRYPTED: &str = MIGRATION_SYSTEMS[0];
 
+/// The same, and its memory is compressed.
+const COMPRESSED: &str = MIGRATION_SYSTEMS[1];
+
 /// A guest on a line.
 #[derive(Clone, Copy, Debug)]
 struct Task {
@@ -105,26 +108,30 @@ fn tasks(id: &str, matrix: &MigrationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<P
     let (mut tasks, mut places) = (Vec::new(), Vec::new());
     for &size_mib in sizes {
         for &changes_mib in &matrix.changes_mib {
-            for &line_mbit in &matrix.line_mbit {
-                let mut name = id.to_owned();
-                for (value, what, values) in [
-                    (size_mib, "mib", sizes.len()),
-                    (changes_mib, "mib-changed", matrix.changes_mib.len()),
-                    (line_mbit, "mbit", matrix.line_mbit.len()),
-                ] {
-                    if values > 1 {
-                        name.push_str(&format!("-{value}-{what}"));
+            for &repeats in &matrix.repeats {
+                for &line_mbit in &matrix.line_mbit {
+                    let axes = [
+                        ("size_mib", size_mib, "mib", sizes.len()),
+                        ("changes_mib", changes_mib, "mib-changed", matrix.changes_mib.len()),
+                        ("repeats", repeats, "times", matrix.repeats.len()),
+                        ("line_mbit", line_mbit, "mbit", matrix.line_mbit.len()),
+                    ];
+                    let mut name = id.to_owned();
+                    for (_, value, what, values) in axes {
+                        if values > 1 {
+                            name.push_str(&format!("-{value}-{what}"));
+                        }
                     }
+                    // Kept until the program ends, as the names of loads are.
+                    let workload: &'static str = name.leak();
+                    let guest = Guest { size_mib, changes_mib, repeats };
+                    tasks.push(Task { workload, guest, line_mbit });
+                    let axes = axes.into_iter().map(|(axis, value, ..)| (axis, value));
+                    places.push(Place {
+                        axes: axes.collect::<BTreeMap<_, _>>(),
+                        workloads: vec![(workload, None)],
+                    });
                 }
-                // Kept until the program ends, as the names of loads are.
-                let workload: &'static str = name.leak();
-                tasks.push(Task { workload, guest: Guest { size_mib, changes_mib }, line_mbit });
-                let axes = [size_mib, changes_mib, line_mbit];
-                let axes = ["size_mib", "changes_mib", "line_mbit"].into_iter().zip(axes);
-                places.push(Place {
-                    axes: axes.collect::<BTreeMap<_, _>>(),
-                    workloads: vec![(workload, None)],
-                });
             }
         }
     }
@@ -185,21 +192,24 @@ impl Subject for Migrations {
 
 /// The image that a guest starts from.
 fn image(here: &Installation, guest: Guest) -> PathBuf {
-    here.store().join(format!("{}-{}.raw", guest.size_mib, guest.changes_mib))
+    let Guest { size_mib, changes_mib, repeats } = guest;
+    here.store().join(format!("{size_mib}-{changes_mib}-{repeats}.raw"))
 }
 
 fn name(system: &str, guest: Guest) -> String {
-    format!("{system}-{}-{}", guest.size_mib, guest.changes_mib)
+    let Guest { size_mib, changes_mib, repeats } = guest;
+    format!("{system}-{size_mib}-{changes_mib}-{repeats}")
 }
 
 fn create(here: &Installation, vm: &str, system: &str, guest: Guest) -> Result<(), OperationError> {
     let image = image(here, guest);
     let disk = format!("datastore=local,format=raw,image={}", image.display());
     let memory = format!("{}MiB", guest.memory_mib());
-    let policy = if system == ENCRYPTED { ENCRYPTED } else { "plain" };
+    let has_key = [ENCRYPTED, COMPRESSED].contains(&system);
+    let policy = if has_key { "encrypted" } else { "plain" };
     let create = ["vm", "create", vm, "--host", HERE, "--policy", policy, "--vcpus", "1"];
     here.vmseal(&[&create[..], &["--memory", &memory, "--disk", &disk, "--force"]].concat())?;
-    if system != ENCRYPTED {
+    if !has_key {
         here.vmseal(&["vm", "set", vm, "--migration-encryption", system])?;
     }
     Ok(())
@@ -219,7 +229,10 @@ fn migrate(here: &Installation, system: &str, guest: Guest) -> Result<Moved, Ope
     let to = if shown["host"] == HERE { THERE } else { HERE };
     here.vmseal(&["vm", "start", &vm])?;
     guest.until_filled(process_of(here, &vm)?)?;
-    let command = ["vm", "migrate", &vm, to];
+    let mut command = vec!["vm", "migrate", &vm, to];
+    if system == COMPRESSED {
+        command.push("--compress");
+    }
     let (answered, spent) = meter::watched(|| here.processes(), || here.json(&command));
     let answered = answered?;
     here.vmseal(&["vm", "stop", &vm, "--force"])?;
@@ -278,6 +291,7 @@ mod tests {
             systems: vec!["encrypted".to_owned()],
             size_mib: vec![64],
             changes_mib: vec![0, 5],
+            repeats: vec![1],
             line_mbit: vec![500, 1000],
         };
         let (tasks, places) = tasks("m", &matrix, &[64]);
@@ -290,7 +304,10 @@ mod tests {
         ];
         assert_eq!(names, expected);
         let last = places.last().unwrap();
-        assert_eq!(last.axes, [("size_mib", 64), ("changes_mib", 5), ("line_mbit", 1000)].into());
+        assert_eq!(
+            last.axes,
+            [("size_mib", 64), ("changes_mib", 5), ("repeats", 1), ("line_mbit", 1000)].into()
+        );
         assert_eq!(last.workloads, [(expected[3], None)]);
     }
 }

@@ -11,10 +11,12 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tokio::sync::oneshot;
 use vmseal_seal::frame::{CONTENT_MAX, Kind};
 
+use super::compression::{COMPRESSED, Compression, Decompression};
 use super::error::TransportError;
 use super::records::{RecordReceiver, RecordSender, records};
 use super::session::{Shared, Stream};
@@ -37,6 +39,8 @@ pub struct Carrier {
     stream: u16,
     sender: RecordSender,
     receiver: RecordReceiver,
+    /// Whether what is sent is compressed where that is faster.
+    compresses: bool,
 }
 
 /// A local socket at work that is not the last one.
@@ -61,7 +65,13 @@ impl Carrier {
     pub fn new(stream: Stream) -> Result<Self, TransportError> {
         let (shared, number) = (stream.shared.clone(), stream.number());
         let (sender, receiver) = records(stream)?;
-        Ok(Self { shared, stream: number, sender, receiver })
+        Ok(Self { shared, stream: number, sender, receiver, compresses: false })
+    }
+
+    /// Compresses what the last local socket sends, where that is faster. The other host must know of that.
+    #[must_use]
+    pub fn compressing(self, compresses: bool) -> Self {
+        Self { compresses, ..self }
     }
 
     /// Carries what is written to a connected local socket. Others follow.
@@ -70,7 +80,7 @@ impl Carrier {
     /// As [`Carrier::new`].
     pub fn part(self, local: UnixStream) -> Result<Part, TransportError> {
         let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
-            outward(shared, stream, &mut sender, local)?;
+            outward(shared, stream, &mut sender, local, None)?;
             sender.send(PART_END, &[]).map(|()| sender)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
@@ -84,8 +94,9 @@ impl Carrier {
     /// # Errors
     /// As [`Carrier::new`].
     pub fn last(self, local: UnixStream) -> Result<Bridge, TransportError> {
+        let compression = self.compresses.then(Compression::new);
         let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
-            let sent = outward(shared, stream, &mut sender, local)?;
+            let sent = outward(shared, stream, &mut sender, local, compression)?;
             sender.finish().map(|()| sent)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
@@ -104,7 +115,7 @@ impl Carrier {
         + Send
         + 'static,
     ) -> Result<Work<S, R>, TransportError> {
-        let Self { shared, stream, sender, receiver } = self;
+        let Self { shared, stream, sender, receiver, .. } = self;
         let failed = |error| shared.fail(TransportError::setup(stream)(error));
         local.set_nonblocking(false).map_err(failed)?;
         let (reading, writing, shut) =
@@ -137,7 +148,7 @@ impl Part {
     pub async fn done(self) -> Result<Carrier, TransportError> {
         let (shared, stream) = (self.0.shared.clone(), self.0.stream);
         let (sender, receiver) = self.0.done().await?;
-        Ok(Carrier { shared, stream, sender, receiver })
+        Ok(Carrier { shared, stream, sender, receiver, compresses: false })
     }
 }
 
@@ -201,13 +212,22 @@ fn outward(
     stream: u16,
     sender: &mut RecordSender,
     mut local: UnixStream,
+    mut compression: Option<Compression>,
 ) -> Result<u64, TransportError> {
     let mut sent = 0;
     loop {
         match local.read(&mut sender.content()[..CONTENT_MAX]) {
             Ok(0) => break,
             Ok(read) => {
-                sender.send_filled(Kind::BYTES, read)?;
+                match &mut compression {
+                    None => sender.send_filled(Kind::BYTES, read)?,
+                    Some(compression) => {
+                        let full = Instant::now();
+                        let (kind, length) = compression.fill(sender.content(), read);
+                        sender.send_filled(kind, length)?;
+                        compression.took(read, full.elapsed());
+                    }
+                }
                 sent += read as u64;
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -229,7 +249,7 @@ fn inward(
     mut local: UnixStream,
     end: Option<Kind>,
 ) -> Result<u64, TransportError> {
-    let mut received = 0;
+    let (mut received, mut decompression) = (0, Decompression::default());
     loop {
         let Some((kind, bytes)) = receiver.receive()? else {
             match end {
@@ -240,9 +260,15 @@ fn inward(
         if Some(kind) == end && bytes.is_empty() {
             break;
         }
-        if kind != Kind::BYTES {
-            return Err(shared.fail(TransportError::Kind { stream, kind: kind.number() }));
-        }
+        let bytes = match kind {
+            Kind::BYTES => &*bytes,
+            COMPRESSED => decompression
+                .bytes(bytes)
+                .ok_or_else(|| shared.fail(TransportError::Compressed { stream }))?,
+            other => {
+                return Err(shared.fail(TransportError::Kind { stream, kind: other.number() }));
+            }
+        };
         local.write_all(bytes).map_err(|error| local_failed(shared, stream, error))?;
         received += bytes.len() as u64;
     }

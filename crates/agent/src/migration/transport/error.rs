@@ -81,6 +81,12 @@ pub enum TransportError {
         /// The kind's number.
         kind: u8,
     },
+    /// A frame that does not hold what it says.
+    #[error("stream {stream}: what a frame holds cannot be decompressed")]
+    Compressed {
+        /// The stream.
+        stream: u16,
+    },
     /// Nothing was taken or answered for too long.
     #[error(
         "stream {stream}: the other host has taken nothing for {} s",

@@ -6,7 +6,7 @@
 //!                               │ take(number) → Stream              │
 //!                               ├─ Control::new   messages of the agents (JSON, async)
 //!                               ├─ Bridge::start  a local socket's bytes, both ways (QEMU), threads of its own
-//!                               ├─ Carrier        those of several, one after the other (the layers of a disk)
+//!                               ├─ Carrier        those of several, one after the other (the layers of a disk); compressed, if asked
 //!                               └─ records        frames with a kind, for threads of the caller (disk blocks, pages)
 //! ```
 //! A session succeeds or fails as a whole. The first error of any stream fails the session ([`Handle::failure`]): it closes every connection
@@ -18,6 +18,7 @@
 //! ([`Cipher`]); nothing is negotiated. The caller chooses the numbers of the streams, and the kinds of frames other than bytes and messages.
 
 mod bridge;
+mod compression;
 mod connect;
 mod control;
 mod error;

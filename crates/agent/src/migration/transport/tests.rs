@@ -50,8 +50,13 @@ struct Local {
 }
 
 fn bridged(session: &mut Session, stream: u16) -> Local {
+    bridged_with(session, stream, false)
+}
+
+fn bridged_with(session: &mut Session, stream: u16, compresses: bool) -> Local {
     let (socket, other) = UnixStream::pair().unwrap();
-    let bridge = Bridge::start(session.take(stream).unwrap(), other).unwrap();
+    let carrier = Carrier::new(session.take(stream).unwrap()).unwrap();
+    let bridge = carrier.compressing(compresses).last(other).unwrap();
     Local { bridge, socket }
 }
 
@@ -122,6 +127,51 @@ async fn bridges_carry_all_bytes_both_ways_and_their_ends() {
         }
         assert!(here.handle().failure().is_none() && there.handle().failure().is_none());
     }
+}
+
+/// The first 8 bytes of each MiB tell where it is, the others repeat.
+fn compressible(length: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..length / 64).flat_map(|at| [(at % 251) as u8; 64]).collect();
+    for (number, block) in bytes.chunks_mut(MIB).enumerate() {
+        block[..8].copy_from_slice(&number.to_be_bytes());
+    }
+    bytes
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_rate_holds_back_is_compressed_and_comes_as_it_was() {
+    let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
+    // Far below what compression and decompression can do.
+    here.handle().set_rate(NonZeroU64::new(8 << 20));
+    let (source, mut destination) = (bridged_with(&mut here, 0, true), bridged(&mut there, 0));
+    let bytes = compressible(32 * MIB);
+    let (mut writing, written) = (source.socket, bytes.clone());
+    let writer = thread::spawn(move || {
+        writing.write_all(&written).unwrap();
+        writing.shutdown(std::net::Shutdown::Write).unwrap();
+        // What comes back is nothing, and its end.
+        writing.read(&mut [0]).unwrap()
+    });
+    let mut received = Vec::new();
+    destination.socket.read_to_end(&mut received).unwrap();
+    assert!(received == bytes);
+    destination.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    assert_eq!(writer.join().unwrap(), 0);
+    let length = bytes.len() as u64;
+    assert_eq!(source.bridge.done().await.unwrap(), Moved { sent: length, received: 0 });
+    assert_eq!(destination.bridge.done().await.unwrap(), Moved { sent: 0, received: length });
+    let sent = here.handle().counters()[0].sent_bytes;
+    assert!(sent < length / 4, "{sent} of {length}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frame_that_cannot_be_decompressed_fails_the_session() {
+    let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
+    let (mut sender, _unused) = records(here.take(0).unwrap()).unwrap();
+    let destination = bridged(&mut there, 0);
+    sender.send(super::compression::COMPRESSED, &[0, 4, 0, 1, 7]).unwrap();
+    let failed = destination.bridge.done().await.unwrap_err();
+    assert!(matches!(failed, TransportError::Compressed { stream: 0 }), "{failed}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

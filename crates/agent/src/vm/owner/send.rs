@@ -95,6 +95,7 @@ impl Owner {
             bytes_per_second: departure.bytes_per_second,
             guest: GuestToSend {
                 downtime_milliseconds: departure.downtime_milliseconds,
+                compresses: departure.compresses,
                 record,
                 qmp: running.qmp.clone(),
                 migration: departure.session.migration,

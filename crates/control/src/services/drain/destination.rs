@@ -34,7 +34,15 @@ pub(super) async fn of(
         return Err(for_good(format!("user '{user}' lacks the privilege '{privilege}'")));
     }
     migrate::require_sendable(services, vm).map_err(for_now)?;
-    migrate::choose(services, vm, &disks, (promised, None), avoided).await.map_err(for_now)
+    migrate::choose(
+        services,
+        vm,
+        &disks,
+        &migrate::Asked { promised, place: None, compresses: false },
+        avoided,
+    )
+    .await
+    .map_err(for_now)
 }
 
 /// The order in which VMs are moved: the largest first, as what is left of hosts for small ones is no use to large ones.

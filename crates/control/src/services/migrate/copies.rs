@@ -204,6 +204,7 @@ async fn roomiest(
 #[cfg(test)]
 mod tests {
     use vmseal_api::hardware::{Firmware, Hardware};
+    use vmseal_api::host::version::MIGRATE_COMPRESSED;
     use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
     use vmseal_secret::sealed_box::Recipient;
 
@@ -317,6 +318,28 @@ mod tests {
             told.contains("upgrade vmseal there").then_some(told)
         });
         assert!(told.await.contains("disk 'uefi-variables' needs a newer agent"));
+    }
+
+    #[tokio::test]
+    async fn an_agent_of_an_earlier_version_gets_nothing_compressed() {
+        let fixture = Fixture::new().await;
+        let (there, agent) = fixture.add_host("there").await;
+        fixture.share_datastore(there, "there").await;
+        fixture.running("web").await;
+        let compress = async |compress| {
+            let services = fixture.services(Recipient::generate().unwrap());
+            let request = MigrateVm { compress, ..MigrateVm::default() };
+            let caller = Caller::administrator("me");
+            let planned = migrate(&services, &caller, "web", request, true).await;
+            planned.map(drop).map_err(|problem| problem.detail)
+        };
+        compress(true).await.unwrap();
+        agent.lack_features(&[MIGRATE_COMPRESSED]);
+        agent.restart();
+        let refused = fixture.eventually("the server sees it", async || compress(true).await.err());
+        let refused = refused.await;
+        assert!(refused.contains("reads nothing that is compressed"), "{refused}");
+        compress(false).await.unwrap();
     }
 
     #[tokio::test]

@@ -33,6 +33,10 @@ pub(super) async fn migrate(
         check_downtime(downtime)
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
+    if request.compress {
+        let what = "what goes to another control plane is not compressed: leave it out";
+        return Err(Problem::invalid("compress", what));
+    }
     let named = request.remote.as_deref().unwrap_or_default();
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;

@@ -316,6 +316,7 @@ async fn begin(
         to,
         downtime_milliseconds: route.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
+        compresses: false,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     agent.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;

@@ -97,6 +97,7 @@ impl Disks {
             encrypted: true,
             datastore,
             downtime_milliseconds: None,
+            compresses: false,
         }
     }
 
@@ -181,6 +182,7 @@ pub(super) fn any(vm: VmId) -> Operation {
         encrypted: true,
         datastore: None,
         downtime_milliseconds: None,
+        compresses: false,
     }
 }
 
