@@ -101,6 +101,15 @@ impl Machine {
         found
     }
 
+    /// The server or the agent.
+    fn process(&self, role: &str) -> i32 {
+        let plays = |pid: &i32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes())
+        };
+        using(self.directory.path()).into_iter().find(plays).unwrap()
+    }
+
     fn all_have_ended(&self) {
         eventually("all processes have ended", || {
             using(self.directory.path()).is_empty().then_some(())
@@ -189,6 +198,18 @@ fn one_command_makes_a_machine_that_runs_encrypted_vms_and_a_second_one_changes_
     let said = first.until_it_stays();
     assert!(said.contains(backup.to_str().unwrap()) && said.contains(kept.to_str().unwrap()));
     assert_eq!((mode(&kept), mode(&backup)), (0o600, 0o600));
+    // What ends by itself is started again, and said.
+    for role in ["server", "agent"] {
+        vmseal_tests::process::kill_hard(here.process(role));
+        let told = first.lines.next().expect("it ended").unwrap();
+        assert!(told.starts_with(&format!("The {role} has ended")), "{told}");
+    }
+    eventually("server and agent are back", || {
+        let columns = ["host", "list", "-o=csv", "-c=connection", "--no-header"];
+        let listed = here.run(&columns);
+        (String::from_utf8_lossy(&listed.stdout).trim() == "connected").then_some(())
+    })
+    .unwrap();
     here.ok(&["vm", "create", "web1", "--policy=encrypted", "--disk=datastore=local,size=1MiB"]);
 
     // While it runs, and after it has ended.

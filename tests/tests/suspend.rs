@@ -117,7 +117,7 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     // What takes effect when the guest next boots may change.
     here.vmseal(&["vm", "set", VM, "--memory", "256MiB", "--vcpus", "2"]).unwrap();
     is_off_and_saved(&here);
-    here.vmseal(&["vm", "suspend", VM]).unwrap();
+    assert!(here.refused(&["vm", "suspend", VM]).unwrap().contains("suspended already"));
     let mut console = resume(&here);
     counts(&mut console, 1);
     assert!(!memory(&here).exists() && !home(&here).join("vm.memory.used").exists());

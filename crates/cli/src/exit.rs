@@ -2,6 +2,7 @@
 //!
 //! The codes are part of the interface: they are added to, never changed.
 
+use vmseal_api::client::CUT_OFF;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 /// How it ended.
@@ -80,13 +81,16 @@ pub fn text(error: &anyhow::Error) -> String {
     })
 }
 
-/// The end of a message when the server has failed, or its answer was lost: how to find the request.
+/// The end of a message when the server has failed, or its answer was lost: how to find the request, or what to do.
 pub fn trace(error: &anyhow::Error) -> String {
     let problem = error.downcast_ref::<Problem>();
     if let Some(Problem { in_doubt: true, request_id: Some(request), .. }) = problem {
         return format!(
             "; whether it was done is not known: look for request id {request} in `vmseal task list -c id,kind,target,state,request-id`"
         );
+    }
+    if problem.is_some_and(|it| it.code == ErrorCode::Unreachable && it.detail.contains(CUT_OFF)) {
+        return "; try again once it answers".to_owned();
     }
     let request = problem.and_then(|problem| failed_inside(problem, problem.request_id.as_deref()));
     request.unwrap_or_default()
@@ -159,6 +163,18 @@ mod tests {
             let told = trace(&error);
             assert!(told.contains("not known") && told.contains("request id r-1 in"), "{told}");
         }
+    }
+
+    #[test]
+    fn a_lost_connection_is_told_with_what_to_do() {
+        let detail = format!("the connection to the server {CUT_OFF}");
+        let cut_off = Problem::new(ErrorCode::Unreachable, detail);
+        assert_eq!(trace(&cut_off.clone().into()), "; try again once it answers");
+        // It may be done: it is looked for first.
+        let changed = Problem { in_doubt: true, request_id: Some("r-1".into()), ..cut_off };
+        assert!(!trace(&changed.into()).contains("try again"));
+        let refused = Problem::new(ErrorCode::Unreachable, "it cannot be reached");
+        assert_eq!(trace(&refused.into()), "");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use vmseal_agent::host::identity::Identity;
 use vmseal_agent::join;
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::client::role::{HOST_ROLE, SERVER_ROLE};
-use vmseal_api::client::{ClientIdentity, HostClient, ServerClient, host_server_name};
+use vmseal_api::client::{CUT_OFF, ClientIdentity, HostClient, ServerClient, host_server_name};
 use vmseal_api::host::{ConsoleClaim, DatastoreLocation, HostAgent};
 use vmseal_api::model::*;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
@@ -275,6 +275,15 @@ impl Installation {
 
     /// Answers TLS with this certificate; returns the address.
     async fn answers_with(&self, names: Vec<rcgen::SanType>) -> std::net::SocketAddr {
+        self.answers(names, "HTTP/1.1 204 No Content\r\n\r\n").await
+    }
+
+    /// Answers requests with this, and hangs up as a process does that is killed.
+    async fn answers(
+        &self,
+        names: Vec<rcgen::SanType>,
+        answer: &'static str,
+    ) -> std::net::SocketAddr {
         let (certificate, key) = self.signed(names);
         let tls = rustls::ServerConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
@@ -289,7 +298,7 @@ impl Installation {
             while let Ok((stream, _)) = listener.accept().await {
                 if let Ok(mut stream) = acceptor.accept(stream).await {
                     let _ = stream.read(&mut [0; 1024]).await;
-                    let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").await;
+                    let _ = stream.write_all(answer.as_bytes()).await;
                 }
             }
         });
@@ -331,6 +340,29 @@ async fn a_host_does_not_pass_for_the_server_nor_the_server_for_a_host() {
     let client = HostClient::new(host, "here", &address.to_string(), &identity).unwrap();
     let refused = client.describe().await.unwrap_err();
     assert!(refused.detail.contains("not a host's"), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_ends_meanwhile_is_told_in_plain_words() {
+    let here = Installation::new().await;
+    let names = || {
+        let role = rcgen::SanType::URI(SERVER_ROLE.try_into().unwrap());
+        vec![rcgen::SanType::IpAddress("127.0.0.1".parse().unwrap()), role]
+    };
+    for answer in ["", "HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"] {
+        let url = format!("https://{}", here.answers(names(), answer).await);
+        let client = ServerClient::new(&url, &here.file("ca.pem"), "x").unwrap();
+        let mut told = vec![client.get::<About>("about").await.unwrap_err()];
+        if answer.is_empty() {
+            told.push(client.console("web", ConsoleClaim::IfFree).await.err().unwrap());
+        }
+        for problem in told {
+            assert_eq!(problem.code, ErrorCode::Unreachable);
+            let expected = format!("the connection to {url}/ {CUT_OFF}");
+            assert!(problem.detail.starts_with(&expected), "{answer}: {problem}");
+            assert!(!problem.detail.contains("rustls"), "{answer}: {problem}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,7 +1,7 @@
 //! Backups on a simulated host: manifests without files. They outlive the agent, as those of a real one do.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 use vmseal_api::host::backup::{BackedUpDisk, BackedUpTpm, BackupManifest, BackupPlace};
 use vmseal_api::host::{
@@ -22,6 +22,8 @@ pub struct Backups {
     whole: BTreeMap<(PathBuf, BackupId), BackupManifest>,
     restoring: BTreeMap<DiskId, TaskId>,
     restored: BTreeMap<DiskId, BackupId>,
+    /// Directories that are not there now.
+    away: BTreeSet<PathBuf>,
 }
 
 impl SimulatedHost {
@@ -31,6 +33,15 @@ impl SimulatedHost {
         let inside = self.inside();
         let Backups { whole, unfinished, .. } = &inside.persisted.backups;
         (whole.keys().map(|(_, backup)| *backup).collect(), unfinished.len())
+    }
+
+    /// A directory is taken away, with what is in it, as when its file system is unmounted; or it is there again.
+    pub fn set_directory(&self, directory: &Path, is_there: bool) {
+        let away = &mut self.inside().persisted.backups.away;
+        match is_there {
+            true => drop(away.remove(directory)),
+            false => drop(away.insert(directory.to_owned())),
+        }
     }
 
     /// The backup that a disk was restored from last, and whether there is a restored image that is not used.
@@ -47,14 +58,19 @@ fn absent(backup: BackupId) -> Problem {
 }
 
 impl Inside {
-    fn whole_backup(
-        &self,
-        directory: &std::path::Path,
-        backup: BackupId,
-    ) -> Result<&BackupManifest, Problem> {
+    fn check_directory(&self, directory: &Path) -> Result<(), Problem> {
         if !directory.is_absolute() {
             return Err(Problem::invalid("directory", "must be an absolute path"));
         }
+        if self.persisted.backups.away.contains(directory) {
+            let what = format!("{} is no directory of this host", directory.display());
+            return Err(Problem::invalid("directory", what));
+        }
+        Ok(())
+    }
+
+    fn whole_backup(&self, directory: &Path, backup: BackupId) -> Result<&BackupManifest, Problem> {
+        self.check_directory(directory)?;
         let known = self.persisted.backups.whole.get(&(directory.to_owned(), backup));
         known.ok_or_else(|| absent(backup))
     }
@@ -75,8 +91,7 @@ impl Inside {
                     .try_for_each(|id| find_disk(&self.known(vm)?.spec, *id).map(drop))?;
                 match job.parent {
                     Some(parent) => self.whole_backup(&job.directory, parent).map(drop),
-                    None if job.directory.is_absolute() => Ok(()),
-                    None => Err(Problem::invalid("directory", "must be an absolute path")),
+                    None => self.check_directory(&job.directory),
                 }
             }
             JobSpec::VerifyBackup(job) => {
@@ -167,6 +182,7 @@ impl Inside {
     }
 
     fn write_backup(&mut self, vm: VmId, job: &BackupJob) -> Result<BackupManifest, Problem> {
+        self.check_directory(&job.directory)?;
         let place = (job.directory.clone(), job.backup);
         if let Some(there) = self.persisted.backups.whole.get(&place) {
             return Ok(there.clone());
@@ -205,6 +221,8 @@ impl Inside {
             });
         }
         let manifest = manifest_of(&known.spec, job, disks, known.kek.as_ref())?;
+        // As a real host removes what is left in the VM's directory.
+        self.persisted.backups.unfinished.retain(|_, left| left.vm.vm != vm);
         self.persisted.backups.unfinished.insert(job.backup, manifest.clone());
         Ok(manifest)
     }
@@ -219,6 +237,9 @@ impl Inside {
     ) -> Option<Result<(), Problem>> {
         let committed = match job {
             JobSpec::Backup(job) => {
+                if let Err(away) = self.check_directory(&job.directory) {
+                    return Some(Err(away));
+                }
                 let place = (job.directory.clone(), job.backup);
                 let Backups { unfinished, whole, .. } = &mut self.persisted.backups;
                 if let Some(manifest) = unfinished.remove(&job.backup) {
@@ -272,13 +293,17 @@ impl Inside {
     }
 
     /// Removes what a cancelled job has written.
-    pub fn cancel_backup(&mut self, task: TaskId, job: &JobSpec) {
+    pub fn cancel_backup(&mut self, task: TaskId, job: &JobSpec) -> Result<(), Problem> {
+        if let JobSpec::Backup(job) = job {
+            self.check_directory(&job.directory)?;
+        }
         let Backups { unfinished, restoring, .. } = &mut self.persisted.backups;
         match job {
             JobSpec::Backup(job) => drop(unfinished.remove(&job.backup)),
             JobSpec::RestoreBackup(_) => restoring.retain(|_, of| *of != task),
             _ => {}
         }
+        Ok(())
     }
 
     pub fn read_backup(&mut self, place: &BackupPlace) -> Result<BackupManifest, Problem> {
@@ -286,9 +311,7 @@ impl Inside {
     }
 
     pub fn discard_backup(&mut self, place: &BackupPlace) -> Result<(), Problem> {
-        if !place.directory.is_absolute() {
-            return Err(Problem::invalid("directory", "must be an absolute path"));
-        }
+        self.check_directory(&place.directory)?;
         let Backups { unfinished, whole, .. } = &mut self.persisted.backups;
         unfinished.remove(&place.backup);
         whole.remove(&(place.directory.clone(), place.backup));

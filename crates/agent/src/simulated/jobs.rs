@@ -306,7 +306,7 @@ impl Inside {
         if let JobSpec::Mirror(mirror) = &job {
             return self.cancel_mirror(vm, task, mirror);
         }
-        self.cancel_backup(task, &job);
+        self.cancel_backup(task, &job)?;
         let Some(export) = job.exported() else { return Ok(()) };
         if state == Some(JobState::Cancelled) {
             return Ok(());

@@ -62,11 +62,17 @@ impl Inside {
         Ok(())
     }
 
-    /// Checks that no linked clone stands on a disk, or on what one snapshot of it keeps.
+    /// Checks that no linked clone stands on a disk, or on what one snapshot of it keeps. What is linked to a snapshot stands on
+    /// those before it, too.
     pub fn is_unshared(&self, disk: DiskId, of: Option<SnapshotId>) -> Result<(), Problem> {
         let mut links = self.persisted.links.0.values();
+        let known = self.persisted.snapshots.0.get(&disk).map_or(&[][..], Vec::as_slice);
+        let up_to = |kept: &SnapshotId| {
+            let end = known.iter().position(|it| it == kept);
+            end.map_or(&[][..], |end| &known[..=end])
+        };
         let stands = |(on, kept): &(DiskId, SnapshotId)| {
-            *on == disk && of.is_none_or(|snapshot| snapshot == *kept)
+            *on == disk && of.is_none_or(|snapshot| up_to(kept).contains(&snapshot))
         };
         if links.any(stands) {
             let what = "linked clones stand on this: delete them first";

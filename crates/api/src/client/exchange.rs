@@ -1,5 +1,6 @@
 //! One request and its answer: limits, and the error for each failure.
 
+use std::error::Error;
 use std::io;
 use std::time::Duration;
 
@@ -15,6 +16,9 @@ pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest answer that is accepted, in bytes: lists of 1000 VMs with some disks each.
 const ANSWER_MAX: usize = 16 * 1024 * 1024;
+
+/// What a [`Problem`] says of a connection that was lost.
+pub const CUT_OFF: &str = "was lost before it had answered";
 
 /// The other end, as messages name it.
 pub(super) struct Peer<'a>(pub &'a str);
@@ -103,7 +107,23 @@ impl Peer<'_> {
             let detail = format!("{} did not answer in time", self.0);
             return Problem::new(ErrorCode::TimedOut, detail);
         }
-        self.unreachable(&deepest(error))
+        match error.is_connect() || error.is_builder() {
+            true => self.unreachable(&deepest(error)),
+            false => self.cut_off(error),
+        }
+    }
+
+    /// The error for a connection that was lost while an answer was waited for, as when the peer restarts.
+    pub(super) fn cut_off(&self, error: &(dyn Error + 'static)) -> Problem {
+        let cause = deepest(error);
+        let closed = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        // That it was closed says no more, and rustls says it for programmers.
+        let why = match closed == Some(io::ErrorKind::UnexpectedEof) {
+            true => String::new(),
+            false => format!(" ({cause})"),
+        };
+        let detail = format!("the connection to {} {CUT_OFF}{why}", self.0);
+        Problem::new(ErrorCode::Unreachable, detail)
     }
 
     /// The error for a peer that cannot be reached.
@@ -126,12 +146,12 @@ fn lost(changes: bool, problem: Problem) -> Problem {
 }
 
 /// The last cause says most ("connection refused"); those before it repeat it.
-fn deepest(error: &reqwest::Error) -> String {
-    let mut cause: &dyn std::error::Error = error;
+fn deepest<'a>(error: &'a (dyn Error + 'static)) -> &'a (dyn Error + 'static) {
+    let mut cause = error;
     while let Some(next) = cause.source() {
         cause = next;
     }
-    cause.to_string()
+    cause
 }
 
 #[cfg(test)]
@@ -193,6 +213,8 @@ mod tests {
                 let expected = in_doubt && changes;
                 assert_eq!(problem.in_doubt, expected, "{method}{query}: {answer}: {problem:?}");
                 assert!(!expected || problem.request_id.as_deref() == Some("r-1"), "{problem:?}");
+                let cut_off = !["HTTP/1.1 4", "HTTP/1.1 5"].iter().any(|it| answer.starts_with(it));
+                assert_eq!(problem.detail.contains(CUT_OFF), cut_off, "{answer}: {problem:?}");
             }
         }
         assert!(Peer("it").parse_changed::<u32>(b"{}").unwrap_err().in_doubt);

@@ -13,6 +13,7 @@ mod tls;
 pub mod verifier;
 mod websocket;
 
+pub use exchange::CUT_OFF;
 pub use host_client::HostClient;
 pub use role::host_server_name;
 pub use server_client::ServerClient;

@@ -121,5 +121,8 @@ fn refusal(peer: &Peer<'_>, error: Error) -> Problem {
     {
         return problem;
     }
-    peer.unreachable(&error)
+    match error {
+        Error::Http(_) => peer.unreachable(&error),
+        _ => peer.cut_off(&error),
+    }
 }

@@ -13,6 +13,7 @@ use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
 
+use super::reconnect::across;
 use super::ssh::{self, LogIn};
 use super::{image, task};
 use crate::arguments::{Launch, Output, Wait};
@@ -176,7 +177,7 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
     ));
     let path = format!("vms/{name}");
     loop {
-        let vm: Vm = server.get(&path).await?;
+        let vm: Vm = across(server, async || server.get(&path).await).await?;
         let name = &vm.name;
         if vm.power.is_some_and(|power| power != Power::Running) {
             let message = format!(

@@ -39,7 +39,7 @@ pub async fn run(
         }
         arguments::Task::Watch { tasks } => {
             let tasks = match tasks.is_empty() {
-                true => open(server).await?,
+                true => across(server, async || open(server).await).await?,
                 false => named(server, &tasks).await?,
             };
             if tasks.is_empty() {

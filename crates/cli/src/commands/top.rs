@@ -8,6 +8,7 @@ use serde::Serialize;
 use vmseal_api::client::ServerClient;
 use vmseal_api::usage::{Usage, UsageCounters, VmUsage};
 
+use super::reconnect::across;
 use crate::arguments::{Output, Top, TopOrder};
 use crate::print::{self, VmRates, rates};
 
@@ -40,7 +41,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Top) -> anyhow:
             // To watch has no other end.
             Ok(()) = tokio::signal::ctrl_c() => return Ok(()),
         }
-        let now = read().await?;
+        let now = across(server, &read).await?;
         let mut rows = rates_between(&before, &now);
         sort(&mut rows, options.sort);
         if whole_screen {

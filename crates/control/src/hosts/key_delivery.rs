@@ -162,13 +162,18 @@ impl KeyDeliveries {
         Ok(())
     }
 
+    /// Whether no delivery is in flight.
+    pub(super) fn are_done(&self) -> bool {
+        self.work.is_empty()
+    }
+
     /// Waits until no delivery is in flight, but not for long.
     ///
     /// # Errors
     /// The host does not answer.
     pub(super) async fn settle(&mut self) -> Result<(), Problem> {
         let all = async {
-            while !self.work.is_empty() {
+            while !self.are_done() {
                 self.next().await?;
             }
             Ok(())

@@ -220,25 +220,41 @@ impl Monitor {
             }
             () = self.wake.notified() => Ok(*state),
             // A delivery succeeded or failed, or a retry is due.
-            brought = self.deliveries.next() => brought.map(|()| *state),
+            brought = self.deliveries.next() => match brought {
+                Ok(()) => self.agent.state_now().await,
+                Err(problem) => Err(problem),
+            },
         };
         let supplied = match news {
             Ok(state) if state.incarnation != description.incarnation => {
                 return Phase::Connecting { failures: 0 };
             }
             Ok(state) => match self.supply(&description, &state).await {
-                Ok(()) => self.deliveries.settle().await.map(|()| state),
+                Ok(()) => self.settled(state).await,
                 Err(problem) => Err(problem),
             },
             Err(problem) => Err(problem),
         };
         match supplied {
+            Ok(state) if state.incarnation != description.incarnation => {
+                Phase::Connecting { failures: 0 }
+            }
             Ok(state) => {
                 self.show(&description, &state).await;
                 Phase::Watching(description, Box::new(state))
             }
             Err(problem) => self.failed(problem).await,
         }
+    }
+
+    /// A host's state once it has the keys that come at once. As it was before, a VM would be shown as locked that is not, as when a
+    /// task gives it another key.
+    async fn settled(&mut self, state: HostState) -> Result<HostState, Problem> {
+        if self.deliveries.are_done() {
+            return Ok(state);
+        }
+        self.deliveries.settle().await?;
+        self.agent.state_now().await
     }
 
     /// Registers the VMs that the host does not know, starts the delivery of keys that it lacks, and unregisters VMs

@@ -1,7 +1,9 @@
 //! The monitor, against a host in memory.
 
 use vmseal_agent::simulated::{Call, Fault};
-use vmseal_api::host::{ContractRange, HostAgent, Notice, NoticeCode, Power, StopReason, VmSpec};
+use vmseal_api::host::{
+    ContractRange, HostAgent, KeyReference, Notice, NoticeCode, Power, StopReason, VmSpec,
+};
 use vmseal_api::id::VmId;
 use vmseal_api::model::Connection;
 
@@ -70,6 +72,24 @@ async fn a_vm_whose_key_is_unavailable_is_locked_until_the_provider_is_unlocked(
     fixture.providers.unlock(&provider, passphrase, "me").await.unwrap();
     no_alarms(&fixture).await;
     fixture.assert_whole(vm, Power::Off, "unlocked").await;
+}
+
+/// As in a recryption: the host is told of another key, and gets it a moment later.
+#[tokio::test]
+async fn a_vm_whose_key_comes_at_once_is_not_shown_as_locked() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let (_, spec) = super::definition(&fixture.store, vm).await.unwrap().unwrap();
+    let key = spec.key.clone().map(|key| KeyReference { key_id: "another".to_owned(), ..key });
+    let agent: &dyn HostAgent = &fixture.agent;
+    agent.register_vm(VmSpec { key, ..spec }).await.unwrap();
+    fixture
+        .eventually("its key is there", async || (fixture.agent.keys_held() == [vm]).then_some(()))
+        .await;
+    let state = agent.state_now().await.unwrap();
+    fixture.hosts.until_shown(fixture.host, &state).await;
+    let raised = fixture.events("alarm.raised").await;
+    assert!(!raised.iter().any(|it| it.target == "web"), "{raised:?}");
 }
 
 #[tokio::test]

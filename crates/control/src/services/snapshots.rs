@@ -19,6 +19,7 @@ use crate::store::Write;
 use crate::store::disks::Disk;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::Vm;
+use crate::tasks::snapshots::check_droppable;
 
 fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {
     let name = |id: &SnapshotId| all.iter().find(|it| it.id == *id).map(|it| it.name.clone());
@@ -235,12 +236,24 @@ pub async fn delete(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
+    check_host_drops(services, &vm, name).await?;
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;
     require_no_clones(&mut write, &vm, Some(snapshot)).await?;
     let operation = Operation::DeleteSnapshot { vm: vm.id, snapshot: snapshot.id };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Checks what the host would refuse: clones that are linked to a later snapshot stand on this one, too. No transaction is held
+/// during that call.
+async fn check_host_drops(services: &Services, vm: &Vm, name: &str) -> Result<(), Problem> {
+    let mut read = services.store.read().await?;
+    let all = snapshots::of_vm(&mut read, vm.id).await?;
+    let snapshot = one(vm, &all, name)?;
+    require_no_clones(&mut read, vm, Some(snapshot)).await?;
+    drop(read);
+    check_droppable(&*services.hosts.connected(vm.host)?, vm, snapshot).await
 }
 
 /// Refuses what cannot be done to disks that snapshots keep.

@@ -23,7 +23,14 @@ pub async fn suspend(
     require_ready(&vm)?;
     features::require(services, &vm, SUSPEND, "suspend VMs")?;
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
-    if !matches!(now, Power::Running | Power::Paused | Power::Suspending | Power::Suspended) {
+    if now == Power::Suspended {
+        let name = &vm.name;
+        let detail =
+            format!("VM '{name}' is suspended already: resume it (vmseal vm resume {name})");
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    // A host goes on with it when the server that asked for it has ended.
+    if !matches!(now, Power::Running | Power::Paused | Power::Suspending) {
         let detail = format!(
             "VM '{}' is {}: only a VM that runs or is paused can be suspended",
             vm.name,
@@ -62,4 +69,33 @@ pub async fn resume(
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once: None };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_secret::sealed_box::Recipient;
+
+    use super::*;
+    use crate::testing::Fixture;
+
+    #[tokio::test]
+    async fn what_is_suspended_is_not_suspended_again_and_what_runs_is_not_resumed() {
+        let fixture = Fixture::new().await;
+        let vm = fixture.running("web").await;
+        let (services, me) =
+            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+        let refused = resume(&services, &me, "web", false).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        let Outcome::Done(task) = suspend(&services, &me, "web", false).await.unwrap() else {
+            panic!("nothing was begun")
+        };
+        fixture.ends_well(task.id).await;
+        let seen = fixture.hosts.view(fixture.host).vm(vm).map(|seen| seen.power);
+        assert_eq!(seen, Some(Power::Suspended));
+        for dry_run in [true, false] {
+            let refused = suspend(&services, &me, "web", dry_run).await.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+            assert!(refused.detail.contains("suspended already"), "{refused}");
+        }
+    }
 }

@@ -7,7 +7,7 @@
 //!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
 //! delete   mark (commit) ─► remove the files ─► destroy keys that nothing needs ─► remove the row
 //! ```
-//! A backup is undone as a whole: its directory is removed, whether it has its name or not, and its snapshot is dropped. Host
+//! A backup is undone as a whole: its snapshot is dropped, and its directory is removed, whether it has its name or not. Host
 //! and inventory agree on which backups there are, but for what is done by hand.
 
 use async_trait::async_trait;
@@ -278,6 +278,7 @@ struct Taken {
 }
 
 async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
+    drop_left(run).await?;
     let vm = run.vm().await?;
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
@@ -421,7 +422,25 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Has the host drop the snapshot, if there is one, and merge its layers.
 async fn drop_snapshot(run: &Run<'_>) -> Result<(), StepError> {
-    let Some(kept) = snapshot(run).await? else { return Ok(()) };
+    match snapshot(run).await? {
+        Some(kept) => drop_kept(run, kept).await,
+        None => Ok(()),
+    }
+}
+
+/// Drops what an earlier backup has left that could be neither finished nor undone. No other task works on the VM now. One of
+/// them: a host has one job of a kind for a task, and each backup drops the next.
+async fn drop_left(run: &Run<'_>) -> Result<(), StepError> {
+    let own = snapshot(run).await?.map(|own| own.id);
+    let known = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
+    let is_left = |it: &Snapshot| Some(it.id) != own && it.name == snapshot_name(it.id);
+    match known.into_iter().find(is_left) {
+        Some(left) => drop_kept(run, left).await,
+        None => Ok(()),
+    }
+}
+
+async fn drop_kept(run: &Run<'_>, kept: Snapshot) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let job = DropSnapshotJob { snapshot: kept.id, disks: kept.disks.clone() };
     job::drop_snapshot(run, &vm, job).await?;
@@ -430,11 +449,35 @@ async fn drop_snapshot(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Undoes [`write`] and [`name`].
+/// Undoes [`write`] and [`name`]. What was kept for the backup is dropped before its files are removed: files that a directory does
+/// not give up must not leave a snapshot, which would keep the VM from being restored.
 async fn remove_written(run: &Run<'_>) -> Result<(), StepError> {
-    cancel(run, order(run).await?).await?;
+    let cancelled = match snapshot(run).await? {
+        Some(_) => unless_away(cancel(run, order(run).await?).await),
+        // The job was given up before this was dropped.
+        None => Ok(()),
+    };
+    if let Err(StepError::Again(_)) = cancelled {
+        return cancelled;
+    }
+    drop_snapshot(run).await?;
+    cancelled?;
     let (vm, backup) = (run.vm().await?, backup(run).await?);
-    Ok(run.agent(&vm)?.discard_backup(place(&backup)).await?)
+    unless_away(run.agent(&vm)?.discard_backup(place(&backup)).await.map_err(StepError::from))
+}
+
+/// Nothing can be removed from a directory that was moved or is not mounted. The next backup of the VM there removes what is left.
+fn unless_away(removed: Result<(), StepError>) -> Result<(), StepError> {
+    match removed {
+        Err(StepError::Final(problem))
+            if problem.code == ErrorCode::InvalidRequest
+                && problem.field.as_deref() == Some("directory") =>
+        {
+            tracing::warn!(%problem, "an unfinished backup may be left");
+            Ok(())
+        }
+        other => other,
+    }
 }
 
 /// Has the host give up the task's job, and remove what it has written.

@@ -40,7 +40,7 @@ mod recrypt_vm;
 mod remove_disk;
 mod run;
 mod runner;
-mod snapshots;
+pub(crate) mod snapshots;
 mod start_vm;
 mod step;
 pub(crate) mod steps;

@@ -8,7 +8,9 @@
 //! A deletion that cannot be finished leaves the row as marked: it is deleted again when the cause is gone.
 
 use async_trait::async_trait;
-use vmseal_api::host::{DropSnapshotJob, JobKind, JobSpec, Power, RevertJob, SnapshotJob};
+use vmseal_api::host::{
+    DropSnapshotJob, HostAgent, JobKind, JobSpec, Power, RevertJob, SnapshotJob,
+};
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,6 +22,7 @@ use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
+use crate::store::vms::Vm;
 
 /// The steps of the three operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,21 +245,35 @@ async fn describe(run: &Run<'_>) {
 /// inventory.
 async fn check_power(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
-    if let Some(Snapshot { id: snapshot, disks, .. }) = find(run).await? {
-        let job = JobSpec::DropSnapshot(DropSnapshotJob { snapshot, disks });
-        // What else is wrong shows when it is dropped.
-        match run.agent(&vm)?.examine_job(vm.id, job).await {
-            Err(problem) if problem.code == ErrorCode::WrongState => {
-                return Err(StepError::Final(problem));
-            }
-            _ => {}
-        }
+    if let Some(snapshot) = find(run).await? {
+        let droppable = check_droppable(&*run.agent(&vm)?, &vm, &snapshot).await;
+        droppable.map_err(StepError::Final)?;
     }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {
         Some(Power::Starting) => {
             let detail = format!("VM '{}' is starting: wait until it runs", vm.name);
             Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Asks the host whether it would drop a snapshot.
+///
+/// # Errors
+/// `wrong-state`, as linked clones stand on it, or for what the VM does. What else is wrong shows when it is dropped.
+pub(crate) async fn check_droppable(
+    agent: &dyn HostAgent,
+    vm: &Vm,
+    snapshot: &Snapshot,
+) -> Result<(), Problem> {
+    let job = DropSnapshotJob { snapshot: snapshot.id, disks: snapshot.disks.clone() };
+    match agent.examine_job(vm.id, JobSpec::DropSnapshot(job)).await {
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            let (name, of, why) = (&snapshot.name, &vm.name, &problem.detail);
+            let detail = format!("snapshot '{name}' of VM '{of}' cannot be deleted: {why}");
+            Err(Problem { detail, ..problem })
         }
         _ => Ok(()),
     }

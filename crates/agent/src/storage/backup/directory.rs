@@ -155,12 +155,18 @@ impl Backups {
         Ok(Some(manifest))
     }
 
-    /// Begins a backup anew: an empty directory that has not its name yet.
+    /// Begins a backup anew: an empty directory that has not its name yet. What backups before have left goes, as the directory was
+    /// not there when they failed: a VM has one backup at a time that is written or removed.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn begin(&self, backup: BackupId) -> Result<Unfinished, Problem> {
         self.remove_unfinished(backup)?;
+        for left in self.all_unfinished() {
+            if let Err(problem) = self.remove_unfinished(left) {
+                tracing::warn!(%problem, "an unfinished backup is left");
+            }
+        }
         let path = self.unfinished(backup);
         DirBuilder::new()
             .mode(0o700)
@@ -169,6 +175,12 @@ impl Backups {
         let open = self.directory(&unfinished_name(backup))?;
         let gone = || failed(&path, "opened", &io::Error::from(io::ErrorKind::NotFound));
         Ok(Unfinished { open: open.ok_or_else(gone)?, shown: self.shown(backup) })
+    }
+
+    /// The backups that are not finished, or that are being removed.
+    fn all_unfinished(&self) -> Vec<BackupId> {
+        let entries = std::fs::read_dir(self.open.path()).into_iter().flatten().flatten();
+        entries.filter_map(|entry| unfinished_in(entry.file_name().to_str()?)).collect()
     }
 
     /// Removes what there is of a backup that was not finished, or that is being removed.
@@ -243,6 +255,11 @@ impl Backups {
 
 fn unfinished_name(backup: BackupId) -> String {
     format!(".{backup}.unfinished")
+}
+
+/// The backup of such a name.
+fn unfinished_in(name: &str) -> Option<BackupId> {
+    name.strip_prefix('.')?.strip_suffix(".unfinished")?.parse().ok()
 }
 
 /// A file in memory.
@@ -363,4 +380,28 @@ pub fn discard(place: &BackupPlace, allowed: &TransferDirectories) -> Result<(),
         let _ = std::fs::remove_dir(outer.path().join(place.vm.to_string()));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::id::VmId;
+
+    use super::*;
+
+    #[test]
+    fn a_backup_removes_what_others_of_its_vm_have_left_and_nothing_else() {
+        let outer = tempfile::tempdir().unwrap();
+        let allowed = TransferDirectories::anywhere();
+        let [left, whole, backup] = std::array::from_fn(|_| BackupId::new());
+        let place = BackupPlace { directory: outer.path().to_owned(), vm: VmId::new(), backup };
+        let backups = Backups::find_or_make(&place, &allowed).unwrap();
+        for name in [unfinished_name(left), whole.to_string(), ".other.unfinished".to_owned()] {
+            std::fs::create_dir(backups.path().join(&name)).unwrap();
+            std::fs::write(backups.path().join(name).join("disk0.luks"), "").unwrap();
+        }
+        backups.begin(backup).unwrap();
+        let there = |name: &str| backups.path().join(name).exists();
+        assert!(!there(&unfinished_name(left)) && there(&unfinished_name(backup)));
+        assert!(there(&whole.to_string()) && there(".other.unfinished"));
+    }
 }

@@ -1,9 +1,10 @@
 //! Server and agent: as systemd's services, or as children in the foreground.
 
+use std::collections::VecDeque;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -37,6 +38,11 @@ const END_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often children are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
+/// How often a child that ends is started again within so long. One that ends more often does not come to run, and what is wrong
+/// is in its log. The start of one that fails may take some seconds.
+const RESTARTS_MAX: usize = 5;
+const RESTARTS_WITHIN: Duration = Duration::from_secs(60);
+
 /// How much of a log's end is shown, in bytes.
 const TAIL: usize = 2000;
 
@@ -58,13 +64,25 @@ pub(super) struct Units {
 
 /// Children of this process, which end when it does.
 pub(super) struct Children {
+    start: Start,
+    server: Role,
+    agent: Role,
+}
+
+/// How children are started.
+struct Start {
     program: PathBuf,
-    server_arguments: Vec<String>,
-    agent_arguments: Vec<String>,
     credentials: PathBuf,
     log_dir: PathBuf,
-    server: Option<Child>,
-    agent: Option<Child>,
+}
+
+/// Server or agent.
+struct Role {
+    name: &'static str,
+    arguments: Vec<String>,
+    child: Option<Child>,
+    /// When it was started again, as far as that counts.
+    restarts: VecDeque<Instant>,
 }
 
 impl Processes {
@@ -107,7 +125,9 @@ impl Processes {
     pub(super) fn where_logs_are(&self) -> String {
         match self {
             Self::Units(_) => format!("see journalctl -u {SERVER_UNIT} -u {AGENT_UNIT}"),
-            Self::Children(children) => format!("see the logs in {}", children.log_dir.display()),
+            Self::Children(children) => {
+                format!("see the logs in {}", children.start.log_dir.display())
+            }
         }
     }
 
@@ -135,8 +155,7 @@ impl Processes {
             }
             Self::Children(_) if runs => Ok(()),
             Self::Children(children) => {
-                let arguments = children.server_arguments.clone();
-                children.server = Some(children.spawn("server", &arguments)?);
+                children.server.child = Some(children.start.spawn(&children.server)?);
                 Ok(())
             }
         }
@@ -147,8 +166,7 @@ impl Processes {
             Self::Units(units) => units.start(AGENT_UNIT, runs).await,
             Self::Children(_) if runs => Ok(()),
             Self::Children(children) => {
-                let arguments = children.agent_arguments.clone();
-                children.agent = Some(children.spawn("agent", &arguments)?);
+                children.agent.child = Some(children.start.spawn(&children.agent)?);
                 Ok(())
             }
         }
@@ -166,9 +184,7 @@ impl Processes {
     pub(super) fn check_server(&mut self) -> anyhow::Result<()> {
         match self {
             Self::Units(units) => units.check(SERVER_UNIT),
-            Self::Children(children) => {
-                check_child(&mut children.server, "server", &children.log_dir)
-            }
+            Self::Children(children) => children.server.check(&children.start),
         }
     }
 
@@ -176,17 +192,15 @@ impl Processes {
     pub(super) fn check_agent(&mut self) -> anyhow::Result<()> {
         match self {
             Self::Units(units) => units.check(AGENT_UNIT),
-            Self::Children(children) => {
-                check_child(&mut children.agent, "agent", &children.log_dir)
-            }
+            Self::Children(children) => children.agent.check(&children.start),
         }
     }
 
     /// Ends what was started here: the agent first, whose last words the server takes. Services go on.
     pub(super) async fn stop(&mut self) {
         let Self::Children(children) = self else { return };
-        for child in [&mut children.agent, &mut children.server] {
-            let Some(mut child) = child.take() else { continue };
+        for role in [&mut children.agent, &mut children.server] {
+            let Some(mut child) = role.child.take() else { continue };
             let _ = kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM);
             let begun = tokio::time::Instant::now();
             while matches!(child.try_wait(), Ok(None)) {
@@ -198,17 +212,17 @@ impl Processes {
         }
     }
 
-    /// Stays with what runs in the foreground until somebody ends it.
+    /// Stays with what runs in the foreground until somebody ends it. What ends by itself is started again.
     pub(super) async fn stay(mut self) -> anyhow::Result<()> {
         let Self::Children(children) = &mut self else { return Ok(()) };
-        if children.server.is_none() && children.agent.is_none() {
+        if children.server.child.is_none() && children.agent.child.is_none() {
             return Ok(());
         }
         let (mut terminate, mut interrupt) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         print::words(&format!(
             "Server and agent run here until Ctrl-C (their logs: {}): go on in another terminal. Guests go on running after that, and `vmseal init` takes them up again.",
-            children.log_dir.display()
+            children.start.log_dir.display()
         ))?;
         let ended = loop {
             tokio::select! {
@@ -216,11 +230,10 @@ impl Processes {
                 _ = interrupt.recv() => break Ok(()),
                 () = tokio::time::sleep(LOOK_EVERY) => {}
             }
-            let here = check_child(&mut children.server, "server", &children.log_dir);
-            let here =
-                here.and_then(|()| check_child(&mut children.agent, "agent", &children.log_dir));
-            if here.is_err() {
-                break here;
+            let run = children.server.keep_running(&children.start);
+            let run = run.and_then(|()| children.agent.keep_running(&children.start));
+            if run.is_err() {
+                break run;
             }
         };
         self.stop().await;
@@ -358,23 +371,27 @@ impl Children {
             format!("--filter={}", text(&filter)?),
             format!("--parent={own}"),
         ];
-        Ok(Self {
+        let start = Start {
             program: std::env::current_exe().context("where is this program?")?,
-            server_arguments,
-            agent_arguments,
             credentials: keys::credentials_in(&places.config_dir),
             log_dir: places.log_dir.clone(),
-            server: None,
-            agent: None,
-        })
+        };
+        let server = Role::new("server", server_arguments);
+        Ok(Self { start, server, agent: Role::new("agent", agent_arguments) })
+    }
+}
+
+impl Start {
+    fn log(&self, role: &Role) -> PathBuf {
+        self.log_dir.join(format!("{}.log", role.name))
     }
 
-    fn spawn(&self, role: &str, arguments: &[String]) -> anyhow::Result<Child> {
-        let log = self.log_dir.join(format!("{role}.log"));
+    fn spawn(&self, role: &Role) -> anyhow::Result<Child> {
+        let log = self.log(role);
         let output = std::fs::File::options().create(true).append(true).open(&log);
         let output = output.with_context(|| format!("cannot write {}", log.display()))?;
         Command::new(&self.program)
-            .args(arguments)
+            .args(&role.arguments)
             .env("CREDENTIALS_DIRECTORY", &self.credentials)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
@@ -382,22 +399,75 @@ impl Children {
             // A Ctrl-C at the terminal is for this process, which ends them in order.
             .process_group(0)
             .spawn()
-            .with_context(|| format!("cannot start the {role}"))
+            .with_context(|| format!("cannot start the {}", role.name))
     }
 }
 
-fn check_child(child: &mut Option<Child>, role: &str, log_dir: &Path) -> anyhow::Result<()> {
-    let Some(running) = child else { return Ok(()) };
-    let Some(status) = running.try_wait()? else { return Ok(()) };
-    *child = None;
-    let log = log_dir.join(format!("{role}.log"));
-    let text = std::fs::read(&log).unwrap_or_default();
-    let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(TAIL)..]).into_owned();
-    anyhow::bail!(
-        "the {role} has ended ({status}); its log, {}, ends:\n{}",
-        log.display(),
-        tail.trim_end()
-    )
+impl Role {
+    fn new(name: &'static str, arguments: Vec<String>) -> Self {
+        Self { name, arguments, child: None, restarts: VecDeque::new() }
+    }
+
+    /// How it has ended, if it was started here and has.
+    fn has_ended(&mut self) -> anyhow::Result<Option<ExitStatus>> {
+        let Some(running) = &mut self.child else { return Ok(None) };
+        let ended = running.try_wait()?;
+        if ended.is_some() {
+            self.child = None;
+        }
+        Ok(ended)
+    }
+
+    /// Fails if it was started here and has ended.
+    fn check(&mut self, start: &Start) -> anyhow::Result<()> {
+        match self.has_ended()? {
+            Some(status) => Err(self.told(start, status)),
+            None => Ok(()),
+        }
+    }
+
+    /// Starts it again if it was started here and has ended, as systemd does with its unit.
+    fn keep_running(&mut self, start: &Start) -> anyhow::Result<()> {
+        let Some(status) = self.has_ended()? else { return Ok(()) };
+        if !self.may_restart(Instant::now()) {
+            let seconds = RESTARTS_WITHIN.as_secs();
+            let often = format!(
+                "the {} was started again {RESTARTS_MAX} times within {seconds} seconds",
+                self.name
+            );
+            return Err(self.told(start, status).context(often));
+        }
+        self.child = Some(start.spawn(self)?);
+        let log = start.log(self);
+        print::words(&format!(
+            "The {} has ended ({status}) and is started again; its log is {}.",
+            self.name,
+            log.display()
+        ))
+    }
+
+    /// Whether it may be started again now, which counts from then on.
+    fn may_restart(&mut self, now: Instant) -> bool {
+        self.restarts.retain(|then| now.duration_since(*then) < RESTARTS_WITHIN);
+        let may = self.restarts.len() < RESTARTS_MAX;
+        if may {
+            self.restarts.push_back(now);
+        }
+        may
+    }
+
+    /// That it has ended, and how its log ends.
+    fn told(&self, start: &Start, status: ExitStatus) -> anyhow::Error {
+        let log = start.log(self);
+        let text = std::fs::read(&log).unwrap_or_default();
+        let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(TAIL)..]).into_owned();
+        anyhow::anyhow!(
+            "the {} has ended ({status}); its log, {}, ends:\n{}",
+            self.name,
+            log.display(),
+            tail.trim_end()
+        )
+    }
 }
 
 #[cfg(test)]
@@ -460,5 +530,31 @@ mod tests {
             calls().lines().skip(told).collect::<Vec<_>>(),
             ["enable vmseal-server.service"]
         );
+    }
+    /// A program that ends at once, and writes down that it ran.
+    #[tokio::test]
+    async fn what_ends_is_started_again_and_what_ends_again_and_again_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("vmseal");
+        std::fs::write(&program, "#!/bin/sh\necho $1 runs; exit 3\n").unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        let at = || directory.path().to_owned();
+        let start = Start { program, credentials: at(), log_dir: at() };
+        let mut role = Role::new("agent", vec!["agent".to_owned()]);
+        role.keep_running(&start).unwrap();
+        assert!(role.child.is_none(), "what was not started here was started");
+        role.child = Some(start.spawn(&role).unwrap());
+        let error = loop {
+            role.child.as_mut().unwrap().wait().unwrap();
+            if let Err(error) = role.keep_running(&start) {
+                break format!("{error:#}");
+            }
+        };
+        let runs = std::fs::read_to_string(directory.path().join("agent.log")).unwrap();
+        assert_eq!(runs.lines().count(), 1 + RESTARTS_MAX);
+        assert!(error.contains("5 times") && error.contains("agent runs"), "{error}");
+        // Those of a while ago do not count.
+        assert!(!role.may_restart(Instant::now()));
+        assert!(role.may_restart(Instant::now() + RESTARTS_WITHIN));
     }
 }

@@ -416,3 +416,53 @@ async fn a_tpm_that_was_removed_is_not_restored_into_its_vm() {
         "{refused}"
     );
 }
+
+/// The file system of the directory is unmounted while a backup is written: nothing stays that keeps the VM from being restored, and
+/// what is left in the directory goes with the next backup there.
+#[tokio::test]
+async fn a_backup_whose_directory_goes_away_leaves_no_snapshot() {
+    for (at, left) in [("write", 0), ("name", 1)] {
+        let mut fixture = Fixture::new().await;
+        let vm = fixture.running("web").await;
+        made(&fixture, vm, "first").await;
+        let operation = reserve(&fixture, vm, "second").await;
+        let agent = fixture.agent.clone();
+        let unmount: Faults = Arc::new(move |step, state, point| {
+            if (step, state, point) == (at, TaskState::Running, FaultPoint::Before) {
+                agent.set_directory(DIRECTORY.as_ref(), false);
+            }
+            Fault::None
+        });
+        fixture.restart(|engine| engine.environment.faults = Some(unmount)).await;
+        let ended = fixture.ended(fixture.begin(operation, "web").await).await;
+        assert_eq!(ended.state, TaskState::Failed, "{at}: {:?}", ended.problem);
+        fixture.restart(|_| {}).await;
+        fixture.agent.set_directory(DIRECTORY.as_ref(), true);
+        assert_eq!(fixture.agent.backups().1, left, "{at}");
+        assert_eq!(super::snapshots::rows(&fixture, vm).await, [], "{at}");
+        assert_eq!(super::snapshots::on_host(&fixture, vm).await, [], "{at}");
+        made(&fixture, vm, "third").await;
+        Backup::assert_backups(&fixture, vm, &["first", "third"], at).await;
+    }
+}
+
+/// A host that refuses to drop a snapshot, for whatever reason, drops it before the next backup.
+#[tokio::test]
+async fn a_backup_drops_the_snapshot_that_one_before_has_left() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    made(&fixture, vm, "first").await;
+    let operation = reserve(&fixture, vm, "second").await;
+    // To take the snapshot, to write the backup, to drop the snapshot.
+    for nth in [2, 3] {
+        fixture.agent.inject(Call::PutJob, nth, HostFault::Refuse(ErrorCode::Internal));
+    }
+    let ended = fixture.ended(fixture.begin(operation, "web").await).await;
+    assert_eq!(ended.state, TaskState::Unknown, "{:?}", ended.problem);
+    assert_eq!(super::snapshots::on_host(&fixture, vm).await.len(), 1);
+    let left = rows(&fixture, vm).await.pop().unwrap().id;
+    fixture.done(Operation::DeleteBackup { vm, backup: left }, "web").await;
+    made(&fixture, vm, "third").await;
+    Backup::assert_backups(&fixture, vm, &["first", "third"], "the next one").await;
+    assert_eq!(fixture.alarms().await, Vec::<String>::new());
+}

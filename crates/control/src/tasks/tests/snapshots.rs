@@ -6,9 +6,11 @@ use jiff::Timestamp;
 use vmseal_api::host::DiskRole;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::SnapshotState;
+use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::operation::Copies;
+use crate::services::{Caller, Outcome, snapshots as service};
 use crate::store::{disks, links, snapshots, vms};
 
 /// What is done with a snapshot.
@@ -177,14 +179,14 @@ pub(super) fn cloning(vm: VmId, from: VmId) -> Operation {
     Operation::CreateVm { vm, cloud_init: None, copies: Some(copies) }
 }
 
-/// Begins to clone the VM `origin`, linked to its snapshot where it has one: the rows of the clone are there.
+/// Begins to clone the VM `origin`, linked to its last snapshot where it has one: the rows of the clone are there.
 pub(super) async fn clone(fixture: &Fixture) -> (VmId, vmseal_api::id::TaskId) {
     let mut write = fixture.store.write().await.unwrap();
     let origin = vms::find(&mut write, "origin").await.unwrap().unwrap();
     let (id, lifecycle) = (VmId::new(), Lifecycle::Creating);
     let vm = vms::Vm { id, name: "web".to_owned(), key: None, lifecycle, ..origin.clone() };
     vms::insert(&mut write, &vm).await.unwrap();
-    let base = snapshots::of_vm(&mut write, origin.id).await.unwrap().into_iter().next();
+    let base = snapshots::of_vm(&mut write, origin.id).await.unwrap().into_iter().next_back();
     let (mut copies, mut linked) = (BTreeMap::new(), BTreeSet::new());
     let known = disks::of_vm(&mut write, origin.id).await.unwrap();
     for (position, from) in known.into_iter().enumerate() {
@@ -262,4 +264,30 @@ async fn a_revert_is_done_or_nothing_has_changed() {
 #[tokio::test]
 async fn a_snapshot_is_deleted_or_stays() {
     matrix(Kind::Snapshot(Snapshot::Delete)).await;
+}
+
+/// What is linked to the second snapshot stands on what the first one keeps, too, as only the host knows.
+#[tokio::test]
+async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_begins() {
+    let fixture = Fixture::new().await;
+    let origin = fixture.made("origin", "encrypted").await;
+    for name in ["first", "second"] {
+        taken(&fixture, origin, name).await;
+    }
+    let (clone, made) = clone(&fixture).await;
+    fixture.ends_well(made).await;
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    for (name, dry_run) in [("first", true), ("first", false), ("second", false)] {
+        let refused = service::delete(&services, &me, "origin", name, dry_run).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{name}: {refused}");
+        let said = [&format!("snapshot '{name}' of VM 'origin'"), "linked clones stand on"];
+        assert!(said.iter().all(|said| refused.detail.contains(said)), "{name}: {refused}");
+    }
+    assert_eq!(names(&fixture, origin).await.0, ["first", "second"]);
+    fixture.done(Operation::DeepRecryptVm { vm: clone, in_place: false }, "web").await;
+    let begun = service::delete(&services, &me, "origin", "first", false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    assert_eq!(names(&fixture, origin).await.0, ["second"]);
 }
