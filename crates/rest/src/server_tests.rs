@@ -410,15 +410,3 @@ async fn a_host_is_called_at_its_new_address() {
     })
     .await;
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn temporary_stand() {
-    let Some(to) = std::env::var_os("VMSEAL_STAND") else { return };
-    let mut here = Installation::new().await;
-    here.set_up().await;
-    here.agent.set_work(Duration::from_secs(3));
-    let at = here.server.as_ref().unwrap().address();
-    std::fs::write(&to, format!("{} {at}", here.directory.path().join("data").display())).unwrap();
-    tokio::time::sleep(Duration::from_secs(200)).await;
-    here.server.take();
-}
