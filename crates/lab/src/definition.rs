@@ -756,7 +756,7 @@ mod tests {
             (
                 "\"disabled\"]",
                 "\"other\"]",
-                "other is not allowed: each once of encrypted, required",
+                "other is not allowed: each once of encrypted, compressed, required",
             ),
             ("size_mib = [512]", "size_mib = [4096]", "4096 is not allowed: from 1 to 1920"),
             ("line_mbit = [500,", "line_mbit = [500, 500,", "each value once"),
