@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{
-    Departure, JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob, VmSpec,
+    Departure, JobKind, JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob,
+    VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
@@ -139,6 +140,8 @@ impl Jobs {
             None => Ok(None),
             Some(job) if job.spec.is_same_work(spec) => Ok(Some(&job.state)),
             Some(job) if job.has_ended() && job.spec.kind() != spec.kind() => Ok(None),
+            // A task may drop several snapshots, one after the other.
+            Some(job) if job.has_ended() && spec.kind() == JobKind::DropSnapshot => Ok(None),
             Some(_) => {
                 let what = format!("task {task} has another job on this VM");
                 Err(Problem::new(ErrorCode::Conflict, what))
@@ -432,7 +435,8 @@ impl Jobs {
 mod tests {
     use std::time::Duration;
 
-    use vmseal_api::host::{CreateJob, DiskToCreate, DiskToMirror};
+    use vmseal_api::host::{CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob};
+    use vmseal_api::id::SnapshotId;
 
     use super::*;
 
@@ -520,6 +524,23 @@ mod tests {
         assert_eq!((status.state, status.paused), (JobState::ReadyToCommit, false));
         jobs.committed(task);
         assert!(jobs.pace(task).is_none() && jobs.set_pace(task, paused).is_empty());
+    }
+
+    #[test]
+    fn a_task_drops_one_snapshot_after_the_other() {
+        let (task, mut jobs) = (TaskId::new(), Jobs::default());
+        let [one, two] = [SnapshotId::new(), SnapshotId::new()];
+        let drop = |snapshot| {
+            JobSpec::DropSnapshot(DropSnapshotJob { snapshot, disks: vec![DiskId::new()] })
+        };
+        let (first, second) = (drop(one), drop(two));
+        jobs.begin(task, first.clone());
+        assert_eq!(jobs.same(task, &second).unwrap_err().code, ErrorCode::Conflict);
+        for disk in first.disks() {
+            jobs.made(disk);
+        }
+        assert_eq!(jobs.same(task, &first).unwrap(), Some(&JobState::Done));
+        assert_eq!(jobs.same(task, &second).unwrap(), None);
     }
 
     #[test]

@@ -89,7 +89,8 @@ pub fn trace(error: &anyhow::Error) -> String {
             "; whether it was done is not known: look for request id {request} in `vmseal task list -c id,kind,target,state,request-id`"
         );
     }
-    if problem.is_some_and(|it| it.code == ErrorCode::Unreachable && it.detail.contains(CUT_OFF)) {
+    let cut_off = |it: &Problem| it.code == ErrorCode::Unreachable && it.detail.contains(CUT_OFF);
+    if problem.is_some_and(|it| cut_off(it) && !it.in_doubt) {
         return "; try again once it answers".to_owned();
     }
     let request = problem.and_then(|problem| failed_inside(problem, problem.request_id.as_deref()));

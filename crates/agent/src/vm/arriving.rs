@@ -13,6 +13,7 @@ use super::internal;
 use super::migration::{Link, Message, lost, set_capabilities};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
+use crate::migration::transport::Compressed;
 use crate::storage::arriving::ArrivingDisk;
 use crate::storage::mirror::GuestDisk;
 use crate::storage::placeholder;
@@ -57,7 +58,7 @@ impl Arriving {
         set_capabilities(qmp).await.map_err(internal)?;
         let (theirs, ours) = sockets()?;
         let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let carried = link.carry_memory(ours, false)?;
+        let carried = link.carry_memory(ours, Compressed::Received)?;
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
         link.send(&Message::Ready).await?;

@@ -39,7 +39,7 @@ use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::transport::{
-    Bridge, Carrier, Cipher, Control, Handle, Part, Session, Spec, TransportError,
+    Bridge, Carrier, Cipher, Compressed, Control, Handle, Part, Session, Spec, TransportError,
 };
 use crate::process::run_record::Record;
 use crate::storage::layers::Tree;
@@ -251,12 +251,16 @@ impl Link {
         self.control.receive(within).await.map_err(lost)
     }
 
-    /// Carries QEMU's stream, compressed where that is faster if `compresses`.
+    /// Carries QEMU's stream, of which this may be compressed.
     ///
     /// # Errors
     /// Those of the connection.
-    pub fn carry_memory(&mut self, local: UnixStream, compresses: bool) -> Result<Bridge, Problem> {
-        self.carrier(MEMORY_STREAM)?.compressing(compresses).last(local).map_err(lost)
+    pub fn carry_memory(
+        &mut self,
+        local: UnixStream,
+        compression: Compressed,
+    ) -> Result<Bridge, Problem> {
+        self.carrier(MEMORY_STREAM)?.compressing(compression).last(local).map_err(lost)
     }
 
     /// Carries NBD of the disk with this place in the order of those that are copied.

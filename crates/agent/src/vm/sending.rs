@@ -28,7 +28,7 @@ use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use super::to_copy::ToCopy;
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::migration::figures;
-use crate::migration::transport::{self, Handle, Spec};
+use crate::migration::transport::{self, Compressed, Handle, Spec};
 use crate::process::run_record::Record;
 
 /// The least time between two reports of how far it is: each goes to the server.
@@ -226,7 +226,8 @@ async fn send_over(
     qmp.execute("migrate-set-parameters", parameters).await.map_err(refuses)?;
     let (theirs, ours) = sockets()?;
     let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
-    let carried = link.carry_memory(ours, guest.compresses)?;
+    let compression = if guest.compresses { Compressed::Sent } else { Compressed::Never };
+    let carried = link.carry_memory(ours, compression)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(qmp, &name).await;
         return Err(refuses(error));

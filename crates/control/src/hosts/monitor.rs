@@ -230,18 +230,19 @@ impl Monitor {
                 return Phase::Connecting { failures: 0 };
             }
             Ok(state) => match self.supply(&description, &state).await {
-                Ok(()) => self.settled(state).await,
+                Ok(()) => self.settled(&state).await.map(|now| (state, now)),
                 Err(problem) => Err(problem),
             },
             Err(problem) => Err(problem),
         };
         match supplied {
-            Ok(state) if state.incarnation != description.incarnation => {
+            Ok((_, now)) if now.incarnation != description.incarnation => {
                 Phase::Connecting { failures: 0 }
             }
-            Ok(state) => {
-                self.show(&description, &state).await;
-                Phase::Watching(description, Box::new(state))
+            Ok((supplied, now)) => {
+                self.show(&description, &now).await;
+                // What has changed since comes next.
+                Phase::Watching(description, Box::new(supplied))
             }
             Err(problem) => self.failed(problem).await,
         }
@@ -249,9 +250,9 @@ impl Monitor {
 
     /// A host's state once it has the keys that come at once. As it was before, a VM would be shown as locked that is not, as when a
     /// task gives it another key.
-    async fn settled(&mut self, state: HostState) -> Result<HostState, Problem> {
+    async fn settled(&mut self, state: &HostState) -> Result<HostState, Problem> {
         if self.deliveries.are_done() {
-            return Ok(state);
+            return Ok(state.clone());
         }
         self.deliveries.settle().await?;
         self.agent.state_now().await

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! create   reserve (rows are there) ─► prepare ─► take a snapshot ─► write ─► name ─► record (commit) ─► drop the snapshot
+//!          ─► drop what earlier backups have left
 //! verify   prepare ─► read all of it ─► record
 //! restore  check that the VM is off ─► prepare ─► write new images ─► decide (commit) ─► use them ─► record
 //!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
@@ -10,13 +11,15 @@
 //! A backup is undone as a whole: its snapshot is dropped, and its directory is removed, whether it has its name or not. Host
 //! and inventory agree on which backups there are, but for what is done by hand.
 
+mod dropping;
+
 use async_trait::async_trait;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::backup::{BackupContents, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{TRACKED_BACKUP, WHOLE_BACKUP};
 use vmseal_api::host::{
-    BackupJob, BackupKey, DiskFacts, DiskRole, DropSnapshotJob, HostAgent, JobKind, JobSpec, Power,
+    BackupJob, BackupKey, DiskFacts, DiskRole, HostAgent, JobKind, JobSpec, Power,
     RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
@@ -25,7 +28,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
 
-use super::job::{self, first_disk, follow, put};
+use self::dropping::{drop_left, drop_snapshot, remove_written};
+use super::job::{first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, internal, register, state_of};
 use super::start_vm::{locked, prepare};
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -47,6 +51,7 @@ pub(crate) enum BackupStep {
     Name,
     Record,
     DropSnapshot,
+    DropLeft,
     Verify,
     RecordVerified,
     CheckOff,
@@ -71,6 +76,7 @@ pub(crate) const CREATE: &[&dyn Step] = &[
     &BackupStep::Name,
     &BackupStep::Record,
     &BackupStep::DropSnapshot,
+    &BackupStep::DropLeft,
 ];
 
 pub(crate) const VERIFY: &[&dyn Step] =
@@ -111,6 +117,7 @@ impl Step for BackupStep {
             Self::Name => "name",
             Self::Record => "record",
             Self::DropSnapshot => "drop-snapshot",
+            Self::DropLeft => "drop-left",
             Self::Verify => "verify",
             Self::RecordVerified => "record-verified",
             Self::CheckOff => "check-off",
@@ -137,6 +144,7 @@ impl Step for BackupStep {
             Self::Name => "give the backup its name",
             Self::Record => "record the backup",
             Self::DropSnapshot => "merge what was kept for it",
+            Self::DropLeft => "merge what an earlier backup has left",
             Self::Verify => "read all of the backup",
             Self::RecordVerified => "record that it was verified",
             Self::CheckOff => "check that the VM is off",
@@ -167,6 +175,7 @@ impl Step for BackupStep {
             Self::Write
             | Self::Name
             | Self::DropSnapshot
+            | Self::DropLeft
             | Self::Verify
             | Self::WriteImages
             | Self::UseImages
@@ -181,9 +190,11 @@ impl Step for BackupStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::Prepare | Self::DestroyKeys => Some(Limit::Provider),
-            Self::Write | Self::DropSnapshot | Self::Verify | Self::WriteImages => {
-                Some(Limit::HostWork)
-            }
+            Self::Write
+            | Self::DropSnapshot
+            | Self::DropLeft
+            | Self::Verify
+            | Self::WriteImages => Some(Limit::HostWork),
             _ => None,
         }
     }
@@ -199,6 +210,7 @@ impl Step for BackupStep {
             Self::Name => name(run).await,
             Self::Record => record(run).await,
             Self::DropSnapshot => drop_snapshot(run).await,
+            Self::DropLeft => drop_left(run).await,
             Self::Verify => verify(run).await,
             Self::RecordVerified => record_verified(run).await,
             Self::CheckOff => check_off(run).await,
@@ -278,7 +290,6 @@ struct Taken {
 }
 
 async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
-    drop_left(run).await?;
     let vm = run.vm().await?;
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
@@ -418,66 +429,6 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
     );
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(write.commit().await?)
-}
-
-/// Has the host drop the snapshot, if there is one, and merge its layers.
-async fn drop_snapshot(run: &Run<'_>) -> Result<(), StepError> {
-    match snapshot(run).await? {
-        Some(kept) => drop_kept(run, kept).await,
-        None => Ok(()),
-    }
-}
-
-/// Drops what an earlier backup has left that could be neither finished nor undone. No other task works on the VM now. One of
-/// them: a host has one job of a kind for a task, and each backup drops the next.
-async fn drop_left(run: &Run<'_>) -> Result<(), StepError> {
-    let own = snapshot(run).await?.map(|own| own.id);
-    let known = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
-    let is_left = |it: &Snapshot| Some(it.id) != own && it.name == snapshot_name(it.id);
-    match known.into_iter().find(is_left) {
-        Some(left) => drop_kept(run, left).await,
-        None => Ok(()),
-    }
-}
-
-async fn drop_kept(run: &Run<'_>, kept: Snapshot) -> Result<(), StepError> {
-    let vm = run.vm().await?;
-    let job = DropSnapshotJob { snapshot: kept.id, disks: kept.disks.clone() };
-    job::drop_snapshot(run, &vm, job).await?;
-    let mut write = run.store().write().await?;
-    snapshots::delete(&mut write, &kept).await?;
-    Ok(write.commit().await?)
-}
-
-/// Undoes [`write`] and [`name`]. What was kept for the backup is dropped before its files are removed: files that a directory does
-/// not give up must not leave a snapshot, which would keep the VM from being restored.
-async fn remove_written(run: &Run<'_>) -> Result<(), StepError> {
-    let cancelled = match snapshot(run).await? {
-        Some(_) => unless_away(cancel(run, order(run).await?).await),
-        // The job was given up before this was dropped.
-        None => Ok(()),
-    };
-    if let Err(StepError::Again(_)) = cancelled {
-        return cancelled;
-    }
-    drop_snapshot(run).await?;
-    cancelled?;
-    let (vm, backup) = (run.vm().await?, backup(run).await?);
-    unless_away(run.agent(&vm)?.discard_backup(place(&backup)).await.map_err(StepError::from))
-}
-
-/// Nothing can be removed from a directory that was moved or is not mounted. The next backup of the VM there removes what is left.
-fn unless_away(removed: Result<(), StepError>) -> Result<(), StepError> {
-    match removed {
-        Err(StepError::Final(problem))
-            if problem.code == ErrorCode::InvalidRequest
-                && problem.field.as_deref() == Some("directory") =>
-        {
-            tracing::warn!(%problem, "an unfinished backup may be left");
-            Ok(())
-        }
-        other => other,
-    }
 }
 
 /// Has the host give up the task's job, and remove what it has written.

@@ -39,8 +39,19 @@ pub struct Carrier {
     stream: u16,
     sender: RecordSender,
     receiver: RecordReceiver,
-    /// Whether what is sent is compressed where that is faster.
-    compresses: bool,
+    compression: Compressed,
+}
+
+/// What of a stream may be compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compressed {
+    /// Nothing.
+    #[default]
+    Never,
+    /// What the other host sends.
+    Received,
+    /// What this host sends, where that is faster. The other one must know of that.
+    Sent,
 }
 
 /// A local socket at work that is not the last one.
@@ -65,13 +76,13 @@ impl Carrier {
     pub fn new(stream: Stream) -> Result<Self, TransportError> {
         let (shared, number) = (stream.shared.clone(), stream.number());
         let (sender, receiver) = records(stream)?;
-        Ok(Self { shared, stream: number, sender, receiver, compresses: false })
+        Ok(Self { shared, stream: number, sender, receiver, compression: Compressed::Never })
     }
 
-    /// Compresses what the last local socket sends, where that is faster. The other host must know of that.
+    /// The same, of whose last local socket this may be compressed.
     #[must_use]
-    pub fn compressing(self, compresses: bool) -> Self {
-        Self { compresses, ..self }
+    pub fn compressing(self, compression: Compressed) -> Self {
+        Self { compression, ..self }
     }
 
     /// Carries what is written to a connected local socket. Others follow.
@@ -84,7 +95,7 @@ impl Carrier {
             sender.send(PART_END, &[]).map(|()| sender)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
-            inward(shared, stream, &mut receiver, local, Some(PART_END)).map(|_| receiver)
+            inward(shared, stream, &mut receiver, local, (Some(PART_END), None)).map(|_| receiver)
         };
         self.work(local, out, into).map(Part)
     }
@@ -94,13 +105,15 @@ impl Carrier {
     /// # Errors
     /// As [`Carrier::new`].
     pub fn last(self, local: UnixStream) -> Result<Bridge, TransportError> {
-        let compression = self.compresses.then(Compression::new);
+        let compression = (self.compression == Compressed::Sent).then(Compression::new);
+        let reads = self.compression == Compressed::Received;
+        let decompression = reads.then(Decompression::default);
         let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
             let sent = outward(shared, stream, &mut sender, local, compression)?;
             sender.finish().map(|()| sent)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
-            inward(shared, stream, &mut receiver, local, None)
+            inward(shared, stream, &mut receiver, local, (None, decompression))
         };
         self.work(local, out, into).map(Bridge)
     }
@@ -148,7 +161,7 @@ impl Part {
     pub async fn done(self) -> Result<Carrier, TransportError> {
         let (shared, stream) = (self.0.shared.clone(), self.0.stream);
         let (sender, receiver) = self.0.done().await?;
-        Ok(Carrier { shared, stream, sender, receiver, compresses: false })
+        Ok(Carrier { shared, stream, sender, receiver, compression: Compressed::Never })
     }
 }
 
@@ -247,9 +260,9 @@ fn inward(
     stream: u16,
     receiver: &mut RecordReceiver,
     mut local: UnixStream,
-    end: Option<Kind>,
+    (end, mut decompression): (Option<Kind>, Option<Decompression>),
 ) -> Result<u64, TransportError> {
-    let (mut received, mut decompression) = (0, Decompression::default());
+    let mut received = 0;
     loop {
         let Some((kind, bytes)) = receiver.receive()? else {
             match end {
@@ -260,12 +273,12 @@ fn inward(
         if Some(kind) == end && bytes.is_empty() {
             break;
         }
-        let bytes = match kind {
-            Kind::BYTES => &*bytes,
-            COMPRESSED => decompression
+        let bytes = match (kind, &mut decompression) {
+            (Kind::BYTES, _) => &*bytes,
+            (COMPRESSED, Some(decompression)) => decompression
                 .bytes(bytes)
                 .ok_or_else(|| shared.fail(TransportError::Compressed { stream }))?,
-            other => {
+            (other, _) => {
                 return Err(shared.fail(TransportError::Kind { stream, kind: other.number() }));
             }
         };

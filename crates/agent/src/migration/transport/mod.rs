@@ -33,7 +33,7 @@ use std::time::Duration;
 pub use vmseal_seal::frame::{CONTENT_MAX, Kind};
 pub use vmseal_seal::wire::{Cipher, STREAMS_MAX, Spec};
 
-pub use bridge::{Bridge, Carrier, Moved, Part};
+pub use bridge::{Bridge, Carrier, Compressed, Moved, Part};
 pub use connect::connect;
 pub use control::{Control, ControlReceiver, ControlSender};
 pub use error::TransportError;

@@ -50,13 +50,13 @@ struct Local {
 }
 
 fn bridged(session: &mut Session, stream: u16) -> Local {
-    bridged_with(session, stream, false)
+    bridged_with(session, stream, Compressed::Never)
 }
 
-fn bridged_with(session: &mut Session, stream: u16, compresses: bool) -> Local {
+fn bridged_with(session: &mut Session, stream: u16, compression: Compressed) -> Local {
     let (socket, other) = UnixStream::pair().unwrap();
     let carrier = Carrier::new(session.take(stream).unwrap()).unwrap();
-    let bridge = carrier.compressing(compresses).last(other).unwrap();
+    let bridge = carrier.compressing(compression).last(other).unwrap();
     Local { bridge, socket }
 }
 
@@ -142,8 +142,9 @@ fn compressible(length: usize) -> Vec<u8> {
 async fn what_a_rate_holds_back_is_compressed_and_comes_as_it_was() {
     let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
     // Far below what compression and decompression can do.
-    here.handle().set_rate(NonZeroU64::new(8 << 20));
-    let (source, mut destination) = (bridged_with(&mut here, 0, true), bridged(&mut there, 0));
+    here.handle().set_rate(NonZeroU64::new(2 << 20));
+    let source = bridged_with(&mut here, 0, Compressed::Sent);
+    let mut destination = bridged_with(&mut there, 0, Compressed::Received);
     let bytes = compressible(32 * MIB);
     let (mut writing, written) = (source.socket, bytes.clone());
     let writer = thread::spawn(move || {
@@ -165,13 +166,19 @@ async fn what_a_rate_holds_back_is_compressed_and_comes_as_it_was() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_frame_that_cannot_be_decompressed_fails_the_session() {
-    let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
-    let (mut sender, _unused) = records(here.take(0).unwrap()).unwrap();
-    let destination = bridged(&mut there, 0);
-    sender.send(super::compression::COMPRESSED, &[0, 4, 0, 1, 7]).unwrap();
-    let failed = destination.bridge.done().await.unwrap_err();
-    assert!(matches!(failed, TransportError::Compressed { stream: 0 }), "{failed}");
+async fn a_frame_that_cannot_be_decompressed_or_has_no_place_fails_the_session() {
+    for compression in [Compressed::Received, Compressed::Never, Compressed::Sent] {
+        let (mut here, mut there) = sessions(1, Cipher::Aes256Gcm).await;
+        let (mut sender, _unused) = records(here.take(0).unwrap()).unwrap();
+        let destination = bridged_with(&mut there, 0, compression);
+        sender.send(super::compression::COMPRESSED, &[0, 4, 0, 1, 7]).unwrap();
+        let failed = destination.bridge.done().await.unwrap_err();
+        let expected = match compression {
+            Compressed::Received => matches!(failed, TransportError::Compressed { stream: 0 }),
+            _ => matches!(failed, TransportError::Kind { stream: 0, kind: 5 }),
+        };
+        assert!(expected, "{compression:?}: {failed}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -95,6 +95,8 @@ impl Owner {
         }
         let replaces = match self.must_restart_for_copies(&kept).await {
             Ok(replaces) => replaces,
+            // In a moment it is tried again, and goes on with what is copied.
+            Err(problem) if problem.code == ErrorCode::TimedOut => return Err(problem),
             Err(problem) => {
                 self.give_up_copies(task, job).await?;
                 return Err(problem);

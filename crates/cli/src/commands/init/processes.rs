@@ -426,7 +426,7 @@ impl Role {
         }
     }
 
-    /// Starts it again if it was started here and has ended, as systemd does with its unit.
+    /// Starts it again if it was started here and has ended, in whatever way.
     fn keep_running(&mut self, start: &Start) -> anyhow::Result<()> {
         let Some(status) = self.has_ended()? else { return Ok(()) };
         if !self.may_restart(Instant::now()) {

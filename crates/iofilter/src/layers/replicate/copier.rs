@@ -99,8 +99,8 @@ pub struct Copier {
     layer: Option<LayerParts>,
     /// The next chunk of the pass.
     next: usize,
-    /// Whether a pass has ended.
-    has_passed: bool,
+    /// How much may go ahead of the rate, in bytes.
+    ahead: u64,
     bucket: Bucket,
     /// The guest's requests when the last piece began.
     requests: u64,
@@ -130,7 +130,7 @@ impl Copier {
             holes,
             layer: None,
             next: 0,
-            has_passed: false,
+            ahead: 0,
             bucket: Bucket::new(Instant::now()),
             requests: 0,
             begun: None,
@@ -162,7 +162,8 @@ impl Copier {
         };
         let outcome = loop {
             let Some(chunk) = shared.chunks.next_marked(self.next) else {
-                (self.next, self.has_passed) = (0, true);
+                self.next = 0;
+                self.let_go_ahead();
                 break Ok(Batch::Pass);
             };
             self.next = chunk + 1;
@@ -291,28 +292,38 @@ impl Copier {
         }
     }
 
-    /// Whether a mirror lacks only what has changed since its first pass, and so little that a guest could wait for it. At a low
-    /// rate a guest that writes a little, here and there, would keep it from its end: each write marks a whole chunk.
-    fn is_at_its_end(&self) -> bool {
-        let mirrors = self.replicate.0.geometry.purpose() == Purpose::Mirror;
-        mirrors && self.has_passed && self.replicate.is_near().is_ok()
+    /// After a pass a mirror may copy ahead of its rate as much as a guest could wait for, if it lacks no more, and has kept to the
+    /// rate since it last did so. At a low rate a guest that writes a little, here and there, would keep it from its end: each write
+    /// marks a whole chunk.
+    fn let_go_ahead(&mut self) {
+        let geometry = self.replicate.0.geometry;
+        let keeps_to_it = self.bucket.wait(self.replicate.0.rate(), Instant::now()).is_zero();
+        if geometry.purpose() == Purpose::Mirror && keeps_to_it && self.replicate.is_near().is_ok()
+        {
+            self.ahead = geometry.pivot_chunks() * geometry.chunk();
+        }
     }
 
     /// Sleeps until this many bytes may be read. A rate that changes meanwhile counts at once.
     fn wait_for_the_rate(&mut self, bytes: u64) -> Result<(), Held> {
-        while !self.is_at_its_end() {
+        if let Some(left) = self.ahead.checked_sub(bytes) {
+            self.ahead = left;
+            // They are owed.
+            self.bucket.take(bytes);
+            self.replicate.0.counters.paced.add(bytes);
+            return Ok(());
+        }
+        loop {
             let rate = self.replicate.0.rate();
             let wait = self.bucket.wait(rate, Instant::now());
             match self.replicate.0.sleep_at(rate, wait) {
                 Waited::Closed => return Err(Held::Stopped),
                 Waited::Paused => return Err(Held::Paused),
                 Waited::Changed => {}
-                Waited::Over => {
-                    self.bucket.take(bytes);
-                    break;
-                }
+                Waited::Over => break,
             }
         }
+        self.bucket.take(bytes);
         self.replicate.0.counters.paced.add(bytes);
         Ok(())
     }
