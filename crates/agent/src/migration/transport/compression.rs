@@ -17,7 +17,8 @@ use zeroize::Zeroizing;
 /// A frame with compressed bytes: their length before that in 4 bytes, then an LZ4 block.
 pub const COMPRESSED: Kind = Kind::new(5);
 
-/// How much is sent in each of the two ways before they are compared, in bytes: more than what a connection's buffers hide.
+/// How much is sent in each of the two ways before they are compared, in bytes: sixteen full frames. On lines of several Gb/s the
+/// buffers of a connection may hold as much.
 const TRIAL_BYTES: u64 = 4 << 20;
 
 /// How much is then sent in the faster way, in bytes: memory differs from place to place, and a trial costs a sixteenth of this.
