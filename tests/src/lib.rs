@@ -6,6 +6,7 @@
 //! | [`installation`] | a server and an agent of their own, on a loopback address of their own |
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
 //! | [`guest`] | disks that guests boot from, and their consoles |
+//! | [`firmware_shell`] | the shell of UEFI firmware, and its variables |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
@@ -25,6 +26,7 @@ pub mod capture;
 pub mod counting_guest;
 pub mod exposed;
 pub mod filter;
+pub mod firmware_shell;
 pub mod first_boot;
 pub mod guest;
 pub mod header;

@@ -13,15 +13,13 @@ use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
 use vmseal_api::pace::CopyPace;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
+use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
-
-/// The owner of the variables that a test writes.
-const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 /// The files beside the VM's disks in which the marker can be read.
 fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
@@ -185,12 +183,7 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
     here.vmseal(&create).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     // The firmware has written its variables when it finds nothing to start.
-    let shell = |here: &Installation| {
-        let mut console = here.console(VM).unwrap();
-        console.expect("Shell>", 0).unwrap();
-        console
-    };
-    let mut guest = shell(&here);
+    let mut guest = firmware_shell::open(&here, VM);
     let filter = here.processes_of(VM, "vmseal-filter").unwrap();
     let encrypt = ["vm", "encrypt", VM, "--policy", "encrypted"];
     let decrypt = ["vm", "decrypt", VM, "--policy", "plain", "--yes"];
@@ -199,9 +192,7 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
     {
         here.vmseal(operation).unwrap();
         // It writes a variable to the copy.
-        let named = format!("setvar Written{number} -guid {OWNER} -bs -rt -nv");
-        guest.type_text(&format!("{named} =424242\r")).unwrap();
-        guest.expect("Shell>", 0).unwrap();
+        set_variable(&mut guest, &format!("Written{number}"), "424242");
         if operation != decrypt {
             is_encrypted(&here, true);
         }
@@ -213,11 +204,9 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
     assert_eq!(here.vm(VM).unwrap()["disks"].as_array().unwrap().len(), 2);
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(guest);
-    let mut guest = shell(&here);
+    let mut guest = firmware_shell::open(&here, VM);
     for number in 0..3 {
-        guest.type_text(&format!("setvar Written{number} -guid {OWNER}\r")).unwrap();
-        guest.expect("42 42 42", 0).unwrap();
-        guest.expect("Shell>", 0).unwrap();
+        has_variable(&mut guest, &format!("Written{number}"), "42 42 42");
     }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }

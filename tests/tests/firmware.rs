@@ -4,12 +4,9 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use serde_json::Value;
-use vmseal_tests::guest::Console;
+use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
-
-/// The owner of the test's variables.
-const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 /// What only such a variable's name holds.
 const NAME: &str = "VmsealMarker";
@@ -20,25 +17,6 @@ const EMPTY: [&str; 2] = ["--disk", "datastore=local,size=1MiB"];
 fn create(here: &Installation, vm: &str, policy: &str, more: &[&str]) {
     let create = ["vm", "create", vm, "--policy", policy, "--memory", "128MiB"];
     here.vmseal(&[&create[..], &EMPTY, more].concat()).unwrap();
-}
-
-fn shell(here: &Installation, vm: &str) -> Console {
-    let mut console = here.console(vm).unwrap();
-    console.expect("Shell>", 0).unwrap();
-    console
-}
-
-/// Writes a variable that the firmware keeps.
-fn write(shell: &mut Console, name: &str, value: &str) {
-    shell.type_text(&format!("setvar {name} -guid {OWNER} -bs -rt -nv ={value}\r")).unwrap();
-    shell.expect("Shell>", 0).unwrap();
-}
-
-/// What the firmware shows of a variable, up to the next prompt.
-fn read(shell: &mut Console, name: &str, shown: &str) {
-    shell.type_text(&format!("setvar {name} -guid {OWNER}\r")).unwrap();
-    shell.expect(shown, 0).unwrap();
-    shell.expect("Shell>", 0).unwrap();
 }
 
 /// Whether the image of a VM's variables holds the name of the test's in the clear.
@@ -62,41 +40,41 @@ fn variables_outlive_guests_and_kills_and_are_ciphertext() {
     assert_eq!(shown["hardware"]["firmware"], "uefi");
 
     here.vmseal(&["vm", "start", "web"]).unwrap();
-    let mut guest = shell(&here, "web");
-    write(&mut guest, NAME, "112233");
-    read(&mut guest, NAME, "11 22 33");
+    let mut guest = firmware_shell::open(&here, "web");
+    set_variable(&mut guest, NAME, "112233");
+    has_variable(&mut guest, NAME, "11 22 33");
 
     let filter = here.processes_of("web", "vmseal-filter").unwrap()[0];
     kill_hard(filter);
     here.wait_alarm("web", "filter-restarted").unwrap();
-    write(&mut guest, "SecondOne", "44556677");
+    set_variable(&mut guest, "SecondOne", "44556677");
     drop(guest);
     here.kill_agent();
     here.start_agent().unwrap();
     here.wait_host().unwrap();
     let mut guest = here.console("web").unwrap();
-    read(&mut guest, "SecondOne", "44 55 66 77");
+    has_variable(&mut guest, "SecondOne", "44 55 66 77");
     drop(guest);
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 
     here.vmseal(&["vm", "recrypt", "web"]).unwrap();
     here.vmseal(&["vm", "start", "web"]).unwrap();
-    let mut guest = shell(&here, "web");
-    read(&mut guest, NAME, "11 22 33");
-    read(&mut guest, "SecondOne", "44 55 66 77");
+    let mut guest = firmware_shell::open(&here, "web");
+    has_variable(&mut guest, NAME, "11 22 33");
+    has_variable(&mut guest, "SecondOne", "44 55 66 77");
     for qemu in here.processes_of("web", "qemu-system-x86_64").unwrap() {
         kill_hard(qemu);
     }
     here.wait_power("web", "off").unwrap();
     drop(guest);
     here.vmseal(&["vm", "start", "web"]).unwrap();
-    read(&mut shell(&here, "web"), NAME, "11 22 33");
+    has_variable(&mut firmware_shell::open(&here, "web"), NAME, "11 22 33");
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     assert!(!is_readable(&here, "web"), "the variables are in the clear on the datastore");
 
     create(&here, "open", "plain", &["--firmware", "uefi"]);
     here.vmseal(&["vm", "start", "open"]).unwrap();
-    write(&mut shell(&here, "open"), NAME, "112233");
+    set_variable(&mut firmware_shell::open(&here, "open"), NAME, "112233");
     here.vmseal(&["vm", "stop", "open", "--force"]).unwrap();
     assert!(is_readable(&here, "open"), "the search does not find what is there");
     let images = here.images("web").unwrap();
@@ -154,12 +132,12 @@ fn variables_follow_with_their_snapshots() {
     let here = Installation::new().unwrap();
     create(&here, "web", "plain", &["--firmware", "uefi"]);
     here.vmseal(&["vm", "start", "web"]).unwrap();
-    let mut guest = shell(&here, "web");
-    write(&mut guest, NAME, "112233");
+    let mut guest = firmware_shell::open(&here, "web");
+    set_variable(&mut guest, NAME, "112233");
     here.vmseal(&["snapshot", "create", "web", "one"]).unwrap();
-    write(&mut guest, "SecondOne", "44556677");
+    set_variable(&mut guest, "SecondOne", "44556677");
     here.vmseal(&["snapshot", "create", "web", "two"]).unwrap();
-    write(&mut guest, "ThirdOne", "8899");
+    set_variable(&mut guest, "ThirdOne", "8899");
     for operation in [
         &["vm", "encrypt", "web", "--policy", "encrypted"][..],
         &["vm", "recrypt", "web", "--deep"],
@@ -167,16 +145,16 @@ fn variables_follow_with_their_snapshots() {
         here.vmseal(operation).unwrap();
         assert!(!is_readable(&here, "web"), "{operation:?}");
         here.vmseal(&["vm", "prove", "web", "--all"]).unwrap();
-        write(&mut guest, "FourthOne", "aabbcc");
-        read(&mut guest, "ThirdOne", "88 99");
+        set_variable(&mut guest, "FourthOne", "aabbcc");
+        has_variable(&mut guest, "ThirdOne", "88 99");
     }
     drop(guest);
     for (snapshot, second) in [("two", "44 55 66 77"), ("one", "Unable to get")] {
         here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
         here.vmseal(&["snapshot", "revert", "web", snapshot]).unwrap();
         here.vmseal(&["vm", "start", "web"]).unwrap();
-        let mut guest = shell(&here, "web");
-        read(&mut guest, NAME, "11 22 33");
-        read(&mut guest, "SecondOne", second);
+        let mut guest = firmware_shell::open(&here, "web");
+        has_variable(&mut guest, NAME, "11 22 33");
+        has_variable(&mut guest, "SecondOne", second);
     }
 }

@@ -6,6 +6,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
@@ -17,9 +18,6 @@ use vmseal_tests::two_hosts::{
 use vmseal_tests::{TIMEOUT, eventually};
 
 const VM: &str = "web";
-
-/// The owner of the test's variables.
-const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 /// What only such a variable's name holds.
 const NAME: &str = "VmsealMarker";
@@ -66,17 +64,6 @@ fn is_on(here: &Installation, host: &str) {
     }
 }
 
-fn set_variable(shell: &mut Console, name: &str, value: &str) {
-    shell.type_text(&format!("setvar {name} -guid {OWNER} -bs -rt -nv ={value}\r")).unwrap();
-    shell.expect("Shell>", 0).unwrap();
-}
-
-fn has_variable(shell: &mut Console, name: &str, shown: &str) {
-    shell.type_text(&format!("setvar {name} -guid {OWNER}\r")).unwrap();
-    shell.expect(shown, 0).unwrap();
-    shell.expect("Shell>", 0).unwrap();
-}
-
 /// A guest that is the firmware's own shell, with a variable and a TPM.
 fn with_firmware() -> Installation {
     let mut here = Installation::new().unwrap();
@@ -90,9 +77,7 @@ fn with_firmware() -> Installation {
 
 fn shell_of(here: &Installation) -> Console {
     here.vmseal(&["vm", "start", VM]).unwrap();
-    let mut shell = here.console(VM).unwrap();
-    shell.expect("Shell>", 0).unwrap();
-    shell
+    firmware_shell::open(here, VM)
 }
 
 #[test]
