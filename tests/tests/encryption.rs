@@ -139,9 +139,24 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
         is_encrypted(&here, encrypted);
     }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    // What its copy is read from then is a cache of its own.
+    for policy in ["plain", "encrypted"] {
+        here.vmseal(&["policy", "set", policy, "--cache", "4MiB"]).unwrap();
+    }
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
-    read_marker(&mut booted(&here, VM).unwrap());
+    let mut console = booted(&here, VM).unwrap();
+    let filter = here.processes_of(VM, "vmseal-filter").unwrap();
+    for _ in 0..2 {
+        encrypted = !encrypted;
+        read_marker(&mut console);
+        count(&mut console);
+        here.vmseal(if encrypted { encrypt } else { decrypt }).unwrap();
+        stop_counting(&mut console);
+        read_marker(&mut console);
+        is_encrypted(&here, encrypted);
+        assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
+    }
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 

@@ -38,6 +38,8 @@ pub struct Mirror {
     pub map: File,
     /// How fast it is copied. Without a rate it yields to the guest by itself.
     pub pace: CopyPace,
+    /// The size of the read cache that the disk has when it has pivoted, in bytes.
+    pub cache: Option<u64>,
 }
 
 /// Where the copy of a disk is.
@@ -107,7 +109,9 @@ impl Mirror {
     /// As a filter gets it; `fd` says how it knows a descriptor.
     pub(super) fn spec(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> MirrorSpec {
         let crypt = self.key.iter().map(|(key, holes)| (fd(key.as_fd()), *holes));
-        let chain = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes }).collect();
+        let crypt = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes });
+        let cache = self.cache.map(|bytes| FilterSpec::Cache(CacheSpec { bytes }));
+        let chain = crypt.chain(cache).collect();
         let backend = self.to.backend(&mut fd);
         let (map, pace) = (fd(self.map.as_fd()), self.pace);
         let (stays, same_below) = match &self.to {

@@ -478,7 +478,8 @@ pub fn open_to_copy(
         return Ok(None);
     };
     let open = opening::open(spec, disk, facts, kek, Access::Write)?;
-    let copy = open_copy(&mirror, spec, disk, kek)?;
+    // Nobody reads through this filter.
+    let copy = filter::Mirror { cache: None, ..open_copy(&mirror, spec, disk, kek)? };
     Ok(Some((open, copy)))
 }
 
@@ -549,7 +550,7 @@ fn open_copy(
     let offset = data_offset(&note.copy_facts);
     let (keeps_room, pace) = (is_preallocated(disk), mirror.pace()?);
     let to = CopyPlace::Image { file, layers, offset, keeps_room };
-    Ok(filter::Mirror { to, key, map, pace })
+    Ok(filter::Mirror { to, key, map, pace, cache: disk.cache })
 }
 
 /// The DEK of a copy, whose image is open; none of one that is plain.

@@ -64,7 +64,7 @@ pub(super) fn copy_of(
         _ => return Err(unexpected()),
     };
     let to = CopyPlace::OtherHost { socket, same_below };
-    Ok(filter::Mirror { to, key, map: map()?, pace: CopyPace::default() })
+    Ok(filter::Mirror { to, key, map: map()?, pace: CopyPace::default(), cache: None })
 }
 
 /// A disk that is copied, and what goes before it.

@@ -12,6 +12,7 @@ use vmseal_api::filter::{
     SERIAL_MAX, TargetFormat, VERSION, check_caches,
 };
 use vmseal_api::id::DiskId;
+use vmseal_api::size::Size;
 
 use crate::process::config::chain::{check_backend, check_chain, check_copy, has_files_below};
 
@@ -103,13 +104,27 @@ pub fn mirror(disk: &DiskConfig) -> Option<&MirrorSpec> {
     })
 }
 
-/// The disk's caches: its own, and that of its mirror.
-pub fn caches(disk: &DiskConfig) -> impl Iterator<Item = &CacheSpec> {
-    let copy = mirror(disk).map(|mirror| &mirror.to.chain[..]).unwrap_or_default();
-    disk.chain.iter().chain(copy).filter_map(|link| match link {
+/// The disk's own cache.
+#[must_use]
+pub fn cache(disk: &DiskConfig) -> Option<&CacheSpec> {
+    disk.chain.iter().find_map(of_cache)
+}
+
+fn of_cache(link: &FilterSpec) -> Option<&CacheSpec> {
+    match link {
         FilterSpec::Cache(cache) => Some(cache),
         _ => None,
-    })
+    }
+}
+
+/// The caches that the disk may have at a time: its own, and that of its mirror, also of one that begins later.
+pub fn caches(disk: &DiskConfig) -> impl Iterator<Item = &CacheSpec> {
+    let of_copy = match mirror(disk) {
+        Some(mirror) => mirror.to.chain.iter().find_map(of_cache),
+        None if can_change(disk) => cache(disk),
+        None => None,
+    };
+    cache(disk).into_iter().chain(of_copy)
 }
 
 /// Whether zeroes in storage are zeroes to the guest, through such a chain.
@@ -172,16 +187,24 @@ pub fn check_new_stack(stack: &NewStack) -> Result<(), String> {
     check_chain(chain)
 }
 
-/// Checks what a disk is to be copied to while it is served.
+/// Checks what a disk is to be copied to while it is served; `cache` is its own.
 ///
 /// # Errors
 /// What is wrong with it.
-pub fn check_new_copy(mirror: &MirrorSpec) -> Result<(), String> {
-    // Its memory would be beyond what was checked for all disks.
-    if mirror.to.chain.iter().any(|link| matches!(link, FilterSpec::Cache(_))) {
-        return Err("`cache` is given when the filter starts".into());
+pub fn check_new_copy(mirror: &MirrorSpec, cache: Option<&CacheSpec>) -> Result<(), String> {
+    check_copy(mirror)?;
+    check_cache_of_copy(mirror, cache)
+}
+
+/// The disks' own caches are checked together; each copy's has the memory that its disk's gives up when it pivots.
+fn check_cache_of_copy(mirror: &MirrorSpec, cache: Option<&CacheSpec>) -> Result<(), String> {
+    let own = cache.map_or(0, |cache| cache.bytes);
+    let Some(copy) = mirror.to.chain.iter().find_map(of_cache) else { return Ok(()) };
+    if copy.bytes > own {
+        let (copy, own) = (Size(copy.bytes), Size(own));
+        return Err(format!("its copy has a cache of {copy}: at most the disk's own, {own}"));
     }
-    check_copy(mirror)
+    check_caches([Some(copy.bytes)]).map_err(|(_, what)| what)
 }
 
 fn check(config: &FilterConfig) -> Result<(), ConfigError> {
@@ -202,8 +225,8 @@ fn check(config: &FilterConfig) -> Result<(), ConfigError> {
         return Err(ConfigError::Disks(message));
     }
     config.disks.iter().try_for_each(check_disk)?;
-    let caches =
-        config.disks.iter().flat_map(|disk| caches(disk).map(|cache| (disk.disk, cache.bytes)));
+    let caches = config.disks.iter();
+    let caches = caches.filter_map(|disk| cache(disk).map(|cache| (disk.disk, cache.bytes)));
     let caches: Vec<_> = caches.collect();
     check_caches(caches.iter().map(|(_, bytes)| Some(*bytes)))
         .map_err(|(index, what)| ConfigError::Disk { disk: caches[index].0, what })
@@ -268,8 +291,11 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     if !above.iter().all(stays) {
         return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
     }
-    if mirror(disk).is_some_and(|it| it.same_below) && !has_files_below(&disk.backend) {
-        return Err("it has nothing below it that its copy could share".into());
+    if let Some(copy) = mirror(disk) {
+        check_cache_of_copy(copy, cache(disk))?;
+        if copy.same_below && !has_files_below(&disk.backend) {
+            return Err("it has nothing below it that its copy could share".into());
+        }
     }
     if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
         return Err(

@@ -464,7 +464,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let stack = can_change.then(|| {
         let beside = beside.as_ref().map(|beside| Arc::clone(&beside.served));
         let pivot = Arc::clone(&pivot);
-        let of_chains = (queues, all);
+        let of_chains = (queues, all, config::cache(config).copied());
         let stack = DiskStack::new(disk, Arc::clone(&served), beside, files, of_chains, pivot);
         if let Some(copy) = copy {
             stack.set_copy(copy);

@@ -22,7 +22,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{DRAINED_MAX, DiskFile, DiskWaits, NewCopy, NewStack};
+use vmseal_api::filter::{CacheSpec, DRAINED_MAX, DiskFile, DiskWaits, NewCopy, NewStack};
 use vmseal_api::id::DiskId;
 
 use crate::disk::Disk;
@@ -111,6 +111,8 @@ pub struct DiskStack {
     queues: usize,
     /// The chains of the whole process, which share its buffers.
     pools: usize,
+    /// The cache that it was started with, whose memory a copy's may take.
+    cache: Option<CacheSpec>,
     /// What switches it to its copy, while it has one.
     pivot: Arc<CurrentPivot>,
     /// The copy, until the disk has pivoted to it.
@@ -134,11 +136,11 @@ impl DiskStack {
         served: Arc<ServedDisk>,
         beside: Option<Arc<ServedDisk>>,
         files: Vec<Arc<OwnedFd>>,
-        (queues, pools): (usize, usize),
+        (queues, pools, cache): (usize, usize, Option<CacheSpec>),
         pivot: Arc<CurrentPivot>,
     ) -> Self {
-        let files = Mutex::new(by_identity(files));
-        Self { current, served, beside, files, queues, pools, pivot, copy: Mutex::default() }
+        let (files, copy) = (Mutex::new(by_identity(files)), Mutex::default());
+        Self { current, served, beside, files, queues, pools, cache, pivot, copy }
     }
 
     fn id(&self) -> DiskId {
@@ -276,7 +278,8 @@ impl DiskStack {
     /// Opens a copy of the disk, and makes chains that mark what changes; the disk does not have them yet.
     fn open_copy(&self, spec: &NewCopy, handles: &mut Handles) -> Result<OpenedMirror, NotChanged> {
         let id = self.id();
-        config::check_new_copy(&spec.mirror).map_err(|what| NotChanged::Sense(id, what))?;
+        config::check_new_copy(&spec.mirror, self.cache.as_ref())
+            .map_err(|what| NotChanged::Sense(id, what))?;
         if self.copier().is_some() {
             return Err(NotChanged::Mirrored(id));
         }

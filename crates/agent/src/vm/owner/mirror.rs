@@ -7,8 +7,7 @@
 //!          └─ else: it ends ─► a filter of its own copies the rest, the disks pivot ─► another ◄── on record
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
-//! pause for the guest; at the commit also that of a VM whose disks have caches. Of a disk with layers everything but
-//! the active one is copied first, beside the guest ([`super::trees`]).
+//! pause for the guest. Of a disk with layers everything but the active one is copied first, beside the guest ([`super::trees`]).
 
 use std::time::Duration;
 

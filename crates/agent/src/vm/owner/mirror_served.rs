@@ -75,14 +75,15 @@ impl Owner {
     /// The guest's filter, where it can have all disks of a job pivot without a restart.
     pub(super) async fn filter_that_pivots(&mut self, job: &MirrorJob) -> Option<Control> {
         let (control, status) = self.filter_that_mirrors().await?;
-        let turns = |disk: &DiskId| {
-            let served = status.disks.iter().find(|served| served.disk == *disk);
-            let copied = served.is_some_and(|served| served.mirror.is_some());
-            // A cache is of the former image, and the next filter has one of the copy.
-            copied && self.spec.disk(*disk).is_some_and(|disk| disk.cache.is_none())
-        };
-        let turn = job.disks.iter().all(|disk| turns(&disk.disk));
-        turn.then_some(control)
+        let mut cached = Vec::new();
+        for disk in job.disks.iter().map(|disk| disk.disk) {
+            let served = status.disks.iter().find(|served| served.disk == disk)?;
+            let pivoted = served.mirror.as_ref()?.pivoted;
+            if !pivoted && self.spec.disk(disk)?.cache.is_some() {
+                cached.push(disk);
+            }
+        }
+        copies_are_cached(&control, &cached).await.then_some(control)
     }
 
     /// Has all disks of a job pivot while they are served. Names and records are put right by the caller.
@@ -102,6 +103,20 @@ impl Owner {
             }
         }
     }
+}
+
+/// Whether the copies of disks with a cache have one as well. A filter of an earlier vmseal gives them none; another one would.
+async fn copies_are_cached(control: &Control, disks: &[DiskId]) -> bool {
+    if disks.is_empty() {
+        return true;
+    }
+    let Ok(figures) = control.figures().await else { return false };
+    let two = |disk: &DiskId| {
+        let figures = figures.disks.iter().find(|figures| figures.disk == *disk);
+        let layers = figures.map(|figures| &figures.layers[..]).unwrap_or_default();
+        layers.iter().filter(|layer| layer.kind == "cache").count() == 2
+    };
+    disks.iter().all(two)
 }
 
 /// Blocks.

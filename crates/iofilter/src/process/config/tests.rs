@@ -230,6 +230,7 @@ fn a_mirror_is_checked_for_sense() {
         json!([good_mirror()]),
         json!([limit, good_mirror(), crypt(5), cache, replica]),
         json!([mirror(json!([]), file(11), REPLICATE_RATE_MIN), crypt(5)]),
+        json!([mirror(json!([crypt(10), cache]), file(11), REPLICATE_RATE_MIN), crypt(5), cache]),
         json!([{
             "kind": "mirror", "to": { "chain": [], "backend": file(11) }, "map": { "fd": 12 }
         }]),
@@ -248,6 +249,7 @@ fn a_mirror_is_checked_for_sense() {
         (json!([mirror(json!([good_mirror()]), file(11), rate)]), "neither mirrored nor"),
         (json!([mirror(json!([]), json!({ "kind": "mem" }), rate)]), "to memory"),
         (json!([mirror(json!([crypt(8), crypt(9)]), file(11), rate)]), "more than once"),
+        (json!([mirror(json!([cache]), file(11), rate)]), "at most the disk's own"),
     ] {
         let refusal = read_value(&with(&chain)).expect_err(&chain.to_string()).to_string();
         assert!(refusal.contains(reason), "{chain}: {refusal}");

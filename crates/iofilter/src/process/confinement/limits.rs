@@ -23,8 +23,11 @@ const QUEUE_BYTES: u64 = 2 << 20;
 /// For each reader beside a front end: the same, its buffers, and those of its chain.
 const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) as u64;
 
-/// For the buffers of the two chains of a copy.
-const COPY_CHAINS_BYTES: u64 = 2 * COPY_POOL_BYTES as u64;
+/// The chains of a copier: from the disk, and to its copy.
+const COPY_CHAINS: usize = 2;
+
+/// For their buffers.
+const COPY_CHAINS_BYTES: u64 = (COPY_CHAINS * COPY_POOL_BYTES) as u64;
 
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;
@@ -36,7 +39,8 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     let readers =
         |disk: &DiskConfig| disk.beside.as_ref().map_or(0, |_| usize::from(NBD_CONNECTIONS));
     let caches = config.disks.iter().flat_map(|disk| {
-        let chains = config::queues(disk) + readers(disk);
+        // The copier has chains of its own, which go through a cache too.
+        let chains = config::queues(disk) + readers(disk) + COPY_CHAINS;
         config::caches(disk).map(move |cache| cache::memory(cache, chains))
     });
     let of_copy = |disk: &DiskConfig| replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES;

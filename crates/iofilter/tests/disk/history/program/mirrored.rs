@@ -45,16 +45,27 @@ struct Move {
     kind: BackendKind,
     from: Sealed,
     to: Sealed,
+    /// Whether the disk has a read cache, and so its copy.
+    cached: bool,
 }
 
 impl Move {
     fn name(&self) -> String {
-        format!("{:?}: {:?} to {:?}", self.kind, self.from, self.to)
+        let cached = if self.cached { ", with caches" } else { "" };
+        format!("{:?}: {:?} to {:?}{cached}", self.kind, self.from, self.to)
     }
 
-    fn crypt(sealed: Sealed, directory: &Path) -> Option<Value> {
-        let (key, holes) = sealed?;
-        Some(json!({ "kind": "crypt", "key": { "path": directory.join(key) }, "holes": holes }))
+    /// The encryption of a place, and its cache.
+    fn below(&self, sealed: Sealed, directory: &Path) -> Vec<Value> {
+        let crypt = |(key, holes)| {
+            let key = json!({ "path": directory.join(key) });
+            json!({ "kind": "crypt", "key": key, "holes": holes })
+        };
+        sealed.map(crypt).into_iter().chain(self.cache()).collect()
+    }
+
+    fn cache(&self) -> Option<Value> {
+        self.cached.then(|| json!({ "kind": "cache", "bytes": 1 << 20 }))
     }
 
     /// Whether the disk has a layer above its image. So has the copy, whose image is the same: with one key.
@@ -90,7 +101,7 @@ impl Move {
     fn chain(&self, directory: &Path) -> Value {
         let [copy, base] = ["copy", BASE].map(|name| json!({ "path": directory.join(name) }));
         let backend = self.stored(Some(copy), &base);
-        let to = Self::crypt(self.to, directory).into_iter().collect::<Vec<_>>();
+        let to = self.below(self.to, directory);
         let limit = json!({
             "kind": "limit", "requests": { "per_second": 50_000, "burst": 100 }
         });
@@ -99,15 +110,12 @@ impl Move {
             "map": { "path": directory.join("map") }, "pace": { "bytes_per_second": RATE },
             "same_below": self.layered()
         });
-        [Some(limit), Some(mirror), Self::crypt(self.from, directory)]
-            .into_iter()
-            .flatten()
-            .collect()
+        [limit, mirror].into_iter().chain(self.below(self.from, directory)).collect()
     }
 
     /// The disk before it is copied, whose copy begins while it is served.
     fn start_alone(&self, directory: &Path) -> (Filter, UnixStream) {
-        let chain: Value = Self::crypt(self.from, directory).into_iter().collect();
+        let chain: Value = self.below(self.from, directory).into();
         Filter::start(directory, &self.kind.backend(directory), SIZE, &chain)
     }
 
@@ -121,7 +129,7 @@ impl Move {
             fds.push(key.as_fd().try_clone_to_owned().unwrap());
             json!({ "kind": "crypt", "key": { "fd": 2 }, "holes": holes })
         });
-        let chain: Vec<Value> = crypt.into_iter().collect();
+        let chain: Vec<Value> = crypt.into_iter().chain(self.cache()).collect();
         let base = json!({ "fd": fds.len() });
         if self.layered() {
             fds.push(File::open(directory.join(BASE)).unwrap().into());
@@ -136,7 +144,7 @@ impl Move {
 
     /// The chain of the copy alone.
     fn chain_after(&self, directory: &Path) -> Value {
-        Self::crypt(self.to, directory).into_iter().collect()
+        self.below(self.to, directory).into()
     }
 
     fn make(&self, directory: &Path) {
@@ -382,9 +390,10 @@ fn check_all(forgets: bool) {
     let mut random = fastrand::Rng::with_seed(seed());
     let mut killed = Killed::default();
     for (kind, from, to) in moves {
-        let plan = Move { kind, from, to };
-        println!("{}", plan.name());
-        for _ in 0..3 {
+        let first = random.bool();
+        for cached in [first, !first, random.bool()] {
+            let plan = Move { kind, from, to, cached };
+            println!("{}", plan.name());
             run(&plan, forgets, random.fork(), &mut killed);
         }
     }
