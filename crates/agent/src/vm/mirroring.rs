@@ -376,11 +376,12 @@ pub async fn follow(
                     tell(known, show);
                     (without, well) = (None, Instant::now());
                 }
-                Some(known) if tell(known, show) => return Ok(()),
-                Some(known) => match trouble(known) {
-                    Some(problem) if well.elapsed() > TROUBLE_MAX => return Err(problem),
-                    Some(_) => without = None,
-                    None => (without, well) = (None, Instant::now()),
+                // A small disk is as good as complete before anything of it has been copied.
+                Some(known) => match (trouble(known), tell(known, show)) {
+                    (Some(problem), _) if well.elapsed() > TROUBLE_MAX => return Err(problem),
+                    (Some(_), _) => without = None,
+                    (None, true) => return Ok(()),
+                    (None, false) => (without, well) = (None, Instant::now()),
                 },
                 None => drop(without.get_or_insert_with(Instant::now)),
             }
