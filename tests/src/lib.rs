@@ -15,6 +15,7 @@
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`tpm_guest`] | a guest that has its TPM keep something |
 //! | [`exposed`] | `vmseal disk expose` |
+//! | [`postgres_guest`] | PostgreSQL in a guest, which works all the time |
 //! | [`process`] | children that never outlive their test |
 //! | [`kills`] | processes that die in the middle of a task |
 //! | [`two_hosts`] | a VM that is on one of two hosts |
@@ -33,6 +34,7 @@ pub mod header;
 pub mod installation;
 pub mod kills;
 pub mod network;
+pub mod postgres_guest;
 pub mod process;
 pub mod rest;
 pub mod scan;
