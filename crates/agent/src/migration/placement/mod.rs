@@ -62,7 +62,8 @@ impl Placement {
         if self.stream.is_at_rest() {
             return Ok(piece);
         }
-        let mut parts = Parts { for_qemu: std::mem::take(&mut self.for_qemu), writes: Vec::new() };
+        let writes = Vec::with_capacity(piece.len() / page_stream::PAGE as usize + 2);
+        let mut parts = Parts { for_qemu: std::mem::take(&mut self.for_qemu), writes };
         parts.for_qemu.clear();
         self.stream.take(piece, &mut parts)?;
         let written = self.memory.apply(&parts.writes);
