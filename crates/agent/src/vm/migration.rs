@@ -416,6 +416,7 @@ mod tests {
             throttle: 20,
             all_sent: false,
             sealing: None,
+            placed: None,
         };
         assert_eq!(progress_of(&state), expected);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());

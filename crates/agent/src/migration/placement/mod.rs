@@ -88,4 +88,4 @@ impl Placement {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -19,10 +19,10 @@ const DEVICES: &[u8] = b"\x04\x00\x00\x00\x07\x03cpu and what else there is \x02
 
 /// A stream as QEMU writes it.
 #[derive(Clone)]
-struct Stream(Vec<u8>);
+pub struct Stream(pub Vec<u8>);
 
 impl Stream {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let mut this = Self(b"QEVM\x00\x00\x00\x03\x07".to_vec());
         this.0.extend(10u32.to_be_bytes());
         this.0.extend(b"pc-q35-7.2");
@@ -58,12 +58,12 @@ impl Stream {
     }
 
     /// The section that begins, with the blocks.
-    fn begun(self) -> Self {
+    pub fn begun(self) -> Self {
         let this = self.start("ram", 4);
         this.blocks(&[("ram", SIZE), ("vga.vram", 4 * PAGE)]).eos()
     }
 
-    fn part(self) -> Self {
+    pub fn part(self) -> Self {
         self.add([2]).add(SECTION.to_be_bytes())
     }
 
@@ -80,11 +80,11 @@ impl Stream {
         self.record(block, number * PAGE | 8).add(content)
     }
 
-    fn filled(self, block: Option<&str>, number: u64, byte: u8) -> Self {
+    pub fn filled(self, block: Option<&str>, number: u64, byte: u8) -> Self {
         self.record(block, number * PAGE | 2).add([byte])
     }
 
-    fn record(self, block: Option<&str>, word: u64) -> Self {
+    pub fn record(self, block: Option<&str>, word: u64) -> Self {
         match block {
             Some(name) => self.add(word.to_be_bytes()).name(name),
             None => self.add((word | 0x20).to_be_bytes()),
@@ -92,7 +92,7 @@ impl Stream {
     }
 
     /// All that there can be.
-    fn usual() -> Self {
+    pub fn usual() -> Self {
         let page = |byte: u8| (0..PAGE_LEN).map(|at| byte ^ at as u8).collect::<Vec<_>>();
         let this = Self::new().command(1, b"").command(2, &7u32.to_be_bytes()).begun();
         let this = this.part().page(Some("ram"), 3, &page(1)).page(None, 4, &page(2));
@@ -166,7 +166,8 @@ fn loaded(stream: &[u8]) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
     }
 }
 
-fn placement() -> (Placement, File) {
+/// One for a guest of 16 pages, and its memory.
+pub fn placement() -> (Placement, File) {
     let file = file(SIZE);
     let memory = GuestMemory::new(file.try_clone().unwrap(), SIZE).unwrap();
     (Placement::new("ram", memory), file)
@@ -177,20 +178,25 @@ fn placed<'a>(
     pieces: impl IntoIterator<Item = &'a [u8]>,
 ) -> (Vec<u8>, Vec<u8>, Result<Option<Placed>, PlacementError>) {
     let ((mut placement, file), mut got) = (placement(), Vec::new());
-    let mut given = || {
+    let given = || {
         for piece in pieces {
             got.extend_from_slice(placement.take(piece)?);
         }
         placement.end()
     };
     let ended = given();
+    (got, all_of(&file), ended)
+}
+
+/// What is in a memory.
+pub fn all_of(file: &File) -> Vec<u8> {
     let mut memory = vec![0; SIZE as usize];
     file.read_exact_at(&mut memory, 0).unwrap();
-    (got, memory, ended)
+    memory
 }
 
 /// QEMU and the agent together have what QEMU alone would have.
-fn assert_same(stream: &[u8], got: &[u8], memory: &[u8]) {
+pub fn assert_same(stream: &[u8], got: &[u8], memory: &[u8]) {
     let ((mut alone, devices), (mut together, rest)) = (loaded(stream), loaded(got));
     let before = together.insert("ram".to_owned(), memory.to_vec()).unwrap();
     assert!(before.iter().all(|byte| *byte == 0), "QEMU has got a page of the guest's memory");

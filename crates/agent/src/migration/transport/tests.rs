@@ -1,6 +1,7 @@
 mod attacked;
 mod listening;
 mod messages;
+mod placing;
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
