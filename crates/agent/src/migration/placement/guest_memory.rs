@@ -64,7 +64,7 @@ impl GuestMemory {
             return Err(Unsuitable::NotTmpfs);
         }
         let metadata = file.metadata()?;
-        if metadata.len() != size || size % PAGE != 0 {
+        if metadata.len() != size || !size.is_multiple_of(PAGE) {
             return Err(Unsuitable::Length { length: metadata.len(), size });
         }
         let words = usize::try_from((size / PAGE).div_ceil(64)).map_err(io::Error::other)?;
@@ -153,7 +153,7 @@ impl GuestMemory {
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(super) mod tests {
     use nix::sys::memfd::{MFdFlags, memfd_create};
 
     use super::*;

@@ -88,4 +88,4 @@ impl Placement {
 }
 
 #[cfg(test)]
-pub mod tests;
+pub(super) mod tests;

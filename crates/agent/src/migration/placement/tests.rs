@@ -77,11 +77,11 @@ impl Stream {
 
     /// A page of a block, or of the same as before.
     fn page(self, block: Option<&str>, number: u64, content: &[u8]) -> Self {
-        self.record(block, number * PAGE | 8).add(content)
+        self.record(block, (number * PAGE) | 8).add(content)
     }
 
     pub fn filled(self, block: Option<&str>, number: u64, byte: u8) -> Self {
-        self.record(block, number * PAGE | 2).add([byte])
+        self.record(block, (number * PAGE) | 2).add([byte])
     }
 
     pub fn record(self, block: Option<&str>, word: u64) -> Self {
@@ -111,7 +111,7 @@ fn loaded(stream: &[u8]) -> (BTreeMap<String, Vec<u8>>, Vec<u8>) {
         taken
     }
     fn number(stream: &mut &[u8], length: usize) -> u64 {
-        take(stream, length).iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
+        take(stream, length).iter().fold(0, |sum, byte| (sum << 8) | u64::from(*byte))
     }
     fn name(stream: &mut &[u8]) -> String {
         let length = number(stream, 1) as usize;
@@ -246,7 +246,9 @@ fn a_page_is_in_memory_before_what_comes_after_it_is_for_qemu() {
         pages.take(byte, &mut parts).unwrap();
         for write in &parts.writes {
             match write {
-                Write::Bytes { at, bytes } => pending = Some((at + bytes.len() as u64) % PAGE != 0),
+                Write::Bytes { at, bytes } => {
+                    pending = Some(!(at + bytes.len() as u64).is_multiple_of(PAGE));
+                }
                 Write::Fill { .. } => pending = Some(false),
             }
         }
