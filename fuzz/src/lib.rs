@@ -16,6 +16,7 @@ pub mod join_token;
 pub mod key_file;
 pub mod kmip_ttlv;
 pub mod luks_header;
+pub mod migration_stream;
 pub mod migration_wire;
 pub mod nbd_negotiation;
 pub mod nbd_replies;
@@ -57,6 +58,7 @@ pub const TARGETS: &[(&str, Run)] = &[
     ("key_file", key_file::run),
     ("kmip_ttlv", kmip_ttlv::run),
     ("luks_header", luks_header::run),
+    ("migration_stream", migration_stream::run),
     ("migration_wire", migration_wire::run),
     ("nbd_negotiation", nbd_negotiation::run),
     ("nbd_replies", nbd_replies::run),

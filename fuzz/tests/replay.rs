@@ -172,6 +172,7 @@ replayed! {
     key_file
     kmip_ttlv
     luks_header
+    migration_stream
     migration_wire
     nbd_negotiation
     nbd_replies

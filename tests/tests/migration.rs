@@ -253,38 +253,55 @@ fn logged(here: &Installation, log: &str, text: &str) -> usize {
     std::fs::read_to_string(here.path(log)).unwrap_or_default().matches(text).count()
 }
 
-#[test]
-fn the_memory_at_the_destination_is_that_at_the_source_byte_for_byte() {
+/// Moves the guest to the other host, and compares its memory there with that at its source. What the agent there has placed of it.
+fn moved_and_compared(here: &Installation) -> u64 {
     const HANDED_OVER: &str = "its disks are free";
     const LOADED: &str = "the VM's memory is here";
     const SENT: &str = "the VM is being sent";
+    let source = only_host(here);
+    let (from, to) = match &*source {
+        HERE => ("agent.log", "agent-there.log"),
+        _ => ("agent-there.log", "agent.log"),
+    };
+    let before =
+        [logged(here, from, SENT), logged(here, from, HANDED_OVER), logged(here, to, LOADED)];
+    let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
+    wait_logged(here, from, SENT, before[0]);
+    // Without the server the guest stays between the hosts.
+    let server = here.server_process().unwrap();
+    kill(Pid::from_raw(server), Signal::SIGSTOP).unwrap();
+    wait_logged(here, from, HANDED_OVER, before[1]);
+    wait_logged(here, to, LOADED, before[2]);
+    let differ = differences(&memory_of(here, &source), &memory_of(here, other(&source)));
+    kill(Pid::from_raw(server), Signal::SIGCONT).unwrap();
+    assert!(differ.is_empty(), "{} pages differ: {differ:x?}", differ.len());
+    let task = task["id"].as_str().unwrap();
+    here.vmseal(&["task", "wait", task]).unwrap();
+    assert_eq!(only_host(here), other(&source));
+    has_lost_nothing(here);
+    let task = here.json(&["task", "show", task]).unwrap();
+    task["migrated"]["placed"].as_u64().unwrap_or(0)
+}
+
+#[test]
+fn the_memory_at_the_destination_is_that_at_the_source_byte_for_byte() {
     let policy = std::env::var("MIGRATION_POLICY").unwrap_or_else(|_| "encrypted".into());
     let (here, console) = started(&policy);
     drop(console);
     let rounds = std::env::var("MIGRATION_ROUNDS").ok().and_then(|it| it.parse().ok()).unwrap_or(2);
     for round in 0..rounds {
-        let source = only_host(&here);
-        let (from, to) = match &*source {
-            HERE => ("agent.log", "agent-there.log"),
-            _ => ("agent-there.log", "agent.log"),
-        };
-        let before = [
-            logged(&here, from, SENT),
-            logged(&here, from, HANDED_OVER),
-            logged(&here, to, LOADED),
-        ];
-        let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
-        wait_logged(&here, from, SENT, before[0]);
-        // Without the server the guest stays between the hosts.
-        let server = here.server_process().unwrap();
-        kill(Pid::from_raw(server), Signal::SIGSTOP).unwrap();
-        wait_logged(&here, from, HANDED_OVER, before[1]);
-        wait_logged(&here, to, LOADED, before[2]);
-        let differ = differences(&memory_of(&here, &source), &memory_of(&here, other(&source)));
-        kill(Pid::from_raw(server), Signal::SIGCONT).unwrap();
-        assert!(differ.is_empty(), "round {round}: {} pages differ: {differ:x?}", differ.len());
-        here.vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap();
-        assert_eq!(only_host(&here), other(&source));
-        has_lost_nothing(&here);
+        let placed = moved_and_compared(&here);
+        assert!(placed >= GUEST_TOUCHES, "round {round}: {placed} bytes were placed");
     }
+}
+
+#[test]
+fn qemu_loads_the_memory_where_the_agent_is_not_to_place_it() {
+    let (mut here, console) = started("encrypted");
+    drop(console);
+    assert!(moved_and_compared(&here) >= GUEST_TOUCHES);
+    here.kill_agent();
+    here.start_agent_with(&["--place-memory", "off"]).unwrap();
+    assert_eq!(moved_and_compared(&here), 0);
+    assert!(moved_and_compared(&here) >= GUEST_TOUCHES, "the other one still does");
 }

@@ -95,6 +95,7 @@ impl Host {
             hardening: None,
             filter_restart_timeout: FILTER_RESTART_TIMEOUT,
             migration_listen: Some(([127, 0, 0, 1], 0).into()),
+            place_memory: true,
         };
         RealHost::start(options).await.unwrap()
     }

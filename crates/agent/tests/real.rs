@@ -70,6 +70,7 @@ impl Bench {
             hardening: None,
             filter_restart_timeout,
             migration_listen: Some(([127, 0, 0, 1], 0).into()),
+            place_memory: true,
         };
         Arc::new(RealHost::start(options).await.unwrap())
     }
@@ -603,6 +604,7 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
         hardening: None,
         filter_restart_timeout: FILTER_RESTART_TIMEOUT,
         migration_listen: Some(([127, 0, 0, 1], 0).into()),
+        place_memory: true,
     });
     let error = second.await.err().expect("a second agent started");
     assert!(error.to_string().contains("another agent"), "{error}");

@@ -126,6 +126,10 @@ pub struct Migrated {
     /// CPU time that the source's threads needed to read, seal and send it, in milliseconds; none where it did not say so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sealing_milliseconds: Option<u64>,
+    /// What the destination's agent wrote into the guest's memory itself, in bytes, with what came again; none where its QEMU loaded
+    /// all of it, or that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placed: Option<u64>,
 }
 
 impl Migrated {
@@ -192,6 +196,7 @@ mod tests {
             downtime_milliseconds: 20,
             switch_milliseconds: Some(30),
             sealing_milliseconds: None,
+            placed: None,
         };
         assert_eq!(migrated(3000, 1500).bytes_per_second(), Some(2000));
         assert_eq!(migrated(3000, 0).bytes_per_second(), None);
@@ -208,6 +213,7 @@ mod tests {
             downtime_milliseconds: 20,
             switch_milliseconds: Some(292),
             sealing_milliseconds: None,
+            placed: None,
         };
         let told = "1.2 GiB in 14.2 s (89.8 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory";
         assert_eq!(migrated.to_string(), told);

@@ -300,10 +300,18 @@ pub struct OperationSteps {
     pub full: Rounds,
 }
 
-/// What migrates: VMs of vmseal, encrypted, and plain by what they have for `--migration-encryption`; and guests of QEMUs by
-/// hand, with one stream in the clear, with several, and with one by TLS.
-pub const MIGRATION_SYSTEMS: [&str; 7] =
-    ["encrypted", "compressed", "required", "disabled", "qemu-tcp", "qemu-multifd", "qemu-tls"];
+/// What migrates: VMs of vmseal, encrypted (compressed, and to an agent that has QEMU load the memory), and plain by what they have
+/// for `--migration-encryption`; and guests of QEMUs by hand, with one stream in the clear, with several, and with one by TLS.
+pub const MIGRATION_SYSTEMS: [&str; 8] = [
+    "encrypted",
+    "compressed",
+    "unplaced",
+    "required",
+    "disabled",
+    "qemu-tcp",
+    "qemu-multifd",
+    "qemu-tls",
+];
 
 /// The points at which migrations are measured: every combination.
 #[derive(Clone, Debug, Deserialize)]
@@ -756,7 +764,7 @@ mod tests {
             (
                 "\"disabled\"]",
                 "\"other\"]",
-                "other is not allowed: each once of encrypted, compressed, required",
+                "other is not allowed: each once of encrypted, compressed, unplaced, required",
             ),
             ("size_mib = [512]", "size_mib = [4096]", "4096 is not allowed: from 1 to 1920"),
             ("line_mbit = [500,", "line_mbit = [500, 500,", "each value once"),

@@ -19,11 +19,13 @@ use crate::outcome::OperationError;
 const SERVER_PORT: u16 = 8443;
 /// The first host's; each further one has the next.
 const AGENT_PORT: u16 = 8444;
-/// The first host, and one that may be added.
+/// The first host, and those that may be added.
 pub const HERE: &str = "here";
 pub const THERE: &str = "there";
-/// The first user id of the second host's guests: the first one's are below.
-const THERE_UIDS: &str = "2100000";
+pub const ELSEWHERE: &str = "elsewhere";
+/// The first user id of the first host's guests, and how many each host has.
+const UIDS: u32 = 2_000_000;
+const UIDS_EACH: u32 = 100_000;
 
 /// How long server and agent may take until they answer.
 const START: Duration = Duration::from_secs(60);
@@ -33,7 +35,7 @@ const QUOTED: usize = 1500;
 /// The passphrase of the installation's key provider; with it goes all that it protects.
 const PASSPHRASE: &str = "of an installation that is measured and thrown away";
 
-/// A server, an agent or two, and all that they keep.
+/// A server, its agents, and all that they keep.
 #[derive(Debug)]
 pub struct Installation {
     program: PathBuf,
@@ -72,16 +74,16 @@ impl Installation {
             store: made(&directory)?,
         };
         this.start_server()?;
-        this.start_agent(HERE, AGENT_PORT, &[])?;
+        this.start_agent(HERE, &[])?;
         this.add_resources()?;
         Ok(this)
     }
 
-    /// Adds a second host on this machine, [`THERE`], that has the datastore, too.
-    pub fn add_host(&mut self) -> Result<(), OperationError> {
-        self.start_agent(THERE, AGENT_PORT + 1, &["--uid-base", THERE_UIDS])?;
+    /// Adds a further host on this machine that has the datastore, too; with these options of its agent.
+    pub fn add_host(&mut self, host: &str, options: &[&str]) -> Result<(), OperationError> {
+        self.start_agent(host, options)?;
         let store = self.datastore().display().to_string();
-        self.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", &store])?;
+        self.vmseal(&["datastore", "share", "local", "--host", host, "--path", &store])?;
         Ok(())
     }
 
@@ -178,7 +180,10 @@ impl Installation {
         self.wait("the server answers", "server.log", |this| this.vmseal(&["host", "list"]).is_ok())
     }
 
-    fn start_agent(&mut self, host: &str, port: u16, more: &[&str]) -> Result<(), OperationError> {
+    fn start_agent(&mut self, host: &str, more: &[&str]) -> Result<(), OperationError> {
+        // There are three at most.
+        let number = self.agents.len();
+        let (port, uids) = (AGENT_PORT + number as u16, UIDS + number as u32 * UIDS_EACH);
         let token = self.vmseal(&["host", "token"])?;
         let token = self.write(&format!("{host}.token"), &token)?;
         let state = self.path(&format!("agent-{host}")).display().to_string();
@@ -189,7 +194,8 @@ impl Installation {
         let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
         command.arg(&run).args(["--transfer-directory"]).arg(self.store());
         // Both hosts have one address.
-        command.args(["--migration-listen", &format!("{}:0", self.address)]).args(more);
+        command.args(["--migration-listen", &format!("{}:0", self.address)]);
+        command.args(["--uid-base", &uids.to_string()]).args(more);
         command.env("RUST_LOG", "info");
         self.agents.push(self.spawn(command, &log)?);
         self.runs.push(run);

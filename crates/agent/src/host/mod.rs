@@ -93,6 +93,8 @@ pub struct AgentOptions {
     pub filter_restart_timeout: Duration,
     /// Where other hosts connect to send running VMs; none where this one receives none.
     pub migration_listen: Option<SocketAddr>,
+    /// Whether the agent places the memory of VMs that it receives itself.
+    pub place_memory: bool,
 }
 
 /// Why an agent does not start.
@@ -196,6 +198,7 @@ impl RealHost {
             filter_restart_timeout: options.filter_restart_timeout,
             signer: OnceLock::new(),
             migrations,
+            place_memory: options.place_memory,
         });
         let vms = vm::adopt(&shared).await.map_err(run_error)?;
         let records = shared.run_dir.exports();

@@ -11,5 +11,6 @@ pub(crate) mod network;
 pub(crate) mod plug;
 pub(crate) mod qemu;
 pub mod qmp;
+pub(crate) mod ram;
 pub mod tpm;
 pub(crate) mod usual_order;

@@ -38,6 +38,9 @@ pub const MONITOR: &str = "qmp";
 /// The name of the console's socket and log.
 pub const CONSOLE: &str = "console";
 
+/// The block of the guest's memory, as QEMU has it in a migration: the name of the object.
+pub const MEMORY_BLOCK: &str = "ram";
+
 /// The PCI slot of the ports that network cards, and devices that are added while the guest runs, are plugged into: the
 /// last one that disks do not reach.
 const PORTS_SLOT: &str = "1e";
@@ -394,7 +397,8 @@ fn arguments(
     option("-sandbox", SANDBOX.to_owned());
     option("-msg", "timestamp=on".to_owned());
     // dump-guest-core also marks the memory MADV_DONTDUMP; graphics=off shows firmware on the console.
-    let machine = "memory-backend=ram,dump-guest-core=off,graphics=off,vmport=off";
+    let machine =
+        format!("memory-backend={MEMORY_BLOCK},dump-guest-core=off,graphics=off,vmport=off");
     let flash = firmware.map_or("", OpenFirmware::machine);
     let kind = given.machine.unwrap_or("q35");
     option("-machine", format!("{kind},accel={accel},{machine}{flash}"));
@@ -409,7 +413,10 @@ fn arguments(
         // All at once: a guest that touches a page which the host no longer has is killed.
         MemoryBacking::Hugepages => ",hugetlb=on,hugetlbsize=2M,prealloc=on",
     };
-    option("-object", format!("memory-backend-memfd,id=ram,size={megabytes}M,share=on{huge}"));
+    option(
+        "-object",
+        format!("memory-backend-memfd,id={MEMORY_BLOCK},size={megabytes}M,share=on{huge}"),
+    );
     option("-display", "none".to_owned());
     option("-rtc", "base=utc".to_owned());
     option("-boot", "strict=on".to_owned());

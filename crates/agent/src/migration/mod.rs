@@ -1,4 +1,5 @@
 //! Live migration: what goes from host to host.
 
 pub mod figures;
+pub mod placement;
 pub mod transport;

@@ -50,6 +50,7 @@ fn begun(vm: &VmSpec) -> MigrationProgress {
         throttle: 0,
         all_sent: false,
         sealing: Some(SealingWork { cpu_milliseconds: 10, cpu_percent: 40 }),
+        placed: None,
     }
 }
 
@@ -213,9 +214,14 @@ impl Inside {
             return;
         }
         if let Ok(known) = self.known(vm) {
-            if sent {
-                known.jobs.migrates(task, all_sent(&known.spec));
-            }
+            let placed = Some(known.spec.memory);
+            known.jobs.migrates(
+                task,
+                match sent {
+                    true => all_sent(&known.spec),
+                    false => MigrationProgress { placed, ..MigrationProgress::default() },
+                },
+            );
             known.jobs.migrated(task, Ok(()));
         }
         self.agent.publish(vm);

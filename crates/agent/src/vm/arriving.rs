@@ -1,7 +1,7 @@
 //! The memory of a guest that comes from another host, as QEMU loads it. See [`super::migration`].
 
 use std::fs::File;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use serde_json::json;
 use vmseal_api::id::DiskId;
@@ -13,6 +13,7 @@ use super::internal;
 use super::migration::{Link, Message, lost, set_capabilities};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
+use crate::migration::placement::{Placed, Placement};
 use crate::migration::transport::Compressed;
 use crate::storage::arriving::ArrivingDisk;
 use crate::storage::mirror::GuestDisk;
@@ -34,12 +35,20 @@ pub struct Arriving {
     link: Mutex<Option<Link>>,
     /// The disks that are copied.
     disks: Mutex<Option<ArrivingDisks>>,
+    /// What of it was placed, once it is loaded.
+    placed: OnceLock<Option<Placed>>,
 }
 
 impl Arriving {
     /// That of a guest with such a machine, and the disks that are copied.
     pub fn new(machine: String, link: Link, disks: Option<ArrivingDisks>) -> Self {
-        Self { machine, link: Mutex::new(Some(link)), disks: Mutex::new(disks) }
+        let (link, disks) = (Mutex::new(Some(link)), Mutex::new(disks));
+        Self { machine, link, disks, placed: OnceLock::new() }
+    }
+
+    /// What of it this agent has placed; none where QEMU has loaded it, or not yet.
+    pub fn placed(&self) -> Option<Placed> {
+        self.placed.get().copied().flatten()
     }
 
     /// A placeholder for a disk that is copied; none for another one.
@@ -49,22 +58,24 @@ impl Arriving {
         Some(placeholder::of_arriving(disk))
     }
 
-    /// Has the source send it, and a QEMU that waits load it.
+    /// Has the source send it, and a QEMU that waits load it, or what is not placed.
     ///
     /// # Errors
     /// QEMU's, and those of the connection.
-    pub async fn load(&self, qmp: &Qmp) -> Result<(), Problem> {
+    pub async fn load(&self, qmp: &Qmp, placement: Option<Placement>) -> Result<(), Problem> {
         let mut link = self.take().ok_or_else(|| internal("the memory has been loaded already"))?;
         set_capabilities(qmp).await.map_err(internal)?;
         let (theirs, ours) = sockets()?;
         let name = pass(qmp, "migration", theirs).await.map_err(internal)?;
-        let carried = link.carry_memory(ours, Compressed::Received)?;
+        let carried = link.carry_memory(ours, Compressed::Received, placement)?;
         let uri = json!({"uri": format!("fd:{name}")});
         qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
         link.send(&Message::Ready).await?;
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
-        tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(qmp, |_| ()))?;
+        let carried = async { carried.done().await.map_err(lost) };
+        let (moved, ()) = tokio::try_join!(carried, completed(qmp, |_| ()))?;
+        let _ = self.placed.set(moved.placed);
         *self.link.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
         Ok(())
     }

@@ -38,6 +38,7 @@ use vmseal_secret::{DEK_LEN, SecretBytes};
 use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::migration::placement::Placement;
 use crate::migration::transport::{
     Bridge, Carrier, Cipher, Compressed, Control, Handle, Part, Session, Spec, TransportError,
 };
@@ -251,7 +252,7 @@ impl Link {
         self.control.receive(within).await.map_err(lost)
     }
 
-    /// Carries QEMU's stream, of which this may be compressed.
+    /// Carries QEMU's stream, of which this may be compressed. What of it comes is placed in memory, if that can be.
     ///
     /// # Errors
     /// Those of the connection.
@@ -259,8 +260,10 @@ impl Link {
         &mut self,
         local: UnixStream,
         compression: Compressed,
+        placement: Option<Placement>,
     ) -> Result<Bridge, Problem> {
-        self.carrier(MEMORY_STREAM)?.compressing(compression).last(local).map_err(lost)
+        let carrier = self.carrier(MEMORY_STREAM)?.compressing(compression);
+        carrier.placing(placement).last(local).map_err(lost)
     }
 
     /// Carries NBD of the disk with this place in the order of those that are copied.
@@ -372,6 +375,7 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
         throttle: number(&state["cpu-throttle-percentage"]),
         all_sent: state["status"] == "completed",
         sealing: None,
+        placed: None,
     }
 }
 
@@ -412,6 +416,7 @@ mod tests {
             throttle: 20,
             all_sent: false,
             sealing: None,
+            placed: None,
         };
         assert_eq!(progress_of(&state), expected);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());

@@ -35,6 +35,7 @@ mod migration;
 mod mirroring;
 mod owner;
 mod panicking;
+mod placing;
 mod proving;
 mod receiving;
 mod reconnect;
@@ -127,6 +128,8 @@ pub struct Shared {
     pub signer: OnceLock<Signer>,
     /// Where other hosts connect to send VMs; none where this one receives none.
     pub migrations: Option<Listener>,
+    /// Whether the memory of VMs that come is placed by this agent, where that can be.
+    pub place_memory: bool,
 }
 
 impl Shared {

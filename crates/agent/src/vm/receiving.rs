@@ -19,8 +19,8 @@ use serde_json::value::RawValue;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
 use vmseal_api::host::{
-    ArrivingCopies, Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, Notice, Power, VmSpec,
-    VmState,
+    ArrivingCopies, Attachment, DiskFacts, DiskSpec, JobSpec, KeyState, MigrationProgress, Notice,
+    Power, VmSpec, VmState,
 };
 use vmseal_api::id::{DiskId, MigrationId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -38,6 +38,7 @@ use super::start::boot;
 use super::{Call, Initial, Request, Shared, internal, suspend};
 use crate::jobs::Jobs;
 use crate::migration::figures;
+use crate::migration::placement::Placed;
 use crate::migration::transport::Expected as Pending;
 use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
@@ -77,6 +78,8 @@ struct Loaded {
     notices: Vec<Notice>,
     /// The copied disks that have no names yet.
     disks: Vec<ArrivingDisk>,
+    /// What of its memory this agent has placed; none where QEMU has loaded it.
+    placed: Option<Placed>,
 }
 
 enum Stage {
@@ -186,7 +189,7 @@ impl Receiving {
                 Event::Came(came) => {
                     match *came {
                         Ok(loaded) => {
-                            tracing::info!(vm = %self.spec.vm, "the VM's memory is here");
+                            self.report(loaded.placed);
                             self.stage = Stage::Loaded(Box::new(loaded));
                             self.jobs.migrated(self.task, Ok(()));
                         }
@@ -217,6 +220,15 @@ impl Receiving {
             }
             self.publish();
         }
+    }
+
+    /// Says how its memory was loaded.
+    fn report(&mut self, placed: Option<Placed>) {
+        let by = if placed.is_some() { "this agent" } else { "QEMU" };
+        let Placed { bytes, holes } = placed.unwrap_or_default();
+        tracing::info!(vm = %self.spec.vm, by, placed = bytes, holes, "the VM's memory is here");
+        let placed = placed.map(|placed| placed.bytes);
+        self.jobs.migrates(self.task, MigrationProgress { placed, ..Default::default() });
     }
 
     fn fail(&mut self, problem: Problem) {
@@ -486,7 +498,10 @@ impl Coming {
         };
         match booted {
             Ok((running, notices)) => match arriving.end().await {
-                Ok(disks) => Ok(Loaded { running, plan: plan.clone(), notices, disks }),
+                Ok(disks) => {
+                    let placed = arriving.placed();
+                    Ok(Loaded { running, plan: plan.clone(), notices, disks, placed })
+                }
                 Err(problem) => {
                     running.force_off().await;
                     Err(problem)

@@ -227,7 +227,7 @@ async fn send_over(
     let (theirs, ours) = sockets()?;
     let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
     let compression = if guest.compresses { Compressed::Sent } else { Compressed::Never };
-    let carried = link.carry_memory(ours, compression)?;
+    let carried = link.carry_memory(ours, compression, None)?;
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(qmp, &name).await;
         return Err(refuses(error));

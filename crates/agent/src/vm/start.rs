@@ -14,6 +14,7 @@ use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::panicking::{self, PANICKED};
+use super::placing;
 use super::running::{QemuEnd, Running};
 use super::serve::{self, Memory, Plan, filter, socket, wait_connected};
 use super::service::Service;
@@ -139,7 +140,9 @@ pub async fn boot(
     let loaded = match &plan.memory {
         Memory::New => Ok(()),
         Memory::Saved(resume) => resume.load(&qmp).await,
-        Memory::Arriving(arriving) => arriving.load(&qmp).await,
+        Memory::Arriving(arriving) => {
+            arriving.load(&qmp, placing::placement(shared, &qemu, spec)).await
+        }
     };
     if let Err(problem) = loaded {
         // QEMU ends where it cannot load the memory, and its log says why.

@@ -554,7 +554,7 @@ pub struct JobStatus {
     /// How much of the disks was read for a backup, in bytes; none for other jobs, and where it was written before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_bytes: Option<u64>,
-    /// How far a VM is that is sent; none for other jobs.
+    /// How far a VM is that is sent, or how one was received; none for other jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationProgress>,
 }

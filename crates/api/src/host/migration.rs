@@ -132,7 +132,7 @@ pub struct Arrival {
     pub generation: u64,
 }
 
-/// How far a migration is, as its source sees it.
+/// How far a migration is, as its source sees it; and what its destination has of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct MigrationProgress {
@@ -156,6 +156,10 @@ pub struct MigrationProgress {
     /// What the threads of the source need that read, seal and send it. Earlier agents do not say so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sealing: Option<SealingWork>,
+    /// What the destination's agent has written into the guest's memory itself, in bytes. Only the destination says it; none where
+    /// QEMU has loaded all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placed: Option<u64>,
 }
 
 /// What the threads of a migration's streams need of the processor.
@@ -178,7 +182,10 @@ mod tests {
     #[test]
     fn the_progress_of_an_earlier_agent_is_read() {
         let read: MigrationProgress = serde_json::from_str(EARLIER).unwrap();
-        assert_eq!((read.all_sent, read.sealing, read.throttle), (false, None, 7));
+        assert_eq!(
+            (read.all_sent, read.sealing, read.placed, read.throttle),
+            (false, None, None, 7)
+        );
         assert_eq!(serde_json::to_string(&read).unwrap(), EARLIER, "what it does not know is sent");
     }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
+use super::vm::OnOff;
+
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Agent {
@@ -35,6 +37,10 @@ pub struct RunAgent {
     /// one [default: the address to listen on, port 8446]
     #[arg(long, value_name = "IP:PORT")]
     pub migration_listen: Option<SocketAddr>,
+    /// Whether the agent itself writes the memory of VMs that come from other hosts into their guests; `off` has QEMU do that, which
+    /// takes more processor time
+    #[arg(long, value_enum, default_value_t = OnOff::On)]
+    pub place_memory: OnOff,
     /// How to run guests: `kvm`, `tcg` (emulation, slow), or `auto`: KVM if a trial guest runs under it at
     /// start, else TCG
     #[arg(long, value_enum, default_value_t)]

@@ -12,7 +12,7 @@ use vmseal_rest::ServerOptions;
 use vmseal_secret::process::{Hardening, MemoryLock};
 use zeroize::Zeroizing;
 
-use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, RunAgent, RunServer};
+use crate::arguments::{Accelerator, Agent, AgentCommand, JoinAgent, OnOff, RunAgent, RunServer};
 use crate::{images, print};
 
 /// The longest join token that is read, in bytes; a real one has 108.
@@ -73,6 +73,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
         hardening: Some(hardening),
         filter_restart_timeout: FILTER_RESTART_TIMEOUT,
         migration_listen: options.migration_listen,
+        place_memory: options.place_memory == OnOff::On,
     };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

@@ -260,6 +260,7 @@ mod tests {
             downtime_milliseconds: 20,
             switch_milliseconds: Some(80),
             sealing_milliseconds: None,
+            placed: None,
         };
         (task.state, task.migration, task.migrated) = (TaskState::Done, None, Some(migrated));
         assert_eq!(state(&task), format!("done: {migrated}"));

@@ -54,6 +54,8 @@ pub fn details(task: &Task) -> Vec<(&'static str, String)> {
         details.push(("MIGRATED", migrated.to_string()));
         let cpu = |cpu| ("SEALING", format!("{} ms of CPU time", cpu));
         details.extend(migrated.sealing_milliseconds.map(cpu));
+        let placed = |bytes| ("PLACED", format!("{} by the destination's agent", Measured(bytes)));
+        details.extend(migrated.placed.map(placed));
     }
     details
 }

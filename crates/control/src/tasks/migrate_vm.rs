@@ -396,7 +396,7 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
         let loaded = has_loaded(run, &destination)?;
         watched.note(run, &source);
         if is_handed_over(run, &source) && loaded {
-            return Ok(watched);
+            return Ok(watched.loaded(run, &destination));
         }
         sends(run, &source)?;
         run.check_cancelled()?;

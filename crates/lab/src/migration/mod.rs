@@ -28,7 +28,7 @@ use self::line::Line;
 use self::moved::Moved;
 use crate::claim::Place;
 use crate::definition::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps};
-use crate::installation::{HERE, Installation, THERE};
+use crate::installation::{ELSEWHERE, HERE, Installation, THERE};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
 use crate::report::Measured;
@@ -39,6 +39,9 @@ const ENCRYPTED: &str = MIGRATION_SYSTEMS[0];
 
 /// The same, and its memory is compressed.
 const COMPRESSED: &str = MIGRATION_SYSTEMS[1];
+
+/// The same, and the destination's agent has QEMU load the memory.
+const UNPLACED: &str = MIGRATION_SYSTEMS[2];
 
 /// A guest on a line.
 #[derive(Clone, Copy, Debug)]
@@ -155,7 +158,10 @@ impl Subject for Migrations {
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<(), ExperimentError> {
         let mut here = Installation::start(&self.program, &self.directory)?;
-        here.add_host()?;
+        here.add_host(THERE, &[])?;
+        if self.systems.contains(&UNPLACED) {
+            here.add_host(ELSEWHERE, &["--place-memory", "off"])?;
+        }
         for task in &self.tasks {
             let image = image(&here, task.guest);
             if !image.exists() {
@@ -205,7 +211,7 @@ fn create(here: &Installation, vm: &str, system: &str, guest: Guest) -> Result<(
     let image = image(here, guest);
     let disk = format!("datastore=local,format=raw,image={}", image.display());
     let memory = format!("{}MiB", guest.memory_mib());
-    let has_key = [ENCRYPTED, COMPRESSED].contains(&system);
+    let has_key = [ENCRYPTED, COMPRESSED, UNPLACED].contains(&system);
     let policy = if has_key { "encrypted" } else { "plain" };
     let create = ["vm", "create", vm, "--host", HERE, "--policy", policy, "--vcpus", "1"];
     here.vmseal(&[&create[..], &["--memory", &memory, "--disk", &disk, "--force"]].concat())?;
@@ -225,8 +231,7 @@ fn accelerator(here: &Installation) -> Result<String, OperationError> {
 /// Starts a VM, moves it to the other host when its memory is full, and stops it.
 fn migrate(here: &Installation, system: &str, guest: Guest) -> Result<Moved, OperationError> {
     let vm = name(system, guest);
-    let shown = here.json(&["vm", "show", &vm])?;
-    let to = if shown["host"] == HERE { THERE } else { HERE };
+    let to = destination(here, system, &vm)?;
     here.vmseal(&["vm", "start", &vm])?;
     guest.until_filled(process_of(here, &vm)?)?;
     let mut command = vec!["vm", "migrate", &vm, to];
@@ -239,6 +244,22 @@ fn migrate(here: &Installation, system: &str, guest: Guest) -> Result<Moved, Ope
     let unclear = || OperationError::Answer { what: command.join(" ") };
     let (seconds, sent, gap) = went(&answered).ok_or_else(unclear)?;
     Ok(Moved { seconds, sent, gap, spent })
+}
+
+/// Where a VM that is off is to move. One whose memory is not to be placed always moves to the same host.
+fn destination(
+    here: &Installation,
+    system: &str,
+    vm: &str,
+) -> Result<&'static str, OperationError> {
+    let is_here = here.json(&["vm", "show", vm])?["host"] == HERE;
+    if system != UNPLACED {
+        return Ok(if is_here { THERE } else { HERE });
+    }
+    if !is_here {
+        here.vmseal(&["vm", "migrate", vm, HERE])?;
+    }
+    Ok(ELSEWHERE)
 }
 
 /// QEMU has its VM in the name of its process, of which the kernel keeps the beginning.

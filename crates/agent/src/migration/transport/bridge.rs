@@ -20,14 +20,17 @@ use super::compression::{COMPRESSED, Compression, Decompression};
 use super::error::TransportError;
 use super::records::{RecordReceiver, RecordSender, records};
 use super::session::{Shared, Stream};
+use crate::migration::placement::{Placed, Placement};
 
 /// How many bytes a bridge has moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
     /// From the local socket to the other host.
     pub sent: u64,
-    /// From the other host to the local socket.
+    /// From the other host to the local socket, or into memory.
     pub received: u64,
+    /// How much of that was placed in memory; none where nothing was to be.
+    pub placed: Option<Placed>,
 }
 
 /// How the end of one of several local sockets is told.
@@ -40,6 +43,7 @@ pub struct Carrier {
     sender: RecordSender,
     receiver: RecordReceiver,
     compression: Compressed,
+    placement: Option<Placement>,
 }
 
 /// What of a stream may be compressed.
@@ -58,7 +62,22 @@ pub enum Compressed {
 pub struct Part(Work<RecordSender, RecordReceiver>);
 
 /// A bridge at work, in two threads. Dropping it lets it go on; the session ends it.
-pub struct Bridge(Work<u64, u64>);
+pub struct Bridge(Work<u64, Received>);
+
+/// What a thread has received.
+struct Received {
+    bytes: u64,
+    placed: Option<Placed>,
+}
+
+/// What of a stream is not for the local socket as it is.
+#[derive(Default)]
+struct Inlet {
+    /// The kind of the frame that ends it; none for the stream's end.
+    end: Option<Kind>,
+    decompression: Option<Decompression>,
+    placement: Option<Placement>,
+}
 
 /// What two threads do, and what each leaves.
 struct Work<S, R> {
@@ -76,13 +95,20 @@ impl Carrier {
     pub fn new(stream: Stream) -> Result<Self, TransportError> {
         let (shared, number) = (stream.shared.clone(), stream.number());
         let (sender, receiver) = records(stream)?;
-        Ok(Self { shared, stream: number, sender, receiver, compression: Compressed::Never })
+        let compression = Compressed::Never;
+        Ok(Self { shared, stream: number, sender, receiver, compression, placement: None })
     }
 
     /// The same, of whose last local socket this may be compressed.
     #[must_use]
     pub fn compressing(self, compression: Compressed) -> Self {
         Self { compression, ..self }
+    }
+
+    /// The same, of whose last local socket the pages that come are placed in memory.
+    #[must_use]
+    pub fn placing(self, placement: Option<Placement>) -> Self {
+        Self { placement, ..self }
     }
 
     /// Carries what is written to a connected local socket. Others follow.
@@ -95,7 +121,8 @@ impl Carrier {
             sender.send(PART_END, &[]).map(|()| sender)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
-            inward(shared, stream, &mut receiver, local, (Some(PART_END), None)).map(|_| receiver)
+            let inlet = Inlet { end: Some(PART_END), ..Inlet::default() };
+            inward(shared, stream, &mut receiver, local, inlet).map(|_| receiver)
         };
         self.work(local, out, into).map(Part)
     }
@@ -104,16 +131,17 @@ impl Carrier {
     ///
     /// # Errors
     /// As [`Carrier::new`].
-    pub fn last(self, local: UnixStream) -> Result<Bridge, TransportError> {
+    pub fn last(mut self, local: UnixStream) -> Result<Bridge, TransportError> {
         let compression = (self.compression == Compressed::Sent).then(Compression::new);
         let reads = self.compression == Compressed::Received;
         let decompression = reads.then(Decompression::default);
+        let inlet = Inlet { end: None, decompression, placement: self.placement.take() };
         let out = |shared: &Shared, stream, mut sender: RecordSender, local| {
             let sent = outward(shared, stream, &mut sender, local, compression)?;
             sender.finish().map(|()| sent)
         };
         let into = |shared: &Shared, stream, mut receiver: RecordReceiver, local| {
-            inward(shared, stream, &mut receiver, local, (None, decompression))
+            inward(shared, stream, &mut receiver, local, inlet)
         };
         self.work(local, out, into).map(Bridge)
     }
@@ -161,7 +189,8 @@ impl Part {
     pub async fn done(self) -> Result<Carrier, TransportError> {
         let (shared, stream) = (self.0.shared.clone(), self.0.stream);
         let (sender, receiver) = self.0.done().await?;
-        Ok(Carrier { shared, stream, sender, receiver, compression: Compressed::Never })
+        let compression = Compressed::Never;
+        Ok(Carrier { shared, stream, sender, receiver, compression, placement: None })
     }
 }
 
@@ -179,8 +208,8 @@ impl Bridge {
     /// # Errors
     /// Why the session has failed.
     pub async fn done(self) -> Result<Moved, TransportError> {
-        let (sent, received) = self.0.done().await?;
-        Ok(Moved { sent, received })
+        let (sent, Received { bytes, placed }) = self.0.done().await?;
+        Ok(Moved { sent, received: bytes, placed })
     }
 }
 
@@ -254,15 +283,16 @@ fn outward(
     Ok(sent)
 }
 
-/// Gives QEMU what comes, until the authenticated end of the stream, or a frame of the kind `end`. Returns how many bytes that were.
+/// Gives QEMU what comes, until the authenticated end of the stream, or a frame of the kind that ends it.
 fn inward(
     shared: &Shared,
     stream: u16,
     receiver: &mut RecordReceiver,
     mut local: UnixStream,
-    (end, mut decompression): (Option<Kind>, Option<Decompression>),
-) -> Result<u64, TransportError> {
+    Inlet { end, mut decompression, mut placement }: Inlet,
+) -> Result<Received, TransportError> {
     let mut received = 0;
+    let not_placed = |error| shared.fail(TransportError::Placement { stream, error });
     loop {
         let Some((kind, bytes)) = receiver.receive()? else {
             match end {
@@ -282,9 +312,15 @@ fn inward(
                 return Err(shared.fail(TransportError::Kind { stream, kind: other.number() }));
             }
         };
-        local.write_all(bytes).map_err(|error| local_failed(shared, stream, error))?;
         received += bytes.len() as u64;
+        let for_local = match &mut placement {
+            Some(placement) => placement.take(bytes).map_err(not_placed)?,
+            None => bytes,
+        };
+        local.write_all(for_local).map_err(|error| local_failed(shared, stream, error))?;
     }
+    let placed = placement.map(|placement| placement.end().map_err(not_placed)).transpose()?;
+    let received = Received { bytes: received, placed: placed.flatten() };
     match local.shutdown(Shutdown::Write) {
         // QEMU may be gone by now: it has had everything.
         Err(error) if error.kind() != ErrorKind::NotConnected => {

@@ -9,6 +9,7 @@ use vmseal_seal::frame::FrameError;
 use vmseal_seal::wire::HelloError;
 
 use super::{HANDSHAKE_TIMEOUT, MESSAGE_MAX, STALL_TIMEOUT};
+use crate::migration::placement::PlacementError;
 
 /// Why a session, or a stream of it, failed. Cheap to clone: everybody who waits gets the first one.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -86,6 +87,14 @@ pub enum TransportError {
     Compressed {
         /// The stream.
         stream: u16,
+    },
+    /// What comes cannot be placed in memory.
+    #[error("stream {stream}: {error}")]
+    Placement {
+        /// The stream.
+        stream: u16,
+        /// Why.
+        error: PlacementError,
     },
     /// Nothing was taken or answered for too long.
     #[error(

@@ -19,12 +19,22 @@ pub(super) struct Watched {
     progress: Option<MigrationProgress>,
     /// Since when the guest stands still with all of its memory sent; none where this server has not seen it begin.
     all_sent: Option<Timestamp>,
+    /// What the destination has placed of the memory; none where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    placed: Option<u64>,
 }
 
 impl Watched {
     /// What is known of a guest that was sent before.
     pub(super) fn late(run: &Run<'_>, source: &HostState) -> Self {
-        Self { progress: run.job_in(source).and_then(|job| job.migration), all_sent: None }
+        let progress = run.job_in(source).and_then(|job| job.migration);
+        Self { progress, ..Self::default() }
+    }
+
+    /// Notes how the destination has loaded the memory.
+    pub(super) fn loaded(self, run: &Run<'_>, destination: &HostState) -> Self {
+        let received = run.job_in(destination).and_then(|job| job.migration);
+        Self { placed: received.and_then(|received| received.placed), ..self }
     }
 
     /// Notes how far the source is, and publishes it.
@@ -69,6 +79,7 @@ impl Watched {
                 .filter(|_| at_once)
                 .map(|since| milliseconds(since, now)),
             sealing_milliseconds: progress.sealing.map(|sealing| sealing.cpu_milliseconds),
+            placed: self.placed,
         })
     }
 }
@@ -125,7 +136,8 @@ mod tests {
     #[test]
     fn what_is_not_known_of_the_end_is_not_told() {
         let progress = MigrationProgress { sent: 7, passes: 2, ..MigrationProgress::default() };
-        let seen = Watched { progress: Some(progress), all_sent: Some(at(3000)) };
+        let all_sent = Some(at(3000));
+        let seen = Watched { progress: Some(progress), all_sent, placed: None };
         let ended = seen.ended(at(1000), at(3050), true).unwrap();
         assert_eq!((ended.milliseconds, ended.sent, ended.passes), (2050, 7, 2));
         assert_eq!(ended.switch_milliseconds, Some(50));

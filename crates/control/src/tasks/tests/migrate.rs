@@ -267,6 +267,7 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     assert_eq!((ended.migration, migrated.sent, migrated.passes), (None, progress.sent * 4, 3));
     assert_eq!((migrated.downtime_milliseconds, migrated.sealing_milliseconds), (20, Some(40)));
     assert!(migrated.switch_milliseconds.is_some_and(|it| it <= migrated.milliseconds));
+    assert_eq!(migrated.placed, Some(migrated.sent), "the destination has said so");
     let events = fixture.events("vm.migrated").await;
     let told = format!("from host 'here' to host 'there', encrypted: {migrated}");
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
