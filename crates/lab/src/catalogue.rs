@@ -39,7 +39,9 @@ const FILES: &[(&str, &str)] = &files![
     "migration-throughput",
     "migration-gap",
     "migration-bandwidth",
-    "migration-compression"
+    "migration-compression",
+    "migration-distance",
+    "migration-mixes"
 ];
 
 /// An experiment, as it is listed.

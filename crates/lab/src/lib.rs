@@ -30,6 +30,7 @@ pub mod load;
 pub mod machine;
 pub mod migration;
 pub mod neighbour;
+mod network;
 pub mod operation;
 pub mod outcome;
 pub mod page;
