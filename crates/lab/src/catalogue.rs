@@ -41,7 +41,8 @@ const FILES: &[(&str, &str)] = &files![
     "migration-bandwidth",
     "migration-compression",
     "migration-distance",
-    "migration-mixes"
+    "migration-mixes",
+    "migration-course"
 ];
 
 /// An experiment, as it is listed.

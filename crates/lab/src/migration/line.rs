@@ -34,6 +34,9 @@ const UNDER_WAY: u64 = 64 << 20;
 /// What the kernel may hold of a connection: at least, to begin with, and at most.
 const BUFFERS: [&str; 2] = ["/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"];
 
+/// How many packets wait for the program that carries them: in a line's queue there are fewer, also of the smallest.
+const PACKETS: &str = "10000";
+
 /// The bridge that guests' cards are on, in both networks; the client's address on it; and what joins the two.
 pub(super) const BRIDGE: &str = "guests";
 const CLIENT: &str = "10.77.0.1/24";
@@ -138,7 +141,8 @@ fn end(address: Ipv4Addr) -> Result<Device, OperationError> {
         value.map_err(|source| OperationError::File { path: path.into(), source })?;
     }
     run("ip", &["addr", "add", &format!("{address}/30"), "dev", LINE])?;
-    run("ip", &["link", "set", LINE, "up"])?;
+    // It waits for the token bucket, not for the program that carries it.
+    run("ip", &["link", "set", LINE, "txqueuelen", PACKETS, "up"])?;
     Ok(device)
 }
 

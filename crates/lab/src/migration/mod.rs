@@ -200,11 +200,11 @@ impl Subject for Migrations {
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<(), ExperimentError> {
         let here = self.install()?;
-        let vmseal_s = self.systems.iter().filter(|it| How::of(it).is_none());
+        let ours = self.systems.iter().filter(|it| How::of(it).is_none());
         match &self.redis {
             Some(disk) => {
                 self.line.add_bridge()?;
-                for &system in vmseal_s {
+                for &system in ours {
                     observe(Progress::Making(system));
                     for task in &self.tasks {
                         self.start_guest(&here, system, task, disk)?;
@@ -218,7 +218,7 @@ impl Subject for Migrations {
                         task.guest.make(&image, task.disk_mib)?;
                     }
                 }
-                for &system in vmseal_s {
+                for &system in ours {
                     observe(Progress::Making(system));
                     for task in &self.tasks {
                         let vm = name(system, task);
@@ -285,6 +285,7 @@ impl Migrations {
     fn guest(&self, system: &str, task: &Task) -> RedisGuest {
         let size_mib = task.guest.size_mib;
         let mut sizes: Vec<u64> = self.tasks.iter().map(|task| task.guest.size_mib).collect();
+        sizes.sort_unstable();
         sizes.dedup();
         let all = self.systems.iter().flat_map(|system| sizes.iter().map(move |it| (*system, *it)));
         let at = all.into_iter().position(|it| it == (system, size_mib)).unwrap_or_default();

@@ -35,7 +35,7 @@ const PING_EVERY: Duration = Duration::from_millis(5);
 /// How long the client asks before the guest moves, of which the first part is not counted, and afterwards.
 const BEFORE: Duration = Duration::from_secs(4);
 const WARM_UP: Duration = Duration::from_secs(1);
-const AFTER: Duration = Duration::from_secs(4);
+const AFTER: Duration = Duration::from_secs(5);
 /// How long a guest may take to boot, and how long an answer may take.
 const BOOTS: Duration = Duration::from_secs(120);
 const ANSWERS: Duration = Duration::from_secs(60);
