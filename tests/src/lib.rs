@@ -20,6 +20,7 @@
 //! | [`kills`] | processes that die in the middle of a task |
 //! | [`two_hosts`] | a VM that is on one of two hosts |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
+//! | [`redis`] | a client of redis that writes while the guest moves |
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
 
@@ -36,6 +37,7 @@ pub mod kills;
 pub mod network;
 pub mod postgres_guest;
 pub mod process;
+pub mod redis;
 pub mod rest;
 pub mod scan;
 pub mod shell_guest;

@@ -39,7 +39,10 @@ const FILES: &[(&str, &str)] = &files![
     "migration-throughput",
     "migration-gap",
     "migration-bandwidth",
-    "migration-compression"
+    "migration-compression",
+    "migration-distance",
+    "migration-mixes",
+    "migration-course"
 ];
 
 /// An experiment, as it is listed.

@@ -90,7 +90,8 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
                         .all(|(axis, value)| place.axes.get(axis.as_str()) == Some(value))
             };
             for check in claim.checks.iter().filter(about) {
-                assessed.found.push(goals::assess(&goal(check, workload), outcome));
+                let Some(beside) = beside(check, place, places) else { continue };
+                assessed.found.push(goals::assess(&goal(check, workload, beside), outcome));
             }
         }
     }
@@ -105,7 +106,19 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
     assessed
 }
 
-fn goal(check: &Check, workload: &str) -> Goal {
+/// The load of the system below the line: none is the same; the outer none that there is no such point.
+fn beside(check: &Check, place: &Place, places: &[Place]) -> Option<Option<&'static str>> {
+    if check.beside.is_empty() {
+        return Some(None);
+    }
+    let value = |axis: &str, own: u64| check.beside.get(axis).copied().unwrap_or(own);
+    let is_it = |other: &&Place| {
+        place.axes.iter().all(|(axis, own)| other.axes.get(axis) == Some(&value(axis, *own)))
+    };
+    places.iter().find(is_it)?.workloads.first().map(|(workload, _)| Some(*workload))
+}
+
+fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
     Goal {
         id: format!("claim.{workload}"),
         description: String::new(),
@@ -113,6 +126,7 @@ fn goal(check: &Check, workload: &str) -> Goal {
         numerator: check.numerator.clone(),
         denominator: Some(check.denominator.clone()),
         workload: workload.to_owned(),
+        beside: beside.map(str::to_owned),
         compare: Compare::Ratio,
         relation: check.relation,
         value: check.value,
@@ -151,6 +165,7 @@ mod tests {
             value,
             operations: Vec::new(),
             at: BTreeMap::from([("disks".to_owned(), 2)]),
+            beside: BTreeMap::new(),
         };
         Claim { text: "fast".to_owned(), checks: vec![check], comparable: None, cores: None }
     }
@@ -168,6 +183,28 @@ mod tests {
         assert_eq!(judged(&claim(4.0), 2).verdict, ClaimVerdict::NotMet);
         assert_eq!(judged(&claim(3.3), 2).verdict, ClaimVerdict::NotResolved);
         assert_eq!(judged(&claim(3.0), 4).verdict, ClaimVerdict::NotComparable);
+    }
+
+    #[test]
+    fn a_point_is_compared_with_another_one() {
+        let place = |disks, workload| Place {
+            axes: BTreeMap::from([("disks", disks)]),
+            workloads: vec![(workload, None)],
+        };
+        let mut far = rounds(&[1.0; 5]);
+        far.retain(|cell| cell.system == "theirs");
+        far.iter_mut().for_each(|cell| cell.workload = "far".to_owned());
+        let cells = [rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]), far].concat();
+        let outcome = Outcome { cells, ..Outcome::default() };
+        let mut claim = claim(3.0);
+        claim.checks[0].numerator = "ours".to_owned();
+        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), 9)]);
+        let found = assess(&claim, &[place(2, "w"), place(9, "far")], &outcome, 2);
+        assert_eq!(found.verdict, ClaimVerdict::Met);
+        assert_eq!(found.found[0].goal.beside.as_deref(), Some("far"));
+        // A point that was not measured.
+        let alone = assess(&claim, &[place(2, "w")], &outcome, 2);
+        assert_eq!(alone.verdict, ClaimVerdict::NotComparable);
     }
 
     #[test]

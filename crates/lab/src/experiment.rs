@@ -299,6 +299,7 @@ impl<'a> Disks<'a> {
                 others_busy: 0.0,
                 cpu_per_gib: None,
                 neighbour: None,
+                served: None,
             }),
             Some(measured.latency),
         )))
@@ -379,6 +380,7 @@ impl<'a> Disks<'a> {
             others_busy: share(measured.others),
             cpu_per_gib: None,
             neighbour: neighbour.map(|work| work.rate),
+            served: None,
         };
         Ok(Sample::Cell(Box::new(cell), Some(measured.latency)))
     }

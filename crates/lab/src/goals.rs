@@ -28,7 +28,7 @@ pub enum Metric {
     /// What 99 of 100 requests do not exceed, in nanoseconds.
     P99,
     /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of a
-    /// migration, how long the guest stood still.
+    /// migration, how long the guest stood still, or the longest that a client waited for its answer.
     Gap,
     /// The server's own memory, in bytes.
     Memory,
@@ -46,6 +46,12 @@ pub enum Metric {
     CpuPerGib,
     /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
     Spread,
+    /// The requests of a client that a guest answers in a second before it moves.
+    RequestsBefore,
+    /// Those while it moves.
+    RequestsDuring,
+    /// Those afterwards.
+    RequestsAfter,
 }
 
 impl Metric {
@@ -67,6 +73,9 @@ impl Metric {
             Self::ReadBytes => "bytes read",
             Self::CpuPerGib => "CPU time for a GiB of memory",
             Self::Spread => "99th percentile by median",
+            Self::RequestsBefore => "requests per second before",
+            Self::RequestsDuring => "requests per second meanwhile",
+            Self::RequestsAfter => "requests per second afterwards",
         }
     }
 
@@ -101,6 +110,15 @@ impl Metric {
             Self::ReadBytes => cells(|cell| cell.read_bytes),
             Self::CpuPerGib => cells(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN)),
             Self::Spread => cells(|cell| cell.p99 / cell.p50),
+            Self::RequestsBefore => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.before))
+            }
+            Self::RequestsDuring => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.during))
+            }
+            Self::RequestsAfter => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after))
+            }
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
@@ -122,6 +140,7 @@ impl Metric {
             Self::Seconds => (1.0, 3, "s"),
             Self::CpuPerGib => (1e9, 2, "s/GiB"),
             Self::Spread => (1.0, 2, "times"),
+            Self::RequestsBefore | Self::RequestsDuring | Self::RequestsAfter => (1.0, 0, "per s"),
             Self::IdleCpu => (1.0, 0, "ns/s"),
             Self::IdleWakeups => (1.0, 1, "per s"),
         }
@@ -182,6 +201,9 @@ pub struct Goal {
     pub denominator: Option<String>,
     /// The load.
     pub workload: String,
+    /// The load of the system below the line, where it is another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside: Option<String>,
     /// What is compared with `value`.
     #[serde(default)]
     pub compare: Compare,
@@ -266,11 +288,15 @@ pub(crate) fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
         if !(goal.value.is_finite() && goal.value > 0.0 || nothing) {
             return wrong("has a value that is not a positive number");
         }
-        if Some(&goal.numerator) == goal.denominator.as_ref() {
+        let same_load = goal.beside.as_ref().is_none_or(|beside| *beside == goal.workload);
+        if Some(&goal.numerator) == goal.denominator.as_ref() && same_load {
             return wrong("compares a system with itself");
         }
         if (goal.compare == Compare::Alone) != goal.denominator.is_none() {
             return wrong("names a denominator if, and only if, it compares");
+        }
+        if goal.compare == Compare::Alone && goal.beside.is_some() {
+            return wrong("names a load beside its own, and compares with nothing");
         }
     }
     Ok(goals.goal)
@@ -336,11 +362,12 @@ pub struct ByCpuTime {
 /// Judges a goal by the rounds in which both systems were measured.
 #[must_use]
 pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
-    let of = |system: &str| goal.metric.of(&outcome.cells, &outcome.idle, system, &goal.workload);
+    let of = |system: &str, load: &str| goal.metric.of(&outcome.cells, &outcome.idle, system, load);
     let pairs = pairs(goal, of);
     let ratio = ratio_of(&pairs);
     let difference = Interval::of(pairs.iter().map(|(above, below)| above - below));
-    let alone = Interval::of(of(&goal.numerator).into_iter().map(|(_, value)| value));
+    let alone =
+        Interval::of(of(&goal.numerator, &goal.workload).into_iter().map(|(_, value)| value));
     let judged = match goal.compare {
         Compare::Ratio => ratio,
         Compare::Difference => difference,
@@ -367,8 +394,8 @@ impl Assessment {
 }
 
 fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {
-    let cells = pairs(goal, |system| {
-        let wanted = |cell: &&Cell| cell.system == system && cell.workload == goal.workload;
+    let cells = pairs(goal, |system, load| {
+        let wanted = |cell: &&Cell| cell.system == system && cell.workload == load;
         outcome.cells.iter().filter(wanted).map(|cell| (cell.round, cell)).collect()
     });
     let ratio = |(above, below): &(&Cell, &Cell)| {
@@ -386,11 +413,12 @@ fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {
 }
 
 /// The values of both systems, for each round that has both.
-fn pairs<T>(goal: &Goal, of: impl Fn(&str) -> Vec<(u32, T)>) -> Vec<(T, T)> {
+fn pairs<T>(goal: &Goal, of: impl Fn(&str, &str) -> Vec<(u32, T)>) -> Vec<(T, T)> {
     let Some(denominator) = &goal.denominator else { return Vec::new() };
-    let mut below: BTreeMap<u32, T> = of(denominator).into_iter().collect();
+    let load = goal.beside.as_ref().unwrap_or(&goal.workload);
+    let mut below: BTreeMap<u32, T> = of(denominator, load).into_iter().collect();
     let pair = |(round, above)| Some((above, below.remove(&round)?));
-    of(&goal.numerator).into_iter().filter_map(pair).collect()
+    of(&goal.numerator, &goal.workload).into_iter().filter_map(pair).collect()
 }
 
 fn ratio_of(pairs: &[(f64, f64)]) -> Option<Interval> {
@@ -438,6 +466,7 @@ pub(crate) mod tests {
             others_busy: 0.0,
             cpu_per_gib: None,
             neighbour: None,
+            served: None,
         }
     }
 
@@ -449,6 +478,7 @@ pub(crate) mod tests {
             numerator: "ours".to_owned(),
             denominator: Some("theirs".to_owned()),
             workload: "w".to_owned(),
+            beside: None,
             compare: Compare::Ratio,
             relation,
             value,
@@ -522,6 +552,22 @@ pub(crate) mod tests {
         let two = Some(Interval { median: 2.0, lower: Some(2.0), upper: Some(2.0) });
         assert_eq!((judged.verdict, judged.ratio), (Verdict::Met, two));
         assert_eq!(judged.difference.unwrap().median, 400.0);
+    }
+
+    #[test]
+    fn a_system_is_compared_with_itself_under_another_load() {
+        let mut cells = rounds(&[2.1, 2.2, 2.3, 2.4, 2.5]);
+        for cell in cells.iter_mut().filter(|cell| cell.system == "theirs") {
+            cell.system = "ours".to_owned();
+            cell.workload = "far".to_owned();
+        }
+        let goal = Goal {
+            denominator: Some("ours".to_owned()),
+            beside: Some("far".to_owned()),
+            ..goal(Metric::Iops, Relation::AtLeast, 2.0)
+        };
+        let judged = assess(&goal, &outcome(cells));
+        assert_eq!((judged.verdict, judged.ratio.unwrap().median), (Verdict::Met, 2.3));
     }
 
     #[test]
@@ -617,10 +663,14 @@ pub(crate) mod tests {
         }
         assert!(!migrations.is_empty());
         for goal in migrations {
-            let systems = crate::migration::systems_at(&goal.workload);
-            for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {
-                assert!(systems.contains(system), "{}: {system} of {systems:?}", goal.id);
-            }
+            let systems_at = crate::migration::systems_at;
+            let (above, below) = (
+                systems_at(&goal.workload),
+                systems_at(goal.beside.as_ref().unwrap_or(&goal.workload)),
+            );
+            assert!(above.contains(&goal.numerator), "{}: one of {above:?}", goal.id);
+            let known = goal.denominator.iter().all(|system| below.contains(system));
+            assert!(known, "{}: beside one of {below:?}", goal.id);
         }
         for goal in goals.into_iter().chain(of_disks) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
@@ -673,6 +723,10 @@ pub(crate) mod tests {
         assert_eq!(parse(path, &format!("{single}compare = \"alone\"")).unwrap().len(), 1);
         let nothing = single.replace("value = 1.0", "value = 0.0");
         assert_eq!(parse(path, &format!("{nothing}compare = \"alone\"")).unwrap().len(), 1);
+        assert_eq!(parse(path, &text("x", "1.0", "a", "beside = \"v\"")).unwrap().len(), 1);
+        assert!(refused(&text("x", "1.0", "a", "beside = \"w\"")).contains("with itself"));
+        let beside_nothing = format!("{single}compare = \"alone\"\nbeside = \"v\"");
+        assert!(refused(&beside_nothing).contains("compares with nothing"));
         let twice = text("x", "1.0", "b", "").repeat(2);
         assert!(refused(&twice).contains("is there twice"));
     }

@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::network::Network;
 use crate::outcome::OperationError;
 
 const SERVER_PORT: u16 = 8443;
@@ -35,7 +36,21 @@ const QUOTED: usize = 1500;
 /// The passphrase of the installation's key provider; with it goes all that it protects.
 const PASSPHRASE: &str = "of an installation that is measured and thrown away";
 
-/// A server, its agents, and all that they keep.
+/// The datastore that each host has alone.
+pub fn own_datastore(host: &str) -> &'static str {
+    if host == HERE { "near" } else { "far" }
+}
+
+/// Where a second host is that is not in the network of the first one.
+#[derive(Debug)]
+pub struct Place {
+    /// Its network.
+    pub network: Network,
+    /// Its address there.
+    pub address: Ipv4Addr,
+}
+
+/// A server, an agent or two, and all that they keep.
 #[derive(Debug)]
 pub struct Installation {
     program: PathBuf,
@@ -53,6 +68,16 @@ impl Installation {
     /// Starts one whose datastore is below `directory`: with a host `here`, a datastore `local`, and the policies
     /// `encrypted` and `plain`.
     pub fn start(program: &Path, directory: &Path) -> Result<Self, OperationError> {
+        let [.., high, low] = std::process::id().to_be_bytes();
+        Self::start_at(Ipv4Addr::new(127, high | 0x80, low, 77), program, directory)
+    }
+
+    /// The same at an address of this thread's network.
+    pub fn start_at(
+        address: Ipv4Addr,
+        program: &Path,
+        directory: &Path,
+    ) -> Result<Self, OperationError> {
         let file = |path: &Path, source| OperationError::File { path: path.into(), source };
         let directory = directory.canonicalize().map_err(|source| file(directory, source))?;
         let made = |place: &Path| -> Result<TempDir, OperationError> {
@@ -63,10 +88,9 @@ impl Installation {
             fs::set_permissions(made.path(), permissions).map_err(|source| file(place, source))?;
             Ok(made)
         };
-        let [.., high, low] = std::process::id().to_be_bytes();
         let mut this = Self {
             program: program.to_owned(),
-            address: Ipv4Addr::new(127, high | 0x80, low, 77),
+            address,
             server: None,
             agents: Vec::new(),
             runs: Vec::new(),
@@ -74,16 +98,35 @@ impl Installation {
             store: made(&directory)?,
         };
         this.start_server()?;
-        this.start_agent(HERE, &[])?;
+        this.start_agent(HERE, None, &[])?;
         this.add_resources()?;
         Ok(this)
     }
 
-    /// Adds a further host on this machine that has the datastore, too; with these options of its agent.
-    pub fn add_host(&mut self, host: &str, options: &[&str]) -> Result<(), OperationError> {
-        self.start_agent(host, options)?;
+    /// Adds a further host on this machine that has the datastore, too; in the network of this thread, or elsewhere, with these options
+    /// of its agent.
+    pub fn add_host(
+        &mut self,
+        host: &str,
+        place: Option<&Place>,
+        options: &[&str],
+    ) -> Result<(), OperationError> {
+        self.start_agent(host, place, options)?;
         let store = self.datastore().display().to_string();
         self.vmseal(&["datastore", "share", "local", "--host", host, "--path", &store])?;
+        Ok(())
+    }
+
+    /// Gives each of both hosts a datastore that the other one does not have.
+    pub fn add_own_datastores(&self) -> Result<(), OperationError> {
+        for host in [HERE, THERE] {
+            let name = own_datastore(host);
+            let path = self.store().join(name);
+            let made = fs::create_dir(&path);
+            made.map_err(|source| OperationError::File { path: path.clone(), source })?;
+            let path = path.display().to_string();
+            self.vmseal(&["datastore", "add", name, "--host", host, "--path", &path])?;
+        }
         Ok(())
     }
 
@@ -158,13 +201,22 @@ impl Installation {
         OperationError::Program { program: self.program.clone(), source }
     }
 
-    fn spawn(&self, mut command: Command, log: &str) -> Result<Child, OperationError> {
+    fn spawn(
+        &self,
+        mut command: Command,
+        log: &str,
+        network: Option<&Network>,
+    ) -> Result<Child, OperationError> {
         let path = self.path(log);
         let failed = |source| OperationError::File { path: path.clone(), source };
         let output = fs::File::options().create(true).append(true).open(&path).map_err(failed)?;
         let errors = output.try_clone().map_err(failed)?;
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
-        command.spawn().map_err(|source| self.program(source))
+        let spawned = match network {
+            Some(network) => network.within(|| command.spawn()),
+            None => command.spawn(),
+        };
+        spawned.map_err(|source| self.program(source))
     }
 
     fn start_server(&mut self) -> Result<(), OperationError> {
@@ -176,28 +228,34 @@ impl Installation {
             .args(["--name", &self.address.to_string()])
             .env("RUST_LOG", "info")
             .env("CREDENTIALS_DIRECTORY", self.path("credentials"));
-        self.server = Some(self.spawn(command, "server.log")?);
+        self.server = Some(self.spawn(command, "server.log", None)?);
         self.wait("the server answers", "server.log", |this| this.vmseal(&["host", "list"]).is_ok())
     }
 
-    fn start_agent(&mut self, host: &str, more: &[&str]) -> Result<(), OperationError> {
+    fn start_agent(
+        &mut self,
+        host: &str,
+        place: Option<&Place>,
+        more: &[&str],
+    ) -> Result<(), OperationError> {
         // There are three at most.
         let number = self.agents.len();
         let (port, uids) = (AGENT_PORT + number as u16, UIDS + number as u32 * UIDS_EACH);
         let token = self.vmseal(&["host", "token"])?;
         let token = self.write(&format!("{host}.token"), &token)?;
         let state = self.path(&format!("agent-{host}")).display().to_string();
-        let (url, address) = (self.url(), format!("{}:{port}", self.address));
+        // Hosts in one network have one address.
+        let at = place.map_or(self.address, |place| place.address);
+        let (url, address) = (self.url(), format!("{at}:{port}"));
         let join = ["agent", "join", "--to", &url, "--name", host, "--join-token-file", &token];
         self.vmseal(&[&join[..], &["--address", &address, "--state-dir", &state]].concat())?;
         let (run, log) = (self.path(&format!("run-{host}")), format!("agent-{host}.log"));
         let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
         command.arg(&run).args(["--transfer-directory"]).arg(self.store());
-        // Both hosts have one address.
-        command.args(["--migration-listen", &format!("{}:0", self.address)]);
+        command.args(["--migration-listen", &format!("{at}:0")]);
         command.args(["--uid-base", &uids.to_string()]).args(more);
         command.env("RUST_LOG", "info");
-        self.agents.push(self.spawn(command, &log)?);
+        self.agents.push(self.spawn(command, &log, place.map(|place| &place.network))?);
         self.runs.push(run);
         self.wait("the host is connected", &log, |this| {
             let shown = this.json(&["host", "show", host]);

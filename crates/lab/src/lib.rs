@@ -14,13 +14,14 @@
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
 //! | [`statistics`], [`goals`] | what may be concluded |
 //! | [`report`], [`tables`], [`machine`] | the results as JSON and as tables, and the machine |
-//! | [`page`], [`plot`] | the results for a browser |
+//! | [`page`], [`plot`], [`course`] | the results for a browser |
 
 pub mod arguments;
 pub mod catalogue;
 pub mod claim;
 pub mod clock;
 pub mod computed_limit;
+pub mod course;
 pub mod definition;
 pub mod experiment;
 pub mod goals;
@@ -30,6 +31,7 @@ pub mod load;
 pub mod machine;
 pub mod migration;
 pub mod neighbour;
+mod network;
 pub mod operation;
 pub mod outcome;
 pub mod page;

@@ -47,7 +47,7 @@ pub struct Cell {
     /// The 99th percentile of the latency, in nanoseconds.
     pub p99: f64,
     /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of
-    /// a migration, the time in which the guest stood still.
+    /// a migration, the time in which the guest stood still, or the longest that a client waited for its answer.
     pub gap: f64,
     /// The server's private memory (RssAnon) afterwards, in bytes.
     pub memory: f64,
@@ -63,6 +63,24 @@ pub struct Cell {
     /// The work in a second of CPU-bound neighbours, where there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<f64>,
+    /// What a guest answered that moved, where a client asked it something.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub served: Option<Served>,
+}
+
+/// What a guest answered while it moved from one host to another, in requests per second.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Served {
+    /// Before.
+    pub before: f64,
+    /// Meanwhile.
+    pub during: f64,
+    /// Afterwards.
+    pub after: f64,
+    /// When it began and ended, in seconds after the client began.
+    pub moved: (f64, f64),
+    /// In each second after the client began.
+    pub by_second: Vec<u64>,
 }
 
 /// The results.

@@ -3,6 +3,7 @@
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::claim::Assessed;
+use crate::course;
 use crate::goals::{Assessment, Compare, Metric, Relation};
 use crate::machine::Machine;
 use crate::plot;
@@ -200,9 +201,11 @@ fn claimed(claim: &Assessed) -> Markup {
 
 fn plots(id: &str, measured: &[Measured], measures: &[Metric]) -> Markup {
     let charts = plot::charts(id, measured, measures);
+    let systems = plot::systems(measured);
+    let courses = course::courses(measured.iter().flat_map(|one| &one.cells), &systems);
     html! {
         p.systems {
-            @for (at, system) in plot::systems(measured).into_iter().enumerate() {
+            @for (at, system) in systems.iter().enumerate() {
                 span { i style={ "background:" (plot::colour(at)) } {} (system) }
             }
         }
@@ -211,6 +214,12 @@ fn plots(id: &str, measured: &[Measured], measures: &[Metric]) -> Markup {
                 @match chart.svg() {
                     Ok(svg) => (PreEscaped(svg)),
                     Err(why) => p.note { (chart.title) " cannot be drawn: " (why) },
+                }
+            }
+            @for course in &courses {
+                @match course.svg() {
+                    Ok(svg) => (PreEscaped(svg)),
+                    Err(why) => p.note { (course.workload) " cannot be drawn: " (why) },
                 }
             }
         }
@@ -244,12 +253,14 @@ fn numbers(measured: &Measured) -> Markup {
             }
         }
         @if !measured.operations.is_empty() {
+            @let serves = measured.operations.iter().any(|it| it.served.is_some());
             details {
                 summary { (measured.section) ", in numbers" }
                 table {
                     tr {
                         th { "operation" } th { "system" } th { "s" } th { "MB/s" }
                         th { "gap, ms" } th { "CPU, s/GiB" }
+                        @if serves { th { "requests/s before" } th { "meanwhile" } th { "afterwards" } }
                     }
                     @for summary in &measured.operations {
                         tr {
@@ -267,6 +278,9 @@ fn numbers(measured: &Measured) -> Markup {
                                         (value.show(|it| format!("{:.2}", it / one)))
                                     }
                                 }
+                            }
+                            @for rate in summary.served.iter().flatten() {
+                                td.number { (rate.show(|it| format!("{it:.0}"))) }
                             }
                         }
                     }

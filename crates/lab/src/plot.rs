@@ -10,7 +10,7 @@ use crate::statistics::Interval;
 const CHART: (u32, u32) = (420, 260);
 
 /// The colours of systems: those of Okabe and Ito, which most people can tell apart.
-const COLOURS: [RGBColor; 7] = [
+pub(crate) const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),

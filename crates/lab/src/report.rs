@@ -225,6 +225,9 @@ pub struct OperationSummary {
     /// The CPU time for a GiB of memory, in nanoseconds, where memory is sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_per_gib: Option<Interval>,
+    /// The requests that a guest answered in a second before it moved, meanwhile and afterwards, where it was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub served: Option<[Interval; 3]>,
 }
 
 /// Operations in the order in which they first occur.
@@ -248,8 +251,13 @@ pub fn summarize_operations(outcome: &Outcome) -> Vec<OperationSummary> {
         let seconds = of(|cell| cell.seconds)?;
         let (throughput, gap) = (of(|cell| cell.throughput), of(|cell| cell.gap));
         let cpu_per_gib = of(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN));
+        let before = of(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.before));
+        let during = of(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.during));
+        let after = of(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after));
+        let served =
+            before.zip(during).zip(after).map(|((before, during), after)| [before, during, after]);
         let (system, workload) = (system.to_owned(), workload.to_owned());
-        Some(OperationSummary { system, workload, seconds, throughput, gap, cpu_per_gib })
+        Some(OperationSummary { system, workload, seconds, throughput, gap, cpu_per_gib, served })
     };
     order.into_iter().filter_map(summary).collect()
 }

@@ -18,6 +18,7 @@ use crate::goals::{self, Assessment, Metric, Verdict};
 use crate::machine::{self, Machine};
 use crate::migration;
 use crate::operation::{self, Choice, Found};
+use crate::outcome::Served;
 use crate::report::Measured;
 use crate::sections::{self, Section};
 use crate::storage::Storage;
@@ -59,6 +60,10 @@ pub struct RunArguments {
     /// The program vmseal, of which installations are made; by default this one
     #[arg(long)]
     pub vmseal: Option<PathBuf>,
+    /// The disk of a guest with redis, for experiments in which a client asks it; by default the one that
+    /// scripts/build-network-guest builds, where that is below the working directory
+    #[arg(long, value_name = "IMAGE")]
+    pub guest: Option<PathBuf>,
 }
 
 fn report_file(text: &str) -> Result<PathBuf, String> {
@@ -194,6 +199,7 @@ impl RunArguments {
             directory: directory.to_owned(),
             full: self.full,
             rounds: self.rounds,
+            guest: self.guest.clone(),
         }
     }
 
@@ -267,7 +273,8 @@ impl RunReport {
         let mut text =
             "experiment,point,workload,system,round,requests,seconds,iops,bytes_per_second,\
                         cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second,\
-                        cpu_ns_per_gib\n"
+                        cpu_ns_per_gib,requests_before_per_second,requests_during_per_second,\
+                        requests_after_per_second\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -277,6 +284,8 @@ impl RunReport {
                         true => value.to_string(),
                         false => String::new(),
                     };
+                    let served = cell.served.as_ref();
+                    let of_served = |value: fn(&Served) -> f64| served.map_or(f64::NAN, value);
                     let values = [
                         cell.seconds,
                         cell.iops,
@@ -289,6 +298,9 @@ impl RunReport {
                         cell.server_busy,
                         cell.neighbour.unwrap_or(f64::NAN),
                         cell.cpu_per_gib.unwrap_or(f64::NAN),
+                        of_served(|it| it.before),
+                        of_served(|it| it.during),
+                        of_served(|it| it.after),
                     ]
                     .map(number)
                     .join(",");

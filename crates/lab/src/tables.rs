@@ -130,7 +130,12 @@ fn operations(measured: &Measured) -> Table {
     let all = &measured.operations;
     // Migrations have more to show.
     let sends = all.iter().any(|it| it.gap.is_some() || it.cpu_per_gib.is_some());
-    let more: &[&str] = if sends { &["gap ms", "CPU s/GiB"] } else { &[] };
+    let serves = all.iter().any(|it| it.served.is_some());
+    let more: &[&str] = match (sends, serves) {
+        (_, true) => &["gap ms", "CPU s/GiB", "requests/s before", "meanwhile", "afterwards"],
+        (true, false) => &["gap ms", "CPU s/GiB"],
+        (false, false) => &[],
+    };
     let mut table = table(&[&["operation", "system", "s", "MB/s"], more].concat());
     for summary in all {
         let rate = summary.throughput.map(|rate| format!("{:.0}", rate.median / 1e6));
@@ -144,6 +149,10 @@ fn operations(measured: &Measured) -> Table {
             let gap = summary.gap.map(|gap| gap.show(|value| format!("{:.0}", value / 1e6)));
             let cpu = summary.cpu_per_gib.map(|cpu| cpu.show(|it| format!("{:.2}", it / 1e9)));
             row.extend([gap.unwrap_or_default(), cpu.unwrap_or_default()]);
+        }
+        if serves {
+            let rates = |it: [Interval; 3]| it.map(|rate| rate.show(|value| format!("{value:.0}")));
+            row.extend(summary.served.map(rates).unwrap_or_default());
         }
         table.add_row(row);
     }

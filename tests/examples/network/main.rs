@@ -76,6 +76,7 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
         others_busy: f64::NAN,
         cpu_per_gib: None,
         neighbour: None,
+        served: None,
     }
 }
 

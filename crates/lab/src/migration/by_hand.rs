@@ -99,7 +99,7 @@ pub(super) fn migrate(
         send(how, &mut source, &mut destination)
     });
     let (sent, gap) = went?;
-    Ok(Moved { seconds: begun.elapsed().as_secs_f64(), sent, gap, spent })
+    Ok(Moved { seconds: begun.elapsed().as_secs_f64(), sent, gap, spent, served: None })
 }
 
 /// From here on until the guest goes on: what was sent of its memory, in bytes, and how long it stood still.

@@ -1,6 +1,7 @@
 //! The guest whose migration is measured: it fills memory with pseudo-random numbers, each once or several times, and stands still or changes it at a rate.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -52,12 +53,17 @@ pub(super) struct Guest {
 }
 
 impl Guest {
-    /// Makes its disk.
-    pub fn make(self, path: &Path) -> Result<(), OperationError> {
-        let made = fs::write(path, self.boot_sector()).and_then(|()| {
-            fs::File::options().write(true).open(path).and_then(|file| file.set_len(DISK))
+    /// Makes its disk, full of random bytes after what it starts from, so that nothing of it is left out when it is copied; 0 is one
+    /// as small as can be, with nothing else.
+    pub fn make(self, path: &Path, full_mib: u64) -> Result<(), OperationError> {
+        let made = match full_mib {
+            0 => fs::File::create_new(path).and_then(|file| file.set_len(DISK)),
+            full_mib => crate::operation::fill(path, full_mib),
+        };
+        let written = made.and_then(|()| {
+            fs::File::options().write(true).open(path)?.write_all_at(&self.boot_sector(), 0)
         });
-        made.map_err(|source| OperationError::File { path: path.into(), source })
+        written.map_err(|source| OperationError::File { path: path.into(), source })
     }
 
     fn boot_sector(self) -> [u8; 512] {

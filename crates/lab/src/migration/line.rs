@@ -1,56 +1,183 @@
-//! The line between the hosts: a network of its own with nothing but a loopback, so that what goes over it is counted, and as slow
-//! as a line is to be.
+//! The line between the hosts, of which is counted what goes over it, and which is as slow and as long as it is to be: a network of its
+//! own with nothing but a loopback; or a second network for the other host, and a device at either end.
+//!
+//! ```text
+//!  server, host `here`, clients                      host `there`
+//!  [ line 10.98.0.1 ] ── token bucket, delay, token bucket ── [ line 10.98.0.2 ]
+//!  [ guests, a bridge ] ───────────── at once ─────────────── [ guests, a bridge ]      where guests have cards
+//! ```
 
-use std::fs::{self, File};
+use std::fs;
+use std::io;
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
-use nix::sched::{CloneFlags, setns, unshare};
-
+use super::delay::{Delay, Device};
+use crate::installation::Place;
+use crate::network::Network;
 use crate::outcome::OperationError;
-
-/// The network of this thread.
-const NETWORK: &str = "/proc/thread-self/ns/net";
 
 /// How much a line may send at once after it was quiet, and how much waits for it, in bytes: some of the largest packets.
 const BURST: u64 = 512 << 10;
 const QUEUE: u64 = 4 << 20;
 
+/// The device at either end of a long line, and its addresses.
+const LINE: &str = "line";
+const HERE: Ipv4Addr = Ipv4Addr::new(10, 98, 0, 1);
+const THERE: Ipv4Addr = Ipv4Addr::new(10, 98, 0, 2);
+
+/// How much of a connection may be under way, in bytes: more than a line of 2 Gb/s holds in 200 ms. What hosts have unless they are told
+/// otherwise is 4 MiB, which is 200 Mb/s at 150 ms (docs/migration.md).
+const UNDER_WAY: u64 = 64 << 20;
+/// What the kernel may hold of a connection: at least, to begin with, and at most.
+const BUFFERS: [&str; 2] = ["/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"];
+
+/// How many packets wait for the program that carries them: in a line's queue there are fewer, also of the smallest.
+const PACKETS: &str = "10000";
+
+/// The bridge that guests' cards are on, in both networks; the client's address on it; and what joins the two.
+pub(super) const BRIDGE: &str = "guests";
+const CLIENT: &str = "10.77.0.1/24";
+const CABLE: [&str; 2] = ["cable-here", "cable-there"];
+
 /// A network of its own for this thread and all that it starts; the former one again when this is dropped.
 #[derive(Debug)]
 pub(super) struct Line {
-    former: File,
+    former: Network,
+    far: Option<Far>,
+}
+
+/// The network of the second host, and the way there.
+#[derive(Debug)]
+struct Far {
+    network: Network,
+    delay: Delay,
 }
 
 impl Line {
-    /// Makes one; else says why there is none.
-    pub fn new() -> Result<Self, String> {
+    /// Makes one that is long or is not; else says why there is none.
+    pub fn new(long: bool) -> Result<Self, String> {
         let no = |why: &dyn std::fmt::Display| format!("a network of its own takes root: {why}");
-        let former = File::open(NETWORK).map_err(|error| no(&error))?;
-        unshare(CloneFlags::CLONE_NEWNET).map_err(|error| no(&error))?;
-        let line = Self { former };
+        let former = Network::here().map_err(|error| no(&error))?;
+        Network::new().and_then(|network| network.enter()).map_err(|error| no(&error))?;
+        let mut line = Self { former, far: None };
         run("ip", &["link", "set", "lo", "up"]).map_err(|error| error.to_string())?;
+        if long {
+            let far = Far::new();
+            line.far = Some(far.map_err(|error| format!("a long line cannot be made: {error}"))?);
+        }
         Ok(line)
     }
 
-    /// Lets so many megabits through in a second; 0 is all.
-    pub fn limit(&self, mbit: u64) -> Result<(), OperationError> {
-        if mbit == 0 {
-            // There may be no limit.
-            let _ = run("tc", &["qdisc", "delete", "dev", "lo", "root"]);
-            return Ok(());
-        }
-        let (rate, burst, queue) = (format!("{mbit}mbit"), BURST.to_string(), QUEUE.to_string());
-        let limit = ["rate", &rate, "burst", &burst, "limit", &queue];
-        run("tc", &[&["qdisc", "replace", "dev", "lo", "root", "tbf"][..], &limit].concat())
+    /// Lets so many megabits through in a second, 0 is all; and has what goes over it take so long there and back.
+    pub fn set(&self, mbit: u64, round_trip: Duration) -> Result<(), OperationError> {
+        let Some(far) = &self.far else { return limit("lo", mbit) };
+        far.delay.set(round_trip);
+        limit(LINE, mbit)?;
+        within(&far.network, || limit(LINE, mbit))
+    }
+
+    /// Where the hosts are, if the second one has a network of its own.
+    pub fn places(&self) -> Result<Option<(Ipv4Addr, Place)>, OperationError> {
+        let Some(far) = &self.far else { return Ok(None) };
+        let network = far.network.try_clone().map_err(network)?;
+        Ok(Some((HERE, Place { network, address: THERE })))
+    }
+
+    /// Makes the bridge for guests' cards, with the client's address.
+    pub fn add_bridge(&self) -> Result<(), OperationError> {
+        bridge()?;
+        run("ip", &["addr", "add", CLIENT, "dev", BRIDGE])?;
+        let Some(far) = &self.far else { return Ok(()) };
+        let [near, distant] = CABLE;
+        run("ip", &["link", "add", near, "type", "veth", "peer", "name", distant])?;
+        // By its number in the directory of this process: the other network has no name.
+        within(&far.network, bridge)?;
+        let holder = format!("/proc/{}/fd/{}", std::process::id(), far.network.descriptor());
+        run("ip", &["link", "set", distant, "netns", &holder])?;
+        plug(near)?;
+        within(&far.network, || plug(distant))
+    }
+
+    /// Whether it still carries what it is given.
+    pub fn goes_on(&self) -> bool {
+        self.far.as_ref().is_none_or(|far| far.delay.goes_on())
     }
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
         // It was in it before.
-        let _ = setns(&self.former, CloneFlags::CLONE_NEWNET);
+        let _ = self.former.enter();
     }
+}
+
+impl Far {
+    /// From the network of this thread on.
+    fn new() -> Result<Self, OperationError> {
+        let far = Network::new().map_err(network)?;
+        let near = end(HERE)?;
+        let distant = within(&far, || {
+            run("ip", &["link", "set", "lo", "up"])?;
+            end(THERE)
+        })?;
+        let delay = Delay::between(near, distant).map_err(network)?;
+        Ok(Self { network: far, delay })
+    }
+}
+
+/// An end of the line, which is up.
+fn end(address: Ipv4Addr) -> Result<Device, OperationError> {
+    let device = Device::new(LINE).map_err(network)?;
+    for path in BUFFERS {
+        // As much to begin with as ever.
+        let value = fs::read_to_string(path).and_then(|now| {
+            let most = UNDER_WAY.to_string();
+            let first = now.split_whitespace().take(2).collect::<Vec<_>>().join(" ");
+            fs::write(path, format!("{first} {most}"))
+        });
+        value.map_err(|source| OperationError::File { path: path.into(), source })?;
+    }
+    run("ip", &["addr", "add", &format!("{address}/30"), "dev", LINE])?;
+    // It waits for the token bucket, not for the program that carries it.
+    run("ip", &["link", "set", LINE, "txqueuelen", PACKETS, "up"])?;
+    Ok(device)
+}
+
+fn bridge() -> Result<(), OperationError> {
+    run("ip", &["link", "add", BRIDGE, "type", "bridge"])?;
+    run("ip", &["link", "set", BRIDGE, "up"])
+}
+
+/// Puts an end of the cable on the bridge.
+fn plug(device: &str) -> Result<(), OperationError> {
+    run("ip", &["link", "set", device, "master", BRIDGE])?;
+    run("ip", &["link", "set", device, "up"])
+}
+
+fn limit(device: &str, mbit: u64) -> Result<(), OperationError> {
+    if mbit == 0 {
+        // There may be no limit.
+        let _ = run("tc", &["qdisc", "delete", "dev", device, "root"]);
+        return Ok(());
+    }
+    let (rate, burst, queue) = (format!("{mbit}mbit"), BURST.to_string(), QUEUE.to_string());
+    let limit = ["rate", &rate, "burst", &burst, "limit", &queue];
+    run("tc", &[&["qdisc", "replace", "dev", device, "root", "tbf"][..], &limit].concat())
+}
+
+fn network(source: io::Error) -> OperationError {
+    OperationError::File { path: PathBuf::from("/dev/net/tun"), source }
+}
+
+/// Does something in another network.
+fn within<T: Send>(
+    there: &Network,
+    work: impl FnOnce() -> Result<T, OperationError> + Send,
+) -> Result<T, OperationError> {
+    there.within(|| Ok(work())).map_err(network)?
 }
 
 fn run(program: &str, arguments: &[&str]) -> Result<(), OperationError> {
@@ -67,15 +194,24 @@ fn run(program: &str, arguments: &[&str]) -> Result<(), OperationError> {
     })
 }
 
-/// The bytes that have gone over the line of this thread.
+/// The bytes that have gone over the line of this thread, in both directions.
 pub(super) fn sent() -> Option<u64> {
-    loopback(&fs::read_to_string("/proc/thread-self/net/dev").ok()?)
+    counted(&fs::read_to_string("/proc/thread-self/net/dev").ok()?)
 }
 
-/// By proc(5): `lo: ` and eight numbers of what was received, then those of what was sent.
-fn loopback(devices: &str) -> Option<u64> {
-    let numbers = devices.lines().find_map(|line| line.trim().strip_prefix("lo:"))?;
-    numbers.split_whitespace().nth(8)?.parse().ok()
+/// By proc(5): `lo: ` and eight numbers of what was received, then those of what was sent. A loopback receives what it has sent.
+fn counted(devices: &str) -> Option<u64> {
+    let numbers = |device: &str| {
+        let of =
+            |line: &str| line.trim().strip_prefix(device)?.strip_prefix(':').map(str::to_owned);
+        let line = devices.lines().find_map(of)?;
+        let number = |at| line.split_whitespace().nth(at)?.parse::<u64>().ok();
+        Some((number(0)?, number(8)?))
+    };
+    match numbers(LINE) {
+        Some((received, sent)) => Some(received + sent),
+        None => numbers("lo").map(|(_, sent)| sent),
+    }
 }
 
 #[cfg(test)]
@@ -83,9 +219,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_sent_over_the_loopback_is_found() {
+    fn what_was_sent_over_the_line_is_found() {
         let devices = "Inter-|   Receive      |  Transmit\n face |bytes ...\n  eth0: 1 2 3 4 5 6 7 8 99 1\n    lo: 11 2 0 0 0 0 0 0 12 2 0 0 0 0 0 0\n";
-        assert_eq!(loopback(devices), Some(12));
-        assert_eq!(loopback("eth0: 1 2 3 4 5 6 7 8 99 1\n"), None);
+        assert_eq!(counted(devices), Some(12));
+        assert_eq!(counted("eth0: 1 2 3 4 5 6 7 8 99 1\n"), None);
+        // A loopback beside a line is not the line.
+        let both = format!("{devices}  line: 30 2 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n");
+        assert_eq!(counted(&both), Some(430));
     }
 }

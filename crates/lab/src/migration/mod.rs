@@ -7,14 +7,19 @@
 //!         → stop it
 //! ```
 //!
+//! Guests with redis are started and filled once, and a client asks them while they move (`redis`). The hosts are in one network, or
+//! in two with a long line between them (`line`, `delay`).
+//!
 //! What it takes is that of the task, or by hand from the start of the destination's QEMU on: that is part of both. The rate is that
 //! of the line alone (`meter`).
 
 mod by_hand;
+mod delay;
 mod guest;
 mod line;
 mod meter;
 mod moved;
+mod redis;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,9 +31,10 @@ use self::by_hand::How;
 use self::guest::Guest;
 use self::line::Line;
 use self::moved::Moved;
+use self::redis::RedisGuest;
 use crate::claim::Place;
-use crate::definition::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps};
-use crate::installation::{ELSEWHERE, HERE, Installation, THERE};
+use crate::definition::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
 use crate::report::Measured;
@@ -41,14 +47,22 @@ const ENCRYPTED: &str = MIGRATION_SYSTEMS[0];
 const COMPRESSED: &str = MIGRATION_SYSTEMS[1];
 
 /// The same, and the destination's agent has QEMU load the memory.
-const UNPLACED: &str = MIGRATION_SYSTEMS[2];
+const UNPLACED: &str = MIGRATION_SYSTEMS[4];
+
+/// The last byte of the address of the first guest with redis.
+const FIRST_GUEST: u8 = 10;
 
 /// A guest on a line.
 #[derive(Clone, Copy, Debug)]
 struct Task {
     workload: &'static str,
     guest: Guest,
+    /// What redis in the guest is asked, where it has one; what it holds is the guest's size.
+    mix: Option<Mix>,
+    /// The size of its disk, where it is copied.
+    disk_mib: u64,
     line_mbit: u64,
+    round_trip: Duration,
 }
 
 /// Measures an experiment with migrations; else says why it cannot be.
@@ -67,9 +81,16 @@ pub(crate) fn run(
     if let Some(why) = operation::missing(&[&program, Path::new("qemu-system-x86_64")]) {
         return refused(why);
     }
-    let line = match Line::new() {
+    let line = match Line::new(matrix.is_long()) {
         Ok(line) => line,
         Err(why) => return refused(why),
+    };
+    let redis = match matrix.mixes.is_empty() {
+        true => None,
+        false => match redis::image(choice.guest.as_deref()) {
+            Ok(image) => Some(image),
+            Err(why) => return refused(why),
+        },
     };
     let rounds = if choice.full { &steps.full } else { &steps.small };
     let (tasks, places) = tasks(id, matrix, rounds.size_mib.as_ref().unwrap_or(&matrix.size_mib));
@@ -82,7 +103,7 @@ pub(crate) fn run(
     };
     let directory = choice.directory.clone();
     let systems = order.systems.clone();
-    let mut subject = Migrations { program, directory, systems, tasks, here: None, line };
+    let mut subject = Migrations { program, directory, systems, tasks, redis, here: None, line };
     let outcome = subject::measure(&order, &mut subject, observe)?;
     // Kept until the program ends, as the names of loads are.
     let section = id.to_owned().leak();
@@ -109,36 +130,58 @@ pub(crate) fn systems_at(workload: &str) -> Vec<String> {
 /// What is to be done, with the points of the matrix that it is at. Axes with several values are part of the names.
 fn tasks(id: &str, matrix: &MigrationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<Place>) {
     let (mut tasks, mut places) = (Vec::new(), Vec::new());
-    for &size_mib in sizes {
-        for &changes_mib in &matrix.changes_mib {
-            for &repeats in &matrix.repeats {
-                for &line_mbit in &matrix.line_mbit {
-                    let axes = [
-                        ("size_mib", size_mib, "mib", sizes.len()),
-                        ("changes_mib", changes_mib, "mib-changed", matrix.changes_mib.len()),
-                        ("repeats", repeats, "times", matrix.repeats.len()),
-                        ("line_mbit", line_mbit, "mbit", matrix.line_mbit.len()),
-                    ];
-                    let mut name = id.to_owned();
-                    for (_, value, what, values) in axes {
-                        if values > 1 {
-                            name.push_str(&format!("-{value}-{what}"));
-                        }
-                    }
-                    // Kept until the program ends, as the names of loads are.
-                    let workload: &'static str = name.leak();
-                    let guest = Guest { size_mib, changes_mib, repeats };
-                    tasks.push(Task { workload, guest, line_mbit });
-                    let axes = axes.into_iter().map(|(axis, value, ..)| (axis, value));
-                    places.push(Place {
-                        axes: axes.collect::<BTreeMap<_, _>>(),
-                        workloads: vec![(workload, None)],
-                    });
+    let several = matrix.mixes.len() > 1;
+    let mixes: Vec<Option<Mix>> = match matrix.mixes.is_empty() {
+        true => vec![None],
+        false => matrix.mixes.iter().copied().map(Some).collect(),
+    };
+    let axes: [(&'static str, &[u64], &str); 6] = [
+        ("size_mib", sizes, "mib"),
+        ("changes_mib", &matrix.changes_mib, "mib-changed"),
+        ("repeats", &matrix.repeats, "times"),
+        ("disk_mib", &matrix.disk_mib, "mib-copied"),
+        ("line_mbit", &matrix.line_mbit, "mbit"),
+        ("rtt_us", &matrix.rtt_us, "us"),
+    ];
+    for mix in mixes {
+        for point in combinations(&axes.map(|(_, values, _)| values)) {
+            let mut name = id.to_owned();
+            if let Some(mix) = mix.filter(|_| several) {
+                name.push_str(&format!("-{mix}"));
+            }
+            for ((_, values, what), value) in axes.iter().zip(&point) {
+                if values.len() > 1 {
+                    name.push_str(&format!("-{value}-{what}"));
                 }
             }
+            // Kept until the program ends, as the names of loads are.
+            let workload: &'static str = name.leak();
+            let [size_mib, changes_mib, repeats, disk_mib, line_mbit, rtt_us] = point;
+            let guest = Guest { size_mib, changes_mib, repeats };
+            let round_trip = Duration::from_micros(rtt_us);
+            tasks.push(Task { workload, guest, mix, disk_mib, line_mbit, round_trip });
+            let axes = axes.iter().map(|(axis, ..)| *axis).zip(point);
+            places.push(Place {
+                axes: axes.collect::<BTreeMap<_, _>>(),
+                workloads: vec![(workload, None)],
+            });
         }
     }
     (tasks, places)
+}
+
+/// Each value of each axis with each of the others; those of the last axis follow each other.
+fn combinations<const N: usize>(axes: &[&[u64]; N]) -> Vec<[u64; N]> {
+    let mut all = vec![[0; N]];
+    for (at, values) in axes.iter().enumerate() {
+        let with = |point: &[u64; N], value: &u64| {
+            let mut point = *point;
+            point[at] = *value;
+            point
+        };
+        all = all.iter().flat_map(|point| values.iter().map(move |it| with(point, it))).collect();
+    }
+    all
 }
 
 struct Migrations {
@@ -146,6 +189,8 @@ struct Migrations {
     directory: PathBuf,
     systems: Vec<&'static str>,
     tasks: Vec<Task>,
+    /// The disk of guests with redis.
+    redis: Option<PathBuf>,
     /// What runs in the network of the line ends before it.
     here: Option<Installation>,
     line: Line,
@@ -157,23 +202,33 @@ impl Subject for Migrations {
         _place: u32,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<(), ExperimentError> {
-        let mut here = Installation::start(&self.program, &self.directory)?;
-        here.add_host(THERE, &[])?;
-        if self.systems.contains(&UNPLACED) {
-            here.add_host(ELSEWHERE, &["--place-memory", "off"])?;
-        }
-        for task in &self.tasks {
-            let image = image(&here, task.guest);
-            if !image.exists() {
-                task.guest.make(&image)?;
+        let here = self.install()?;
+        let ours = self.systems.iter().filter(|it| How::of(it).is_none());
+        match &self.redis {
+            Some(disk) => {
+                self.line.add_bridge()?;
+                for &system in ours {
+                    observe(Progress::Making(system));
+                    for task in &self.tasks {
+                        self.start_guest(&here, system, task, disk)?;
+                    }
+                }
             }
-        }
-        for &system in self.systems.iter().filter(|it| How::of(it).is_none()) {
-            observe(Progress::Making(system));
-            for task in &self.tasks {
-                let vm = name(system, task.guest);
-                if here.vmseal(&["vm", "show", &vm]).is_err() {
-                    create(&here, &vm, system, task.guest)?;
+            None => {
+                for task in &self.tasks {
+                    let image = image(&here, task);
+                    if !image.exists() {
+                        task.guest.make(&image, task.disk_mib)?;
+                    }
+                }
+                for &system in ours {
+                    observe(Progress::Making(system));
+                    for task in &self.tasks {
+                        let vm = name(system, task);
+                        if here.vmseal(&["vm", "show", &vm]).is_err() {
+                            create(&here, &vm, system, task)?;
+                        }
+                    }
                 }
             }
         }
@@ -184,37 +239,133 @@ impl Subject for Migrations {
     fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
         let task = self.tasks.iter().find(|task| task.workload == point.workload).copied();
         let (Some(task), Some(here)) = (task, &self.here) else { return Ok(None) };
-        self.line.limit(task.line_mbit)?;
-        let moved = match How::of(point.system) {
-            Some(how) => {
-                let disk = image(here, task.guest);
-                by_hand::migrate(how, task.guest, &disk, &accelerator(here)?)?
+        self.line.set(task.line_mbit, task.round_trip)?;
+        let moved = match (How::of(point.system), task.mix) {
+            (Some(how), _) => {
+                by_hand::migrate(how, task.guest, &image(here, &task), &accelerator(here)?)?
             }
-            None => migrate(here, point.system, task.guest)?,
+            (None, None) => migrate(here, point.system, &task)?,
+            (None, Some(mix)) => {
+                let vm = name(point.system, &task);
+                let moves = || move_watched(here, &vm, point.system, &task);
+                let guest = self.guest(point.system, &task);
+                let (moved, served, gap) = guest.asked(mix, u64::from(point.round), moves)?;
+                Moved { gap, served: Some(served), ..moved }
+            }
         };
+        if !self.line.goes_on() {
+            let log = String::new();
+            return Err(
+                OperationError::Never { what: "the line carries what it is given", log }.into()
+            );
+        }
         Ok(Some(Sample::Cell(Box::new(moved.cell(point)), None)))
     }
 }
 
+impl Migrations {
+    /// A server and two hosts, at either end of the line.
+    fn install(&self) -> Result<Installation, OperationError> {
+        let here = match self.line.places()? {
+            None => {
+                let mut here = Installation::start(&self.program, &self.directory)?;
+                here.add_host(THERE, None, &[])?;
+                if self.systems.contains(&UNPLACED) {
+                    here.add_host(ELSEWHERE, None, &["--place-memory", "off"])?;
+                }
+                here
+            }
+            Some((address, there)) => {
+                let mut here = Installation::start_at(address, &self.program, &self.directory)?;
+                here.add_host(THERE, Some(&there), &[])?;
+                here
+            }
+        };
+        if self.tasks.iter().any(|task| task.disk_mib > 0) {
+            here.add_own_datastores()?;
+        }
+        Ok(here)
+    }
+
+    /// The guest with redis of a system: each has an address of its own, as all of them run.
+    fn guest(&self, system: &str, task: &Task) -> RedisGuest {
+        let size_mib = task.guest.size_mib;
+        let mut sizes: Vec<u64> = self.tasks.iter().map(|task| task.guest.size_mib).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let all = self.systems.iter().flat_map(|system| sizes.iter().map(move |it| (*system, *it)));
+        let at = all.into_iter().position(|it| it == (system, size_mib)).unwrap_or_default();
+        RedisGuest {
+            number: FIRST_GUEST + u8::try_from(at).unwrap_or(u8::MAX - FIRST_GUEST),
+            size_mib,
+        }
+    }
+
+    /// Makes a VM with redis, once for all that it is asked, starts it, and fills it.
+    fn start_guest(
+        &self,
+        here: &Installation,
+        system: &str,
+        task: &Task,
+        disk: &Path,
+    ) -> Result<(), OperationError> {
+        let (vm, guest) = (name(system, task), self.guest(system, task));
+        if here.vmseal(&["vm", "show", &vm]).is_ok() {
+            return Ok(());
+        }
+        // Agents take images from there.
+        let image = here.store().join("redis.raw");
+        if !image.exists() {
+            let copied = std::fs::copy(disk, &image);
+            copied.map_err(|source| OperationError::File { path: disk.into(), source })?;
+        }
+        let disk = format!("datastore=local,format=raw,image={}", image.display());
+        let (memory, card) = (format!("{}MiB", guest.memory_mib()), guest.card(line::BRIDGE));
+        create_with(here, &vm, system, &["--memory", &memory, "--disk", &disk, "--nic", &card])?;
+        here.vmseal(&["vm", "start", &vm])?;
+        guest.fill()
+    }
+}
+
 /// The image that a guest starts from.
-fn image(here: &Installation, guest: Guest) -> PathBuf {
-    let Guest { size_mib, changes_mib, repeats } = guest;
-    here.store().join(format!("{size_mib}-{changes_mib}-{repeats}.raw"))
+fn image(here: &Installation, task: &Task) -> PathBuf {
+    here.store().join(format!("{}.raw", machine(task)))
 }
 
-fn name(system: &str, guest: Guest) -> String {
-    let Guest { size_mib, changes_mib, repeats } = guest;
-    format!("{system}-{size_mib}-{changes_mib}-{repeats}")
+/// A guest and its disk.
+fn machine(task: &Task) -> String {
+    let Guest { size_mib, changes_mib, repeats } = task.guest;
+    let disk = task.disk_mib;
+    match task.mix {
+        Some(_) => format!("redis-{size_mib}"),
+        None if disk > 0 => format!("{size_mib}-{changes_mib}-{repeats}-{disk}"),
+        None => format!("{size_mib}-{changes_mib}-{repeats}"),
+    }
 }
 
-fn create(here: &Installation, vm: &str, system: &str, guest: Guest) -> Result<(), OperationError> {
-    let image = image(here, guest);
-    let disk = format!("datastore=local,format=raw,image={}", image.display());
-    let memory = format!("{}MiB", guest.memory_mib());
+fn name(system: &str, task: &Task) -> String {
+    format!("{system}-{}", machine(task))
+}
+
+fn create(here: &Installation, vm: &str, system: &str, task: &Task) -> Result<(), OperationError> {
+    let datastore = if task.disk_mib > 0 { own_datastore(HERE) } else { "local" };
+    let image = image(here, task);
+    let disk = format!("datastore={datastore},format=raw,image={}", image.display());
+    let memory = format!("{}MiB", task.guest.memory_mib());
+    create_with(here, vm, system, &["--memory", &memory, "--disk", &disk])
+}
+
+/// Makes a VM of a system.
+fn create_with(
+    here: &Installation,
+    vm: &str,
+    system: &str,
+    more: &[&str],
+) -> Result<(), OperationError> {
     let has_key = [ENCRYPTED, COMPRESSED, UNPLACED].contains(&system);
     let policy = if has_key { "encrypted" } else { "plain" };
     let create = ["vm", "create", vm, "--host", HERE, "--policy", policy, "--vcpus", "1"];
-    here.vmseal(&[&create[..], &["--memory", &memory, "--disk", &disk, "--force"]].concat())?;
+    here.vmseal(&[&create[..], more, &["--force"]].concat())?;
     if !has_key {
         here.vmseal(&["vm", "set", vm, "--migration-encryption", system])?;
     }
@@ -229,37 +380,52 @@ fn accelerator(here: &Installation) -> Result<String, OperationError> {
 }
 
 /// Starts a VM, moves it to the other host when its memory is full, and stops it.
-fn migrate(here: &Installation, system: &str, guest: Guest) -> Result<Moved, OperationError> {
-    let vm = name(system, guest);
-    let to = destination(here, system, &vm)?;
+fn migrate(here: &Installation, system: &str, task: &Task) -> Result<Moved, OperationError> {
+    let vm = name(system, task);
+    if system == UNPLACED {
+        at_home(here, &vm)?;
+    }
     here.vmseal(&["vm", "start", &vm])?;
-    guest.until_filled(process_of(here, &vm)?)?;
-    let mut command = vec!["vm", "migrate", &vm, to];
+    task.guest.until_filled(process_of(here, &vm)?)?;
+    let moved = move_watched(here, &vm, system, task)?;
+    here.vmseal(&["vm", "stop", &vm, "--force"])?;
+    Ok(moved)
+}
+
+/// Moves a VM that runs to the other host.
+fn move_watched(
+    here: &Installation,
+    vm: &str,
+    system: &str,
+    task: &Task,
+) -> Result<Moved, OperationError> {
+    let shown = here.json(&["vm", "show", vm])?;
+    let to = match shown["host"] == HERE {
+        true if system == UNPLACED => ELSEWHERE,
+        true => THERE,
+        false => HERE,
+    };
+    let mut command = vec!["vm", "migrate", vm, to];
     if system == COMPRESSED {
         command.push("--compress");
     }
+    if task.disk_mib > 0 {
+        command.extend(["--datastore", own_datastore(to)]);
+    }
     let (answered, spent) = meter::watched(|| here.processes(), || here.json(&command));
     let answered = answered?;
-    here.vmseal(&["vm", "stop", &vm, "--force"])?;
     let unclear = || OperationError::Answer { what: command.join(" ") };
-    let (seconds, sent, gap) = went(&answered).ok_or_else(unclear)?;
-    Ok(Moved { seconds, sent, gap, spent })
+    let (seconds, of_memory, gap) = went(&answered).ok_or_else(unclear)?;
+    let sent = of_memory + (task.disk_mib << 20);
+    Ok(Moved { seconds, sent, gap, spent, served: None })
 }
 
-/// Where a VM that is off is to move. One whose memory is not to be placed always moves to the same host.
-fn destination(
-    here: &Installation,
-    system: &str,
-    vm: &str,
-) -> Result<&'static str, OperationError> {
-    let is_here = here.json(&["vm", "show", vm])?["host"] == HERE;
-    if system != UNPLACED {
-        return Ok(if is_here { THERE } else { HERE });
-    }
-    if !is_here {
+/// Has a VM that is off at the host from which it moves to the one that places no memory.
+fn at_home(here: &Installation, vm: &str) -> Result<(), OperationError> {
+    if here.json(&["vm", "show", vm])?["host"] != HERE {
         here.vmseal(&["vm", "migrate", vm, HERE])?;
     }
-    Ok(ELSEWHERE)
+    Ok(())
 }
 
 /// QEMU has its VM in the name of its process, of which the kernel keeps the beginning.
@@ -313,7 +479,10 @@ mod tests {
             size_mib: vec![64],
             changes_mib: vec![0, 5],
             repeats: vec![1],
+            mixes: Vec::new(),
+            disk_mib: vec![0],
             line_mbit: vec![500, 1000],
+            rtt_us: vec![0],
         };
         let (tasks, places) = tasks("m", &matrix, &[64]);
         let names: Vec<&str> = tasks.iter().map(|task| task.workload).collect();
@@ -325,10 +494,19 @@ mod tests {
         ];
         assert_eq!(names, expected);
         let last = places.last().unwrap();
+        let axis = |name| last.axes.get(name).copied();
         assert_eq!(
-            last.axes,
-            [("size_mib", 64), ("changes_mib", 5), ("repeats", 1), ("line_mbit", 1000)].into()
+            (axis("size_mib"), axis("changes_mib"), axis("line_mbit")),
+            (Some(64), Some(5), Some(1000))
         );
         assert_eq!(last.workloads, [(expected[3], None)]);
+
+        let mixes = vec![Mix::Idle, Mix::Gets(75)];
+        let matrix = MigrationMatrix { mixes, changes_mib: vec![0], rtt_us: vec![0, 50], ..matrix };
+        let (tasks, _) = super::tasks("m", &matrix, &[64]);
+        let names: Vec<&str> = tasks.iter().map(|task| task.workload).collect();
+        assert!(names.contains(&"m-idle-500-mbit-0-us"), "{names:?}");
+        assert!(names.contains(&"m-75-25-1000-mbit-50-us"), "{names:?}");
+        assert_eq!(names.len(), 8);
     }
 }

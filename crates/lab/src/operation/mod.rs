@@ -55,6 +55,8 @@ pub(crate) struct Choice {
     pub full: bool,
     /// The number of rounds in place of the experiment's.
     pub rounds: Option<u32>,
+    /// The disk of a guest with redis.
+    pub guest: Option<PathBuf>,
 }
 
 /// Measures an experiment with operations; else says why it cannot be.
@@ -279,7 +281,7 @@ fn image(here: &Installation, size_mib: u64) -> PathBuf {
 }
 
 /// Random bytes: what cannot be skipped as zeroes.
-fn fill(path: &Path, size_mib: u64) -> io::Result<()> {
+pub(crate) fn fill(path: &Path, size_mib: u64) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     let mut block = vec![0; 1 << 20];
     let mut random = fastrand::Rng::with_seed(size_mib);
@@ -437,6 +439,7 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         others_busy: f64::NAN,
         cpu_per_gib: None,
         neighbour: None,
+        served: None,
     }
 }
 

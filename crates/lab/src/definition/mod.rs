@@ -1,12 +1,15 @@
 //! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
 //! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
 
+mod migration;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
 use crate::goals::{Metric, Relation};
 use crate::load::{Direction, Order};
 use crate::statistics::VALUES_MAX;
@@ -30,14 +33,6 @@ const SECONDS_MAX: f64 = 3600.0;
 /// The largest block, in bytes, and the most requests in flight.
 const BLOCK_MAX: u32 = 1 << 20;
 const DEPTH_MAX: u16 = 256;
-/// What the guest of a migration can fill, in MiB: a machine has its memory in one piece up to 2 GiB.
-const TOUCHED_MAX_MIB: u64 = 1920;
-/// The most that it changes in a second, in MiB: more than an emulated one can.
-const CHANGES_MAX_MIB: u64 = 4096;
-/// How often a number is repeated at most: of memory with more of it nothing is left.
-const REPEATS_MAX: u64 = 64;
-/// The fastest line, in megabits a second: above what one stream carries anywhere.
-const LINE_MAX_MBIT: u64 = 400_000;
 /// Every load's block is a multiple of this.
 const BLOCK_UNIT: u32 = 4096;
 
@@ -300,48 +295,6 @@ pub struct OperationSteps {
     pub full: Rounds,
 }
 
-/// What migrates: VMs of vmseal, encrypted (compressed, and to an agent that has QEMU load the memory), and plain by what they have
-/// for `--migration-encryption`; and guests of QEMUs by hand, with one stream in the clear, with several, and with one by TLS.
-pub const MIGRATION_SYSTEMS: [&str; 8] = [
-    "encrypted",
-    "compressed",
-    "unplaced",
-    "required",
-    "disabled",
-    "qemu-tcp",
-    "qemu-multifd",
-    "qemu-tls",
-];
-
-/// The points at which migrations are measured: every combination.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MigrationMatrix {
-    /// Measured in turn within a round, of [`MIGRATION_SYSTEMS`].
-    pub systems: Vec<String>,
-    /// How much memory the guest has filled.
-    pub size_mib: Vec<u64>,
-    /// How much of it the guest changes in a second; 0 is a guest that stands still.
-    #[serde(default = "zero")]
-    pub changes_mib: Vec<u64>,
-    /// How often each of the numbers is repeated that fill its memory: 1 is memory that cannot be compressed.
-    #[serde(default = "not_repeated")]
-    pub repeats: Vec<u64>,
-    /// What the line between the hosts carries, in megabits a second; 0 is all that the machine can do.
-    #[serde(default = "zero")]
-    pub line_mbit: Vec<u64>,
-}
-
-/// How migrations are measured.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MigrationSteps {
-    /// In minutes.
-    pub small: Rounds,
-    /// As much as the guest can fill.
-    pub full: Rounds,
-}
-
 /// How often operations or migrations are measured.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -389,6 +342,9 @@ pub struct Check {
     /// The points that it is about, by keys of the matrix; all without it.
     #[serde(default, rename = "where")]
     pub at: BTreeMap<String, u64>,
+    /// By which keys the point below the line is another one; the same point without it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub beside: BTreeMap<String, u64>,
 }
 
 /// A median that must be in a range.
@@ -470,11 +426,7 @@ impl Definition {
                 ("size_mib", matrix.size_mib.clone()),
                 ("at_once", wide(&matrix.at_once)),
             ]),
-            Matter::Migration(matrix, _) => BTreeMap::from([
-                ("size_mib", matrix.size_mib.clone()),
-                ("changes_mib", matrix.changes_mib.clone()),
-                ("line_mbit", matrix.line_mbit.clone()),
-            ]),
+            Matter::Migration(matrix, _) => matrix.axes(),
         }
     }
 }
@@ -541,7 +493,10 @@ impl Checked<'_> {
             Matter::Operation(matrix, steps) => self.operation(matrix, steps)?,
             Matter::Migration(matrix, steps) => self.migration(matrix, steps)?,
         }
-        let points: usize = definition.axes().values().map(Vec::len).product();
+        let mut points: usize = definition.axes().values().map(Vec::len).product();
+        if let Matter::Migration(matrix, _) = &definition.matter {
+            points *= matrix.mixes.len().max(1);
+        }
         self.range("number of points of matrix", points, (1, POINTS_MAX))?;
         definition.claim.iter().try_for_each(|claim| self.claim(definition, claim))
     }
@@ -608,20 +563,6 @@ impl Checked<'_> {
         self.rounds([&steps.small, &steps.full], sizes)
     }
 
-    fn migration(
-        &self,
-        matrix: &MigrationMatrix,
-        steps: &MigrationSteps,
-    ) -> Result<(), DefinitionError> {
-        self.systems(&matrix.systems, &MIGRATION_SYSTEMS)?;
-        let sizes = (1, TOUCHED_MAX_MIB);
-        self.axis("matrix.size_mib", &matrix.size_mib, sizes)?;
-        self.axis("matrix.changes_mib", &matrix.changes_mib, (0, CHANGES_MAX_MIB))?;
-        self.axis("matrix.repeats", &matrix.repeats, (1, REPEATS_MAX))?;
-        self.axis("matrix.line_mbit", &matrix.line_mbit, (0, LINE_MAX_MBIT))?;
-        self.rounds([&steps.small, &steps.full], sizes)
-    }
-
     fn rounds(
         &self,
         [small, full]: [&Rounds; 2],
@@ -646,7 +587,7 @@ impl Checked<'_> {
         for check in &claim.checks {
             known("claim.checks.numerator", &check.numerator)?;
             known("claim.checks.denominator", &check.denominator)?;
-            if check.numerator == check.denominator {
+            if check.numerator == check.denominator && check.beside.is_empty() {
                 return self.refuse(
                     "claim.checks.denominator",
                     &check.denominator,
@@ -666,8 +607,9 @@ impl Checked<'_> {
                 return self.refuse("claim.checks.operations", other.id(), allowed);
             }
             self.range("claim.checks.value", check.value, (f64::MIN_POSITIVE, 1e18))?;
-            for (axis, value) in &check.at {
-                let key = format!("claim.checks.where.{axis}");
+            let at = check.at.iter().map(|it| ("where", it));
+            for (key, (axis, value)) in at.chain(check.beside.iter().map(|it| ("beside", it))) {
+                let key = format!("claim.checks.{key}.{axis}");
                 match axes.get(axis.as_str()) {
                     Some(values) if values.contains(value) => {}
                     Some(_) => {
@@ -685,16 +627,16 @@ impl Checked<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    const GOOD: &str = include_str!("../../../bench/experiments/v1.toml");
+    const GOOD: &str = include_str!("../../../../bench/experiments/v1.toml");
 
     fn refused(from: &str, to: &str) -> String {
         refused_of(GOOD, from, to)
     }
 
-    fn refused_of(good: &str, from: &str, to: &str) -> String {
+    pub(super) fn refused_of(good: &str, from: &str, to: &str) -> String {
         assert!(good.contains(from), "{from}");
         let text = good.replacen(from, to, 1);
         parse(Path::new("mine.toml"), &text).unwrap_err().to_string()
@@ -755,24 +697,6 @@ mod tests {
             let found = refused(from, to);
             assert!(found.contains(expected), "{found}\nnot: {expected}");
             assert!(found.contains("mine.toml"), "{found}");
-        }
-    }
-    #[test]
-    fn a_migration_has_systems_memory_and_lines_that_there_can_be() {
-        let good = include_str!("../../../bench/experiments/migration-bandwidth.toml");
-        for (from, to, expected) in [
-            (
-                "\"disabled\"]",
-                "\"other\"]",
-                "other is not allowed: each once of encrypted, compressed, unplaced, required",
-            ),
-            ("size_mib = [512]", "size_mib = [4096]", "4096 is not allowed: from 1 to 1920"),
-            ("line_mbit = [500,", "line_mbit = [500, 500,", "each value once"),
-            ("line_mbit = [500,", "line = [500,", "unknown field `line`"),
-            ("\"throughput\", ", "", "claim.checks.measure: Throughput is not allowed"),
-        ] {
-            let found = refused_of(good, from, to);
-            assert!(found.contains(expected), "{found}\nnot: {expected}");
         }
     }
 }
