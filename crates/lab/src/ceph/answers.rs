@@ -56,6 +56,14 @@ pub struct OsdCounts {
     pub num_in_osds: u64,
 }
 
+impl OsdCounts {
+    /// How many serve, and have data placed on them.
+    #[must_use]
+    pub fn serving(&self) -> u64 {
+        self.num_up_osds.min(self.num_in_osds)
+    }
+}
+
 /// Data and placement groups, as the manager last told the monitor.
 #[derive(Debug, Deserialize)]
 pub struct PgMap {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{Mode, umask};
 
-use super::answers::OsdDump;
+use super::answers::{ClusterStatus, OsdDump};
 use super::arguments::UpArguments;
 use super::configuration;
 use super::daemon::Daemon;
@@ -112,7 +112,11 @@ impl Up<'_> {
         {
             return Err(CephError::InUse { address: address.to_string() });
         }
-        self.start(Daemon::Monitor)
+        self.start(Daemon::Monitor)?;
+        let daemons = [Daemon::Monitor];
+        let all = self.record.osds.len() as u64;
+        let answers = |status: &ClusterStatus| (Progress::Up(status.osdmap.serving(), all), true);
+        Waiting { layout: self.layout, daemons: &daemons }.until(&mut |_| (), answers)
     }
 
     /// Makes the keys of monitor and administrator, and the monitor's store with them.
@@ -210,7 +214,7 @@ impl Up<'_> {
         }
         let (daemons, all) = (self.daemons(), self.record.osds.len() as u64);
         Waiting { layout: self.layout, daemons: &daemons }.until(self.observe, |status| {
-            let up = status.osdmap.num_up_osds.min(status.osdmap.num_in_osds);
+            let up = status.osdmap.serving();
             (Progress::Up(up, all), up == all && status.mgrmap.available)
         })
     }
