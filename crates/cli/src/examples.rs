@@ -263,6 +263,18 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "For all of them:",
         "vmseal completion bash > /etc/bash_completion.d/vmseal",
     ),
+    (
+        "vmseal-lab-ceph-up",
+        "With encrypted connections, and enough OSDs for an erasure-coded pool 4+2:",
+        "vmseal lab ceph up --osds 6 --messenger secure",
+    ),
+    ("vmseal-lab-ceph-up", "", "vmseal lab ceph pool add ec42 --erasure 4+2"),
+    ("vmseal-lab-ceph-down", "Remove it:", "vmseal lab ceph down --destroy --yes"),
+    (
+        "vmseal-lab-ceph-pool-add",
+        "Two copies, of which one may be lost:",
+        "vmseal lab ceph pool add two --size 2 --min-size 1",
+    ),
     ("vmseal-lab-disk", "The shortest useful run:", "vmseal lab disk --rounds 5 --seconds 1"),
     (
         "vmseal-lab-run",

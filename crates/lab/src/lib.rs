@@ -9,6 +9,7 @@
 //! | [`subject`] | the order of measuring, whatever is measured |
 //! | [`operation`] | operations of a whole installation |
 //! | [`migration`] | running guests that move to another host, beside QEMU's own migration |
+//! | [`ceph`] | a Ceph cluster on this machine |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
@@ -18,6 +19,7 @@
 
 pub mod arguments;
 pub mod catalogue;
+pub mod ceph;
 pub mod claim;
 pub mod clock;
 pub mod computed_limit;

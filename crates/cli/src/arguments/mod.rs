@@ -51,7 +51,7 @@ pub use self::host::Host;
 pub use self::image::{BuildImage, Image, System};
 pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
-pub use self::lab::Lab;
+pub use self::lab::{Ceph, CephDown, CephPool, Lab};
 pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
 pub use self::policy::{Policy, SetPolicy};

@@ -4,15 +4,17 @@ use vmseal_lab::BenchArguments;
 use vmseal_lab::catalogue;
 use vmseal_lab::run::{self, RunArguments};
 
+use super::ceph;
 use crate::arguments::{Lab, Output};
 use crate::print;
 
 /// Carries out a verb.
-pub fn run(output: Output, verb: &Lab) -> anyhow::Result<()> {
+pub async fn run(output: Output, verb: Lab) -> anyhow::Result<()> {
     match verb {
-        Lab::Disk(options) => disk(options),
-        Lab::List(columns) => print::list(output, columns, catalogue::list()),
-        Lab::Run(options) => experiments(options),
+        Lab::Ceph(verb) => ceph::run(output, verb).await,
+        Lab::Disk(options) => disk(&options),
+        Lab::List(columns) => print::list(output, &columns, catalogue::list()),
+        Lab::Run(options) => experiments(&options),
     }
 }
 

@@ -4,6 +4,7 @@ mod adopt;
 mod backup;
 mod bitmap;
 mod cdrom;
+mod ceph;
 mod console;
 mod datastore;
 mod disk;
@@ -64,7 +65,7 @@ pub async fn run(arguments: Arguments, hardening: Hardening) -> anyhow::Result<(
                 .await;
         }
         Command::Agent(options) => return processes::agent(options, hardening).await,
-        Command::Lab(verb) => return lab::run(global.output, &verb),
+        Command::Lab(verb) => return lab::run(global.output, verb).await,
         Command::Doctor(options) => return doctor::run(global.output, options, hardening).await,
         Command::Init(options) => return init::run(global, options, hardening).await,
         Command::Completion(options) => return print::print(&completion::script(options.shell)?),

@@ -1,0 +1,170 @@
+//! Pools: making them, and waiting until they can be used.
+
+use super::answers::{OsdDump, PoolEntry};
+use super::arguments::PoolArguments;
+use super::daemon::Daemon;
+use super::error::CephError;
+use super::layout::Layout;
+use super::processes;
+use super::progress::Progress;
+use super::record::Record;
+use super::redundancy::Redundancy;
+use super::tools::Tools;
+use super::waiting::Waiting;
+
+/// The pool that every cluster has.
+pub const USUAL: &str = "vmseal";
+/// Placement groups of a pool: enough to spread over the OSDs of one machine, few enough to be quick.
+const GROUPS: &str = "32";
+
+/// A pool that is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pool {
+    /// Its name.
+    pub name: String,
+    /// How it keeps data.
+    pub redundancy: Redundancy,
+}
+
+/// Makes a pool in a cluster that runs, and waits until it can be used.
+///
+/// # Errors
+/// [`CephError`].
+pub fn add(arguments: &PoolArguments, observe: &mut dyn FnMut(&Progress)) -> Result<(), CephError> {
+    let name = arguments.pool.clone();
+    let refused = |why| CephError::Pool { pool: name.clone(), why };
+    let redundancy = Redundancy::new(arguments.size, arguments.min_size, arguments.erasure);
+    let pool = Pool { name: name.clone(), redundancy: redundancy.map_err(refused)? };
+    let layout = Layout::find(&arguments.place.directory()?)?;
+    let _lock = layout.lock()?;
+    let Some(record) = Record::read(&layout)? else {
+        return Err(CephError::NoCluster { directory: layout.root().to_owned() });
+    };
+    if !processes::running(&layout).iter().any(|it| it.daemon == Daemon::Monitor) {
+        return Err(refused("the cluster does not run: start it with vmseal lab ceph up".into()));
+    }
+    ensure(&layout, &pool, record.osds.len(), observe)?;
+    wait_clean(&layout, &Daemon::all(record.osds.len()).collect::<Vec<_>>(), observe)
+}
+
+/// Makes a pool, or goes on making it; one that is whole stays as it is.
+///
+/// # Errors
+/// The cluster has too few OSDs, or another pool of this name.
+pub fn ensure(
+    layout: &Layout,
+    pool: &Pool,
+    osds: usize,
+    observe: &mut dyn FnMut(&Progress),
+) -> Result<(), CephError> {
+    let refused = |why| CephError::Pool { pool: pool.name.clone(), why };
+    let needed = pool.redundancy.osds();
+    if osds < needed as usize {
+        return Err(refused(format!(
+            "it needs {needed} OSDs and the cluster has {osds}: vmseal lab ceph up --osds {needed}"
+        )));
+    }
+    let tools = Tools { layout };
+    let metadata = pool.redundancy.of_metadata().map(|redundancy| {
+        let name = format!("{}-metadata", pool.name);
+        Pool { name, redundancy }
+    });
+    let dump: OsdDump = tools.ask(&["osd", "dump"])?;
+    let mut made = false;
+    for pool in [Some(pool), metadata.as_ref()].into_iter().flatten() {
+        let there = dump.pools.iter().find(|it| it.pool_name == pool.name);
+        if let Some(there) = there {
+            pool.check_same(there)?;
+        } else {
+            pool.create(tools)?;
+            made = true;
+        }
+    }
+    // Each may be repeated: what is there may be what an earlier run left half done.
+    pool.finish(tools, metadata.is_none())?;
+    if let Some(metadata) = metadata {
+        metadata.finish(tools, true)?;
+    }
+    if made {
+        observe(&Progress::Pool(pool.name.clone()));
+    }
+    Ok(())
+}
+
+impl Pool {
+    /// The profile of its chunks.
+    fn profile(&self) -> Option<String> {
+        match self.redundancy {
+            Redundancy::Copies { .. } => None,
+            Redundancy::Chunks { erasure, .. } => {
+                Some(format!("vmseal-{}-{}", erasure.data, erasure.coding))
+            }
+        }
+    }
+
+    /// Finds that the pool of this name is this one.
+    fn check_same(&self, there: &PoolEntry) -> Result<(), CephError> {
+        let profile = self.profile().unwrap_or_default();
+        let (has, is_coded) = (there.size, there.is_coded());
+        let same = there.erasure_code_profile == profile || !is_coded && profile.is_empty();
+        if same && has == self.redundancy.osds() {
+            return Ok(());
+        }
+        let kind = if is_coded { "chunks" } else { "copies" };
+        let why = format!(
+            "there is one of this name already, with {has} {kind}; choose another name, or remove it with ceph osd pool rm"
+        );
+        Err(CephError::Pool { pool: self.name.clone(), why })
+    }
+
+    fn create(&self, tools: Tools<'_>) -> Result<(), CephError> {
+        let create = ["osd", "pool", "create", &self.name, GROUPS, GROUPS];
+        match (self.redundancy, self.profile()) {
+            (Redundancy::Chunks { erasure, .. }, Some(profile)) => {
+                let (data, coding) =
+                    (format!("k={}", erasure.data), format!("m={}", erasure.coding));
+                let set = ["osd", "erasure-code-profile", "set", &profile, &data, &coding];
+                tools
+                    .ceph(&[&set[..], &["plugin=jerasure", "crush-failure-domain=osd"]].concat())?;
+                tools.ceph(&[&create[..], &["erasure", &profile]].concat())
+            }
+            (redundancy, _) => {
+                let size = redundancy.osds().to_string();
+                tools.ceph(&[&create[..], &["replicated", "--size", &size]].concat())
+            }
+        }
+    }
+
+    /// Sets what a pool is not made with. Images are in pools of copies; one of chunks has only their data.
+    fn finish(&self, tools: Tools<'_>, has_images: bool) -> Result<(), CephError> {
+        let min_size = self.redundancy.min_size().to_string();
+        let set = |what, value| tools.ceph(&["osd", "pool", "set", &self.name, what, value]);
+        set("min_size", &min_size)?;
+        if self.profile().is_some() {
+            set("allow_ec_overwrites", "true")?;
+            tools.ceph(&["osd", "pool", "application", "enable", &self.name, "rbd"])?;
+        }
+        match has_images {
+            true => tools.other("rbd", &["pool", "init", &self.name]),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Waits until every pool can be used and has all of its copies.
+///
+/// # Errors
+/// It did not come about in time, or a daemon has ended.
+pub fn wait_clean(
+    layout: &Layout,
+    daemons: &[Daemon],
+    observe: &mut dyn FnMut(&Progress),
+) -> Result<(), CephError> {
+    let dump: OsdDump = Tools { layout }.ask(&["osd", "dump"])?;
+    let groups: u64 = dump.pools.iter().map(|pool| pool.pg_num).sum();
+    Waiting { layout, daemons }.until(observe, |status| {
+        // Until the manager has told of new groups, it tells of fewer.
+        let clean = status.pgmap.clean().min(groups);
+        (Progress::Clean(clean, groups), clean == groups && status.pgmap.num_pgs == groups)
+    })
+}

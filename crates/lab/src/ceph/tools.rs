@@ -1,0 +1,199 @@
+//! Ceph's tools, which do one thing and end.
+
+use std::ffi::OsStr;
+use std::io::{self, Read};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+use super::error::CephError;
+use super::layout::Layout;
+
+/// The programs that a cluster needs.
+pub const PROGRAMS: [&str; 7] =
+    ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "rbd"];
+
+/// How long `ceph` tries to reach the monitor, in seconds.
+const CONNECT: &str = "10";
+/// How long a tool may take. Making a store takes seconds; this is for a machine that is busy with other work.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How much of what a failed tool said an error quotes, in bytes.
+const QUOTED: usize = 600;
+
+/// Finds the programs.
+///
+/// # Errors
+/// The first that is not there.
+pub fn check_programs() -> Result<(), CephError> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    match PROGRAMS.into_iter().find(|program| !is_in(&path, program)) {
+        Some(program) => Err(CephError::Missing { program }),
+        None => Ok(()),
+    }
+}
+
+fn is_in(path: &OsStr, program: &str) -> bool {
+    std::env::split_paths(path).any(|directory| directory.join(program).is_file())
+}
+
+/// A program of Ceph's, for a cluster and no other.
+#[must_use]
+pub fn command(program: &str, layout: &Layout) -> Command {
+    let mut command = Command::new(program);
+    // What the user has set is for another cluster.
+    command.env_remove("CEPH_CONF").env_remove("CEPH_ARGS").env_remove("CEPH_KEYRING");
+    command.arg("-c").arg(layout.configuration()).stdin(Stdio::null());
+    command
+}
+
+/// Runs a program that ends, and gives what it printed.
+///
+/// # Errors
+/// It cannot be run, failed, or did not end in time.
+pub fn run(mut command: Command) -> Result<Vec<u8>, CephError> {
+    let what = shown(&command);
+    let name = command.get_program().to_string_lossy().into_owned();
+    let failed = |source| CephError::Program { program: name.clone(), source };
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(failed)?;
+    // Both ends close when the program has ended, and then nobody sends any more.
+    let (open, closed) = mpsc::channel();
+    let printed = child.stdout.take().map(|pipe| read(pipe, open.clone()));
+    let said = child.stderr.take().map(|pipe| read(pipe, open));
+    let in_time = !matches!(closed.recv_timeout(LIMIT), Err(RecvTimeoutError::Timeout));
+    if !in_time {
+        child.kill().map_err(failed)?;
+        child.wait().map_err(failed)?;
+        return Err(CephError::NoAnswer { what, seconds: LIMIT.as_secs() });
+    }
+    let status = child.wait().map_err(failed)?;
+    let text = |thread: Option<thread::JoinHandle<Vec<u8>>>| {
+        thread.and_then(|thread| thread.join().ok()).unwrap_or_default()
+    };
+    match status.success() {
+        true => Ok(text(printed)),
+        false => Err(CephError::Command { what, said: end(&text(said)) }),
+    }
+}
+
+fn read(
+    mut pipe: impl Read + Send + 'static,
+    open: mpsc::Sender<()>,
+) -> thread::JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What was read before an error is all that there is.
+        let _ = pipe.read_to_end(&mut bytes);
+        drop(open);
+        bytes
+    })
+}
+
+/// A command as a user types it; the one with which it was given `-c` has the same for all.
+fn shown(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
+}
+
+/// The end of a text.
+#[must_use]
+pub fn end(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&text[text.len().saturating_sub(QUOTED)..]);
+    text.trim().to_owned()
+}
+
+/// The end of a file; nothing if there is none.
+#[must_use]
+pub fn end_of(path: &Path) -> String {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        std::fs::File::open(path)?.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    end(&read().unwrap_or_default())
+}
+
+/// The tools of one cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct Tools<'a> {
+    /// Where its files are.
+    pub layout: &'a Layout,
+}
+
+impl Tools<'_> {
+    fn ceph_command(self, arguments: &[&str]) -> Command {
+        let mut command = command("ceph", self.layout);
+        command.args(["--connect-timeout", CONNECT]).args(arguments);
+        command
+    }
+
+    /// Has the cluster do something.
+    ///
+    /// # Errors
+    /// It does not answer, or refuses.
+    pub fn ceph(self, arguments: &[&str]) -> Result<(), CephError> {
+        run(self.ceph_command(arguments)).map(drop)
+    }
+
+    /// Asks the cluster something.
+    ///
+    /// # Errors
+    /// It does not answer, or with something else.
+    pub fn ask<T: DeserializeOwned>(self, arguments: &[&str]) -> Result<T, CephError> {
+        let printed = run(self.ceph_command(&[arguments, &["-f", "json"]].concat()))?;
+        let what = || format!("ceph {} -f json", arguments.join(" "));
+        serde_json::from_slice(&printed)
+            .map_err(|source| CephError::Answer { what: what(), source })
+    }
+
+    /// Runs another tool.
+    ///
+    /// # Errors
+    /// It fails.
+    pub fn other(self, program: &str, arguments: &[&str]) -> Result<(), CephError> {
+        let mut command = command(program, self.layout);
+        command.args(arguments);
+        run(command).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_is_told_with_the_packages() {
+        let place = tempfile::tempdir().unwrap();
+        std::fs::write(place.path().join("ceph"), "").unwrap();
+        assert!(is_in(place.path().as_os_str(), "ceph"));
+        assert!(!is_in(place.path().as_os_str(), "ceph-osd"));
+        let said = CephError::Missing { program: "ceph-osd" }.to_string();
+        assert!(said.contains("ceph-osd") && said.contains("ceph-mon ceph-mgr"), "{said}");
+    }
+
+    #[test]
+    fn a_program_that_fails_is_told_with_what_it_said() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo out; echo 'no such pool' >&2; exit 2"]);
+        let said = run(command).unwrap_err().to_string();
+        assert!(said.ends_with("failed: no such pool"), "{said}");
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo out; echo warning >&2"]);
+        assert_eq!(run(command).unwrap(), b"out\n");
+    }
+
+    #[test]
+    fn an_answer_that_is_not_understood_is_no_panic() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let asked = command("ceph", &layout);
+        let words: Vec<_> = asked.get_args().collect();
+        assert_eq!(words, [OsStr::new("-c"), layout.configuration().as_os_str()]);
+        let removed: Vec<_> = asked.get_envs().filter(|(_, value)| value.is_none()).collect();
+        assert_eq!(removed.len(), 3);
+    }
+}

@@ -1,0 +1,267 @@
+//! `vmseal lab ceph up`: a cluster that runs.
+
+use std::fs::DirBuilder;
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use nix::sys::stat::{Mode, umask};
+
+use super::answers::{ClusterStatus, OsdDump};
+use super::arguments::UpArguments;
+use super::configuration;
+use super::daemon::Daemon;
+use super::error::CephError;
+use super::layout::{self, Layout};
+use super::pools::{self, Pool};
+use super::processes;
+use super::progress::Progress;
+use super::record::Record;
+use super::redundancy::Redundancy;
+use super::status::{self, Status};
+use super::tools::{self, Tools};
+use super::waiting::Waiting;
+
+/// What a monitor may do, and an administrator.
+const ALL: &str = "allow *";
+/// Set once all other settings are: a cluster that has it has them.
+const LAST_SETTING: &str = "nodeep-scrub";
+
+/// Makes the cluster that is asked for, or starts what of it does not run, and waits until it can be used. Gives how
+/// it is then.
+///
+/// # Errors
+/// [`CephError`]. What was made stays, and the next call goes on.
+pub fn up(
+    arguments: &UpArguments,
+    observe: &mut dyn FnMut(&Progress),
+) -> Result<Status, CephError> {
+    tools::check_programs()?;
+    // Ceph's programs make files that everyone may read.
+    umask(Mode::from_bits_truncate(0o077));
+    let layout = Layout::make(&arguments.place.directory()?)?;
+    let _lock = layout.lock()?;
+    // What an `up` that died was making is made anew.
+    processes::end(&layout, |process| process.makes, &mut |_| ())?;
+    let record = settle(&layout, arguments)?;
+    layout.make_directories()?;
+    layout.write(&layout.configuration(), &configuration::of(&layout, &record))?;
+    let mut up = Up { layout: &layout, record: &record, tools: Tools { layout: &layout }, observe };
+    up.monitor()?;
+    up.settings()?;
+    up.manager()?;
+    up.osds()?;
+    up.pool()?;
+    status::of(&layout, &record)
+}
+
+/// The record of the cluster, with what is asked for.
+fn settle(layout: &Layout, arguments: &UpArguments) -> Result<Record, CephError> {
+    let runs = !processes::running(layout).is_empty();
+    let failed = |source| CephError::File { path: layout.root().to_owned(), source };
+    let record = match Record::read(layout)? {
+        None => Record::new(arguments).map_err(failed)?,
+        Some(record) if record.destroyed => {
+            return Err(CephError::Destroyed { directory: layout.root().to_owned() });
+        }
+        Some(record) => record.changed(arguments, runs)?,
+    };
+    record.write(layout)?;
+    Ok(record)
+}
+
+/// A cluster that is brought up.
+struct Up<'a> {
+    layout: &'a Layout,
+    record: &'a Record,
+    tools: Tools<'a>,
+    observe: &'a mut dyn FnMut(&Progress),
+}
+
+/// A path as an argument; [`Layout::make`] has found that it is text.
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+impl Up<'_> {
+    fn file(path: &Path) -> impl FnOnce(io::Error) -> CephError + use<> {
+        let path = path.to_owned();
+        move |source| CephError::File { path, source }
+    }
+
+    /// Starts a daemon that does not run.
+    fn start(&mut self, daemon: Daemon) -> Result<(), CephError> {
+        if processes::running(self.layout).iter().any(|process| process.daemon == daemon) {
+            return Ok(());
+        }
+        processes::start(self.layout, daemon)?;
+        (self.observe)(&Progress::Started(daemon.to_string()));
+        Ok(())
+    }
+
+    fn monitor(&mut self) -> Result<(), CephError> {
+        if !self.layout.store(Daemon::Monitor).exists() {
+            self.make_monitor()?;
+            (self.observe)(&Progress::Made(Daemon::Monitor.to_string()));
+        }
+        let runs = processes::running(self.layout).iter().any(|it| it.daemon == Daemon::Monitor);
+        let address = self.record.listen;
+        if !runs
+            && TcpListener::bind(address).is_err_and(|it| it.kind() == io::ErrorKind::AddrInUse)
+        {
+            return Err(CephError::InUse { address: address.to_string() });
+        }
+        self.start(Daemon::Monitor)?;
+        let daemons = [Daemon::Monitor];
+        let all = self.record.osds.len() as u64;
+        let answers = |status: &ClusterStatus| (Progress::Up(status.osdmap.serving(), all), true);
+        Waiting { layout: self.layout, daemons: &daemons }.until(&mut |_| (), answers)
+    }
+
+    /// Makes the keys of monitor and administrator, and the monitor's store with them.
+    fn make_monitor(&mut self) -> Result<(), CephError> {
+        let admin = self.layout.keyring("client.admin");
+        if !admin.exists() {
+            let caps = ["mon", "osd", "mgr"].map(|of| ["--cap", of, ALL]).concat();
+            self.make_key("client.admin", &caps, &admin)?;
+        }
+        // The monitor keeps its own key in its store.
+        let (boot, map) = (self.layout.keyring("mon.boot"), self.layout.keyring("mon.map"));
+        self.make_key("mon.", &["--cap", "mon", ALL], &boot)?;
+        let import = [&*text(&boot), "--import-keyring", &text(&admin)];
+        self.tools.other("ceph-authtool", &import)?;
+        let (fsid, address) = (&*self.record.fsid, configuration::monitor(self.record));
+        let create =
+            ["--create", "--clobber", "--fsid", fsid, "--addv", "a", &address, &text(&map)];
+        self.tools.other("monmaptool", &create)?;
+
+        let made = self.empty_store(Daemon::Monitor)?;
+        let (made_text, id) = (text(&made), Daemon::Monitor.id());
+        let mkfs = ["-i", &id, "--mkfs", "--mon-data", &made_text, "--fsid", fsid];
+        let with = ["--monmap", &text(&map), "--keyring", &text(&boot)];
+        self.tools.other(Daemon::Monitor.program(), &[&mkfs[..], &with[..]].concat())?;
+        self.layout.finish(&made, &self.layout.store(Daemon::Monitor))?;
+        for path in [boot, map] {
+            layout::remove(&path).map_err(Self::file(&path))?;
+        }
+        Ok(())
+    }
+
+    /// Makes a key in a keyring of its own.
+    fn make_key(&self, entity: &str, caps: &[&str], keyring: &Path) -> Result<(), CephError> {
+        let new = keyring.with_extension("new");
+        layout::remove(&new).map_err(Self::file(&new))?;
+        let new_text = text(&new);
+        let make = ["--create-keyring", &new_text, "--gen-key", "-n", entity];
+        self.tools.other("ceph-authtool", &[&make[..], caps].concat())?;
+        self.layout.finish(&new, keyring)
+    }
+
+    /// Has the cluster make the key of a daemon, or tell it again.
+    fn get_key(&self, daemon: Daemon, caps: &[&str]) -> Result<(), CephError> {
+        let (entity, keyring) = (daemon.to_string(), self.layout.keyring(&daemon.to_string()));
+        if keyring.exists() {
+            return Ok(());
+        }
+        let new = keyring.with_extension("new");
+        let new_text = text(&new);
+        let get = ["auth", "get-or-create", &entity];
+        self.tools.ceph(&[&get[..], caps, &["-o", &new_text]].concat())?;
+        self.layout.finish(&new, &keyring)
+    }
+
+    /// An empty directory for the store of a daemon.
+    fn empty_store(&self, daemon: Daemon) -> Result<PathBuf, CephError> {
+        let made = self.layout.unfinished(daemon);
+        layout::remove(&made).map_err(Self::file(&made))?;
+        DirBuilder::new().mode(0o700).create(&made).map_err(Self::file(&made))?;
+        Ok(made)
+    }
+
+    /// Turns off what moves or reads data by itself.
+    fn settings(&mut self) -> Result<(), CephError> {
+        let dump: OsdDump = self.tools.ask(&["osd", "dump"])?;
+        if dump.has(LAST_SETTING) {
+            return Ok(());
+        }
+        for (setting, value) in
+            [("mgr/devicehealth/enable_monitoring", "false"), ("mgr/balancer/active", "false")]
+        {
+            self.tools.ceph(&["config", "set", "mgr", setting, value])?;
+        }
+        self.tools.ceph(&["osd", "set", "noscrub"])?;
+        // It would say for ever that scrubs are off.
+        self.tools.ceph(&["health", "mute", "OSDMAP_FLAGS", "--sticky"])?;
+        self.tools.ceph(&["osd", "set", LAST_SETTING])
+    }
+
+    fn manager(&mut self) -> Result<(), CephError> {
+        let caps = ["mon", "allow profile mgr", "osd", ALL, "mds", ALL];
+        self.get_key(Daemon::Manager, &caps)?;
+        self.start(Daemon::Manager)
+    }
+
+    fn osds(&mut self) -> Result<(), CephError> {
+        self.say_room()?;
+        for (id, uuid) in self.record.osds.iter().enumerate() {
+            let daemon = Daemon::Osd(id);
+            if !self.layout.store(daemon).exists() {
+                self.make_osd(id, uuid)?;
+                (self.observe)(&Progress::Made(daemon.to_string()));
+            }
+            self.start(daemon)?;
+        }
+        let (daemons, all) = (self.daemons(), self.record.osds.len() as u64);
+        Waiting { layout: self.layout, daemons: &daemons }.until(self.observe, |status| {
+            let up = status.osdmap.serving();
+            (Progress::Up(up, all), up == all && status.mgrmap.available)
+        })
+    }
+
+    fn make_osd(&self, id: usize, uuid: &str) -> Result<(), CephError> {
+        let daemon = Daemon::Osd(id);
+        let caps = ["mon", "allow profile osd", "mgr", "allow profile osd", "osd", ALL];
+        self.get_key(daemon, &caps)?;
+        // With the id of its store: told again, it is the same one.
+        self.tools.ceph(&["osd", "new", uuid, &daemon.id()])?;
+        let made = self.empty_store(daemon)?;
+        let (made_text, id) = (text(&made), daemon.id());
+        let mkfs = ["-i", &id, "--mkfs", "--osd-data", &made_text, "--osd-uuid", uuid];
+        self.tools.other(daemon.program(), &[&mkfs[..], &["--no-mon-config"]].concat())?;
+        self.layout.finish(&made, &self.layout.store(daemon))
+    }
+
+    /// Tells when the OSDs could not all be filled.
+    fn say_room(&mut self) -> Result<(), CephError> {
+        let root = self.layout.root();
+        let new = self.record.osds.len()
+            - (0..self.record.osds.len())
+                .filter(|id| self.layout.store(Daemon::Osd(*id)).exists())
+                .count();
+        let found = nix::sys::statvfs::statvfs(root);
+        let found = found.map_err(|errno| Self::file(root)(errno.into()))?;
+        let free = found.blocks_available() * found.fragment_size();
+        let needed = new as u64 * (self.record.osd_gib << 30);
+        if needed > free {
+            (self.observe)(&Progress::Room(needed, free));
+        }
+        Ok(())
+    }
+
+    fn daemons(&self) -> Vec<Daemon> {
+        Daemon::all(self.record.osds.len()).collect()
+    }
+
+    fn pool(&mut self) -> Result<(), CephError> {
+        let usual = Redundancy::new(None, None, None);
+        let refused = |why| CephError::Pool { pool: pools::USUAL.into(), why };
+        let pool = Pool { name: pools::USUAL.into(), redundancy: usual.map_err(refused)? };
+        let dump: OsdDump = self.tools.ask(&["osd", "dump"])?;
+        // One that the user has changed since it was whole is the user's.
+        if !dump.pools.iter().any(|it| it.pool_name == pool.name && it.is_for_rbd()) {
+            pools::ensure(self.layout, &pool, self.record.osds.len(), self.observe)?;
+        }
+        pools::wait_clean(self.layout, &self.daemons(), self.observe)
+    }
+}

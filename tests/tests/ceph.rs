@@ -1,0 +1,286 @@
+//! `vmseal lab ceph`: a cluster of Ceph's own programs comes up, keeps images, loses an OSD, and goes.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use vmseal_tests::installation::next_address;
+use vmseal_tests::process::{kill_hard, using};
+use vmseal_tests::{eventually, program};
+
+/// What is stored in images: more than one object of 4 MiB, and not a whole number of them.
+const CONTENT: usize = (9 << 20) + 512;
+
+/// A cluster's directory and address; all of its processes end with the value.
+struct Cluster {
+    home: TempDir,
+    listen: String,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        let listen = format!("{}:17300", next_address());
+        Self { home: tempfile::tempdir().unwrap(), listen }
+    }
+
+    /// Where all of its files are.
+    fn directory(&self) -> PathBuf {
+        self.home.path().join("cluster")
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(program("vmseal").unwrap());
+        command.args(["lab", "ceph"]).args(words).arg("--directory").arg(self.directory());
+        command.stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, words: &[&str]) -> Output {
+        let output = self.command(words).output().unwrap();
+        self.check_no_keys(&output);
+        output
+    }
+
+    /// Runs a verb that must succeed; what it prints as JSON.
+    fn json(&self, words: &[&str]) -> Value {
+        let output = self.run(&[words, &["-o", "json"]].concat());
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// Runs a verb that must fail with this exit code; what it says.
+    fn refused(&self, words: &[&str], code: i32) -> String {
+        let output = self.run(words);
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {}", said(&output));
+        said(&output)
+    }
+
+    fn up(&self) -> Value {
+        self.json(&["up", "--listen", &self.listen, "--osd-gib", "2"])
+    }
+
+    /// Kills an `up` as soon as it says this.
+    fn up_killed_at(&self, line: &str) {
+        let mut command = self.command(&["up", "--listen", &self.listen, "--osd-gib", "2"]);
+        let mut up = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let lines = BufReader::new(up.stderr.take().unwrap()).lines();
+        let mut lines = lines.map(Result::unwrap);
+        let mut before = Vec::new();
+        let found = lines.any(|said| {
+            before.push(said.clone());
+            said == line
+        });
+        up.kill().unwrap();
+        up.wait().unwrap();
+        assert!(found, "it never said '{line}': {before:?}");
+    }
+
+    fn rbd(&self, words: &[&str]) -> Output {
+        let mut command = Command::new("rbd");
+        command.arg("-c").arg(self.directory().join("ceph.conf")).arg("--no-progress").args(words);
+        command.output().unwrap()
+    }
+
+    /// Stores content in an image.
+    fn import(&self, content: &[u8], image: &str, more: &[&str]) {
+        let from = self.home.path().join("content");
+        std::fs::write(&from, content).unwrap();
+        let output = self.rbd(&[&["import", from.to_str().unwrap(), image], more].concat());
+        assert!(output.status.success(), "{image}: {}", said(&output));
+    }
+
+    /// Reads an image.
+    fn export(&self, image: &str) -> Vec<u8> {
+        let output = self.rbd(&["export", image, "-"]);
+        assert!(output.status.success(), "{image}: {}", said(&output));
+        output.stdout
+    }
+
+    /// Finds that none of the cluster's keys is in what a program said.
+    fn check_no_keys(&self, output: &Output) {
+        let text = [&output.stdout[..], &output.stderr].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        for keyring in files(&self.directory().join("keys")) {
+            let Ok(keyring) = std::fs::read_to_string(keyring) else { continue };
+            let keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
+            assert!(!keys.into_iter().any(|key| text.contains(key)), "a key was printed");
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        using(&self.directory()).into_iter().for_each(kill_hard);
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// All files below a directory, also sockets; none if it is not there.
+fn files(directory: &Path) -> Vec<PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            match entry.file_type().unwrap().is_dir() {
+                true => left.push(entry.path()),
+                false => found.push(entry.path()),
+            }
+        }
+    }
+    found
+}
+
+/// The daemon of this name in a status.
+fn daemon<'a>(status: &'a Value, name: &str) -> &'a Value {
+    status["daemons"].as_array().unwrap().iter().find(|it| it["name"] == name).unwrap()
+}
+
+fn pids(status: &Value) -> Vec<i64> {
+    let daemons = status["daemons"].as_array().unwrap();
+    daemons.iter().map(|it| it["pid"].as_i64().unwrap_or(-1)).collect()
+}
+
+/// Finds that everything runs.
+fn check_whole(status: &Value) {
+    assert_eq!(status["health"], "HEALTH_OK", "{status:#}");
+    for name in ["mon.a", "mgr.a", "osd.0", "osd.1", "osd.2"] {
+        assert_eq!(daemon(status, name)["alive"], true, "{status:#}");
+    }
+    for name in ["osd.0", "osd.1", "osd.2"] {
+        let osd = daemon(status, name);
+        assert!(osd["up"] == true && osd["in"] == true, "{status:#}");
+    }
+    let pools = status["pools"].as_array().unwrap();
+    let usual = pools.iter().find(|it| it["name"] == "vmseal").unwrap();
+    assert!(usual["size"] == 3 && usual["min_size"] == 2, "{status:#}");
+}
+
+/// The programs of Ceph are Debian's packages; without them this says so, and tests nothing.
+fn is_installed() -> bool {
+    let missing = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "rbd"]
+        .into_iter()
+        .find(|program| Command::new(program).arg("--version").output().is_err());
+    if let Some(program) = missing {
+        eprintln!(
+            "skipped: there is no {program} (packages ceph-mon ceph-mgr ceph-osd ceph-common)"
+        );
+    }
+    missing.is_none()
+}
+
+#[test]
+fn a_cluster_comes_up_survives_what_is_killed_and_goes() {
+    if !is_installed() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let said = cluster.refused(&["status"], 3);
+    assert!(said.contains("there is no cluster"), "{said}");
+
+    // Whatever an `up` has made when it dies, the next one goes on.
+    for line in ["mon.a: made", "osd.0: made", "osd.1: started"] {
+        cluster.up_killed_at(line);
+    }
+    let first = cluster.up();
+    check_whole(&first);
+    assert_eq!(first["messenger"], "crc");
+
+    let content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(CONTENT).collect();
+    cluster.import(&content, "vmseal/image", &[]);
+    assert!(cluster.export("vmseal/image") == content);
+    let listed = cluster.json(&["status"]);
+    assert!(listed["used"].as_u64() < listed["size"].as_u64(), "{listed:#}");
+
+    // All is of this user alone.
+    let others: Vec<_> = files(&cluster.directory())
+        .into_iter()
+        .filter(|it| it.symlink_metadata().unwrap().permissions().mode() & 0o077 != 0)
+        .collect();
+    assert!(others.is_empty(), "others may read or write: {others:?}");
+
+    lose_an_osd(&cluster, &first, &content);
+    add_pools(&cluster, &content);
+    encrypt_connections(&cluster, &content);
+    remove(&cluster);
+}
+
+/// A killed OSD is seen, and started again, beside the others.
+fn lose_an_osd(cluster: &Cluster, first: &Value, content: &[u8]) {
+    kill_hard(daemon(first, "osd.1")["pid"].as_i64().unwrap().try_into().unwrap());
+    let dead = eventually("the monitor takes the OSD for dead", || {
+        let status = cluster.json(&["status"]);
+        (daemon(&status, "osd.1")["up"] == false).then_some(status)
+    })
+    .unwrap();
+    assert_eq!(daemon(&dead, "osd.1")["alive"], false, "{dead:#}");
+    assert_eq!(dead["health"], "HEALTH_WARN", "{dead:#}");
+    let problems = dead["problems"].to_string();
+    assert!(problems.contains("osd.1 does not run"), "{problems}");
+    // Two of three copies are enough to go on.
+    assert!(cluster.export("vmseal/image") == content);
+
+    let again = cluster.up();
+    check_whole(&again);
+    let (before, after) = (pids(first), pids(&again));
+    let changed: Vec<_> = (0..5).filter(|at| before[*at] != after[*at]).collect();
+    assert_eq!(changed, [3], "{before:?} {after:?}");
+    assert!(cluster.export("vmseal/image") == content);
+}
+
+/// Pools of other redundancy; asked for again, they stay.
+fn add_pools(cluster: &Cluster, content: &[u8]) {
+    let coded = ["pool", "add", "coded", "--erasure", "2+1"];
+    for _ in 0..2 {
+        let output = cluster.run(&coded);
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    cluster.import(content, "coded-metadata/image", &["--data-pool", "coded"]);
+    assert!(cluster.export("coded-metadata/image") == content);
+    let status = cluster.json(&["status"]);
+    let pools = status["pools"].as_array().unwrap();
+    let coded = pools.iter().find(|it| it["name"] == "coded").unwrap();
+    assert!(coded["size"] == 3 && coded["min_size"] == 2, "{coded}");
+    assert!(coded["stored"].as_u64().unwrap() >= CONTENT as u64, "{coded}");
+
+    let said = cluster.refused(&["pool", "add", "coded", "--size", "2"], 2);
+    assert!(said.contains("'coded'") && said.contains("already"), "{said}");
+    let said = cluster.refused(&["pool", "add", "more", "--erasure", "4+2"], 2);
+    assert!(said.contains("vmseal lab ceph up --osds 6"), "{said}");
+}
+
+/// The messenger's mode changes while no daemon runs, and then every connection has it.
+fn encrypt_connections(cluster: &Cluster, content: &[u8]) {
+    let said = cluster.refused(&["up", "--messenger", "secure"], 4);
+    assert!(said.contains("vmseal lab ceph down"), "{said}");
+    assert!(cluster.run(&["down"]).status.success());
+    assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
+    let down = cluster.json(&["status"]);
+    assert!(down["health"].is_null() && pids(&down).iter().all(|pid| *pid == -1), "{down:#}");
+
+    let secure = cluster.json(&["up", "--messenger", "secure"]);
+    check_whole(&secure);
+    assert_eq!(secure["messenger"], "secure");
+    assert!(cluster.export("vmseal/image") == content);
+    let in_the_clear = ["--ms-client-mode=crc", "--ms-mon-client-mode=crc"];
+    let command = [&in_the_clear[..], &["--client-mount-timeout=5", "ls", "vmseal"]].concat();
+    assert!(!cluster.rbd(&command).status.success(), "a client in the clear was let in");
+    assert!(cluster.rbd(&["ls", "vmseal"]).status.success());
+}
+
+fn remove(cluster: &Cluster) {
+    let said = cluster.refused(&["down", "--destroy"], 2);
+    assert!(said.contains("--yes"), "{said}");
+    assert_eq!(using(&cluster.directory()).len(), 5);
+    let output = cluster.run(&["down", "--destroy", "--yes"]);
+    assert!(output.status.success(), "{}", self::said(&output));
+    assert!(!cluster.directory().exists());
+    assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
+    cluster.refused(&["down"], 3);
+}
