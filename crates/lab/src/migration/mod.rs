@@ -317,7 +317,9 @@ impl Migrations {
         let (memory, card) = (format!("{}MiB", guest.memory_mib()), guest.card(line::BRIDGE));
         create_with(here, &vm, system, &["--memory", &memory, "--disk", &disk, "--nic", &card])?;
         here.vmseal(&["vm", "start", &vm])?;
-        guest.fill()
+        guest.fill()?;
+        // Its shell is there as redis is.
+        RedisGuest::use_disk(here.command(&["vm", "console", &vm, "--force"]))
     }
 }
 
