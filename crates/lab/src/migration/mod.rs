@@ -203,7 +203,6 @@ impl Subject for Migrations {
         let ours = self.systems.iter().filter(|it| How::of(it).is_none());
         match &self.redis {
             Some(disk) => {
-                self.line.add_bridge()?;
                 for &system in ours {
                     observe(Progress::Making(system));
                     for task in &self.tasks {
@@ -269,8 +268,9 @@ impl Migrations {
                 here.add_host(None)?;
                 here
             }
-            Some((address, there)) => {
-                let mut here = Installation::start_at(address, &self.program, &self.directory)?;
+            Some(([address, receives_at], there)) => {
+                let (program, directory) = (&self.program, &self.directory);
+                let mut here = Installation::start_at(address, receives_at, program, directory)?;
                 here.add_host(Some(&there))?;
                 here
             }
