@@ -9,7 +9,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::network::{bridge, guest_image, own_namespace, taps};
 use vmseal_tests::redis::{Connection, Writer, lost};
-use vmseal_tests::shell_guest::run;
+use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{HERE, THERE, only_host, other};
 
 const VM: &str = "cache";
@@ -36,7 +36,7 @@ fn started() -> Installation {
     let create = ["vm", "create", VM, "--policy", "encrypted", "--host", HERE, "--disk", &disk];
     here.vmseal(&[&create[..], &["--nic", CARD, "--memory", "256MiB"]].concat()).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
-    here.console(VM).unwrap().expect(&format!("VMSEAL-NET eth0 {ADDRESS} 1"), 0).unwrap();
+    booted(&here, VM).unwrap();
     here
 }
 

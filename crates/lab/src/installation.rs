@@ -46,8 +46,10 @@ pub fn own_datastore(host: &str) -> &'static str {
 pub struct Place {
     /// Its network.
     pub network: Network,
-    /// Its address there.
+    /// Where the server reaches it.
     pub address: Ipv4Addr,
+    /// Where the first host sends VMs to it.
+    pub receives_at: Ipv4Addr,
 }
 
 /// A server, an agent or two, and all that they keep.
@@ -55,6 +57,8 @@ pub struct Place {
 pub struct Installation {
     program: PathBuf,
     address: Ipv4Addr,
+    /// Where the first host receives VMs.
+    receives_at: Ipv4Addr,
     server: Option<Child>,
     agents: Vec<Child>,
     /// Where agents keep what runs.
@@ -69,12 +73,14 @@ impl Installation {
     /// `encrypted` and `plain`.
     pub fn start(program: &Path, directory: &Path) -> Result<Self, OperationError> {
         let [.., high, low] = std::process::id().to_be_bytes();
-        Self::start_at(Ipv4Addr::new(127, high | 0x80, low, 77), program, directory)
+        let address = Ipv4Addr::new(127, high | 0x80, low, 77);
+        Self::start_at(address, address, program, directory)
     }
 
-    /// The same at an address of this thread's network.
+    /// The same at an address of this thread's network, with a host that receives VMs at another one.
     pub fn start_at(
         address: Ipv4Addr,
+        receives_at: Ipv4Addr,
         program: &Path,
         directory: &Path,
     ) -> Result<Self, OperationError> {
@@ -91,6 +97,7 @@ impl Installation {
         let mut this = Self {
             program: program.to_owned(),
             address,
+            receives_at,
             server: None,
             agents: Vec::new(),
             runs: Vec::new(),
@@ -245,14 +252,15 @@ impl Installation {
         let token = self.write(&format!("{host}.token"), &token)?;
         let state = self.path(&format!("agent-{host}")).display().to_string();
         // Hosts in one network have one address.
-        let at = place.map_or(self.address, |place| place.address);
+        let own = (self.address, self.receives_at);
+        let (at, receives_at) = place.map_or(own, |place| (place.address, place.receives_at));
         let (url, address) = (self.url(), format!("{at}:{port}"));
         let join = ["agent", "join", "--to", &url, "--name", host, "--join-token-file", &token];
         self.vmseal(&[&join[..], &["--address", &address, "--state-dir", &state]].concat())?;
         let (run, log) = (self.path(&format!("run-{host}")), format!("agent-{host}.log"));
         let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
         command.arg(&run).args(["--transfer-directory"]).arg(self.store());
-        command.args(["--migration-listen", &format!("{at}:0")]);
+        command.args(["--migration-listen", &format!("{receives_at}:0")]);
         command.args(["--uid-base", &uids.to_string()]).args(more);
         command.env("RUST_LOG", "info");
         self.agents.push(self.spawn(command, &log, place.map(|place| &place.network))?);

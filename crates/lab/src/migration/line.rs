@@ -1,10 +1,10 @@
 //! The line between the hosts, of which is counted what goes over it, and which is as slow and as long as it is to be: a network of its
-//! own with nothing but a loopback; or a second network for the other host, and a device at either end.
+//! own, whose loopback it is; or a second network for the other host, and a device at either end.
 //!
 //! ```text
-//!  server, host `here`, clients                      host `there`
-//!  [ line 10.98.0.1 ] ── token bucket, delay, token bucket ── [ line 10.98.0.2 ]
-//!  [ guests, a bridge ] ───────────── at once ─────────────── [ guests, a bridge ]      where guests have cards
+//!  server, host `here`, clients                                          host `there`
+//!  [ line 10.98.0.1 ] ────────── token bucket, delay, token bucket ────────── [ line 10.98.0.2 ]
+//!  [ guests 10.77.0.1, a bridge ] ───────────── a cable ───────────── [ guests 10.77.0.2, a bridge ]
 //! ```
 
 use std::fs;
@@ -37,9 +37,11 @@ const BUFFERS: [&str; 2] = ["/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/t
 /// How many packets wait for the program that carries them: in a line's queue there are fewer, also of the smallest.
 const PACKETS: &str = "10000";
 
-/// The bridge that guests' cards are on, in both networks; the client's address on it; and what joins the two.
+/// The bridge that guests' cards are on, in both networks; the addresses at which the server, its clients and the second host are on it;
+/// and what joins the two.
 pub(super) const BRIDGE: &str = "guests";
-const CLIENT: &str = "10.77.0.1/24";
+const SERVER: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
+const AGENT: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
 const CABLE: [&str; 2] = ["cable-here", "cable-there"];
 
 /// A network of its own for this thread and all that it starts; the former one again when this is dropped.
@@ -64,9 +66,10 @@ impl Line {
         Network::new().and_then(|network| network.enter()).map_err(|error| no(&error))?;
         let mut line = Self { former, far: None };
         run("ip", &["link", "set", "lo", "up"]).map_err(|error| error.to_string())?;
+        let no = |error: OperationError| format!("the line cannot be made: {error}");
+        bridge(SERVER).map_err(no)?;
         if long {
-            let far = Far::new();
-            line.far = Some(far.map_err(|error| format!("a long line cannot be made: {error}"))?);
+            line.far = Some(Far::new().map_err(no)?);
         }
         Ok(line)
     }
@@ -79,26 +82,12 @@ impl Line {
         within(&far.network, || limit(LINE, mbit))
     }
 
-    /// Where the hosts are, if the second one has a network of its own.
-    pub fn places(&self) -> Result<Option<(Ipv4Addr, Place)>, OperationError> {
+    /// Where the second host is, if it has a network of its own; and the addresses at which server and first host are then, and at which
+    /// that host receives VMs.
+    pub fn places(&self) -> Result<Option<([Ipv4Addr; 2], Place)>, OperationError> {
         let Some(far) = &self.far else { return Ok(None) };
         let network = far.network.try_clone().map_err(network)?;
-        Ok(Some((HERE, Place { network, address: THERE })))
-    }
-
-    /// Makes the bridge for guests' cards, with the client's address.
-    pub fn add_bridge(&self) -> Result<(), OperationError> {
-        bridge()?;
-        run("ip", &["addr", "add", CLIENT, "dev", BRIDGE])?;
-        let Some(far) = &self.far else { return Ok(()) };
-        let [near, distant] = CABLE;
-        run("ip", &["link", "add", near, "type", "veth", "peer", "name", distant])?;
-        // By its number in the directory of this process: the other network has no name.
-        within(&far.network, bridge)?;
-        let holder = format!("/proc/{}/fd/{}", std::process::id(), far.network.descriptor());
-        run("ip", &["link", "set", distant, "netns", &holder])?;
-        plug(near)?;
-        within(&far.network, || plug(distant))
+        Ok(Some(([SERVER, HERE], Place { network, address: AGENT, receives_at: THERE })))
     }
 
     /// Whether it still carries what it is given.
@@ -115,7 +104,7 @@ impl Drop for Line {
 }
 
 impl Far {
-    /// From the network of this thread on.
+    /// From the network of this thread on, which has its bridge.
     fn new() -> Result<Self, OperationError> {
         let far = Network::new().map_err(network)?;
         let near = end(HERE)?;
@@ -124,6 +113,16 @@ impl Far {
             end(THERE)
         })?;
         let delay = Delay::between(near, distant).map_err(network)?;
+        let [near, distant] = CABLE;
+        run("ip", &["link", "add", near, "type", "veth", "peer", "name", distant])?;
+        // By the descriptor of this process: the other network has no name.
+        let holder = format!("/proc/{}/fd/{}", std::process::id(), far.descriptor());
+        run("ip", &["link", "set", distant, "netns", &holder])?;
+        plug(near)?;
+        within(&far, || {
+            bridge(AGENT)?;
+            plug(distant)
+        })?;
         Ok(Self { network: far, delay })
     }
 }
@@ -146,8 +145,9 @@ fn end(address: Ipv4Addr) -> Result<Device, OperationError> {
     Ok(device)
 }
 
-fn bridge() -> Result<(), OperationError> {
+fn bridge(address: Ipv4Addr) -> Result<(), OperationError> {
     run("ip", &["link", "add", BRIDGE, "type", "bridge"])?;
+    run("ip", &["addr", "add", &format!("{address}/24"), "dev", BRIDGE])?;
     run("ip", &["link", "set", BRIDGE, "up"])
 }
 

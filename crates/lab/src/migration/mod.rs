@@ -206,7 +206,6 @@ impl Subject for Migrations {
         let ours = self.systems.iter().filter(|it| How::of(it).is_none());
         match &self.redis {
             Some(disk) => {
-                self.line.add_bridge()?;
                 for &system in ours {
                     observe(Progress::Making(system));
                     for task in &self.tasks {
@@ -275,8 +274,9 @@ impl Migrations {
                 }
                 here
             }
-            Some((address, there)) => {
-                let mut here = Installation::start_at(address, &self.program, &self.directory)?;
+            Some(([address, receives_at], there)) => {
+                let (program, directory) = (&self.program, &self.directory);
+                let mut here = Installation::start_at(address, receives_at, program, directory)?;
                 here.add_host(THERE, Some(&there), &[])?;
                 here
             }
@@ -323,7 +323,9 @@ impl Migrations {
         let (memory, card) = (format!("{}MiB", guest.memory_mib()), guest.card(line::BRIDGE));
         create_with(here, &vm, system, &["--memory", &memory, "--disk", &disk, "--nic", &card])?;
         here.vmseal(&["vm", "start", &vm])?;
-        guest.fill()
+        guest.fill()?;
+        // Its shell is there as redis is.
+        RedisGuest::use_disk(here.command(&["vm", "console", &vm, "--force"]))
     }
 }
 

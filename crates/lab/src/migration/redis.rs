@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::definition::Mix;
@@ -39,6 +40,28 @@ const AFTER: Duration = Duration::from_secs(5);
 /// How long a guest may take to boot, and how long an answer may take.
 const BOOTS: Duration = Duration::from_secs(120);
 const ANSWERS: Duration = Duration::from_secs(60);
+
+/// What is typed for that, and what its output has when it is done, which is not typed.
+const GET_DRIVER: &[u8] = b"insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))\n";
+const HAS_DRIVER: &str = "DRIVER-42";
+
+/// A program that ends with this.
+struct Killed(Child);
+
+impl Killed {
+    fn start(mut command: Command) -> io::Result<Self> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.spawn().map(Self)
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // One that has ended is not there any more.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// The disk of a guest with redis: the file that was chosen, or what the script of a checkout builds; else why there is none.
 pub(super) fn image(chosen: Option<&Path>) -> Result<PathBuf, String> {
@@ -84,6 +107,30 @@ impl RedisGuest {
 
     fn address(self) -> SocketAddr {
         (Ipv4Addr::new(10, 77, 0, self.number), PORT).into()
+    }
+
+    /// Has the guest of a VM get the driver of its disk, by the shell on its console: QEMU before 9.0 loses a disk that its guest does not
+    /// use when it moves, so vmseal does not move such a guest.
+    pub fn use_disk(console: Command) -> Result<(), OperationError> {
+        let failed = |said: String| OperationError::Command { what: "vm console".to_owned(), said };
+        let mut console = Killed::start(console).map_err(|error| failed(error.to_string()))?;
+        let (Some(mut keys), Some(screen)) = (console.0.stdin.take(), console.0.stdout.take())
+        else {
+            return Ok(());
+        };
+        // What is typed before there is a shell waits for it.
+        keys.write_all(GET_DRIVER).map_err(|error| failed(error.to_string()))?;
+        let (shown, seen) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut lines = BufReader::new(screen).lines().map_while(Result::ok);
+            let has = lines.any(|line| line.contains(HAS_DRIVER));
+            // Nobody listens if it took too long.
+            let _ = shown.send(has);
+        });
+        match seen.recv_timeout(BOOTS) {
+            Ok(true) => Ok(()),
+            _ => Err(failed("no shell has answered on the guest's console".to_owned())),
+        }
     }
 
     /// Waits until redis answers, and puts into it what it is to hold.
