@@ -111,10 +111,7 @@ impl Pool {
             return Ok(());
         }
         let kind = if is_coded { "chunks" } else { "copies" };
-        let why = format!(
-            "there is one of this name already, with {has} {kind}; choose another name, or remove it with ceph osd pool rm"
-        );
-        Err(CephError::Pool { pool: self.name.clone(), why })
+        Err(CephError::PoolExists { pool: self.name.clone(), has: format!("{has} {kind}") })
     }
 
     fn create(&self, tools: Tools<'_>) -> Result<(), CephError> {
