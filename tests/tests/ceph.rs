@@ -190,6 +190,10 @@ fn a_cluster_comes_up_survives_what_is_killed_and_goes() {
     let first = cluster.up();
     check_whole(&first);
     assert_eq!(first["messenger"], "crc");
+    eventually("all is well", || {
+        (cluster.json(&["status"])["health"] == "HEALTH_OK").then_some(())
+    })
+    .unwrap();
 
     let content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(CONTENT).collect();
     cluster.import(&content, "vmseal/image", &[]);
