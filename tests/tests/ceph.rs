@@ -90,7 +90,7 @@ impl Cluster {
     fn import(&self, content: &[u8], image: &str, more: &[&str]) {
         let from = self.home.path().join("content");
         std::fs::write(&from, content).unwrap();
-        let output = self.rbd(&[&["import", from.to_str().unwrap(), image], more].concat());
+        let output = self.rbd(&[&["import", from.to_str().unwrap(), image][..], more].concat());
         assert!(output.status.success(), "{image}: {}", said(&output));
     }
 
@@ -107,8 +107,8 @@ impl Cluster {
         let text = String::from_utf8_lossy(&text).into_owned();
         for keyring in files(&self.directory().join("keys")) {
             let Ok(keyring) = std::fs::read_to_string(keyring) else { continue };
-            let keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
-            assert!(!keys.into_iter().any(|key| text.contains(key)), "a key was printed");
+            let mut keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
+            assert!(!keys.any(|key| text.contains(key)), "a key was printed");
         }
     }
 }
@@ -149,7 +149,6 @@ fn pids(status: &Value) -> Vec<i64> {
 
 /// Finds that everything runs.
 fn check_whole(status: &Value) {
-    assert_eq!(status["health"], "HEALTH_OK", "{status:#}");
     for name in ["mon.a", "mgr.a", "osd.0", "osd.1", "osd.2"] {
         assert_eq!(daemon(status, name)["alive"], true, "{status:#}");
     }
@@ -191,6 +190,10 @@ fn a_cluster_comes_up_survives_what_is_killed_and_goes() {
     let first = cluster.up();
     check_whole(&first);
     assert_eq!(first["messenger"], "crc");
+    eventually("all is well", || {
+        (cluster.json(&["status"])["health"] == "HEALTH_OK").then_some(())
+    })
+    .unwrap();
 
     let content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(CONTENT).collect();
     cluster.import(&content, "vmseal/image", &[]);
@@ -201,7 +204,10 @@ fn a_cluster_comes_up_survives_what_is_killed_and_goes() {
     // All is of this user alone.
     let others: Vec<_> = files(&cluster.directory())
         .into_iter()
-        .filter(|it| it.symlink_metadata().unwrap().permissions().mode() & 0o077 != 0)
+        .filter(|it| {
+            let found = it.symlink_metadata(); // stores remove files while they are looked at
+            found.is_ok_and(|found| found.permissions().mode() & 0o077 != 0)
+        })
         .collect();
     assert!(others.is_empty(), "others may read or write: {others:?}");
 
@@ -216,11 +222,11 @@ fn lose_an_osd(cluster: &Cluster, first: &Value, content: &[u8]) {
     kill_hard(daemon(first, "osd.1")["pid"].as_i64().unwrap().try_into().unwrap());
     let dead = eventually("the monitor takes the OSD for dead", || {
         let status = cluster.json(&["status"]);
-        (daemon(&status, "osd.1")["up"] == false).then_some(status)
+        let known = daemon(&status, "osd.1")["up"] == false && status["health"] == "HEALTH_WARN";
+        known.then_some(status)
     })
     .unwrap();
     assert_eq!(daemon(&dead, "osd.1")["alive"], false, "{dead:#}");
-    assert_eq!(dead["health"], "HEALTH_WARN", "{dead:#}");
     let problems = dead["problems"].to_string();
     assert!(problems.contains("osd.1 does not run"), "{problems}");
     // Two of three copies are enough to go on.
@@ -249,7 +255,7 @@ fn add_pools(cluster: &Cluster, content: &[u8]) {
     assert!(coded["size"] == 3 && coded["min_size"] == 2, "{coded}");
     assert!(coded["stored"].as_u64().unwrap() >= CONTENT as u64, "{coded}");
 
-    let said = cluster.refused(&["pool", "add", "coded", "--size", "2"], 2);
+    let said = cluster.refused(&["pool", "add", "coded", "--size", "2"], 4);
     assert!(said.contains("'coded'") && said.contains("already"), "{said}");
     let said = cluster.refused(&["pool", "add", "more", "--erasure", "4+2"], 2);
     assert!(said.contains("vmseal lab ceph up --osds 6"), "{said}");

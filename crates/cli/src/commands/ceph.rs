@@ -93,6 +93,7 @@ fn ended(error: CephError) -> anyhow::Error {
         | CephError::Destroyed { .. }
         | CephError::Fixed { .. }
         | CephError::InUse { .. }
+        | CephError::PoolExists { .. }
         | CephError::Runs { .. } => Exit::Conflict,
         CephError::Directory { .. } | CephError::NoHome | CephError::Pool { .. } => Exit::Usage,
         CephError::NoAnswer { .. } | CephError::Never { .. } => Exit::NoAnswer,

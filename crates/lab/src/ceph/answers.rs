@@ -205,3 +205,61 @@ pub struct PoolStats {
     #[serde(default)]
     pub max_avail: u64,
 }
+
+/// Answers of Ceph 16.2.15, as a cluster of `vmseal lab ceph` gave them while `osd.1` was dead.
+#[cfg(test)]
+pub(crate) mod recorded {
+    pub const STATUS: &str = include_str!("recorded/status.json");
+    pub const OSD_DUMP: &str = include_str!("recorded/osd-dump.json");
+    pub const DF: &str = include_str!("recorded/df.json");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ceph_answers_is_understood() {
+        let status: ClusterStatus = serde_json::from_str(recorded::STATUS).unwrap();
+        assert_eq!(status.health.status, "HEALTH_WARN");
+        assert!(status.health.checks["OSD_DOWN"].summary.message.contains("1 osds down"));
+        assert!(status.health.checks["OSDMAP_FLAGS"].muted);
+        assert_eq!((status.osdmap.num_osds, status.osdmap.serving()), (3, 2));
+        assert!(status.mgrmap.available && status.pgmap.bytes_total > 0);
+        assert!(status.pgmap.clean() < status.pgmap.num_pgs);
+
+        let dump: OsdDump = serde_json::from_str(recorded::OSD_DUMP).unwrap();
+        assert!(dump.has("nodeep-scrub") && !dump.has("scrub"));
+        let up: Vec<_> = dump.osds.iter().map(|it| (it.osd, it.up, it.placed)).collect();
+        assert_eq!(up, [(0, 1, 1), (1, 0, 1), (2, 1, 1)]);
+        let of = |name: &str| dump.pools.iter().find(|it| it.pool_name == name).unwrap();
+        let (copies, chunks) = (of("vmseal"), of("coded"));
+        assert!(!copies.is_coded() && copies.is_for_rbd());
+        assert_eq!((copies.size, copies.min_size, copies.pg_num), (3, 2, 32));
+        assert!(chunks.is_coded() && chunks.erasure_code_profile == "vmseal-2-1");
+
+        let df: Df = serde_json::from_str(recorded::DF).unwrap();
+        let names: Vec<_> = df.pools.iter().map(|it| &*it.name).collect();
+        assert_eq!(names, ["vmseal", "coded", "coded-metadata"]);
+        assert!(df.pools[0].stats.stored > 0 && df.pools[0].stats.max_avail > 0);
+    }
+
+    #[test]
+    fn only_groups_with_all_copies_that_can_be_used_are_clean() {
+        let map = |states: &[(&str, u64)]| PgMap {
+            num_pgs: states.iter().map(|it| it.1).sum(),
+            pgs_by_state: states
+                .iter()
+                .map(|(name, count)| PgState { state_name: (*name).into(), count: *count })
+                .collect(),
+            bytes_used: 0,
+            bytes_total: 0,
+        };
+        assert_eq!(map(&[("active+clean", 30), ("active+clean+scrubbing", 2)]).clean(), 32);
+        let not = [("active+undersized+degraded", 5), ("peering", 1), ("unknown", 2)];
+        assert_eq!(map(&not).clean(), 0);
+        // A manager that has not heard of any group leaves all of it out.
+        let none: PgMap = serde_json::from_str("{}").unwrap();
+        assert_eq!((none.clean(), none.num_pgs), (0, 0));
+    }
+}

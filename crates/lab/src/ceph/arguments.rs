@@ -108,8 +108,8 @@ pub struct PoolArguments {
     /// How many copies it keeps [default: 3]
     #[arg(long, value_name = "NUMBER", conflicts_with = "erasure")]
     pub size: Option<u32>,
-    /// How many copies or chunks must be there for I/O to go on [default: half of the copies and one more (of 3: 2);
-    /// K+1 of K+M chunks]
+    /// How many copies or chunks must be there for I/O to go on [default: half of the copies, rounded up; K+1 chunks,
+    /// or K where M is 1]
     #[arg(long, value_name = "NUMBER")]
     pub min_size: Option<u32>,
     /// Erasure-coded: K data chunks and M coding chunks, of which M may be lost. Images are made with `rbd create

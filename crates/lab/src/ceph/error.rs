@@ -131,6 +131,16 @@ pub enum CephError {
         /// Why.
         why: String,
     },
+    /// There is another pool of the name.
+    #[error(
+        "pool '{pool}': there is one of this name already, with {has}; choose another name, or remove it with ceph osd pool rm"
+    )]
+    PoolExists {
+        /// The name.
+        pool: String,
+        /// Its redundancy.
+        has: String,
+    },
     /// A daemon ended while it was waited for.
     #[error("{daemon} has ended; its log ({}) ends: {end}", log.display())]
     Ended {

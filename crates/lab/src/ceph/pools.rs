@@ -111,10 +111,7 @@ impl Pool {
             return Ok(());
         }
         let kind = if is_coded { "chunks" } else { "copies" };
-        let why = format!(
-            "there is one of this name already, with {has} {kind}; choose another name, or remove it with ceph osd pool rm"
-        );
-        Err(CephError::Pool { pool: self.name.clone(), why })
+        Err(CephError::PoolExists { pool: self.name.clone(), has: format!("{has} {kind}") })
     }
 
     fn create(&self, tools: Tools<'_>) -> Result<(), CephError> {
@@ -167,4 +164,43 @@ pub fn wait_clean(
         let clean = status.pgmap.clean().min(groups);
         (Progress::Clean(clean, groups), clean == groups && status.pgmap.num_pgs == groups)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ceph::answers::recorded;
+
+    #[test]
+    fn a_pool_is_the_same_only_with_the_same_redundancy() {
+        let dump: OsdDump = serde_json::from_str(recorded::OSD_DUMP).unwrap();
+        let checked = |name: &str, size, erasure: Option<&str>| {
+            let erasure = erasure.map(|text| text.parse().unwrap());
+            let redundancy = Redundancy::new(size, None, erasure).unwrap();
+            let there = dump.pools.iter().find(|it| it.pool_name == name).unwrap();
+            Pool { name: name.into(), redundancy }.check_same(there)
+        };
+        checked("vmseal", None, None).unwrap();
+        checked("coded", None, Some("2+1")).unwrap();
+        checked("coded-metadata", Some(2), None).unwrap();
+        for (name, size, erasure) in [
+            ("vmseal", Some(2), None),
+            ("vmseal", None, Some("2+1")),
+            ("coded", Some(3), None),
+            ("coded", None, Some("3+1")),
+        ] {
+            let refused = checked(name, size, erasure).unwrap_err().to_string();
+            assert!(refused.contains("already"), "{name} {size:?} {erasure:?}: {refused}");
+        }
+    }
+
+    #[test]
+    fn a_pool_that_has_too_few_osds_is_refused_before_anything_is_asked() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let redundancy = Redundancy::new(None, None, Some("4+2".parse().unwrap())).unwrap();
+        let pool = Pool { name: "big".into(), redundancy };
+        let refused = ensure(&layout, &pool, 3, &mut |_| ()).unwrap_err().to_string();
+        assert!(refused.contains("'big'") && refused.contains("--osds 6"), "{refused}");
+    }
 }

@@ -147,8 +147,7 @@ impl Redundancy {
     }
 }
 
-/// The copies that must be there, where nothing is said: half and one more, so that two parts of a cluster cannot
-/// both go on; of two copies one, as in Ceph.
+/// The copies that must be there, where nothing is said: half of them, rounded up, as in Ceph.
 fn usual(size: u32) -> u32 {
     size - size / 2
 }

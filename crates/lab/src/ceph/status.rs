@@ -195,3 +195,55 @@ fn pools(answers: &Answers) -> Vec<PoolStatus> {
     };
     answers.dump.pools.iter().map(one).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ceph::answers::recorded;
+    use crate::ceph::arguments::UpArguments;
+
+    fn recorded() -> Answers {
+        Answers {
+            status: serde_json::from_str(recorded::STATUS).unwrap(),
+            dump: serde_json::from_str(recorded::OSD_DUMP).unwrap(),
+            df: serde_json::from_str(recorded::DF).unwrap(),
+        }
+    }
+
+    fn told(dead: &[Daemon], answers: Option<&Answers>) -> Status {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let mut record = Record::new(&UpArguments::default()).unwrap();
+        record.fsid = "fs".into();
+        let living = Daemon::all(3).filter(|daemon| !dead.contains(daemon));
+        let processes: Vec<_> = (100..)
+            .zip(living)
+            .map(|(pid, daemon)| Process { daemon, pid, makes: false })
+            .collect();
+        let mut status = tell(&layout, &record, &processes, answers);
+        // Where it is differs from run to run.
+        let root = Path::new("/cluster");
+        status.directory = root.to_owned();
+        status.configuration = root.join("ceph.conf");
+        status.keyring = root.join("keys/client.admin.keyring");
+        status
+    }
+
+    #[test]
+    fn a_dead_osd_is_told() {
+        let status = told(&[Daemon::Osd(1)], Some(&recorded()));
+        let known: serde_json::Value =
+            serde_json::from_str(include_str!("recorded/told.json")).unwrap();
+        assert_eq!(serde_json::to_value(&status).unwrap(), known);
+    }
+
+    #[test]
+    fn a_monitor_that_is_dead_leaves_what_the_processes_tell() {
+        let status = told(&[Daemon::Monitor], None);
+        assert_eq!((&status.health, status.size), (&None, None));
+        assert_eq!(status.problems, ["mon.a does not run; vmseal lab ceph up starts it"]);
+        let alive: Vec<_> = status.daemons.iter().map(|it| it.alive).collect();
+        assert_eq!(alive, [false, true, true, true, true]);
+        assert!(status.daemons.iter().all(|it| it.up.is_none()));
+    }
+}

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_not_understood_is_no_panic() {
+    fn tools_ask_the_lab_cluster_whatever_the_user_has_set() {
         let place = tempfile::tempdir().unwrap();
         let layout = Layout::make(place.path()).unwrap();
         let asked = command("ceph", &layout);

@@ -188,7 +188,8 @@ impl Up<'_> {
         for (setting, value) in
             [("mgr/devicehealth/enable_monitoring", "false"), ("mgr/balancer/active", "false")]
         {
-            self.tools.ceph(&["config", "set", "mgr", setting, value])?;
+            // The monitor knows the settings of the manager's modules only once one has run.
+            self.tools.ceph(&["config", "set", "mgr", setting, value, "--force"])?;
         }
         self.tools.ceph(&["osd", "set", "noscrub"])?;
         // It would say for ever that scrubs are off.
