@@ -249,11 +249,15 @@ fn add_pools(cluster: &Cluster, content: &[u8]) {
     }
     cluster.import(content, "coded-metadata/image", &["--data-pool", "coded"]);
     assert!(cluster.export("coded-metadata/image") == content);
-    let status = cluster.json(&["status"]);
-    let pools = status["pools"].as_array().unwrap();
-    let coded = pools.iter().find(|it| it["name"] == "coded").unwrap();
+    // OSDs tell how much they store every few seconds.
+    let coded = eventually("what was imported is counted", || {
+        let status = cluster.json(&["status"]);
+        let mut pools = status["pools"].as_array()?.iter();
+        let coded = pools.find(|it| it["name"] == "coded")?;
+        (coded["stored"].as_u64()? >= CONTENT as u64).then(|| coded.clone())
+    })
+    .unwrap();
     assert!(coded["size"] == 3 && coded["min_size"] == 2, "{coded}");
-    assert!(coded["stored"].as_u64().unwrap() >= CONTENT as u64, "{coded}");
 
     let said = cluster.refused(&["pool", "add", "coded", "--size", "2"], 4);
     assert!(said.contains("'coded'") && said.contains("already"), "{said}");
@@ -277,7 +281,8 @@ fn encrypt_connections(cluster: &Cluster, content: &[u8]) {
     let in_the_clear = ["--ms-client-mode=crc", "--ms-mon-client-mode=crc"];
     let command = [&in_the_clear[..], &["--client-mount-timeout=5", "ls", "vmseal"]].concat();
     assert!(!cluster.rbd(&command).status.success(), "a client in the clear was let in");
-    assert!(cluster.rbd(&["ls", "vmseal"]).status.success());
+    let listed = cluster.rbd(&["ls", "vmseal"]);
+    assert!(listed.status.success(), "{}", self::said(&listed));
 }
 
 fn remove(cluster: &Cluster) {
