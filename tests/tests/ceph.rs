@@ -82,7 +82,7 @@ impl Cluster {
 
     fn rbd(&self, words: &[&str]) -> Output {
         let mut command = Command::new("rbd");
-        command.arg("-c").arg(self.directory().join("ceph.conf")).arg("--no-progress").args(words);
+        command.arg("-c").arg(self.directory().join("ceph.conf")).args(words);
         command.output().unwrap()
     }
 
@@ -90,13 +90,14 @@ impl Cluster {
     fn import(&self, content: &[u8], image: &str, more: &[&str]) {
         let from = self.home.path().join("content");
         std::fs::write(&from, content).unwrap();
-        let output = self.rbd(&[&["import", from.to_str().unwrap(), image][..], more].concat());
+        let output = self
+            .rbd(&[&["import", "--no-progress", from.to_str().unwrap(), image][..], more].concat());
         assert!(output.status.success(), "{image}: {}", said(&output));
     }
 
     /// Reads an image.
     fn export(&self, image: &str) -> Vec<u8> {
-        let output = self.rbd(&["export", image, "-"]);
+        let output = self.rbd(&["export", "--no-progress", image, "-"]);
         assert!(output.status.success(), "{image}: {}", said(&output));
         output.stdout
     }
@@ -280,7 +281,9 @@ fn encrypt_connections(cluster: &Cluster, content: &[u8]) {
     assert!(cluster.export("vmseal/image") == content);
     let in_the_clear = ["--ms-client-mode=crc", "--ms-mon-client-mode=crc"];
     let command = [&in_the_clear[..], &["--client-mount-timeout=5", "ls", "vmseal"]].concat();
-    assert!(!cluster.rbd(&command).status.success(), "a client in the clear was let in");
+    let refused = cluster.rbd(&command);
+    assert!(!refused.status.success(), "a client in the clear was let in");
+    assert!(self::said(&refused).contains("connect"), "{}", self::said(&refused));
     let listed = cluster.rbd(&["ls", "vmseal"]);
     assert!(listed.status.success(), "{}", self::said(&listed));
 }
