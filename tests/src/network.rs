@@ -2,11 +2,10 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::eventually;
@@ -45,14 +44,6 @@ pub fn bridge(name: &str, address: &str) -> anyhow::Result<()> {
 /// How many taps there are that vmseal has made.
 pub fn taps() -> anyhow::Result<usize> {
     Ok(ip("-o link")?.lines().filter(|line| line.contains("vmseal")).count())
-}
-
-/// The disk that the guest boots from.
-pub fn guest_image() -> anyhow::Result<PathBuf> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "the guest could not be built");
-    Ok(String::from_utf8(output.stdout)?.lines().last().context("no image")?.into())
 }
 
 /// A connection to `10.77.0.10:7`, as soon as it is taken.

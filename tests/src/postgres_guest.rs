@@ -3,13 +3,9 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use anyhow::{Context, ensure};
-
-use crate::guest::Console;
+use crate::guest::{Console, built};
 use crate::installation::Installation;
 use crate::shell_guest::{self, booted, holds, run};
 
@@ -19,20 +15,11 @@ const BENCH: &str = "/bench";
 /// The digits of a number that the guest says.
 const DIGITS: usize = 8;
 
-/// The image of its disk; built at the first use.
-fn image() -> anyhow::Result<String> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-postgres-disk");
-    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "the disk with PostgreSQL could not be built");
-    let printed = String::from_utf8(output.stdout)?;
-    Ok(printed.lines().last().context("it said no path")?.to_owned())
-}
-
 /// A VM with this guest, started, and its database.
 #[must_use]
 pub fn started(here: &Installation, vm: &str, policy: &str) -> Console {
-    let image = image().unwrap();
-    let disk = format!("datastore=local,format=raw,image={image},size=384MiB");
+    let image = built("build-postgres-disk").unwrap();
+    let disk = format!("datastore=local,format=raw,image={},size=384MiB", image.display());
     shell_guest::start(here, vm, policy, &["--disk", &disk]).unwrap();
     with_database(here, vm)
 }
@@ -51,7 +38,7 @@ pub fn bench(console: &mut Console) {
     let all =
         format!("(while [ ! -e /stop ]; do chroot /mnt /postgres bench 2 >>{BENCH} 2>&1; done) &");
     run(console, &format!("rm -f /stop {BENCH}; {all} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
-    holds(console, "grep -q 'actually processed: [1-9]' /bench").unwrap();
+    holds(console, &format!("grep -q 'actually processed: [1-9]' {BENCH}")).unwrap();
 }
 
 /// pgbench has ended.

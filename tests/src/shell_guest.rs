@@ -1,26 +1,19 @@
 //! A small Linux guest with a shell on its console and a network card (`scripts/build-network-guest`), in a VM of an
 //! installation.
 
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 
-use anyhow::{Context, ensure};
-
-use crate::guest::Console;
+use crate::guest::{Console, built};
 use crate::installation::Installation;
 
 /// The image of its disk; built at the first use.
-pub fn image() -> anyhow::Result<String> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "the guest could not be built");
-    let printed = String::from_utf8(output.stdout)?;
-    Ok(printed.lines().last().context("it said no path")?.to_owned())
+pub fn image() -> anyhow::Result<PathBuf> {
+    built("build-network-guest")
 }
 
 /// Makes and starts a VM with this guest on a disk of 64 MiB; `more` are options of `vm create`.
 pub fn start(here: &Installation, vm: &str, policy: &str, more: &[&str]) -> anyhow::Result<()> {
-    let disk = format!("datastore=local,format=raw,image={},size=64MiB", image()?);
+    let disk = format!("datastore=local,format=raw,image={},size=64MiB", image()?.display());
     let card = "user,mac=52:54:0a:00:02:0f";
     let create = ["vm", "create", vm, "--policy", policy, "--disk", &disk, "--nic", card];
     here.vmseal(&[&create[..], &["--memory", "192MiB"], more].concat())?;

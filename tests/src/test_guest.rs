@@ -4,7 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{bail, ensure};
+
+use crate::guest::built;
 
 /// How long a script may take: emulated, on a machine that runs other tests.
 const SCRIPT_SECONDS: u32 = 300;
@@ -21,11 +23,7 @@ pub enum GuestDisk<'a> {
 
 /// The directory with kernel and initramfs; built at the first use.
 pub fn images() -> anyhow::Result<PathBuf> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-test-initramfs");
-    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
-    ensure!(output.status.success(), "the test guest could not be built");
-    let printed = String::from_utf8(output.stdout)?;
-    Ok(printed.lines().last().context("it said no path")?.into())
+    built("build-test-initramfs")
 }
 
 /// Boots the guest, runs `script` in it, and returns the script's output. `files` are in `/files`.

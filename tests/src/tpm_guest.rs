@@ -3,12 +3,11 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::fmt::Write as _;
-use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::guest::Console;
 use crate::installation::Installation;
+use crate::shell_guest;
 
 /// What the guest has its TPM keep.
 pub const MARKER: &[u8; 16] = b"vmseal-tpm-state";
@@ -131,18 +130,10 @@ pub fn keeps(guest: &mut Console) {
     assert!(answer.ends_with(&format!("0010{}", hex(MARKER))), "{answer}");
 }
 
-/// The guest's raw disk.
-#[must_use]
-pub fn guest_image() -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/build-network-guest");
-    let output = Command::new(script).stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "the guest could not be built");
-    String::from_utf8(output.stdout).unwrap().lines().last().unwrap().to_owned()
-}
-
 /// Makes a VM of this guest with a TPM.
 pub fn create(here: &Installation, vm: &str, more: &[&str]) {
-    let disk = format!("datastore=local,format=raw,image={}", guest_image());
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
     let create = ["vm", "create", vm, "--policy", "encrypted", "--disk", &disk, "--tpm"];
     let small = ["--nic", "user", "--memory", "192MiB"];
     here.vmseal(&[&create[..], &small, more].concat()).unwrap();

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::network::{bridge, guest_image, own_namespace, taps};
+use vmseal_tests::network::{bridge, own_namespace, taps};
 use vmseal_tests::redis::{Connection, Writer, lost};
-use vmseal_tests::shell_guest::{booted, run};
+use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::two_hosts::{HERE, THERE, only_host, other};
 
 const VM: &str = "cache";
@@ -32,7 +32,8 @@ fn started() -> Installation {
     let store = here.path("datastore");
     here.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", text(&store).unwrap()])
         .unwrap();
-    let disk = format!("datastore=local,format=raw,image={}", guest_image().unwrap().display());
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--host", HERE, "--disk", &disk];
     here.vmseal(&[&create[..], &["--nic", CARD, "--memory", "256MiB"]].concat()).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();

@@ -7,8 +7,9 @@ use std::process::Command;
 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::network::{bridge, connect, echoes, guest_image, own_namespace, page, taps};
+use vmseal_tests::network::{bridge, connect, echoes, own_namespace, page, taps};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest;
 
 /// The guest takes its address from its card's (`scripts/build-network-guest`).
 const FIRST_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0a";
@@ -44,7 +45,8 @@ fn queue_of(port: u64) -> u32 {
 }
 
 fn create(here: &Installation, vm: &str, nics: &[&str]) {
-    let disk = format!("datastore=local,format=raw,image={}", guest_image().unwrap().display());
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
     let mut arguments = vec!["vm", "create", vm, "--policy", "encrypted", "--disk", &disk];
     arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));

@@ -9,7 +9,8 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::network::{bridge, connect, echoes, guest_image, ip, own_namespace, page, taps};
+use vmseal_tests::network::{bridge, connect, echoes, ip, own_namespace, page, taps};
+use vmseal_tests::shell_guest;
 
 const VM: &str = "web";
 
@@ -48,7 +49,8 @@ fn running() -> (Installation, Console) {
     ip("addr add 10.78.0.1/24 dev lan0").unwrap();
     ip("link set lan0 up").unwrap();
     let here = Installation::new().unwrap();
-    let disk = format!("datastore=local,format=raw,image={}", guest_image().unwrap().display());
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk];
     let card = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,name=out";
     let hardware = ["--memory", "192MiB", "--vcpus", "2", "--nic", card];

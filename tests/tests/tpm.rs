@@ -12,8 +12,9 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::shell_guest;
 use vmseal_tests::tpm_guest::{
-    DONE, MARKER, ask, create, define, guest_image, has_tpm, hex, keeps, read, start, write,
+    DONE, MARKER, ask, create, define, has_tpm, hex, keeps, read, start, write,
 };
 
 /// The user that a process runs as.
@@ -192,7 +193,8 @@ fn kept_on(here: &Installation) -> usize {
 #[test]
 fn a_vm_gets_a_tpm_and_loses_it_with_what_it_keeps() {
     let here = Installation::new().unwrap();
-    let disk = format!("datastore=local,format=raw,image={}", guest_image());
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
     let create = ["vm", "create", "web", "--policy", "encrypted", "--disk", &disk];
     here.vmseal(&[&create[..], &["--nic", "user", "--memory", "192MiB"]].concat()).unwrap();
     let (on, off) = (["vm", "set", "web", "--tpm", "on"], ["vm", "set", "web", "--tpm", "off"]);

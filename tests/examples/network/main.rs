@@ -17,7 +17,8 @@ use vmseal_lab::goals::{self, Goal, Metric, assess};
 use vmseal_lab::machine::{self, Machine};
 use vmseal_lab::statistics::Interval;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::network::{bridge, guest_image, own_namespace};
+use vmseal_tests::network::{bridge, own_namespace};
+use vmseal_tests::shell_guest;
 
 const GOALS: &str = "bench/goals.toml";
 
@@ -141,7 +142,7 @@ fn main() -> anyhow::Result<()> {
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
     ensure!(own_namespace()?, "run it as root");
     bridge("br0", "10.77.0.1/24")?;
-    let image = guest_image()?;
+    let image = shell_guest::image()?;
     let here = Installation::probing()?;
     let host = here.json(&["host", "show", "here"])?;
     let accelerator = host["description"]["accelerator"]["kind"].as_str().context("no kind")?;

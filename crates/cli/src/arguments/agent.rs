@@ -37,8 +37,7 @@ pub struct RunAgent {
     /// one [default: the address to listen on, port 8446]
     #[arg(long, value_name = "IP:PORT")]
     pub migration_listen: Option<SocketAddr>,
-    /// Whether the agent itself writes the memory of VMs that come from other hosts into their guests; `off` has QEMU do that, which
-    /// takes more processor time
+    /// Whether the agent itself writes the memory of VMs that come from other hosts into their guests; `off` has QEMU do that
     #[arg(long, value_enum, default_value_t = OnOff::On)]
     pub place_memory: OnOff,
     /// How to run guests: `kvm`, `tcg` (emulation, slow), or `auto`: KVM if a trial guest runs under it at

@@ -1,6 +1,5 @@
 //! `vmseal lab ceph`: a Ceph cluster on this machine. No server is asked.
 
-use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 use vmseal_lab::ceph::layout::Layout;
@@ -71,18 +70,7 @@ fn down(options: &CephDown) -> anyhow::Result<()> {
 fn confirm(directory: &Path) -> anyhow::Result<()> {
     let directory = print::printable(&directory.display().to_string());
     let lost = format!("The Ceph cluster in {directory} is removed, with all that is stored in it");
-    if !std::io::stdin().is_terminal() {
-        let message = format!("{lost}. There is no terminal to confirm it: give --yes");
-        return Err(Ended::new(Exit::Usage, message).into());
-    }
-    eprint!("{lost}. Go on (yes/no): ");
-    std::io::stderr().flush()?;
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer)?;
-    if matches!(answer.trim(), "y" | "yes") {
-        return Ok(());
-    }
-    Err(Ended::new(Exit::Failed, "nothing was removed").into())
+    super::confirm::removal(&lost, "Go on")
 }
 
 /// The error with its exit code.

@@ -1,6 +1,6 @@
 //! Key providers over KMIP: servers, trust, certificates, tests.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
@@ -173,11 +173,7 @@ fn confirmed(alias: &str, shown: &KmipShown) -> anyhow::Result<Option<String>> {
         std::io::stdin().is_terminal(),
         "there is no terminal to confirm it: give --fingerprint or --authority"
     );
-    eprint!("Compare it with the KMS's own display. Trust it (yes/no): ");
-    std::io::stderr().flush()?;
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer)?;
-    if !matches!(answer.trim(), "y" | "yes") {
+    if !super::confirm::says_yes("Compare it with the KMS's own display. Trust it")? {
         bail!("nothing was trusted");
     }
     Ok(Some(fingerprint))

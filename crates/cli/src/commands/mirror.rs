@@ -1,6 +1,6 @@
 //! VMs that are encrypted, decrypted or moved as they are.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 
 use serde::Serialize;
 use vmseal_api::client::ServerClient;
@@ -93,29 +93,9 @@ async fn begin(
 /// Asks whether VMs are to be decrypted.
 fn confirm(vms: &[String]) -> anyhow::Result<()> {
     let vms = printable(&vms.join(", "));
-    eprint!(
-        "The data of {vms} will be on the datastore in the clear, and the key is destroyed. Go on (yes/no): "
-    );
-    std::io::stderr().flush()?;
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer)?;
-    if !is_yes(&answer) {
+    let lost = "will be on the datastore in the clear, and the key is destroyed";
+    if !super::confirm::says_yes(&format!("The data of {vms} {lost}. Go on"))? {
         return Err(Ended::new(Exit::Failed, "nothing was decrypted").into());
     }
     Ok(())
-}
-
-fn is_yes(answer: &str) -> bool {
-    matches!(answer.trim(), "y" | "yes")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_yes_is_one() {
-        assert!(is_yes("yes\n") && is_yes(" y "));
-        assert!(["", "\n", "no", "Yes, but", "yess"].into_iter().all(|answer| !is_yes(answer)));
-    }
 }

@@ -5,6 +5,7 @@ mod backup;
 mod bitmap;
 mod cdrom;
 mod ceph;
+mod confirm;
 mod console;
 mod datastore;
 mod disk;

@@ -1,6 +1,6 @@
 //! Other control planes.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::Path;
 
 use anyhow::{Context, bail};
@@ -84,11 +84,7 @@ fn confirmed(url: &str, certificate: &Certificate) -> anyhow::Result<String> {
         let message = "there is no terminal to confirm it: give --fingerprint";
         return Err(Ended::new(Exit::Usage, message).into());
     }
-    eprint!("Compare it with ca.pem of the other server. Trust it (yes/no): ");
-    std::io::stderr().flush()?;
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer)?;
-    if !matches!(answer.trim(), "y" | "yes") {
+    if !super::confirm::says_yes("Compare it with ca.pem of the other server. Trust it")? {
         bail!("nothing was added");
     }
     Ok(certificate.fingerprint.clone())

@@ -1,6 +1,5 @@
 //! Virtual machines.
 
-use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -293,18 +292,7 @@ fn confirm_loss(vm: &str) -> anyhow::Result<()> {
     let lost = format!(
         "What the TPM of VM '{vm}' keeps is destroyed with it: what the guest has sealed to it, such as keys of LUKS and BitLocker, stays closed for good"
     );
-    if !std::io::stdin().is_terminal() {
-        let message = format!("{lost}. There is no terminal to confirm it: give --yes");
-        return Err(Ended::new(Exit::Usage, message).into());
-    }
-    eprint!("{lost}. Remove it (yes/no): ");
-    std::io::stderr().flush()?;
-    let mut answer = String::new();
-    std::io::stdin().read_line(&mut answer)?;
-    if matches!(answer.trim(), "y" | "yes") {
-        return Ok(());
-    }
-    Err(Ended::new(Exit::Failed, "nothing was removed").into())
+    super::confirm::removal(&lost, "Remove it")
 }
 
 async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {

@@ -71,7 +71,7 @@ impl Record {
         layout.write(&layout.record(), &text)
     }
 
-    /// A new cluster, as it is asked for.
+    /// The record of a new cluster, by the options of `up`.
     ///
     /// # Errors
     /// The kernel gives no random ids.
@@ -89,10 +89,10 @@ impl Record {
         })
     }
 
-    /// The cluster with what is asked for now; `runs` tells whether a daemon of it does.
+    /// The record with the options of another `up` applied. `runs` says whether a daemon of the cluster runs.
     ///
     /// # Errors
-    /// What is asked for cannot change, or not while daemons run.
+    /// An option would change what never changes, or what changes only while no daemon runs.
     pub fn changed(mut self, asked: &UpArguments, runs: bool) -> Result<Self, CephError> {
         let fixed = |option, has: String| Err(CephError::Fixed { option, has });
         if asked.listen.is_some_and(|listen| listen != self.listen) {

@@ -88,10 +88,10 @@ pub enum Redundancy {
 }
 
 impl Redundancy {
-    /// What is asked for.
+    /// The redundancy that the options of `pool add` describe.
     ///
     /// # Errors
-    /// Why that is not possible.
+    /// Which option is invalid, and why.
     pub fn new(
         size: Option<u32>,
         min_size: Option<u32>,

@@ -56,7 +56,7 @@ pub fn up(
     status::of(&layout, &record)
 }
 
-/// The record of the cluster, with what is asked for.
+/// Reads or makes the record of the cluster, applies the options of `up` to it, and writes it.
 fn settle(layout: &Layout, arguments: &UpArguments) -> Result<Record, CephError> {
     let runs = !processes::running(layout).is_empty();
     let failed = |source| CephError::File { path: layout.root().to_owned(), source };
@@ -192,7 +192,7 @@ impl Up<'_> {
             self.tools.ceph(&["config", "set", "mgr", setting, value, "--force"])?;
         }
         self.tools.ceph(&["osd", "set", "noscrub"])?;
-        // It would say for ever that scrubs are off.
+        // Otherwise Ceph reports HEALTH_WARN as long as scrubs are off.
         self.tools.ceph(&["health", "mute", "OSDMAP_FLAGS", "--sticky"])?;
         self.tools.ceph(&["osd", "set", LAST_SETTING])
     }
