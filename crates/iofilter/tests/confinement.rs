@@ -449,5 +449,5 @@ fn a_cache_takes_what_it_was_given_and_no_more() {
     assert!(full >= CACHE, "{full} bytes: it is not full, and the test proves nothing");
     assert!(full <= (32 << 20) + CACHE, "{full} bytes of its own");
     // A copy of the disk, which may begin at any time, gets a cache of the same size.
-    assert!((112 << 20..=(117 << 20) + 2 * CACHE).contains(&limit), "{limit}");
+    assert!(((112 << 20) + 2 * CACHE..=(117 << 20) + 2 * CACHE).contains(&limit), "{limit}");
 }

@@ -197,7 +197,7 @@ mod tests {
             let begun = Instant::now();
             let mut stream = here.within(|| TcpStream::connect("10.98.0.2:7")).unwrap();
             let took = begun.elapsed();
-            assert!(took >= round_trip && took < 10 * round_trip, "connected after {took:?}");
+            assert!(took >= round_trip, "connected after {took:?}");
             stream.write_all(&bytes).unwrap();
             drop(stream);
             assert!(receiving.join().unwrap() == bytes);
