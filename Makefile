@@ -28,11 +28,11 @@ bench-network: prerequisites ## measure a guest's network card beside QEMU start
 	scripts/bench-network
 
 install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=
-	cargo build --release --locked -p vmseal -p vmseal-iofilter
+	cargo build --release --locked -p vmseal -p vmseal-iofilter -p vmseal-rbd
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
 
 deb: prerequisites ## a Debian package in target/
-	cargo build --release --locked -p vmseal -p vmseal-iofilter
+	cargo build --release --locked -p vmseal -p vmseal-iofilter -p vmseal-rbd
 	scripts/deb
 
 man: build ## write the manual pages to target/man

@@ -38,7 +38,8 @@ pub fn started_with_one_disk(vm: &str, policy: &str) -> (Installation, Console) 
     (here, console)
 }
 
-fn write_marker(console: &mut Console) {
+/// The guest writes the marker.
+pub fn write_marker(console: &mut Console) {
     let write = format!(
         "echo {MARKER} | dd of=/dev/vda bs=1M seek={MARKER_AT} conv=notrunc 2>/dev/null; sync"
     );

@@ -25,6 +25,7 @@
 //! | [`scan`] | a search for secrets in files and processes |
 
 pub mod capture;
+pub mod ceph;
 pub mod counting_guest;
 pub mod exposed;
 pub mod filter;

@@ -2,141 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
-use tempfile::TempDir;
-use vmseal_tests::installation::next_address;
+use vmseal_tests::ceph::{self, Cluster, files, is_installed};
+use vmseal_tests::eventually;
 use vmseal_tests::process::{kill_hard, using};
-use vmseal_tests::{eventually, program};
 
 /// What is stored in images: more than one object of 4 MiB, and not a whole number of them.
 const CONTENT: usize = (9 << 20) + 512;
-
-/// A cluster's directory and address; all of its processes end with the value.
-struct Cluster {
-    home: TempDir,
-    listen: String,
-}
-
-impl Cluster {
-    fn new() -> Self {
-        let listen = format!("{}:17300", next_address());
-        Self { home: tempfile::tempdir().unwrap(), listen }
-    }
-
-    /// Where all of its files are.
-    fn directory(&self) -> PathBuf {
-        self.home.path().join("cluster")
-    }
-
-    fn command(&self, words: &[&str]) -> Command {
-        let mut command = Command::new(program("vmseal").unwrap());
-        command.args(["lab", "ceph"]).args(words).arg("--directory").arg(self.directory());
-        command.stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, words: &[&str]) -> Output {
-        let output = self.command(words).output().unwrap();
-        self.check_no_keys(&output);
-        output
-    }
-
-    /// Runs a verb that must succeed; what it prints as JSON.
-    fn json(&self, words: &[&str]) -> Value {
-        let output = self.run(&[words, &["-o", "json"]].concat());
-        assert!(output.status.success(), "{words:?}: {}", said(&output));
-        serde_json::from_slice(&output.stdout).unwrap()
-    }
-
-    /// Runs a verb that must fail with this exit code; what it says.
-    fn refused(&self, words: &[&str], code: i32) -> String {
-        let output = self.run(words);
-        assert_eq!(output.status.code(), Some(code), "{words:?}: {}", said(&output));
-        said(&output)
-    }
-
-    fn up(&self) -> Value {
-        self.json(&["up", "--listen", &self.listen, "--osd-gib", "2"])
-    }
-
-    /// Kills an `up` as soon as it says this.
-    fn up_killed_at(&self, line: &str) {
-        let mut command = self.command(&["up", "--listen", &self.listen, "--osd-gib", "2"]);
-        let mut up = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let lines = BufReader::new(up.stderr.take().unwrap()).lines();
-        let mut lines = lines.map(Result::unwrap);
-        let mut before = Vec::new();
-        let found = lines.any(|said| {
-            before.push(said.clone());
-            said == line
-        });
-        up.kill().unwrap();
-        up.wait().unwrap();
-        assert!(found, "it never said '{line}': {before:?}");
-    }
-
-    fn rbd(&self, words: &[&str]) -> Output {
-        let mut command = Command::new("rbd");
-        command.arg("-c").arg(self.directory().join("ceph.conf")).args(words);
-        command.output().unwrap()
-    }
-
-    /// Stores content in an image.
-    fn import(&self, content: &[u8], image: &str, more: &[&str]) {
-        let from = self.home.path().join("content");
-        std::fs::write(&from, content).unwrap();
-        let output = self
-            .rbd(&[&["import", "--no-progress", from.to_str().unwrap(), image][..], more].concat());
-        assert!(output.status.success(), "{image}: {}", said(&output));
-    }
-
-    /// Reads an image.
-    fn export(&self, image: &str) -> Vec<u8> {
-        let output = self.rbd(&["export", "--no-progress", image, "-"]);
-        assert!(output.status.success(), "{image}: {}", said(&output));
-        output.stdout
-    }
-
-    /// Finds that none of the cluster's keys is in what a program said.
-    fn check_no_keys(&self, output: &Output) {
-        let text = [&output.stdout[..], &output.stderr].concat();
-        let text = String::from_utf8_lossy(&text).into_owned();
-        for keyring in files(&self.directory().join("keys")) {
-            let Ok(keyring) = std::fs::read_to_string(keyring) else { continue };
-            let mut keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
-            assert!(!keys.any(|key| text.contains(key)), "a key was printed");
-        }
-    }
-}
-
-impl Drop for Cluster {
-    fn drop(&mut self) {
-        using(&self.directory()).into_iter().for_each(kill_hard);
-    }
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// All files below a directory, also sockets; none if it is not there.
-fn files(directory: &Path) -> Vec<PathBuf> {
-    let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
-    while let Some(directory) = left.pop() {
-        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-            match entry.file_type().unwrap().is_dir() {
-                true => left.push(entry.path()),
-                false => found.push(entry.path()),
-            }
-        }
-    }
-    found
-}
 
 /// The daemon of this name in a status.
 fn daemon<'a>(status: &'a Value, name: &str) -> &'a Value {
@@ -160,19 +34,6 @@ fn check_whole(status: &Value) {
     let pools = status["pools"].as_array().unwrap();
     let usual = pools.iter().find(|it| it["name"] == "vmseal").unwrap();
     assert!(usual["size"] == 3 && usual["min_size"] == 2, "{status:#}");
-}
-
-/// The programs of Ceph are Debian's packages; without them this says so, and tests nothing.
-fn is_installed() -> bool {
-    let missing = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "rbd"]
-        .into_iter()
-        .find(|program| Command::new(program).arg("--version").output().is_err());
-    if let Some(program) = missing {
-        eprintln!(
-            "skipped: there is no {program} (packages ceph-mon ceph-mgr ceph-osd ceph-common)"
-        );
-    }
-    missing.is_none()
 }
 
 #[test]
@@ -246,7 +107,7 @@ fn add_pools(cluster: &Cluster, content: &[u8]) {
     let coded = ["pool", "add", "coded", "--erasure", "2+1"];
     for _ in 0..2 {
         let output = cluster.run(&coded);
-        assert!(output.status.success(), "{}", said(&output));
+        assert!(output.status.success(), "{}", ceph::said(&output));
     }
     cluster.import(content, "coded-metadata/image", &["--data-pool", "coded"]);
     assert!(cluster.export("coded-metadata/image") == content);
@@ -283,9 +144,9 @@ fn encrypt_connections(cluster: &Cluster, content: &[u8]) {
     let command = [&in_the_clear[..], &["--client-mount-timeout=5", "ls", "vmseal"]].concat();
     let refused = cluster.rbd(&command);
     assert!(!refused.status.success(), "a client in the clear was let in");
-    assert!(self::said(&refused).contains("connect"), "{}", self::said(&refused));
+    assert!(ceph::said(&refused).contains("connect"), "{}", ceph::said(&refused));
     let listed = cluster.rbd(&["ls", "vmseal"]);
-    assert!(listed.status.success(), "{}", self::said(&listed));
+    assert!(listed.status.success(), "{}", ceph::said(&listed));
 }
 
 fn remove(cluster: &Cluster) {
@@ -293,7 +154,7 @@ fn remove(cluster: &Cluster) {
     assert!(said.contains("--yes"), "{said}");
     assert_eq!(using(&cluster.directory()).len(), 5);
     let output = cluster.run(&["down", "--destroy", "--yes"]);
-    assert!(output.status.success(), "{}", self::said(&output));
+    assert!(output.status.success(), "{}", ceph::said(&output));
     assert!(!cluster.directory().exists());
     assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
     cluster.refused(&["down"], 3);

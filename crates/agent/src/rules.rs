@@ -18,8 +18,7 @@ use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{
-    DatastoreLocation, DiskRole, DiskSpec, ExportJob, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX,
-    VmSpec,
+    DiskRole, DiskSpec, ExportJob, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
@@ -378,7 +377,7 @@ pub fn replica_waits(spec: &VmSpec) -> Problem {
 /// The notice for operators about a disk whose filter has no replica to write.
 #[must_use]
 pub fn unreplicated(disk: &DiskSpec, place: &ReplicaPlace) -> String {
-    let DatastoreLocation::Dir { path } = &place.datastore.location;
+    let path = place.datastore.location.path();
     format!(
         "disk '{}' is served without its replica: {}, or the replica's map beside the disk, could not be used when it was opened. Check that both datastores are mounted, have room and work, then stop and start the VM: the whole replica is copied again",
         disk.name,
@@ -546,6 +545,8 @@ pub fn console_in_use(spec: &VmSpec) -> Problem {
 pub(crate) mod tests {
     use vmseal_api::host::DatastoreSpec;
     use vmseal_api::id::DatastoreId;
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
 

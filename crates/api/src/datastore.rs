@@ -1,6 +1,6 @@
 //! Datastores: their places, their condition and their contents.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,117 @@ pub enum DatastoreLocation {
         #[cfg_attr(feature = "openapi", schema(value_type = String))]
         path: PathBuf,
     },
+    /// A pool of a Ceph cluster, which the host mounts: disks are RBD images.
+    Rbd {
+        /// Where the host mounts it: an absolute path.
+        #[cfg_attr(feature = "openapi", schema(value_type = String))]
+        path: PathBuf,
+        /// The pool.
+        pool: Box<RbdPool>,
+    },
+}
+
+impl DatastoreLocation {
+    /// The directory on the host.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Dir { path } | Self::Rbd { path, .. } => path,
+        }
+    }
+
+    /// The pool that is mounted there, if it is one.
+    #[must_use]
+    pub fn pool(&self) -> Option<&RbdPool> {
+        match self {
+            Self::Dir { .. } => None,
+            Self::Rbd { pool, .. } => Some(pool),
+        }
+    }
+}
+
+/// The longest value of a pool's field, in bytes: the addresses of a dozen monitors.
+pub const POOL_FIELD_MAX: usize = 1024;
+
+/// A pool of a Ceph cluster, and how a host gets to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RbdPool {
+    /// The monitors' addresses, as in `mon_host` of `ceph.conf`.
+    pub monitors: String,
+    /// The Ceph user, `client.NAME`.
+    pub user: String,
+    /// The file on the host with the user's key: an absolute path.
+    #[cfg_attr(feature = "openapi", schema(value_type = String))]
+    pub keyring: PathBuf,
+    /// The pool of names and headers and, without `data_pool`, of data: a replicated one.
+    pub pool: String,
+    /// The namespace in the pool; none for the pool's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<String>,
+    /// The pool of data: it may be erasure-coded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_pool: Option<String>,
+    /// How data goes over the network.
+    #[serde(default)]
+    pub messenger: Messenger,
+}
+
+/// How data goes between a host and a Ceph cluster (`ms_client_mode`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Messenger {
+    /// Encrypted and authenticated.
+    #[default]
+    Secure,
+    /// With checksums, in the clear: encrypted disks are ciphertext anyway, names and sizes show.
+    Crc,
+}
+
+impl Messenger {
+    /// As `ms_client_mode` has it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Secure => "secure",
+            Self::Crc => "crc",
+        }
+    }
+}
+
+impl RbdPool {
+    /// Checks what can be checked without the cluster.
+    ///
+    /// # Errors
+    /// The field, and what is wrong with it.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        let fields = [
+            ("monitors", Some(&self.monitors)),
+            ("user", Some(&self.user)),
+            ("pool", Some(&self.pool)),
+            ("namespace", self.namespace.as_ref()),
+            ("data_pool", self.data_pool.as_ref()),
+        ];
+        for (field, value) in fields {
+            let Some(value) = value else { continue };
+            if value.is_empty() || value.len() > POOL_FIELD_MAX {
+                return Err((field, format!("must have 1 to {POOL_FIELD_MAX} bytes")));
+            }
+            // They are arguments of a program.
+            if value.starts_with('-') || value.chars().any(char::is_control) {
+                return Err((field, "must not begin with '-' or have control characters".into()));
+            }
+        }
+        if !self.user.starts_with("client.") {
+            return Err(("user", "must begin with 'client.', as 'client.vmseal'".to_owned()));
+        }
+        if !self.keyring.is_absolute() {
+            return Err(("keyring", "must be an absolute path on the host".to_owned()));
+        }
+        Ok(())
+    }
 }
 
 /// A datastore on a host.

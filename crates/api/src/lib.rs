@@ -43,6 +43,7 @@ pub mod passphrase;
 pub mod plan;
 pub mod problem;
 pub mod provider_backup;
+pub mod rbd;
 pub mod remote;
 pub mod replica;
 pub mod request;

@@ -60,6 +60,7 @@ use crate::storage::disk;
 use crate::storage::exported;
 use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
+use crate::storage::pool;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::timed;
@@ -170,6 +171,7 @@ impl RealHost {
         let qemu = Qemu::find(&options.qemu).map_err(StartError::Qemu)?;
         let filter = process::open_program(&options.filter)
             .map_err(|error| StartError::Filter { path: options.filter.clone(), error })?;
+        pool::set_program(options.filter.with_file_name("vmseal-rbd"), options.run_dir.clone());
         let accelerator = accelerator::choose(
             options.accelerator,
             qemu.path(),
@@ -362,7 +364,7 @@ impl HostAgent for RealHost {
         &self,
         location: DatastoreLocation,
     ) -> Result<DatastoreSurvey, Problem> {
-        let DatastoreLocation::Dir { path } = location.clone();
+        let path = location.path().to_owned();
         timed::call(&path, move || survey::survey(&location)).await
     }
 

@@ -13,6 +13,7 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use vmseal_api::datastore::RbdPool;
 use vmseal_api::dump::Panic;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{
@@ -277,6 +278,7 @@ struct Datastore {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 enum Location {
     Dir { path: PathBuf },
+    Rbd { path: PathBuf, pool: Box<RbdPool> },
 }
 
 /// Since version 4; what older ones have is data.
@@ -737,6 +739,9 @@ impl From<&DatastoreSpec> for Datastore {
     fn from(DatastoreSpec { datastore, location }: &DatastoreSpec) -> Self {
         let location = match location {
             DatastoreLocation::Dir { path } => Location::Dir { path: path.clone() },
+            DatastoreLocation::Rbd { path, pool } => {
+                Location::Rbd { path: path.clone(), pool: pool.clone() }
+            }
         };
         Self { datastore: *datastore, location }
     }
@@ -746,6 +751,7 @@ impl From<Datastore> for DatastoreSpec {
     fn from(Datastore { datastore, location }: Datastore) -> Self {
         let location = match location {
             Location::Dir { path } => DatastoreLocation::Dir { path },
+            Location::Rbd { path, pool } => DatastoreLocation::Rbd { path, pool },
         };
         Self { datastore, location }
     }

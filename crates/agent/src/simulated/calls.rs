@@ -116,14 +116,14 @@ impl Inside {
     }
 
     fn probe(&mut self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
-        let DatastoreLocation::Dir { path } = &spec.location;
+        let path = spec.location.path();
         self.examine(spec)?;
         self.persisted.storage.put_mark(path, spec.datastore);
         Ok(self.usage())
     }
 
     fn examine(&self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
-        let DatastoreLocation::Dir { path } = &spec.location;
+        let path = spec.location.path();
         if !path.is_absolute() || path.ends_with("missing") {
             return Err(Problem::invalid("location.path", "is no directory on this host"));
         }

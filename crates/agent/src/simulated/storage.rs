@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use uuid::Uuid;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Sharing, SharingStep};
+use vmseal_api::host::{DatastoreSpec, Sharing, SharingStep};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -70,7 +70,7 @@ impl Storage {
 
     /// Checks the mark at a place.
     pub fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
-        let DatastoreLocation::Dir { path } = &spec.location;
+        let path = spec.location.path();
         if self.mark(path) == Some(spec.datastore) {
             return Ok(());
         }

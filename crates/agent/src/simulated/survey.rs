@@ -86,7 +86,7 @@ impl Inside {
     }
 
     pub fn survey(&self, location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> {
-        let DatastoreLocation::Dir { path } = location;
+        let path = location.path();
         let mark = self.persisted.storage.mark(path);
         let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);
         let vms = here.map(|((_, vm), descriptor)| {

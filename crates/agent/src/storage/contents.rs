@@ -21,7 +21,7 @@ use vmseal_api::datastore::{
     Claim, DatastoreContents, FoundImage, ImageContent, NamedImage, SCAN_ENTRIES_MAX,
     SCAN_IMAGES_MAX,
 };
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::host::DatastoreSpec;
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
@@ -87,7 +87,7 @@ impl Scanning {
     /// # Errors
     /// Those of [`scan`]; `in-use` while another scan has not ended; `timed-out`.
     pub async fn scan(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
-        let DatastoreLocation::Dir { path } = spec.location.clone();
+        let path = spec.location.path().to_owned();
         if !self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(spec.datastore) {
             let what = format!("{} is being scanned already: wait for that", path.display());
             return Err(Problem::new(ErrorCode::InUse, what));
@@ -341,6 +341,8 @@ mod tests {
 
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, ImageSource, KeyReference, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskSpec, ImageSource, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, Identity};
@@ -89,7 +89,7 @@ pub async fn create(
 ) -> Result<DiskFacts, Problem> {
     let (vm, made, place) =
         (new_disk.spec.vm, new_disk.disk.clone(), new_disk.disk.datastore.clone());
-    let DatastoreLocation::Dir { path } = place.location.clone();
+    let path = place.location.path().to_owned();
     let home = timed::call(&path, move || Home::of(&place, vm)).await?;
     // The users are released only after this attempt's process has ended.
     let slot = builder.users.take().ok_or_else(too_many)?;
@@ -260,7 +260,7 @@ pub async fn examine(
     source: Option<ImageSource>,
     transfer: &TransferDirectories,
 ) -> Result<(), Problem> {
-    let DatastoreLocation::Dir { path } = disk.datastore.location.clone();
+    let path = disk.datastore.location.path().to_owned();
     let place = disk.datastore.clone();
     let home = timed::call(&path, move || Home::of(&place, VmId::new())).await?;
     let image = open_source(source, &disk, transfer).await?;

@@ -106,6 +106,8 @@ pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(irregular(path)),
+        // An image in a pool of Ceph, of which another host has the lock.
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Err(in_use(path)),
         Err(error) => return Err(failed(path, "opened", &error)),
     };
     let metadata = file.metadata().map_err(|error| failed(path, "read", &error))?;

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
+use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::file_error::failed;
 use crate::storage::json_file;
+use crate::storage::pool;
 
 /// The file that holds the mark.
 pub const MARKER: &str = "vmseal-datastore.json";
@@ -37,7 +38,10 @@ impl Marker {
 }
 
 pub(super) fn directory(spec: &DatastoreSpec) -> Result<&Path, Problem> {
-    let DatastoreLocation::Dir { path } = &spec.location;
+    let path = spec.location.path();
+    if let Some(pool) = spec.location.pool() {
+        pool::mount(path, pool)?;
+    }
     if !path.is_absolute() {
         return Err(Problem::invalid("location.path", "must be an absolute path"));
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+use vmseal_api::host::DatastoreSpec;
 use vmseal_api::id::{DatastoreId, VmId};
 
 use crate::storage::datastore;
@@ -32,7 +32,7 @@ impl Measuring {
         look: impl FnOnce(&DatastoreSpec) -> DatastoreCondition + Send + 'static,
         limit: Duration,
     ) -> DatastoreCondition {
-        let DatastoreLocation::Dir { path } = &spec.location;
+        let path = spec.location.path();
         let silent = DatastoreCondition::Unavailable {
             detail: format!(
                 "the file system at {} does not respond; check its server or device",
@@ -83,6 +83,8 @@ impl Sweeping {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
 

@@ -36,6 +36,7 @@ pub(crate) mod mirror;
 pub(crate) mod open;
 pub(crate) mod opening;
 pub(crate) mod placeholder;
+pub(crate) mod pool;
 pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod sealed;

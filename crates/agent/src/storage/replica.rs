@@ -22,7 +22,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskSpec, VmSpec};
+use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
@@ -157,7 +157,7 @@ async fn look<T: Send + 'static>(
     vm: VmId,
     work: impl FnOnce(&Home) -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
-    let DatastoreLocation::Dir { path } = place.location.clone();
+    let path = place.location.path().to_owned();
     let place = place.clone();
     timed::call(&path, move || work(&Home::of(&place, vm)?)).await
 }
@@ -340,6 +340,8 @@ mod tests {
     use vmseal_api::host::Allocation;
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_api::problem::ErrorCode;
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
     use crate::storage::datastore;

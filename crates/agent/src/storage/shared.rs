@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nix::sys::stat::{major, minor};
 use uuid::Uuid;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Sharing, SharingStep};
+use vmseal_api::host::{DatastoreSpec, Sharing, SharingStep};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -48,7 +48,7 @@ impl SharingChecks {
     /// # Errors
     /// Those of [`vmseal_api::host::HostAgent::share_datastore`].
     pub async fn step(&self, Sharing { datastore, check, step }: Sharing) -> Result<(), Problem> {
-        let DatastoreLocation::Dir { path } = datastore.location.clone();
+        let path = datastore.location.path().to_owned();
         let this = self.clone();
         match step {
             SharingStep::Hold => {
@@ -168,6 +168,8 @@ fn kind_of(mounts: &str, device: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::DatastoreLocation;
+
     use super::*;
     use crate::storage::datastore::{probe, tests::unmarked};
 

@@ -11,8 +11,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, fstatfs};
 use serde::{Deserialize, Serialize};
-use vmseal_api::host::{DatastoreLocation, DiskSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::host::{DiskSpec, Notice, NoticeCode, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -24,6 +25,9 @@ use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.
 const VERSION: u32 = 1;
+
+/// Of a file whose device is another one each time it is mounted.
+const ANY_DEVICE: u64 = 0;
 
 /// The record of a VM's images.
 #[derive(Debug, Serialize, Deserialize)]
@@ -41,9 +45,17 @@ struct Image {
 }
 
 impl Image {
+    /// Whether that is this file.
+    fn is(&self, device: u64, inode: u64) -> bool {
+        inode == self.inode && [device, ANY_DEVICE].contains(&self.device)
+    }
+
     fn of(disk: DiskId, file: &File) -> io::Result<Self> {
         let metadata = file.metadata()?;
-        Ok(Self { disk, device: metadata.dev(), inode: metadata.ino() })
+        // A pool of Ceph is another device each time it is mounted, and its inodes are never used again.
+        let mounted_again = fstatfs(file)?.filesystem_type() == FUSE_SUPER_MAGIC;
+        let device = if mounted_again { ANY_DEVICE } else { metadata.dev() };
+        Ok(Self { disk, device, inode: metadata.ino() })
     }
 }
 
@@ -129,7 +141,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
     let mut notices = Vec::new();
     for disk in spec.disks() {
         let Some(&image) = known.iter().find(|known| known.disk == disk.disk) else { continue };
-        let DatastoreLocation::Dir { path } = &disk.datastore.location;
+        let path = disk.datastore.location.path();
         let (vm, of) = (spec.vm, disk.clone());
         if let Ok(Some(detail)) = timed::quick_call(path, move || compare(vm, &of, image)).await {
             let code = NoticeCode::ImageExchanged;
@@ -143,7 +155,7 @@ pub async fn exchanged(spec: &VmSpec, directory: &ProcessDir) -> Vec<Notice> {
 fn compare(vm: VmId, disk: &DiskSpec, image: Image) -> Result<Option<String>, Problem> {
     let path = Home::of(&disk.datastore, vm)?.image(disk.disk);
     let found = match path.symlink_metadata() {
-        Ok(found) if (found.dev(), found.ino()) == (image.device, image.inode) => return Ok(None),
+        Ok(found) if image.is(found.dev(), found.ino()) => return Ok(None),
         Ok(found) => format!("is another file (inode {})", found.ino()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => "is not there".to_owned(),
         Err(error) => return Err(internal(error)),
@@ -162,6 +174,8 @@ fn notice_text(disk: &DiskSpec, path: &Path, found: &str, inode: u64) -> String 
 mod tests {
     use vmseal_api::host::{DatastoreSpec, Device};
     use vmseal_api::id::DatastoreId;
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
     use crate::process::run_dir::RunDir;

@@ -7,7 +7,7 @@ use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskActivity, FilterStatus};
-use vmseal_api::host::{DatastoreLocation, Notice, NoticeCode, StopReason, VmSpec};
+use vmseal_api::host::{Notice, NoticeCode, StopReason, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
@@ -344,7 +344,7 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
         let detail = match &disk.replica {
             Some(replica) => {
                 let last_error = replica.last_error.as_ref()?;
-                let DatastoreLocation::Dir { path } = &place.datastore.location;
+                let path = place.datastore.location.path();
                 let (name, path) = (&known.name, path.display());
                 format!(
                     "the replica of disk '{name}' is not kept up: {last_error}. Check that {path} is mounted, has room and works; the guest does not notice, and writing to the replica is tried again"
@@ -365,7 +365,7 @@ pub fn disk_errors<'a>(
     status.disks.iter().filter_map(|disk| {
         let last_error = disk.last_error.as_ref()?;
         let known = spec.disks().find(|known| known.disk == disk.disk)?;
-        let DatastoreLocation::Dir { path } = &known.datastore.location;
+        let path = known.datastore.location.path();
         let detail = format!(
             "disk '{}' answers with errors: {last_error}. Check that {} is mounted, has room and works; the guest, if it runs, continues",
             known.name,
@@ -379,6 +379,8 @@ pub fn disk_errors<'a>(
 mod tests {
     use vmseal_api::filter::{DiskCounters, DiskStatus};
     use vmseal_api::id::{DiskId, VmId};
+
+    use vmseal_api::host::DatastoreLocation;
 
     use super::*;
 

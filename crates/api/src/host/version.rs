@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 41] = [
+pub const FEATURES: [&str; 42] = [
     "job-create",
     "job-export",
     NICS,
@@ -60,6 +60,7 @@ pub const FEATURES: [&str; 41] = [
     MIGRATE,
     MIGRATE_ENCRYPTED,
     SHARED_DATASTORES,
+    RBD_DATASTORES,
     MIGRATE_DISKS,
     MIGRATE_RATE,
     MIGRATE_STATE,
@@ -186,6 +187,9 @@ pub const MIGRATE_APART: &str = "job-migrate-apart";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";
+
+/// The feature of agents that mount pools of Ceph.
+pub const RBD_DATASTORES: &str = "rbd-datastores";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

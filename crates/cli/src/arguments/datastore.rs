@@ -1,17 +1,71 @@
 //! `vmseal datastore`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Arg, Args, Subcommand};
 use vmseal_api::adopt::Rename;
+use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
 
 use super::{DryRun, List, Name, Show, Wait};
 use crate::size::parse_size;
 
+/// Where pools are mounted, unless told otherwise.
+const MOUNTS: &str = "/var/lib/vmseal/ceph";
+
 /// Names are unique only on their host.
 fn of_datastore(arg: Arg) -> Arg {
     arg.help("Name, `HOST:NAME` if several hosts have one of that name, or id")
+}
+
+/// A pool of a Ceph cluster.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "A pool of a Ceph cluster")]
+pub struct PoolOptions {
+    /// The pool: of names and headers, and of data unless --data-pool is given; a replicated one
+    #[arg(long, value_name = "POOL[/NAMESPACE]", requires = "monitors")]
+    pub pool: Option<String>,
+    /// The monitors' addresses, as mon_host in ceph.conf has them: v2:10.0.0.1:3300,v2:10.0.0.2:3300
+    #[arg(long, value_name = "ADDRESSES", requires = "pool")]
+    pub monitors: Option<String>,
+    /// The Ceph user
+    #[arg(long, value_name = "client.NAME", default_value = "client.vmseal")]
+    pub user: String,
+    /// The file with the user's key, on the host [default: /etc/ceph/ceph.USER.keyring]
+    #[arg(long, value_name = "FILE", requires = "pool")]
+    pub keyring: Option<PathBuf>,
+    /// The pool of data; it may be erasure-coded
+    #[arg(long, value_name = "POOL", requires = "pool")]
+    pub data_pool: Option<String>,
+    /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
+    #[arg(long, value_name = "MODE", default_value = "secure", value_parser = messenger)]
+    pub messenger: Messenger,
+}
+
+fn messenger(text: &str) -> Result<Messenger, String> {
+    match text {
+        "secure" => Ok(Messenger::Secure),
+        "crc" => Ok(Messenger::Crc),
+        _ => Err("it is 'secure' or 'crc'".to_owned()),
+    }
+}
+
+impl PoolOptions {
+    /// Where a datastore of this name is that is a pool; none if no pool is given.
+    #[must_use]
+    pub fn location(self, name: &str, path: Option<PathBuf>) -> Option<DatastoreLocation> {
+        let (pool, monitors) = self.pool.zip(self.monitors)?;
+        let (pool, namespace) = match pool.split_once('/') {
+            Some((pool, namespace)) => (pool.to_owned(), Some(namespace.to_owned())),
+            None => (pool, None),
+        };
+        let keyring = || format!("/etc/ceph/ceph.{}.keyring", self.user).into();
+        let keyring = self.keyring.unwrap_or_else(keyring);
+        let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
+        let Self { user, data_pool, messenger, .. } = self;
+        let pool = RbdPool { monitors, user, keyring, pool, namespace, data_pool, messenger };
+        Some(DatastoreLocation::Rbd { path, pool: Box::new(pool) })
+    }
 }
 
 /// `vmseal datastore adopt`.
@@ -56,16 +110,22 @@ pub enum Datastore {
     /// Show one datastore
     #[command(mut_arg("name", of_datastore))]
     Show(Show),
-    /// Add a directory of a host as a datastore
+    /// Add a directory of a host, or a pool of a Ceph cluster, as a datastore
+    ///
+    /// Of a pool, disks are RBD images, and descriptors and notes are objects beside them. The host mounts it (FUSE); it
+    /// needs the packages librados2 and librbd1. Further hosts get it by `vmseal datastore share`.
     Add {
         /// The new datastore's name, unique on its host
         name: String,
         /// The host's name or id
         #[arg(long)]
         host: String,
-        /// The directory's absolute path on the host; it must exist
-        #[arg(long, value_name = "DIR")]
-        path: PathBuf,
+        /// The directory's absolute path on the host; it must exist, unless a pool is mounted there [default for a pool:
+        /// /var/lib/vmseal/ceph/NAME]
+        #[arg(long, value_name = "DIR", required_unless_present = "pool")]
+        path: Option<PathBuf>,
+        #[command(flatten)]
+        pool: PoolOptions,
         /// The directory is a datastore of a server that is lost, with VMs on it: keep its id, to adopt them
         #[arg(long)]
         existing: bool,

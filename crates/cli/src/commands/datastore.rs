@@ -1,5 +1,6 @@
 //! Datastores.
 
+use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
@@ -19,8 +20,10 @@ pub async fn run(
         arguments::Datastore::Show(of) => {
             list::one::<Datastore>(server, output, &of, "datastores", |_| Vec::new()).await
         }
-        arguments::Datastore::Add { name, host, path, existing, dry_run } => {
-            let location = DatastoreLocation::Dir { path };
+        arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
+            let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
+            let location = pool.location(&name, path).or(dir);
+            let location = location.context("give --path or --pool")?;
             let request = AddDatastore { name, host, location, existing };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);

@@ -54,9 +54,12 @@ impl Row for Host {
 
 /// Where a datastore is: one place, or those of its hosts where they differ.
 fn locations(datastore: &Datastore) -> String {
-    let place = |on: &DatastoreHost| {
-        let DatastoreLocation::Dir { path } = &on.location;
-        format!("dir:{}", path.display())
+    let place = |on: &DatastoreHost| match &on.location {
+        DatastoreLocation::Dir { path } => format!("dir:{}", path.display()),
+        DatastoreLocation::Rbd { pool, .. } => match &pool.namespace {
+            Some(namespace) => format!("rbd:{}/{namespace}", pool.pool),
+            None => format!("rbd:{}", pool.pool),
+        },
     };
     let mut places: Vec<_> = datastore.hosts.iter().map(place).collect();
     places.dedup();

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use vmseal_api::datastore::{DatastoreHost, DatastoreScan};
-use vmseal_api::host::version::DESCRIPTORS;
+use vmseal_api::datastore::{DatastoreHost, DatastoreScan, RbdPool};
+use vmseal_api::host::version::{DESCRIPTORS, RBD_DATASTORES};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan};
@@ -66,13 +66,37 @@ pub(super) fn reached<'a>(
 /// The id of a datastore. It is derived from the location, so that adding it again (after a crash, or
 /// after it was removed) recognizes the mark in the directory.
 fn id_of(host: HostId, location: &DatastoreLocation) -> DatastoreId {
-    let DatastoreLocation::Dir { path } = location;
-    let place = format!("vmseal datastore v1\0{host}\0dir\0{}", path.display());
+    let place = match location {
+        DatastoreLocation::Dir { path } => {
+            format!("vmseal datastore v1\0{host}\0dir\0{}", path.display())
+        }
+        // Wherever it is mounted.
+        DatastoreLocation::Rbd { pool, .. } => {
+            let RbdPool { monitors, pool, namespace, .. } = &**pool;
+            let namespace = namespace.as_deref().unwrap_or_default();
+            format!("vmseal datastore v1\0{host}\0rbd\0{monitors}\0{pool}\0{namespace}")
+        }
+    };
     let hash = digest(&SHA256, place.as_bytes());
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&hash.as_ref()[..16]);
     // Version 8 of RFC 9562: bytes of our own making.
     DatastoreId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
+}
+
+/// Refuses a host whose agent cannot mount pools of Ceph, where the place is one.
+pub(super) fn can_mount(
+    services: &Services,
+    (host, name): (HostId, &str),
+    location: &DatastoreLocation,
+) -> Result<(), Problem> {
+    if location.pool().is_none() || services.hosts.view(host).has(RBD_DATASTORES) {
+        return Ok(());
+    }
+    services.hosts.connected(host)?;
+    let detail =
+        format!("the agent of host '{name}' cannot mount pools of Ceph: upgrade vmseal there");
+    Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
 /// Refuses a host whose agent describes no VMs.
@@ -101,7 +125,7 @@ async fn id_for(
     let agent = services.hosts.connected(host.id)?;
     let survey = agent.survey_datastore(request.location.clone()).await?;
     let Some(mark) = survey.mark.filter(|mark| *mark != usual) else { return Ok(usual) };
-    let DatastoreLocation::Dir { path } = &request.location;
+    let path = request.location.path();
     let path = path.display();
     let mut read = services.store.read().await?;
     if let Some(known) = datastores::find(&mut read, &mark.to_string()).await? {
@@ -136,12 +160,13 @@ pub async fn list(
 }
 
 pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem> {
-    let DatastoreLocation::Dir { path } = location;
-    if path.is_absolute() && path.as_os_str().len() <= PATH_LEN_MAX {
-        return Ok(());
+    let path = location.path();
+    if !path.is_absolute() || path.as_os_str().len() > PATH_LEN_MAX {
+        let detail = format!("must be an absolute path of at most {PATH_LEN_MAX} bytes");
+        return Err(Problem::invalid("location.path", detail));
     }
-    let detail = format!("must be an absolute path of at most {PATH_LEN_MAX} bytes");
-    Err(Problem::invalid("location.path", detail))
+    let Some(pool) = location.pool() else { return Ok(()) };
+    pool.check().map_err(|(field, what)| Problem::invalid(format!("location.pool.{field}"), what))
 }
 
 /// Adds a datastore of a host, which marks it and measures it.
@@ -159,6 +184,7 @@ pub async fn add(
         field: Some("host".to_owned()),
         ..Problem::not_found("host", &request.host)
     })?;
+    can_mount(services, (host.id, &host.name), &request.location)?;
     let agent = services.hosts.connected(host.id)?;
     let id = id_for(services, &host, &request).await?;
     let mut read = services.store.read().await?;
@@ -175,7 +201,7 @@ pub async fn add(
     if dry_run {
         // The host's probe marks the directory: a dry run only checks it.
         agent.examine_datastore(spec).await?;
-        let DatastoreLocation::Dir { path } = &request.location;
+        let path = request.location.path();
         let steps = vec![
             format!("have host '{}' mark {} as this datastore", host.name, path.display()),
             "add it to the inventory".to_owned(),

@@ -10,7 +10,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ShareDatastore;
 
 use super::caller::{Caller, Privilege};
-use super::datastores::{check_location, find, reached, shown};
+use super::datastores::{can_mount, check_location, find, reached, shown};
 use super::{Outcome, Services};
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
@@ -42,6 +42,7 @@ pub async fn share(
     for known in datastore.hosts.iter().chain([&on]) {
         require(services, known)?;
     }
+    can_mount(services, (on.host, &on.host_name), &on.location)?;
     let (first, agent) = reached(services, &datastore, &datastore.id.to_string())?;
     let here = Party { on: first, agent };
     let there = Party { on: &on, agent: services.hosts.connected(on.host)? };
@@ -62,7 +63,7 @@ pub async fn share(
     check_locks(&datastore, &here, &there).await?;
     let mut write = services.store.write().await?;
     datastores::insert_host(&mut write, &datastore, &on).await?;
-    let DatastoreLocation::Dir { path } = &on.location;
+    let path = on.location.path();
     let detail = format!("with host '{}', at {}", on.host_name, path.display());
     let (kind, target) = ("datastore.shared", datastore.name.as_str());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
@@ -94,7 +95,13 @@ async fn new_host(
         return Err(taken("another datastore of the name"));
     }
     let same = || datastore.hosts.first().map(|on| on.location.clone());
-    let location = request.location.or_else(same);
+    let location = match (request.location, same()) {
+        // The same pool, mounted elsewhere.
+        (Some(DatastoreLocation::Dir { path }), Some(DatastoreLocation::Rbd { pool, .. })) => {
+            Some(DatastoreLocation::Rbd { path, pool })
+        }
+        (asked, same) => asked.or(same),
+    };
     let location = location.ok_or_else(|| Problem::not_found("datastore", &datastore.name))?;
     Ok(OnHost { host: host.id, host_name: host.name, location })
 }
@@ -119,7 +126,7 @@ async fn check_mark(datastore: &datastores::Datastore, there: &Party<'_>) -> Res
     if survey.mark == Some(datastore.id) {
         return Ok(());
     }
-    let DatastoreLocation::Dir { path } = &there.on.location;
+    let path = there.on.location.path();
     let detail = format!(
         "{} does not carry the mark of datastore '{}': is its file system mounted there?",
         path.display(),

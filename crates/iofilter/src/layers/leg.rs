@@ -33,6 +33,9 @@ pub const COPY_POOL_BYTES: usize = 3 * 1024 * 1024;
 /// The same where nothing is encrypted: what is copied is aligned.
 const PLAIN_POOL_BYTES: usize = 256 * 1024;
 
+/// The same of a chain to a server elsewhere, which has more under way: 48 pieces, and a quarter.
+pub const REMOTE_POOL_BYTES: usize = 30 * 1024 * 1024;
+
 /// See the module.
 #[derive(Clone, Debug)]
 pub struct Leg {
@@ -71,7 +74,11 @@ impl Leg {
     /// # Errors
     /// The system refuses what it needs, a key is not usable, or all connections to an NBD server are in use.
     pub fn chain(&self, cipher_time: &Arc<CipherTime>) -> io::Result<LegChain> {
-        let pool_bytes = if self.stack.encrypts() { COPY_POOL_BYTES } else { PLAIN_POOL_BYTES };
+        let pool_bytes = match (self.stack.encrypts(), self.is_remote()) {
+            (true, true) => REMOTE_POOL_BYTES,
+            (true, false) => COPY_POOL_BYTES,
+            (false, _) => PLAIN_POOL_BYTES,
+        };
         let storage = self.stack.storage().queue()?;
         let chain = self.stack.chain(0, false, pool_bytes, cipher_time, storage)?;
         Ok(LegChain { chain, leg: Some(self.clone()) })
@@ -79,6 +86,11 @@ impl Leg {
 
     fn storage(&self) -> &DiskStorage {
         self.stack.storage()
+    }
+
+    /// Whether a server elsewhere has it: requests take as long as the way there and back.
+    fn is_remote(&self) -> bool {
+        matches!(self.storage(), DiskStorage::Nbd(_))
     }
 }
 
@@ -133,6 +145,12 @@ impl LegChain {
             leg.storage().forget_failed_flush();
         }
         flushed
+    }
+
+    /// Whether a server elsewhere has it.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        self.leg.as_ref().is_some_and(Leg::is_remote)
     }
 
     /// Whether zeroes cost no more than a hole.

@@ -24,6 +24,7 @@ use vmseal_api::filter::Direct;
 use crate::stack::chain::Storage;
 use crate::stack::request::IoError;
 use crate::storage::extent::{Extent, raw_extent};
+use crate::storage::served;
 use crate::storage::sync::SyncFile;
 use crate::storage::target::FileTarget;
 use crate::storage::uring::UringFile;
@@ -106,7 +107,7 @@ impl FileDisk {
         if !offset.is_multiple_of(u64::from(block)) {
             return Err(OpenError::Offset { offset, block });
         }
-        let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC;
+        let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC && !served::is_served(&fd);
         let target = FileTarget { offset, end, direct, fuse, ..FileTarget::whole(fd) };
         Ok(Self { target: Arc::new(target), in_memory, block, memory })
     }
@@ -247,7 +248,8 @@ fn file_system(fd: &OwnedFd) -> io::Result<FsType> {
 /// Whether a ring moves data of this file well.
 pub(super) fn takes_rings(fd: &OwnedFd) -> io::Result<bool> {
     let kind = file_system(fd)?;
-    Ok(!is_in_memory(kind) && kind != nix::sys::statfs::FUSE_SUPER_MAGIC)
+    let in_parts = kind == nix::sys::statfs::FUSE_SUPER_MAGIC && !served::is_served(fd);
+    Ok(!is_in_memory(kind) && !in_parts)
 }
 
 fn is_in_memory(kind: FsType) -> bool {

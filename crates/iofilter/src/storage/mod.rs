@@ -8,6 +8,7 @@ pub mod nbd;
 pub mod own;
 pub mod qcow2;
 pub mod rings;
+mod served;
 pub mod sync;
 pub mod target;
 pub mod uring;

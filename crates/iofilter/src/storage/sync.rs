@@ -110,7 +110,7 @@ pub(super) fn once(
             0 => return Err(IoError::Truncated),
             moved if moved > 0 => return Ok(moved as usize),
             _ if errno() == libc::EINTR => {}
-            _ => return Err(IoError::from_errno(errno())),
+            _ => return Err(target.error(errno())),
         }
     }
 }
@@ -118,7 +118,7 @@ pub(super) fn once(
 /// Makes the file durable.
 pub(super) fn flush(target: &FileTarget) -> Result<(), IoError> {
     let answer = nix::unistd::fdatasync(&target.fd);
-    target.flushed(answer.map_err(|error| IoError::from_errno(error as i32)))
+    target.flushed(answer.map_err(|error| target.error(error as i32)))
 }
 
 /// The mode that asks for a hole.
@@ -153,7 +153,7 @@ pub(super) fn discard(target: &FileTarget, offset: u64, length: u64) -> Result<(
     match fallocate(target, PUNCH, offset, length) {
         Ok(()) => Ok(()),
         Err(errno) if target.cannot(errno, &target.punches) => Ok(()),
-        Err(errno) => Err(IoError::from_errno(errno)),
+        Err(errno) => Err(target.error(errno)),
     }
 }
 
@@ -170,7 +170,7 @@ pub(super) fn zero(
             match fallocate(target, mode, offset, length) {
                 Ok(()) => return Ok(()),
                 Err(errno) if target.cannot(errno, flag) => {}
-                Err(errno) => return Err(IoError::from_errno(errno)),
+                Err(errno) => return Err(target.error(errno)),
             }
         }
     }

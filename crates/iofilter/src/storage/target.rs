@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::stack::request::{IoError, Request};
+use crate::storage::served;
 
 /// How old the last check of a file's length may be when the file is changed: long against a check, however small the
 /// writes are, and short against the time in which anyone notices.
@@ -40,8 +41,10 @@ pub struct FileTarget {
     pub(super) direct: bool,
     /// Set when a flush has failed; see [`FileTarget::flushed`].
     pub(super) lost: AtomicBool,
-    /// Whether a process serves the file.
+    /// Whether a process serves the file that may answer requests in part.
     pub(super) fuse: bool,
+    /// Whether `vmseal-rbd` serves it ([`super::served`]).
+    pub(super) served: bool,
     /// Set when the file was found shorter than the disk.
     pub(super) cut: AtomicBool,
     /// Set when it was changed through this value.
@@ -68,12 +71,19 @@ impl FileTarget {
         let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
         let changed = AtomicBool::new(false);
         let (offset, end, direct, fuse) = (0, None, false, false);
-        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, cut, changed }
+        let served = served::is_served(&fd);
+        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, served, cut, changed }
     }
 
     /// Whether a flush has failed, so that earlier writes may be lost for good.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
+    }
+
+    /// What an error number of the file means. The process ends if it says that the file's server is gone.
+    pub(super) fn error(&self, errno: i32) -> IoError {
+        served::check(self.served, errno);
+        IoError::from_errno(errno)
     }
 
     /// Remembers that the file system lacks a kind of `fallocate`, if that is what the error means.
@@ -106,8 +116,7 @@ impl FileTarget {
         if self.cut.load(Ordering::Relaxed) {
             return Err(IoError::Truncated);
         }
-        let stat =
-            nix::sys::stat::fstat(&self.fd).map_err(|error| IoError::Device(error as i32))?;
+        let stat = nix::sys::stat::fstat(&self.fd).map_err(|error| self.error(error as i32))?;
         let has = u64::try_from(stat.st_size).unwrap_or(0);
         if has >= end {
             return Ok(());

@@ -15,7 +15,8 @@
 //! again ([`Storage::deadline`]): when `io_uring_enter` fails, and when a request makes no progress.
 //!
 //! The ring must not move data of FUSE files: when a read of one, or a direct write, comes back short, the kernel
-//! moves the rest by itself, from or to the wrong place in the file, and reports success (docs/decisions/052).
+//! moves the rest by itself, from or to the wrong place in the file, and reports success (docs/decisions/052). `vmseal-rbd` never
+//! answers in part.
 //!
 //! Where rings come from, and what they may do: [`super::rings`].
 
@@ -239,7 +240,7 @@ impl<R: Ring> UringFile<R> {
             _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.try_again(id, answer, io),
             Operation::Read | Operation::Write => self.moved(id, answer, io),
             Operation::Flush => {
-                let answer = if answer < 0 { Err(IoError::from_errno(-answer)) } else { Ok(()) };
+                let answer = if answer < 0 { Err(self.target.error(-answer)) } else { Ok(()) };
                 self.end(id, self.target.flushed(answer), io);
             }
             _ if answer >= 0 => self.end(id, Ok(()), io),
@@ -261,7 +262,8 @@ impl<R: Ring> UringFile<R> {
         let flight = &mut self.flights[id.index()];
         flight.tries += 1;
         if flight.tries > TRIES_MAX {
-            return self.end(id, Err(IoError::from_errno(-answer)), io);
+            let error = self.target.error(-answer);
+            return self.end(id, Err(error), io);
         }
         flight.id = Some(id);
         self.again.push_back(id);
@@ -287,7 +289,7 @@ impl<R: Ring> UringFile<R> {
                 }
                 Ok(())
             }
-            _ => Err(IoError::from_errno(-answer)),
+            _ => Err(self.target.error(-answer)),
         };
         self.end(id, result, io);
     }
@@ -297,7 +299,7 @@ impl<R: Ring> UringFile<R> {
         let punched = request.operation != Operation::WriteZeroes { unmap: false };
         let flag = if punched { &self.target.punches } else { &self.target.zeroes };
         if !self.target.cannot(errno, flag) {
-            return Err(IoError::from_errno(errno));
+            return Err(self.target.error(errno));
         }
         self.without(request)
     }

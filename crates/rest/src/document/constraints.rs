@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use vmseal_api::bitmap::NAME_PATTERN as BITMAP_NAME;
-use vmseal_api::datastore::LIMIT_MAX;
+use vmseal_api::datastore::{LIMIT_MAX, POOL_FIELD_MAX};
 use vmseal_api::drain::PARALLEL_MAX;
 use vmseal_api::filter::{
     BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
@@ -38,6 +38,11 @@ fn bitmap() -> Value {
 /// An absolute path of a file.
 fn file() -> Value {
     json!({ "minLength": 2, "pattern": "^/.*[^/.]$" })
+}
+
+/// A field of a pool of Ceph: neither an option nor with control characters.
+fn pool_field() -> Value {
+    json!({ "minLength": 1, "maxLength": POOL_FIELD_MAX, "pattern": "^[^-\\x00-\\x1f\\x7f]" })
 }
 
 fn vcpus() -> Value {
@@ -242,6 +247,16 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("PortForward/properties/guest_port", port(1)),
         ("PortForward/properties/host_port", port(0)),
         ("DatastoreLocation/oneOf/0/properties/path", json!({ "pattern": "^/" })),
+        ("DatastoreLocation/oneOf/1/properties/path", json!({ "pattern": "^/" })),
+        ("RbdPool/properties/keyring", json!({ "pattern": "^/" })),
+        (
+            "RbdPool/properties/user",
+            json!({ "pattern": "^client[.]", "maxLength": POOL_FIELD_MAX }),
+        ),
+        ("RbdPool/properties/monitors", pool_field()),
+        ("RbdPool/properties/pool", pool_field()),
+        ("RbdPool/properties/namespace", pool_field()),
+        ("RbdPool/properties/data_pool", pool_field()),
         ("DiskLimits/properties/iops", json!({ "minimum": 1, "maximum": LIMIT_MAX })),
         (
             "DiskLimits/properties/bandwidth",
@@ -274,6 +289,8 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("NicBackend/oneOf/1", closed()),
         ("NicBackend/oneOf/2", closed()),
         ("DatastoreLocation/oneOf/0", closed()),
+        ("DatastoreLocation/oneOf/1", closed()),
+        ("RbdPool", closed()),
         ("SetLogLevel/properties/levels", levels()),
         ("GuestCommand/oneOf/0", closed()),
         ("GuestCommand/oneOf/1", closed()),

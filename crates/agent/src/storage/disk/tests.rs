@@ -1,7 +1,7 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use vmseal_api::host::{Allocation, DatastoreSpec, Device, NoticeCode};
+use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, NoticeCode};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::KEK_LEN;

@@ -14,8 +14,7 @@ fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
 }
 
 fn directory_of(spec: &DatastoreSpec) -> &Path {
-    let DatastoreLocation::Dir { path } = &spec.location;
-    path
+    spec.location.path()
 }
 
 /// A VM with two disks, and their home.

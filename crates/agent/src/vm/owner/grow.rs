@@ -29,7 +29,7 @@ impl Owner {
         let directory = self.shared.run_dir.vm(self.spec.vm);
         let (spec, of) = (self.spec.clone(), disk.clone());
         let holder = if used { Holder::Filter } else { Holder::Nobody };
-        let vmseal_api::host::DatastoreLocation::Dir { path } = disk.datastore.location.clone();
+        let path = disk.datastore.location.path().to_owned();
         let growing = move || {
             let same = |file: &std::fs::File| match holder {
                 Holder::Filter => images::check(&directory, &[(&of, file)]),

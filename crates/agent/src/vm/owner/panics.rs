@@ -189,8 +189,7 @@ impl Owner {
         work: impl FnOnce(&VmSpec) -> Result<T, Problem> + Send + 'static,
     ) -> Option<T> {
         let spec = self.spec.clone();
-        let vmseal_api::host::DatastoreLocation::Dir { path } =
-            spec.disks().next()?.datastore.location.clone();
+        let path = spec.disks().next()?.datastore.location.path().to_owned();
         let worked = timed::quick_call(&path, move || work(&spec)).await;
         worked.inspect_err(|problem| tracing::debug!(%problem, "core dumps are not known")).ok()
     }

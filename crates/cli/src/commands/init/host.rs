@@ -160,7 +160,7 @@ impl Init {
         let Some(known) = found::<Datastore>(server, &known).await? else { return Ok(make) };
         let here = known.hosts.iter().find(|on| on.host == host.name);
         let here = here.context("the host does not have its own datastore")?;
-        let DatastoreLocation::Dir { path: is_at } = &here.location;
+        let is_at = here.location.path();
         if is_at != path {
             let message = format!(
                 "the datastore '{DATASTORE}' is at {}, not at {}: give --datastore {}, or add the other by vmseal datastore add",

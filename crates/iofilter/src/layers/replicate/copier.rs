@@ -14,7 +14,7 @@ use crate::layers::leg::LegChain;
 use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
 use crate::layers::replicate::pace::Bucket;
-use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError};
+use crate::layers::replicate::pipe::{DEPTH, PIECE, Pipe, PipeError, REMOTE_DEPTH};
 use crate::layers::replicate::{Replicate, Waited};
 use crate::stack::chain::Chain;
 use crate::stack::request::IoError;
@@ -37,6 +37,11 @@ const BATCH_BYTES: u64 = 32 << 20;
 
 /// The same of a mirror, whose copy is waited for: nothing is copied while both sides are flushed, some ten milliseconds.
 const MIRROR_BATCH_BYTES: u64 = 128 << 20;
+
+/// The same of a copy at a server elsewhere: there a flush takes as long as the way there and back, and nothing is under way meanwhile.
+const REMOTE_BATCH_BYTES: u64 = 1 << 30;
+const REMOTE_BATCH_TIME: Duration = Duration::from_secs(8);
+const REMOTE_BATCH_CHUNKS: usize = 4096;
 
 /// The same limit in chunks: zeroes are quick.
 const BATCH_CHUNKS: usize = 256;
@@ -81,6 +86,19 @@ pub enum Batch {
     Pass,
 }
 
+/// How much is copied before both sides are flushed.
+struct BatchLimits {
+    bytes: u64,
+    chunks: usize,
+    time: Duration,
+}
+
+impl BatchLimits {
+    const MIRROR: Self = Self { bytes: MIRROR_BATCH_BYTES, chunks: BATCH_CHUNKS, time: BATCH_TIME };
+    const REMOTE: Self =
+        Self { bytes: REMOTE_BATCH_BYTES, chunks: REMOTE_BATCH_CHUNKS, time: REMOTE_BATCH_TIME };
+}
+
 /// Why a chunk was not copied to its end.
 enum Held {
     /// The process ends.
@@ -108,6 +126,9 @@ pub struct Copier {
     begun: Option<Instant>,
     /// The replica was truncated, and the map does not say so yet.
     cut: bool,
+    /// The copy is at a server elsewhere: what that takes is not taken from the guest's storage.
+    remote: bool,
+    limits: BatchLimits,
 }
 
 impl Copier {
@@ -120,11 +141,20 @@ impl Copier {
         leg: LegChain,
     ) -> Self {
         // A replica is copied for good, so it must not be felt.
+        let remote = leg.is_remote();
         let pieces = match replicate.0.geometry.purpose() {
             Purpose::Replica => 1,
+            Purpose::Mirror if remote => REMOTE_DEPTH,
             Purpose::Mirror => DEPTH,
         };
+        let limits = match replicate.0.geometry.purpose() {
+            Purpose::Replica => BatchLimits { bytes: BATCH_BYTES, ..BatchLimits::MIRROR },
+            Purpose::Mirror if remote => BatchLimits::REMOTE,
+            Purpose::Mirror => BatchLimits::MIRROR,
+        };
         Self {
+            remote,
+            limits,
             replicate: replicate.clone(),
             pipe: Pipe::new(source, leg, pieces),
             holes,
@@ -156,10 +186,6 @@ impl Copier {
         }
         self.cut = false;
         let (begun, mut bytes, mut copied) = (Instant::now(), 0, Vec::new());
-        let batch_bytes = match shared.geometry.purpose() {
-            Purpose::Replica => BATCH_BYTES,
-            Purpose::Mirror => MIRROR_BATCH_BYTES,
-        };
         let outcome = loop {
             let Some(chunk) = shared.chunks.next_marked(self.next) else {
                 self.next = 0;
@@ -179,8 +205,8 @@ impl Copier {
             }
             copied.push(Copied { chunk, ticket, began });
             bytes += shared.geometry.chunk();
-            let long = bytes >= batch_bytes || copied.len() == BATCH_CHUNKS;
-            if long || begun.elapsed() > BATCH_TIME || self.pipe.has_failed() {
+            let long = bytes >= self.limits.bytes || copied.len() == self.limits.chunks;
+            if long || begun.elapsed() > self.limits.time || self.pipe.has_failed() {
                 break Ok(Batch::More);
             }
         };
@@ -239,6 +265,10 @@ impl Copier {
             self.wait_for_the_rate(length as u64)?;
             self.begun = Some(Instant::now());
             self.pipe.piece(chunk, at, length);
+            if self.remote {
+                // Without the time that it has waited for the line.
+                self.begun = Some(Instant::now());
+            }
             at += length as u64;
         }
         Ok(())
@@ -273,7 +303,11 @@ impl Copier {
         let busy = std::mem::replace(&mut self.requests, requests) != requests;
         let yields = busy && self.replicate.0.mark_pause.pause().is_zero();
         if yields {
-            self.pipe.drain();
+            if self.remote {
+                self.pipe.finish_reads();
+            } else {
+                self.pipe.drain();
+            }
             let took = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed());
             let rest = (took * REST).min(REST_MAX);
             if !self.replicate.0.sleep(rest) {

@@ -9,7 +9,7 @@ use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::layers::bounce;
 use crate::layers::cache;
-use crate::layers::leg::COPY_POOL_BYTES;
+use crate::layers::leg::{COPY_POOL_BYTES, REMOTE_POOL_BYTES};
 use crate::layers::replicate;
 use crate::process::config;
 
@@ -27,7 +27,7 @@ const READER_BYTES: u64 = QUEUE_BYTES + (READER_POOL_BYTES + BESIDE_POOL_BYTES) 
 const COPY_CHAINS: usize = 2;
 
 /// For their buffers.
-const COPY_CHAINS_BYTES: u64 = (COPY_CHAINS * COPY_POOL_BYTES) as u64;
+const COPY_CHAINS_BYTES: u64 = (COPY_POOL_BYTES + REMOTE_POOL_BYTES) as u64;
 
 /// The most threads, the kernel's for io_uring included: two to four for each of the most queues.
 const THREADS_MAX: u64 = 512;

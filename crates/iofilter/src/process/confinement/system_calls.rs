@@ -19,6 +19,7 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
 };
+use vmseal_api::rbd::ASK_WHOLE;
 
 use crate::storage::rings::FILES_UPDATE;
 
@@ -213,7 +214,9 @@ fn allowed() -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_clone, vec![only(0, MaskedEq(thread), THREAD as u64)?]);
     let fcntl = FCNTL.iter().map(|command| only(1, Eq, *command as u64));
     rules.insert(libc::SYS_fcntl, fcntl.collect::<Result<_, _>>()?);
-    let ioctl = [libc::FIONBIO, libc::TCGETS].map(|request| only(1, Eq, request));
+    // The last one asks a file that comes later whether `vmseal-rbd` serves it.
+    let ioctl = [libc::FIONBIO, libc::TCGETS, ASK_WHOLE.into()];
+    let ioctl = ioctl.map(|request| only(1, Eq, request));
     rules.insert(libc::SYS_ioctl, ioctl.into_iter().collect::<Result<_, _>>()?);
     // Of a descriptor. The kernel's filter cannot check that the path is empty, so file metadata can be read by name.
     let open =

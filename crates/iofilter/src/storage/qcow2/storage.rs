@@ -184,7 +184,8 @@ impl ImageFile {
 
     /// Whether the file is still as long as we made it: do not recreate a truncated part.
     pub(super) fn intact(&self) -> Result<(), IoError> {
-        let stat = fstat(&self.0.target.fd).map_err(|error| IoError::from_errno(error as i32))?;
+        let target = &self.0.target;
+        let stat = fstat(&target.fd).map_err(|error| target.error(error as i32))?;
         let short = u64::try_from(stat.st_size).unwrap_or(0) < self.length();
         if short { Err(IoError::Truncated) } else { Ok(()) }
     }

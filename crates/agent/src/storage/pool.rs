@@ -1,0 +1,250 @@
+//! Pools of Ceph clusters that are datastores: `vmseal-rbd` mounts each, in a process of its own that outlives the agent.
+//!
+//! ```text
+//!  not mounted ──somebody needs it──> vmseal-rbd is started ──> mounted ──its process dies──> not mounted
+//! ```
+//! Where systemd runs, it starts the process, as a unit of its own: the agent's own mounts are not those of the host.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmseal_api::datastore::RbdPool;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+/// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds.
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// The pause between checks.
+const MOUNT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The most bytes of a process's log that an error has: its last lines.
+const LOG_MAX: usize = 1024;
+
+/// The program, and where it keeps records and logs.
+static PROGRAM: OnceLock<(PathBuf, PathBuf)> = OnceLock::new();
+
+/// One lock per mount point, so that one process is started.
+static MOUNTING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+/// Says which program mounts pools, and where it keeps its records. The first word counts.
+pub fn set_program(program: PathBuf, run_dir: PathBuf) {
+    let _ = PROGRAM.set((program, run_dir));
+}
+
+/// Mounts a pool, unless it is mounted. Blocks.
+///
+/// # Errors
+/// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says.
+pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
+    if is_mounted(path) {
+        return Ok(());
+    }
+    let mounting = {
+        let mut all = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.entry(path.to_owned()).or_default())
+    };
+    let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_mounted(path) {
+        return Ok(());
+    }
+    if !path.is_absolute() {
+        return Err(Problem::invalid("location.path", "must be an absolute path"));
+    }
+    pool.check()
+        .map_err(|(field, what)| Problem::invalid(format!("location.pool.{field}"), what))?;
+    let Some((program, run_dir)) = PROGRAM.get() else {
+        let what = "this agent cannot mount pools of Ceph";
+        return Err(Problem::new(ErrorCode::Unsupported, what));
+    };
+    start_and_wait(program, run_dir, path, pool)
+}
+
+fn start_and_wait(
+    program: &Path,
+    run_dir: &Path,
+    path: &Path,
+    pool: &RbdPool,
+) -> Result<(), Problem> {
+    let place = |error: io::Error| {
+        Problem::invalid("location.path", format!("{}: {error}", path.display()))
+    };
+    // One that is dead is there, too, and cannot be made.
+    match DirBuilder::new().recursive(true).mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(place(error)),
+        _ => {}
+    }
+    let failed = |what: String| {
+        let pool = &pool.pool;
+        Problem::new(ErrorCode::Unreachable, format!("the pool '{pool}' is not mounted: {what}"))
+    };
+    let records = run_dir.join("rbd");
+    let log_path = records.join(format!("{}.log", name(path)));
+    let started = vmseal_api::atomic_file::private_directory(&records)
+        .and_then(|()| OpenOptions::new().create(true).append(true).mode(0o600).open(&log_path))
+        .and_then(|log| {
+            let from = log.metadata()?.len();
+            Ok((start(program, &records, path, pool, &log)?, from))
+        });
+    let (mut child, log_from) = started.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => failed(format!(
+            "{} is not there: install vmseal-rbd beside vmseal, of the same version",
+            program.display()
+        )),
+        _ => failed(format!("vmseal-rbd cannot be started: {error}")),
+    })?;
+    let give_up = Instant::now() + MOUNT_TIMEOUT;
+    while Instant::now() < give_up {
+        if is_mounted(path) {
+            // It ends when it is unmounted; somebody has to take note of that.
+            std::thread::spawn(move || child.wait());
+            tracing::info!(path = %path.display(), pool = pool.pool, "a pool is mounted");
+            return Ok(());
+        }
+        match child.try_wait() {
+            Ok(Some(status)) if !status.success() => {
+                return Err(failed(last_lines(&log_path, log_from)));
+            }
+            Ok(_) => std::thread::sleep(MOUNT_INTERVAL),
+            Err(error) => return Err(failed(error.to_string())),
+        }
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    let seconds = MOUNT_TIMEOUT.as_secs();
+    Err(failed(format!(
+        "vmseal-rbd has not mounted it within {seconds} s, see {}",
+        log_path.display()
+    )))
+}
+
+/// A mount point's name among others, as a file's name.
+fn name(path: &Path) -> String {
+    path.to_string_lossy().trim_start_matches('/').replace('/', "-")
+}
+
+fn start(
+    program: &Path,
+    records: &Path,
+    path: &Path,
+    pool: &RbdPool,
+    log: &File,
+) -> io::Result<Child> {
+    program.metadata()?;
+    let mut command = if Path::new("/run/systemd/system").is_dir() {
+        let mut command = Command::new("systemd-run");
+        // `--wait`: its end is the end of the command, so it is seen here.
+        command.args(["--quiet", "--collect", "--wait", "--pipe", "--service-type=exec"]);
+        command.arg("--description").arg(format!("vmseal: Ceph pool {}", pool.pool));
+        command.arg("--").arg(program);
+        command
+    } else {
+        Command::new(program)
+    };
+    command.args(arguments(records, path, pool));
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    command.current_dir("/");
+    // It goes on when the agent ends, also by a signal to its group.
+    command.process_group(0);
+    command.spawn()
+}
+
+fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsString> {
+    let mut arguments: Vec<std::ffi::OsString> = vec![
+        "--monitors".into(),
+        (&pool.monitors).into(),
+        "--user".into(),
+        (&pool.user).into(),
+        "--keyring".into(),
+        (&pool.keyring).into(),
+        "--pool".into(),
+        (&pool.pool).into(),
+        "--messenger".into(),
+        pool.messenger.name().into(),
+        "--run-dir".into(),
+        records.into(),
+    ];
+    for (option, value) in [("--namespace", &pool.namespace), ("--data-pool", &pool.data_pool)] {
+        if let Some(value) = value {
+            arguments.extend([option.into(), value.into()]);
+        }
+    }
+    arguments.push(path.into());
+    arguments
+}
+
+/// Whether something is mounted there that answers.
+fn is_mounted(path: &Path) -> bool {
+    let (Ok(there), Some(Ok(above))) = (path.metadata(), path.parent().map(Path::metadata)) else {
+        return false;
+    };
+    there.is_dir() && there.dev() != above.dev()
+}
+
+/// The last lines that a process has written.
+fn last_lines(log: &Path, from: u64) -> String {
+    let written = std::fs::read(log).unwrap_or_default();
+    let from = usize::try_from(from).unwrap_or(usize::MAX).min(written.len());
+    let from = from.max(written.len().saturating_sub(LOG_MAX));
+    let text = String::from_utf8_lossy(&written[from..]).trim().replace('\n', "; ");
+    if text.is_empty() { "vmseal-rbd has ended without a word".to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::datastore::Messenger;
+
+    use super::*;
+
+    fn pool() -> RbdPool {
+        RbdPool {
+            monitors: "v2:10.0.0.1:3300".to_owned(),
+            user: "client.vmseal".to_owned(),
+            keyring: "/etc/ceph/keyring".into(),
+            pool: "vms".to_owned(),
+            namespace: None,
+            data_pool: Some("ec".to_owned()),
+            messenger: Messenger::Secure,
+        }
+    }
+
+    #[test]
+    fn arguments_are_those_of_vmseal_rbd() {
+        let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool());
+        let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
+        assert_eq!(
+            arguments.join(" "),
+            "--monitors v2:10.0.0.1:3300 --user client.vmseal --keyring /etc/ceph/keyring --pool vms --messenger secure --run-dir /run/v/rbd --data-pool ec /srv/ceph"
+        );
+    }
+
+    #[test]
+    fn a_program_that_fails_says_why_and_nothing_is_mounted() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("vmseal-rbd");
+        let run_dir = directory.path().join("run");
+        let place = directory.path().join("mount");
+        let missing = start_and_wait(&program, &run_dir, &place, &pool()).unwrap_err();
+        assert!(missing.detail.contains("install vmseal-rbd"), "{missing}");
+        std::fs::write(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n").unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        if Path::new("/run/systemd/system").is_dir() {
+            return;
+        }
+        for _ in 0..2 {
+            let refused = start_and_wait(&program, &run_dir, &place, &pool()).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::Unreachable);
+            let said = refused.detail.matches("no monitor answers").count();
+            assert_eq!(said, 1, "{refused}");
+        }
+        assert!(!is_mounted(&place));
+        assert!(is_mounted(Path::new("/proc")));
+    }
+}

@@ -1,0 +1,8 @@
+//! The contract between `vmseal-rbd`, which serves the files of a pool of Ceph over FUSE, and those who use its files.
+
+/// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
+pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
+
+/// Reads and writes are answered whole or with an error, never in part. And when the process that serves the file dies, nothing that it
+/// had under way is done any more once a successor serves it: the requests can be made again.
+pub const WHOLE: u32 = 1;

@@ -1,0 +1,395 @@
+//! An RBD image that is open. Reads and writes are asynchronous: librbd does them in its own few threads, which call back; no thread
+//! waits for a request.
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::ops::{ControlFlow, Range};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use libc::{size_t, ssize_t};
+
+use crate::buffers;
+use crate::cluster::{Pool, checked, text};
+use crate::library::{
+    self, Completion, FEATURES, IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES, IMAGE_OPTION_ORDER,
+    LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
+};
+
+/// How many owners a lock may have: an exclusive one has one.
+const OWNERS_MAX: usize = 8;
+
+/// How a new image is stored.
+#[derive(Clone, Debug, Default)]
+pub struct Layout {
+    /// The pool of its data, where that is another one: erasure-coded pools hold no names and no headers.
+    pub data_pool: Option<String>,
+    /// The size of its objects, as a power of two; none: the cluster's.
+    pub object_order: Option<u8>,
+}
+
+/// An open image.
+pub struct Image {
+    handle: library::Image,
+    size: AtomicU64,
+    /// The image is closed before its pool.
+    _pool: Arc<Pool>,
+}
+
+// SAFETY: librbd is made for use by several threads (rbd/librbd.h); the handle is an address.
+unsafe impl Send for Image {}
+// SAFETY: as above.
+unsafe impl Sync for Image {}
+
+/// What is done when an operation has ended; it gets the buffer of a read back.
+type Done = Box<dyn FnOnce(io::Result<u64>, Vec<u8>) + Send>;
+
+/// An operation in flight.
+struct InFlight {
+    buffer: Vec<u8>,
+    done: Done,
+}
+
+extern "C" fn when_done(completion: Completion, context: *mut c_void) {
+    let rbd = &loaded().rbd;
+    // SAFETY: librbd calls once, with the context that `Image::start` made and a completion that is open.
+    let (result, in_flight) = unsafe {
+        let result: ssize_t = (rbd.rbd_aio_get_return_value)(completion);
+        (rbd.rbd_aio_release)(completion);
+        (result, Box::from_raw(context.cast::<InFlight>()))
+    };
+    let InFlight { buffer, done } = *in_flight;
+    done(checked(result as i64), buffer);
+}
+
+/// Makes an image.
+///
+/// # Errors
+/// The cluster's.
+pub fn make(pool: &Pool, name: &str, size: u64, layout: &Layout) -> io::Result<()> {
+    let rbd = &loaded().rbd;
+    let name = text(name)?;
+    let data_pool = layout.data_pool.as_deref().map(text).transpose()?;
+    let mut options = ptr::null_mut();
+    // SAFETY: options are destroyed below, and the texts outlive the calls.
+    unsafe {
+        (rbd.rbd_image_options_create)(&raw mut options);
+        let set = rbd.rbd_image_options_set_uint64;
+        let mut result = set(options, IMAGE_OPTION_FEATURES, FEATURES);
+        if let (0.., Some(order)) = (result, layout.object_order) {
+            result = set(options, IMAGE_OPTION_ORDER, order.into());
+        }
+        if let (0.., Some(pool)) = (result, &data_pool) {
+            let set = rbd.rbd_image_options_set_string;
+            result = set(options, IMAGE_OPTION_DATA_POOL, pool.as_ptr());
+        }
+        if result >= 0 {
+            result = (rbd.rbd_create4)(pool.context(), name.as_ptr(), size, options);
+        }
+        (rbd.rbd_image_options_destroy)(options);
+        checked(result).map(drop)
+    }
+}
+
+/// Removes an image; one that is not there is removed.
+///
+/// # Errors
+/// `ResourceBusy` while somebody has it open; the cluster's.
+pub fn remove(pool: &Pool, name: &str) -> io::Result<()> {
+    let name = text(name)?;
+    // SAFETY: the pool is open.
+    match checked(unsafe { (loaded().rbd.rbd_remove)(pool.context(), name.as_ptr()) }) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Image {
+    /// Opens an image for reading alone.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn open(pool: &Arc<Pool>, name: &str) -> io::Result<Self> {
+        Self::open_as(pool, name, loaded().rbd.rbd_open_read_only)
+    }
+
+    /// Opens an image for writing, with its exclusive lock. `predecessors` are the addresses of processes that are known to be
+    /// dead: a lock of theirs is broken, and nothing that they have under way can land any more.
+    ///
+    /// # Errors
+    /// `ResourceBusy` while another process has the lock; the cluster's.
+    pub fn open_to_write(
+        pool: &Arc<Pool>,
+        name: &str,
+        predecessors: &[String],
+    ) -> io::Result<Self> {
+        let image = Self::open_as(pool, name, loaded().rbd.rbd_open)?;
+        let rbd = &loaded().rbd;
+        let owners = if predecessors.is_empty() { Vec::new() } else { image.lock_owners()? };
+        for owner in owners.iter().filter(|owner| predecessors.contains(owner)) {
+            tracing::warn!(image = name, %owner, "breaking the lock of a process that is dead");
+            let owner = text(owner)?;
+            // SAFETY: the image is open, the text outlives the call.
+            let broken =
+                unsafe { (rbd.rbd_lock_break)(image.handle, LOCK_EXCLUSIVE, owner.as_ptr()) };
+            checked(broken)?;
+        }
+        // SAFETY: the image is open.
+        let locked = checked(unsafe { (rbd.rbd_lock_acquire)(image.handle, LOCK_EXCLUSIVE) });
+        match locked {
+            // The owner does not give it away.
+            Err(error) if error.raw_os_error() == Some(libc::EROFS) => {
+                Err(io::Error::from_raw_os_error(libc::EBUSY))
+            }
+            Err(error) => Err(error),
+            Ok(_) => Ok(image),
+        }
+    }
+
+    fn open_as(
+        pool: &Arc<Pool>,
+        name: &str,
+        open: unsafe extern "C" fn(
+            library::IoContext,
+            *const std::ffi::c_char,
+            *mut library::Image,
+            *const std::ffi::c_char,
+        ) -> c_int,
+    ) -> io::Result<Self> {
+        let name = text(name)?;
+        let (mut handle, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: the pool is open; the handle is written if the call succeeds.
+        checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
+        let image = Self { handle, size: AtomicU64::new(0), _pool: Arc::clone(pool) };
+        // SAFETY: the image is open; the size is written.
+        checked(unsafe { (loaded().rbd.rbd_get_size)(handle, &raw mut size) })?;
+        image.size.store(size, Ordering::Release);
+        Ok(image)
+    }
+
+    /// The addresses of those that have its lock.
+    fn lock_owners(&self) -> io::Result<Vec<String>> {
+        let rbd = &loaded().rbd;
+        let (mut mode, mut count) = (LOCK_EXCLUSIVE, OWNERS_MAX);
+        let mut owners = [ptr::null_mut(); OWNERS_MAX];
+        let list = owners.as_mut_ptr();
+        // SAFETY: the image is open, and the list has room for as many as it says.
+        let asked =
+            unsafe { (rbd.rbd_lock_get_owners)(self.handle, &raw mut mode, list, &raw mut count) };
+        match checked(asked) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+            Ok(_) => {}
+        }
+        let told = owners[..count.min(OWNERS_MAX)].iter();
+        // SAFETY: librbd has filled as many as it says; they are texts until they are given back.
+        let told = told.map(|owner| unsafe {
+            std::ffi::CStr::from_ptr(*owner).to_string_lossy().into_owned()
+        });
+        let told = told.collect();
+        // SAFETY: they are not used any more.
+        unsafe { (rbd.rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count) };
+        Ok(told)
+    }
+
+    /// Its size in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Makes it this long; what it gets is zeroes.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn resize(&self, size: u64) -> io::Result<()> {
+        // SAFETY: the image is open.
+        checked(unsafe { (loaded().rbd.rbd_resize)(self.handle, size) })?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
+    }
+
+    /// Notes something beside it, for `rbd image-meta list`.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn set_metadata(&self, key: &str, value: &str) -> io::Result<()> {
+        let (key, value) = (text(key)?, text(value)?);
+        let set = loaded().rbd.rbd_metadata_set;
+        // SAFETY: the image is open, the texts outlive the call.
+        checked(unsafe { set(self.handle, key.as_ptr(), value.as_ptr()) }).map(drop)
+    }
+
+    /// Writes at once.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn write_all(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let (start, length) = (bytes.as_ptr().cast(), bytes.len());
+        // SAFETY: the image is open, and the slice outlives the call.
+        let written = unsafe { (loaded().rbd.rbd_write)(self.handle, offset, length, start) };
+        checked(written as i64).map(drop)
+    }
+
+    /// Flushes at once.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn flush_now(&self) -> io::Result<()> {
+        // SAFETY: the image is open.
+        checked(unsafe { (loaded().rbd.rbd_flush)(self.handle) }).map(drop)
+    }
+
+    /// Reads `length` bytes.
+    pub fn read(
+        &self,
+        offset: u64,
+        length: usize,
+        done: impl FnOnce(io::Result<&[u8]>) + Send + 'static,
+    ) {
+        let done = move |result: io::Result<u64>, buffer: Vec<u8>| match result {
+            Ok(count) => {
+                done(Ok(&buffer[..buffer.len().min(count as usize)]));
+                buffers::give(buffer);
+            }
+            Err(error) => done(Err(error)),
+        };
+        let handle = self.handle;
+        self.start(buffers::take(length), Box::new(done), |buffer, completion| {
+            let (start, length) = (buffer.as_mut_ptr().cast(), buffer.len());
+            // SAFETY: the buffer is the operation's until it is done.
+            unsafe { (loaded().rbd.rbd_aio_read)(handle, offset, length, start, completion) }
+        });
+    }
+
+    /// Writes; the bytes are not needed any more when this returns.
+    pub fn write(
+        &self,
+        offset: u64,
+        bytes: &[u8],
+        done: impl FnOnce(io::Result<()>) + Send + 'static,
+    ) {
+        let (handle, start, length) = (self.handle, bytes.as_ptr().cast(), bytes.len());
+        let done = |result: io::Result<u64>, _| done(result.map(drop));
+        self.start(Vec::new(), Box::new(done), |_, completion| {
+            // SAFETY: librbd copies the bytes before it returns (`rbd_disable_zero_copy_writes`).
+            unsafe { (loaded().rbd.rbd_aio_write)(handle, offset, length, start, completion) }
+        });
+    }
+
+    /// Makes what has been answered durable.
+    pub fn flush(&self, done: impl FnOnce(io::Result<()>) + Send + 'static) {
+        let handle = self.handle;
+        let done = |result: io::Result<u64>, _| done(result.map(drop));
+        self.start(Vec::new(), Box::new(done), |_, completion| {
+            // SAFETY: the image is open.
+            unsafe { (loaded().rbd.rbd_aio_flush)(handle, completion) }
+        });
+    }
+
+    /// Makes a part zeroes, and holes where it can, unless they are to take room.
+    pub fn write_zeroes(
+        &self,
+        part: Range<u64>,
+        take_room: bool,
+        done: impl FnOnce(io::Result<()>) + Send + 'static,
+    ) {
+        let (handle, length) = (self.handle, part.end.saturating_sub(part.start) as size_t);
+        let flags = if take_room { ZEROES_TAKE_ROOM } else { 0 };
+        let done = |result: io::Result<u64>, _| done(result.map(drop));
+        self.start(Vec::new(), Box::new(done), |_, completion| {
+            let write_zeroes = loaded().rbd.rbd_aio_write_zeroes;
+            // SAFETY: the image is open.
+            unsafe { write_zeroes(handle, part.start, length, completion, flags, 0) }
+        });
+    }
+
+    /// Starts an operation; `done` is called once, also where it cannot be started.
+    fn start(
+        &self,
+        buffer: Vec<u8>,
+        done: Done,
+        submit: impl FnOnce(&mut Vec<u8>, Completion) -> c_int,
+    ) {
+        let rbd = &loaded().rbd;
+        let in_flight = Box::into_raw(Box::new(InFlight { buffer, done }));
+        let mut completion = ptr::null_mut();
+        // SAFETY: the context is given up to the callback if the operation starts, and taken back here if not. Its buffer
+        // does not move: only the callback takes the box.
+        unsafe {
+            let create = rbd.rbd_aio_create_completion;
+            let mut started = create(in_flight.cast(), when_done, &raw mut completion);
+            if started >= 0 {
+                started = submit(&mut (*in_flight).buffer, completion);
+                if started >= 0 {
+                    return;
+                }
+                (rbd.rbd_aio_release)(completion);
+            }
+            let InFlight { buffer, done } = *Box::from_raw(in_flight);
+            done(checked(started), buffer);
+        }
+    }
+
+    /// The parts of `within` that have data, in order; holes within an object do not show.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn extents(&self, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let mut found: Vec<Range<u64>> = Vec::new();
+        self.each_extent(within, |part| {
+            match found.last_mut().filter(|last| last.end == part.start) {
+                Some(last) => last.end = part.end,
+                None => found.push(part),
+            }
+            ControlFlow::Continue(())
+        })?;
+        Ok(found)
+    }
+
+    fn each_extent(
+        &self,
+        within: Range<u64>,
+        mut each: impl FnMut(Range<u64>) -> ControlFlow<()>,
+    ) -> io::Result<()> {
+        let end = within.end.min(self.size());
+        if within.start >= end {
+            return Ok(());
+        }
+        let mut each: &mut dyn FnMut(Range<u64>) -> ControlFlow<()> = &mut each;
+        let context = (&raw mut each).cast::<c_void>();
+        let iterate = loaded().rbd.rbd_diff_iterate2;
+        let (start, length) = (within.start, end - within.start);
+        // SAFETY: the image is open; the context outlives the call, which alone uses it.
+        let done =
+            unsafe { iterate(self.handle, ptr::null(), start, length, 1, 1, extent, context) };
+        match checked(done) {
+            Err(error) if error.raw_os_error() == Some(libc::ECANCELED) => Ok(()),
+            Err(error) => Err(error),
+            Ok(_) => Ok(()),
+        }
+    }
+}
+
+extern "C" fn extent(offset: u64, length: size_t, exists: c_int, context: *mut c_void) -> c_int {
+    // SAFETY: the context is what `each_extent` passed, which waits for the end of the iteration.
+    let each = unsafe { &mut *context.cast::<&mut dyn FnMut(Range<u64>) -> ControlFlow<()>>() };
+    if exists == 0 {
+        return 0;
+    }
+    match each(offset..offset + length as u64) {
+        ControlFlow::Continue(()) => 0,
+        ControlFlow::Break(()) => -libc::ECANCELED,
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // SAFETY: nothing uses it any more; librbd waits for what is in flight.
+        let closed = unsafe { (loaded().rbd.rbd_close)(self.handle) };
+        if let Err(error) = checked(closed) {
+            tracing::warn!(%error, "an image was not closed cleanly");
+        }
+    }
+}

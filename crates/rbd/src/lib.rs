@@ -1,0 +1,39 @@
+//! `vmseal-rbd`: a Ceph pool as a datastore.
+//!
+//! It mounts a pool (FUSE) as a directory tree in which long files are RBD images and short ones objects. So all that vmseal does with a
+//! directory, it does with a pool: disks with their LUKS2 headers are images, each in one piece, and descriptors and notes stand beside
+//! them. Encryption is above, in `vmseal-filter`: this process sees ciphertext and has no key of a disk. It has the pool's own key
+//! (cephx), threads and memory of librbd, and a connection to the network, and `vmseal-filter` has none of them.
+//!
+//! ```text
+//!  vmseal-filter, agent ── files ──> FUSE ──> file_system ─► open_files ─► open_file ─► image ──> librbd
+//!                                                       └──► directory ──────────────► cluster ─> librados
+//! ```
+//! | module | subject |
+//! |---|---|
+//! | [`file_system`] | FUSE's requests |
+//! | [`open_files`], [`open_file`] | files that are open: an object, or an image |
+//! | [`holes`] | where a file has data |
+//! | [`locks`] | locks of files, between hosts |
+//! | [`directory`] | names, and the removal of files |
+//! | [`inode`] | what the objects in the pool are called |
+//! | [`image`], [`cluster`] | librbd and librados, in safe Rust |
+//! | [`library`] | their functions |
+//! | [`buffers`] | memory for reads |
+//! | [`predecessors`] | who served the mount before, for their locks |
+//! | [`confinement`] | what the process may still do |
+
+mod answers;
+pub mod buffers;
+pub mod cluster;
+pub mod confinement;
+pub mod directory;
+pub mod file_system;
+pub mod holes;
+pub mod image;
+pub mod inode;
+pub mod library;
+pub mod locks;
+pub mod open_file;
+pub mod open_files;
+pub mod predecessors;

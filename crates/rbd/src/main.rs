@@ -1,0 +1,198 @@
+//! `vmseal-rbd`: mounts a Ceph pool as a datastore.
+//!
+//! ```text
+//!  main                                     serving
+//!  locks the mount's record
+//!  starts ────────────────────────────────> confines itself, connects, ends what a predecessor has begun
+//!  mounts          <──────────── connected ┘
+//!  gives it the mount ────────────────────> serves until it is unmounted
+//!  confines itself too, and waits
+//! ```
+//! The library's threads descend from the confined one.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Parser;
+use fuser::{Config, Session, SessionACL};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use vmseal_rbd::cluster::{Access, Cluster, Messenger, Pool};
+use vmseal_rbd::confinement;
+use vmseal_rbd::directory::Directories;
+use vmseal_rbd::file_system::FileSystem;
+use vmseal_rbd::image::Layout;
+use vmseal_rbd::library;
+use vmseal_rbd::locks::Locks;
+use vmseal_rbd::open_file::Store;
+use vmseal_rbd::predecessors::Predecessors;
+
+/// How many threads take requests: those that ask the cluster about names wait for the answer.
+const THREADS: usize = 4;
+
+/// Mounts a pool of a Ceph cluster as a datastore: long files are RBD images, short ones objects. It serves until the directory is
+/// unmounted (umount DIRECTORY).
+#[derive(Debug, Parser)]
+#[command(name = "vmseal-rbd", version)]
+struct Options {
+    /// The monitors' addresses, as in mon_host: v2:10.0.0.1:3300,v2:10.0.0.2:3300
+    #[arg(long, value_name = "ADDRESSES")]
+    monitors: String,
+    /// The Ceph user
+    #[arg(long, value_name = "client.NAME", default_value = "client.vmseal")]
+    user: String,
+    /// The file with the user's key
+    #[arg(long, value_name = "FILE")]
+    keyring: PathBuf,
+    /// The pool of names, headers and, unless --data-pool is given, of data: a replicated one
+    #[arg(long)]
+    pool: String,
+    /// The namespace within the pool
+    #[arg(long, default_value = "")]
+    namespace: String,
+    /// The pool of the data of images: it may be erasure-coded
+    #[arg(long, value_name = "POOL")]
+    data_pool: Option<String>,
+    /// The size of the objects of new images, as a power of two: 22 is 4 MiB
+    #[arg(long, value_name = "ORDER", value_parser = clap::value_parser!(u8).range(12..=25))]
+    object_order: Option<u8>,
+    /// How data goes over the network: encrypted (secure), or with checksums (crc)
+    #[arg(long, value_enum, default_value_t = Messenger::Secure)]
+    messenger: Messenger,
+    /// Where the process notes its address in the cluster
+    #[arg(long, value_name = "DIRECTORY", default_value = "/run/vmseal-rbd")]
+    run_dir: PathBuf,
+    /// Where the pool is mounted
+    directory: PathBuf,
+}
+
+fn main() -> ExitCode {
+    vmseal_log::start();
+    match run(Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: Options) -> anyhow::Result<()> {
+    nix::sys::prctl::set_dumpable(false).context("the process cannot be kept from being dumped")?;
+    library::load()?;
+    let directory = options.directory.canonicalize_even_if_dead()?;
+    let mut record = lock_record(&options.run_dir, &directory)?;
+    let (connected, connection) = mpsc::channel();
+    let (mounted, mount) = mpsc::channel();
+    let predecessors = record.addresses().to_vec();
+    let serving = std::thread::Builder::new()
+        .name("serving".into())
+        .spawn(move || serve(&options, predecessors, &connected, &mount))?;
+    // Its error says more than that it is gone.
+    if let Ok(address) = connection.recv() {
+        record.note(&address).context("the address in the cluster cannot be noted")?;
+        let fuse = mount_at(&directory)?;
+        if mounted.send(fuse).is_err() {
+            let _ = umount2(&directory, MntFlags::MNT_DETACH);
+        }
+        drop(mounted);
+        confinement::enter(Path::new("/dev/null")).context("the process cannot be confined")?;
+    }
+    let served = serving.join();
+    served.map_err(|_| anyhow!("the file system ended by a defect"))?
+}
+
+/// Locks the record of the mount's processes.
+fn lock_record(run_dir: &Path, directory: &Path) -> anyhow::Result<Predecessors> {
+    vmseal_api::atomic_file::private_directory(run_dir)
+        .with_context(|| format!("{} cannot be made", run_dir.display()))?;
+    let name = directory.to_string_lossy().trim_start_matches('/').replace('/', "-");
+    match Predecessors::lock(&run_dir.join(name)) {
+        Ok(record) => Ok(record),
+        Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => {
+            bail!("another vmseal-rbd serves {}", directory.display())
+        }
+        Err(error) => Err(error).context("the record of the mount cannot be read"),
+    }
+}
+
+/// Mounts, and returns the connection to the kernel.
+fn mount_at(directory: &Path) -> anyhow::Result<OwnedFd> {
+    let fuse =
+        File::options().read(true).write(true).open("/dev/fuse").context(
+            "/dev/fuse cannot be opened: the kernel needs FUSE, and the process the device",
+        )?;
+    let (user, group) = (nix::unistd::geteuid(), nix::unistd::getegid());
+    // Others have files of it open: filters, under users of their own. The modes keep them from opening one.
+    let data = format!(
+        "fd={},rootmode=40700,user_id={user},group_id={group},default_permissions,allow_other",
+        fuse.as_raw_fd()
+    );
+    let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC | MsFlags::MS_NOATIME;
+    mount(Some("vmseal-rbd"), directory, Some("fuse.vmseal-rbd"), flags, Some(data.as_str()))
+        .with_context(|| format!("{} cannot be mounted", directory.display()))?;
+    Ok(fuse.into())
+}
+
+/// Connects, and serves what is mounted then.
+fn serve(
+    options: &Options,
+    predecessors: Vec<String>,
+    connected: &Sender<String>,
+    mount: &Receiver<OwnedFd>,
+) -> anyhow::Result<()> {
+    confinement::enter(&options.keyring).context("the process cannot be confined")?;
+    let access = Access {
+        monitors: options.monitors.clone(),
+        user: options.user.clone(),
+        keyring: options.keyring.to_string_lossy().into_owned(),
+        messenger: options.messenger,
+    };
+    let cluster = Cluster::connect(&access)?;
+    let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
+    Directories::new(Arc::clone(&pool))
+        .end_removals()
+        .with_context(|| format!("the pool '{}' cannot be used", options.pool))?;
+    let address = cluster.address().context("the address in the cluster is not known")?;
+    let layout =
+        Layout { data_pool: options.data_pool.clone(), object_order: options.object_order };
+    let room_of = layout.data_pool.clone().unwrap_or_else(|| options.pool.clone());
+    let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
+    locks.keep()?;
+    let store = Store { pool, layout, predecessors };
+    let file_system = FileSystem::new(cluster, room_of, store, locks);
+    tracing::info!(pool = options.pool, %address, "connected");
+    let _ = connected.send(address);
+    let Ok(fuse) = mount.recv() else { return Ok(()) };
+    let mut config = Config::default();
+    (config.n_threads, config.clone_fd) = (Some(THREADS), true);
+    let session = Session::from_fd(file_system, fuse, SessionACL::All, config)
+        .context("the kernel's FUSE does not answer")?;
+    tracing::info!(directory = %options.directory.display(), "mounted");
+    session.run().context("the file system ended")?;
+    tracing::info!("unmounted");
+    Ok(())
+}
+
+/// The mount point, also where a process that served it has died.
+trait MountPoint {
+    fn canonicalize_even_if_dead(&self) -> anyhow::Result<PathBuf>;
+}
+
+impl MountPoint for PathBuf {
+    fn canonicalize_even_if_dead(&self) -> anyhow::Result<PathBuf> {
+        let at = || format!("{}", self.display());
+        match self.canonicalize() {
+            Err(error) if error.raw_os_error() == Some(Errno::ENOTCONN as i32) => {
+                umount2(self, MntFlags::MNT_DETACH).with_context(at)?;
+                self.canonicalize().with_context(at)
+            }
+            found => found.with_context(at),
+        }
+    }
+}

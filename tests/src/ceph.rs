@@ -1,0 +1,179 @@
+//! A cluster of Ceph's own programs, by `vmseal lab ceph`.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::installation::next_address;
+use crate::process::{kill_hard, using};
+use crate::program;
+
+/// A cluster's directory and address; all of its processes end with the value.
+pub struct Cluster {
+    home: TempDir,
+    listen: String,
+}
+
+impl Cluster {
+    /// A directory and an address; nothing runs yet.
+    #[must_use]
+    pub fn new() -> Self {
+        let listen = format!("{}:17300", next_address());
+        Self { home: tempfile::tempdir().unwrap(), listen }
+    }
+
+    /// Where all of its files are.
+    #[must_use]
+    pub fn directory(&self) -> PathBuf {
+        self.home.path().join("cluster")
+    }
+
+    /// The monitor's address, as clients are told it.
+    #[must_use]
+    pub fn monitors(&self) -> String {
+        format!("v2:{}/0", self.listen)
+    }
+
+    /// The administrator's key.
+    #[must_use]
+    pub fn keyring(&self) -> PathBuf {
+        self.directory().join("keys/client.admin.keyring")
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(program("vmseal").unwrap());
+        command.args(["lab", "ceph"]).args(words).arg("--directory").arg(self.directory());
+        command.stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a verb.
+    #[must_use]
+    pub fn run(&self, words: &[&str]) -> Output {
+        let output = self.command(words).output().unwrap();
+        self.check_no_keys(&output);
+        output
+    }
+
+    /// Runs a verb that must succeed; what it prints as JSON.
+    pub fn json(&self, words: &[&str]) -> Value {
+        let output = self.run(&[words, &["-o", "json"]].concat());
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// Runs a verb that must fail with this exit code; what it says.
+    pub fn refused(&self, words: &[&str], code: i32) -> String {
+        let output = self.run(words);
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {}", said(&output));
+        said(&output)
+    }
+
+    /// Brings it up; its status.
+    pub fn up(&self) -> Value {
+        self.json(&["up", "--listen", &self.listen, "--osd-gib", "2"])
+    }
+
+    /// Kills an `up` as soon as it says this.
+    pub fn up_killed_at(&self, line: &str) {
+        let mut command = self.command(&["up", "--listen", &self.listen, "--osd-gib", "2"]);
+        let mut up = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let lines = BufReader::new(up.stderr.take().unwrap()).lines();
+        let mut lines = lines.map(Result::unwrap);
+        let mut before = Vec::new();
+        let found = lines.any(|said| {
+            before.push(said.clone());
+            said == line
+        });
+        up.kill().unwrap();
+        up.wait().unwrap();
+        assert!(found, "it never said '{line}': {before:?}");
+    }
+
+    /// Runs `rbd` as the administrator.
+    #[must_use]
+    pub fn rbd(&self, words: &[&str]) -> Output {
+        let mut command = Command::new("rbd");
+        command.arg("-c").arg(self.directory().join("ceph.conf")).args(words);
+        command.output().unwrap()
+    }
+
+    /// Stores content in an image.
+    pub fn import(&self, content: &[u8], image: &str, more: &[&str]) {
+        let from = self.home.path().join("content");
+        std::fs::write(&from, content).unwrap();
+        let output = self
+            .rbd(&[&["import", "--no-progress", from.to_str().unwrap(), image][..], more].concat());
+        assert!(output.status.success(), "{image}: {}", said(&output));
+    }
+
+    /// Reads an image.
+    pub fn export(&self, image: &str) -> Vec<u8> {
+        let output = self.rbd(&["export", "--no-progress", image, "-"]);
+        assert!(output.status.success(), "{image}: {}", said(&output));
+        output.stdout
+    }
+
+    /// Finds that none of the cluster's keys is in what a program said.
+    fn check_no_keys(&self, output: &Output) {
+        let text = [&output.stdout[..], &output.stderr].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        for keyring in files(&self.directory().join("keys")) {
+            let Ok(keyring) = std::fs::read_to_string(keyring) else { continue };
+            let mut keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
+            assert!(!keys.any(|key| text.contains(key)), "a key was printed");
+        }
+    }
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        using(&self.directory()).into_iter().for_each(kill_hard);
+    }
+}
+
+/// What a program has said on standard error.
+#[must_use]
+pub fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// All files below a directory, also sockets; none if it is not there.
+#[must_use]
+pub fn files(directory: &Path) -> Vec<PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            match entry.file_type().unwrap().is_dir() {
+                true => left.push(entry.path()),
+                false => found.push(entry.path()),
+            }
+        }
+    }
+    found
+}
+
+/// The programs of Ceph are Debian's packages; without them this says so, and tests nothing.
+#[must_use]
+pub fn is_installed() -> bool {
+    let missing = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "rbd"]
+        .into_iter()
+        .find(|program| Command::new(program).arg("--version").output().is_err());
+    if let Some(program) = missing {
+        eprintln!(
+            "skipped: there is no {program} (packages ceph-mon ceph-mgr ceph-osd ceph-common)"
+        );
+    }
+    missing.is_none()
+}

@@ -1,0 +1,336 @@
+//! `vmseal-rbd` on a real Ceph cluster: the files of a pool are files, two hosts see each other's changes and locks, and never write
+//! one image.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, Whence, lseek};
+use vmseal_tests::ceph::{Cluster, is_installed, said};
+use vmseal_tests::{eventually, program};
+
+/// More than a file that is an object can have.
+const LONG: u64 = 8 << 20;
+
+/// A mount of the cluster's pool, as one host has it.
+struct Mount {
+    directory: tempfile::TempDir,
+    process: Child,
+}
+
+impl Mount {
+    fn new(cluster: &Cluster) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("pool")).unwrap();
+        let process = Self::serve(cluster, directory.path());
+        let mount = Self { directory, process };
+        mount.wait();
+        mount
+    }
+
+    fn serve(cluster: &Cluster, directory: &Path) -> Child {
+        let mut command = Command::new(program("vmseal-rbd").unwrap());
+        command.args(["--monitors", &cluster.monitors(), "--user", "client.admin", "--keyring"]);
+        command.arg(cluster.keyring()).args(["--pool", "vmseal", "--messenger", "crc"]);
+        command.arg("--run-dir").arg(directory.join("run")).arg(directory.join("pool"));
+        let log = OpenOptions::new().create(true).append(true).open(directory.join("log")).unwrap();
+        command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        command.spawn().unwrap()
+    }
+
+    fn wait(&self) {
+        eventually("the pool is mounted", || {
+            let there = self.path("").metadata().ok()?.dev();
+            (there != self.directory.path().metadata().unwrap().dev()).then_some(())
+        })
+        .unwrap_or_else(|error| panic!("{error}: {}", self.log()));
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join("pool").join(name)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.process.id().cast_signed()), signal).unwrap();
+    }
+
+    /// It dies, and another process serves the same mount.
+    fn dies(&mut self, cluster: &Cluster) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+        self.process = Self::serve(cluster, self.directory.path());
+        self.wait();
+    }
+
+    fn unmount(&mut self) {
+        let status = Command::new("umount").arg(self.path("")).status().unwrap();
+        assert!(status.success());
+        assert!(self.process.wait().unwrap().success(), "{}", self.log());
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ =
+            Command::new("umount").arg("--lazy").arg(self.path("")).stderr(Stdio::null()).status();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn open(path: &Path) -> std::io::Result<File> {
+    File::options().read(true).write(true).open(path)
+}
+
+fn make(path: &Path) -> std::io::Result<File> {
+    File::options().read(true).write(true).create_new(true).open(path)
+}
+
+/// Tries to lock a whole file.
+fn lock(file: &File, kind: i32) -> bool {
+    let whole = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+        Ok(_) => true,
+        Err(nix::errno::Errno::EAGAIN) => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).unwrap();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn images(cluster: &Cluster) -> usize {
+    let listed = cluster.rbd(&["ls", "vmseal"]);
+    assert!(listed.status.success(), "{}", said(&listed));
+    String::from_utf8(listed.stdout).unwrap().lines().count()
+}
+
+fn random(length: u64) -> Vec<u8> {
+    std::iter::repeat_with(|| fastrand::u8(..)).take(length as usize).collect()
+}
+
+#[test]
+fn a_pool_is_a_directory_tree_that_hosts_share() {
+    if !is_installed() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.up();
+    let (mut here, there) = (Mount::new(&cluster), Mount::new(&cluster));
+    short_files(&here, &there);
+    long_files(&cluster, &here, &there);
+    removals(&cluster, &mut here);
+    locks(&cluster, &mut here, &there);
+    one_writer(&cluster, &mut here, &there);
+    a_paused_owner(&here, &there);
+    here.unmount();
+}
+
+/// Names and short files, as both hosts see them.
+fn short_files(here: &Mount, there: &Mount) {
+    std::fs::create_dir(here.path("vm")).unwrap();
+    make(&here.path("vm/note")).unwrap().write_all(b"first").unwrap();
+    assert_eq!(std::fs::read(there.path("vm/note")).unwrap(), b"first");
+    assert_eq!(make(&there.path("vm/note")).unwrap_err().kind(), ErrorKind::AlreadyExists);
+    // Replaced as a whole.
+    std::fs::write(there.path("vm/note.new"), "second").unwrap();
+    std::fs::rename(there.path("vm/note.new"), there.path("vm/note")).unwrap();
+    assert_eq!(std::fs::read(here.path("vm/note")).unwrap(), b"second");
+    assert_eq!(names(&here.path("vm")), ["note"]);
+    std::fs::hard_link(here.path("vm/note"), here.path("vm/other")).unwrap();
+    assert_eq!(there.path("vm/other").metadata().unwrap().nlink(), 2);
+    std::fs::remove_file(there.path("vm/note")).unwrap();
+    assert_eq!(std::fs::read(here.path("vm/other")).unwrap(), b"second");
+    assert_eq!(
+        std::fs::remove_dir(here.path("vm")).unwrap_err().kind(),
+        ErrorKind::DirectoryNotEmpty
+    );
+    std::fs::remove_file(here.path("vm/other")).unwrap();
+    std::fs::remove_dir(there.path("vm")).unwrap();
+    assert_eq!(here.path("vm").metadata().unwrap_err().kind(), ErrorKind::NotFound);
+    let many: Vec<_> = (0..700).map(|number| format!("n{number:04}")).collect();
+    std::fs::create_dir(here.path("many")).unwrap();
+    many.iter().for_each(|name| drop(make(&here.path("many").join(name)).unwrap()));
+    assert_eq!(names(&there.path("many")), many);
+    std::fs::remove_dir_all(there.path("many")).unwrap();
+}
+
+/// Files that grow beyond an object: images, with holes.
+fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
+    let (before, path) = (images(cluster), here.path("disk"));
+    let mut file = make(&path).unwrap();
+    file.write_all(b"begins short").unwrap();
+    assert_eq!(images(cluster), before, "a short file is an image");
+    let content = random(LONG);
+    file.write_all_at(&content, 3 << 20).unwrap();
+    assert_eq!(images(cluster), before + 1);
+    let whole = (3 << 20) + LONG;
+    assert_eq!(file.metadata().unwrap().len(), whole);
+    file.sync_all().unwrap();
+    assert_eq!(there.path("disk").metadata().unwrap().len(), whole);
+    let mut read = vec![0; LONG as usize];
+    file.read_exact_at(&mut read, 3 << 20).unwrap();
+    assert!(read == content);
+    let mut begins = [0; 12];
+    file.read_exact_at(&mut begins, 0).unwrap();
+    assert_eq!(&begins, b"begins short");
+    // Beyond its end there is nothing.
+    assert_eq!(file.read_at(&mut read, whole).unwrap(), 0);
+    assert_eq!(file.read_at(&mut read, whole - 5).unwrap(), 5);
+    // What is punched reads as zeroes, to the byte.
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(&file, punch, (3 << 20) + 100, 5 << 20).unwrap();
+    file.read_exact_at(&mut read, 3 << 20).unwrap();
+    let mut expected = content.clone();
+    expected[100..100 + (5 << 20)].fill(0);
+    assert!(read == expected);
+    // Cut, and made longer again.
+    file.set_len(4 << 20).unwrap();
+    file.set_len(LONG).unwrap();
+    file.read_exact_at(&mut read[..4 << 20], 4 << 20).unwrap();
+    assert!(read[..4 << 20].iter().all(|byte| *byte == 0));
+    // A long one that has little in it.
+    let sparse = make(&here.path("sparse")).unwrap();
+    sparse.set_len(1 << 40).unwrap();
+    sparse.write_all_at(b"far", 1 << 39).unwrap();
+    let at = |whence, from| lseek(&sparse, from, whence).map(|at| at as u64);
+    assert_eq!(at(Whence::SeekData, 0), Ok(1 << 39));
+    let hole = at(Whence::SeekHole, 1 << 39).unwrap();
+    assert!(hole > 1 << 39 && hole <= (1 << 39) + (4 << 20), "{hole}");
+    assert_eq!(at(Whence::SeekData, hole as i64), Err(nix::errno::Errno::ENXIO));
+    file.seek(SeekFrom::Start(0)).unwrap();
+    file.read_exact(&mut begins).unwrap();
+    drop((file, sparse));
+    std::fs::remove_file(&path).unwrap();
+    std::fs::remove_file(here.path("sparse")).unwrap();
+    assert_eq!(images(cluster), before);
+}
+
+/// A file that is open goes when it is closed, also where the process that was to remove it dies.
+fn removals(cluster: &Cluster, here: &mut Mount) {
+    let before = images(cluster);
+    let file = make(&here.path("open")).unwrap();
+    file.set_len(LONG).unwrap();
+    std::fs::remove_file(here.path("open")).unwrap();
+    file.write_all_at(b"still there", 5).unwrap();
+    let mut read = [0; 11];
+    file.read_exact_at(&mut read, 5).unwrap();
+    assert_eq!(&read, b"still there");
+    drop(file);
+    eventually("the image of a removed file is gone", || (images(cluster) == before).then_some(()))
+        .unwrap();
+    let file = make(&here.path("open")).unwrap();
+    file.set_len(LONG).unwrap();
+    std::fs::remove_file(here.path("open")).unwrap();
+    assert_eq!(images(cluster), before + 1);
+    here.dies(cluster);
+    let failed = file.write_all_at(b"lost", 0).unwrap_err();
+    assert_eq!(failed.raw_os_error(), Some(libc::ENOTCONN), "{failed}");
+    drop(file);
+    // The cluster takes half a minute to see that the dead one does not have it open any more.
+    let give_up = Instant::now() + Duration::from_secs(90);
+    while images(cluster) > before {
+        assert!(Instant::now() < give_up, "the image of a removed file stays: {}", here.log());
+        std::thread::sleep(Duration::from_secs(5));
+        here.dies(cluster);
+    }
+}
+
+/// Locks reach from one host to the other, and do not outlive the process that serves them.
+fn locks(cluster: &Cluster, here: &mut Mount, there: &Mount) {
+    let path = |mount: &Mount| mount.path("locked");
+    let one = make(&path(here)).unwrap();
+    let (second, other) = (open(&path(here)).unwrap(), open(&path(there)).unwrap());
+    assert!(lock(&one, libc::F_WRLCK));
+    assert!(!lock(&second, libc::F_RDLCK) && !lock(&other, libc::F_RDLCK));
+    assert!(lock(&one, libc::F_RDLCK), "its own lock cannot be changed");
+    assert!(lock(&second, libc::F_RDLCK) && lock(&other, libc::F_RDLCK));
+    assert!(!lock(&one, libc::F_WRLCK), "others read");
+    drop((one, second));
+    eventually("the locks of closed files are free", || lock(&other, libc::F_WRLCK).then_some(()))
+        .unwrap();
+    assert!(lock(&other, libc::F_UNLCK));
+    let one = open(&path(here)).unwrap();
+    assert!(lock(&one, libc::F_WRLCK) && !lock(&other, libc::F_WRLCK));
+    here.dies(cluster);
+    let again = open(&path(here)).unwrap();
+    assert!(lock(&again, libc::F_WRLCK), "the lock of a dead process stays");
+    drop((again, one, other));
+    std::fs::remove_file(path(here)).unwrap();
+}
+
+/// An image has one writer, and a successor does not wait for its dead predecessor's lock.
+fn one_writer(cluster: &Cluster, here: &mut Mount, there: &Mount) {
+    let path = |mount: &Mount| mount.path("image");
+    let file = make(&path(here)).unwrap();
+    file.set_len(LONG).unwrap();
+    file.write_all_at(b"here", 0).unwrap();
+    let refused = open(&path(there)).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::EBUSY), "{refused}");
+    let mut read = [0; 4];
+    File::open(path(there)).unwrap().read_exact_at(&mut read, 0).unwrap();
+    assert_eq!(&read, b"here");
+    let since = Instant::now();
+    here.dies(cluster);
+    let again = open(&path(here)).unwrap();
+    assert!(since.elapsed() < Duration::from_secs(20), "it has waited: {:?}", since.elapsed());
+    again.write_all_at(b"more", 4).unwrap();
+    drop((file, again));
+    let other = eventually("the other host may write", || open(&path(there)).ok()).unwrap();
+    let mut read = [0; 8];
+    other.read_exact_at(&mut read, 0).unwrap();
+    assert_eq!(&read, b"heremore");
+}
+
+/// A host that stops for so long that another one takes its image over cannot write there when it wakes up.
+fn a_paused_owner(here: &Mount, there: &Mount) {
+    let path = |mount: &Mount| mount.path("image");
+    let owner = eventually("this host may write again", || open(&path(here)).ok()).unwrap();
+    owner.write_all_at(b"OWNER", 0).unwrap();
+    here.signal(Signal::SIGSTOP);
+    let late = std::thread::spawn(move || {
+        // Asked for while nobody serves it.
+        let written = owner.write_all_at(b"STALE", 0);
+        (owner, written)
+    });
+    let give_up = Instant::now() + Duration::from_secs(120);
+    let heir = loop {
+        match open(&path(there)) {
+            Ok(heir) => break heir,
+            Err(error) => assert!(Instant::now() < give_up, "the image is not given up: {error}"),
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    };
+    heir.write_all_at(b"HEIR!", 0).unwrap();
+    here.signal(Signal::SIGCONT);
+    let (owner, written) = late.join().unwrap();
+    assert!(written.is_err(), "a write of the former owner was taken");
+    assert!(owner.write_all_at(b"STALE", 0).is_err(), "the former owner can write");
+    let mut read = [0; 5];
+    heir.read_exact_at(&mut read, 0).unwrap();
+    assert_eq!(&read, b"HEIR!");
+    assert!(owner.as_raw_fd() >= 0);
+}
