@@ -103,6 +103,14 @@ impl Cluster {
         command.output().unwrap()
     }
 
+    /// Sets an option of the daemons that `who` names.
+    pub fn set(&self, who: &str, option: &str, value: &str) {
+        let mut command = Command::new("ceph");
+        command.arg("-c").arg(self.directory().join("ceph.conf"));
+        let output = command.args(["config", "set", who, option, value]).output().unwrap();
+        assert!(output.status.success(), "{option}: {}", said(&output));
+    }
+
     /// Stores content in an image.
     pub fn import(&self, content: &[u8], image: &str, more: &[&str]) {
         let from = self.home.path().join("content");

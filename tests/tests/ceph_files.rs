@@ -139,14 +139,16 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     }
     let cluster = Cluster::new();
     cluster.up();
-    let (mut here, there) = (Mount::new(&cluster), Mount::new(&cluster));
+    // How long the cluster takes a client for alive that says nothing: 30 seconds, usually.
+    cluster.set("osd", "osd_client_watch_timeout", "12");
+    let (mut here, mut there) = (Mount::new(&cluster), Mount::new(&cluster));
     short_files(&here, &there);
     long_files(&cluster, &here, &there);
     removals(&cluster, &mut here);
     locks(&cluster, &mut here, &there);
     one_writer(&cluster, &mut here, &there);
     a_paused_owner(&here, &there);
-    here.unmount();
+    there.unmount();
 }
 
 /// Names and short files, as both hosts see them.
@@ -250,7 +252,7 @@ fn removals(cluster: &Cluster, here: &mut Mount) {
     let failed = file.write_all_at(b"lost", 0).unwrap_err();
     assert_eq!(failed.raw_os_error(), Some(libc::ENOTCONN), "{failed}");
     drop(file);
-    // The cluster takes half a minute to see that the dead one does not have it open any more.
+    // The cluster takes a while to see that the dead one does not have it open any more.
     let give_up = Instant::now() + Duration::from_secs(90);
     while images(cluster) > before {
         assert!(Instant::now() < give_up, "the image of a removed file stays: {}", here.log());
