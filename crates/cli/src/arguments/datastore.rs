@@ -124,13 +124,13 @@ pub enum Datastore {
         /// /var/lib/vmseal/ceph/NAME]
         #[arg(long, value_name = "DIR", required_unless_present = "pool")]
         path: Option<PathBuf>,
-        #[command(flatten)]
-        pool: PoolOptions,
         /// The directory is a datastore of a server that is lost, with VMs on it: keep its id, to adopt them
         #[arg(long)]
         existing: bool,
         #[command(flatten)]
         dry_run: DryRun,
+        #[command(flatten)]
+        pool: PoolOptions,
     },
     /// Take the VMs on a datastore into the inventory that it does not have
     ///
