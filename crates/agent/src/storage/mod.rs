@@ -33,6 +33,7 @@ pub(crate) mod measure;
 pub(crate) mod medium;
 pub(crate) mod memory;
 pub(crate) mod mirror;
+pub(crate) mod mounts;
 pub(crate) mod open;
 pub(crate) mod opening;
 pub(crate) mod placeholder;

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 use vmseal_api::datastore::RbdPool;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::storage::mounts::file_system;
+
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds.
 const MOUNT_TIMEOUT: Duration = Duration::from_secs(40);
 
@@ -26,6 +28,9 @@ const MOUNT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The most bytes of a process's log that an error has: its last lines.
 const LOG_MAX: usize = 1024;
+
+/// The kind of its mounts, in the kernel's list.
+const FILE_SYSTEM: &str = "fuse.vmseal-rbd";
 
 /// The program, and where it keeps records and logs.
 static PROGRAM: OnceLock<(PathBuf, PathBuf)> = OnceLock::new();
@@ -179,12 +184,9 @@ fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsStr
     arguments
 }
 
-/// Whether something is mounted there that answers.
+/// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well.
 fn is_mounted(path: &Path) -> bool {
-    let (Ok(there), Some(Ok(above))) = (path.metadata(), path.parent().map(Path::metadata)) else {
-        return false;
-    };
-    there.is_dir() && there.dev() != above.dev()
+    file_system(path).is_ok_and(|kind| kind.as_deref() == Some(FILE_SYSTEM))
 }
 
 /// The last lines that a process has written.
@@ -245,6 +247,6 @@ mod tests {
             assert_eq!(said, 1, "{refused}");
         }
         assert!(!is_mounted(&place));
-        assert!(is_mounted(Path::new("/proc")));
+        assert!(!is_mounted(Path::new("/proc")), "something else is mounted there");
     }
 }

@@ -3,13 +3,11 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nix::sys::stat::{major, minor};
 use uuid::Uuid;
 use vmseal_api::host::{DatastoreSpec, Sharing, SharingStep};
 use vmseal_api::id::DatastoreId;
@@ -19,6 +17,7 @@ use crate::storage::datastore;
 use crate::storage::file_error::failed;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::marked;
+use crate::storage::mounts::file_system;
 use crate::storage::sealed::remove_if_there;
 use crate::storage::timed;
 
@@ -152,20 +151,6 @@ fn check_file_system(directory: &Path) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::Unsupported, what))
 }
 
-/// The kind of file system that a directory is on; none where the kernel does not list its device.
-fn file_system(directory: &Path) -> io::Result<Option<String>> {
-    let device = directory.metadata()?.dev();
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
-    Ok(kind_of(&mounts, &format!("{}:{}", major(device), minor(device))))
-}
-
-/// The kind of the file system with this device, in the lines of proc_pid_mountinfo(5).
-fn kind_of(mounts: &str, device: &str) -> Option<String> {
-    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(device))?;
-    let (_, of_file_system) = line.split_once(" - ")?;
-    of_file_system.split(' ').next().map(str::to_owned)
-}
-
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::DatastoreLocation;
@@ -224,17 +209,5 @@ mod tests {
             let refused = checks.step(step(&other, check, wrong)).await.unwrap_err();
             assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
         }
-    }
-
-    #[test]
-    fn the_kind_of_a_file_system_is_read_from_the_kernels_list() {
-        let mounts = "21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
-                      40 21 0:45 / /srv/a\\040b rw shared:2 master:1 - nfs nas:/a rw,vers=3,nolock\n\
-                      41 21 0:46 / /srv/b rw - nfs4 nas:/b rw,vers=4.2\n";
-        assert_eq!(kind_of(mounts, "0:45").as_deref(), Some("nfs"));
-        assert_eq!(kind_of(mounts, "0:46").as_deref(), Some("nfs4"));
-        assert_eq!(kind_of(mounts, "8:1").as_deref(), Some("ext4"));
-        assert_eq!(kind_of(mounts, "8:2"), None);
-        assert!(file_system(Path::new("/proc")).unwrap().is_some_and(|kind| kind == "proc"));
     }
 }
