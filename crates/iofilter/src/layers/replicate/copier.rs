@@ -140,17 +140,12 @@ impl Copier {
         holes: Option<FileDisk>,
         leg: LegChain,
     ) -> Self {
-        // A replica is copied for good, so it must not be felt.
         let remote = leg.is_remote();
-        let pieces = match replicate.0.geometry.purpose() {
-            Purpose::Replica => 1,
-            Purpose::Mirror if remote => REMOTE_DEPTH,
-            Purpose::Mirror => DEPTH,
-        };
-        let limits = match replicate.0.geometry.purpose() {
-            Purpose::Replica => BatchLimits { bytes: BATCH_BYTES, ..BatchLimits::MIRROR },
-            Purpose::Mirror if remote => BatchLimits::REMOTE,
-            Purpose::Mirror => BatchLimits::MIRROR,
+        // A replica is copied for good, so it must not be felt.
+        let (pieces, limits) = match replicate.0.geometry.purpose() {
+            Purpose::Replica => (1, BatchLimits { bytes: BATCH_BYTES, ..BatchLimits::MIRROR }),
+            Purpose::Mirror if remote => (REMOTE_DEPTH, BatchLimits::REMOTE),
+            Purpose::Mirror => (DEPTH, BatchLimits::MIRROR),
         };
         Self {
             remote,
