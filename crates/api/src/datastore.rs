@@ -1,6 +1,7 @@
 //! Datastores: their places, their condition and their contents.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -113,6 +114,17 @@ impl Messenger {
             Self::Secure => "secure",
             Self::Crc => "crc",
         }
+    }
+}
+
+impl FromStr for Messenger {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Secure, Self::Crc]
+            .into_iter()
+            .find(|mode| mode.name() == text)
+            .ok_or_else(|| "it is 'secure' or 'crc'".to_owned())
     }
 }
 

@@ -6,6 +6,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use vmseal_api::datastore::Messenger;
+
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, WriteOperation,
     load, loaded,
@@ -23,15 +25,6 @@ const KEYS_AT_A_TIME: u64 = 512;
 
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
-
-/// How data goes over the network (`ms_client_mode`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Messenger {
-    /// Encrypted and authenticated.
-    Secure,
-    /// With checksums, in the clear: disks are ciphertext anyway, names and sizes show.
-    Crc,
-}
 
 /// Which cluster, and as whom.
 #[derive(Clone, Debug)]
@@ -144,10 +137,7 @@ impl Cluster {
     }
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
-        let messenger = match access.messenger {
-            Messenger::Secure => "secure",
-            Messenger::Crc => "crc",
-        };
+        let messenger = access.messenger.name();
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
             ("keyring", &access.keyring),

@@ -21,7 +21,7 @@ use vmseal_api::rbd::{ASK_WHOLE, WHOLE};
 
 use crate::answers::{Refuse, answer};
 use crate::cluster::{Cluster, Held};
-use crate::directory::{Directories, Entry};
+use crate::directory::{Directories, Entry, Nameless};
 use crate::holes::{first_data, first_hole, take_room};
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
@@ -213,7 +213,7 @@ impl FileSystem {
         self.gone(nameless)
     }
 
-    fn gone(&self, nameless: Option<crate::directory::Nameless>) -> io::Result<()> {
+    fn gone(&self, nameless: Option<Nameless>) -> io::Result<()> {
         match nameless.and_then(|nameless| self.open.lost_name(nameless)) {
             Some(nameless) => self.directories.discard(nameless),
             None => Ok(()),

@@ -22,7 +22,8 @@ use clap::Parser;
 use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use vmseal_rbd::cluster::{Access, Cluster, Messenger, Pool};
+use vmseal_api::datastore::Messenger;
+use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
 use vmseal_rbd::directory::Directories;
 use vmseal_rbd::file_system::FileSystem;
@@ -62,7 +63,7 @@ struct Options {
     #[arg(long, value_name = "ORDER", value_parser = clap::value_parser!(u8).range(12..=25))]
     object_order: Option<u8>,
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
-    #[arg(long, value_enum, default_value_t = Messenger::Secure)]
+    #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
     /// Where the process notes its address in the cluster
     #[arg(long, value_name = "DIRECTORY", default_value = "/run/vmseal-rbd")]

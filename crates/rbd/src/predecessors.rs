@@ -1,6 +1,6 @@
-//! The processes that served a mount before this one. A process that is killed leaves the exclusive locks of its images behind; a
-//! monitor takes half a minute to notice. So each one notes its address in a file that it keeps locked: whoever gets the lock knows that
-//! the others are dead.
+//! The processes that served a mount before this one. A killed process leaves the exclusive locks of its images behind, and the cluster
+//! takes half a minute to see that it is dead. So each process writes its address to a file, and holds a lock on that file. A process that
+//! gets the lock knows that the earlier ones are dead.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};

@@ -38,16 +38,8 @@ pub struct PoolOptions {
     #[arg(long, value_name = "POOL", requires = "pool")]
     pub data_pool: Option<String>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
-    #[arg(long, value_name = "MODE", default_value = "secure", value_parser = messenger)]
+    #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
-}
-
-fn messenger(text: &str) -> Result<Messenger, String> {
-    match text {
-        "secure" => Ok(Messenger::Secure),
-        "crc" => Ok(Messenger::Crc),
-        _ => Err("it is 'secure' or 'crc'".to_owned()),
-    }
 }
 
 impl PoolOptions {
