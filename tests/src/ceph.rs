@@ -39,12 +39,6 @@ impl Cluster {
         format!("v2:{}/0", self.listen)
     }
 
-    /// The administrator's key.
-    #[must_use]
-    pub fn keyring(&self) -> PathBuf {
-        self.directory().join("keys/client.admin.keyring")
-    }
-
     fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(program("vmseal").unwrap());
         command.args(["lab", "ceph"]).args(words).arg("--directory").arg(self.directory());
@@ -109,6 +103,19 @@ impl Cluster {
         command.arg("-c").arg(self.directory().join("ceph.conf"));
         let output = command.args(["config", "set", who, option, value]).output().unwrap();
         assert!(output.status.success(), "{option}: {}", said(&output));
+    }
+
+    /// The keyring of user `client.vmseal`, which has the rights that docs/ceph.md gives it.
+    #[must_use]
+    pub fn user(&self) -> PathBuf {
+        let keyring = self.home.path().join("ceph.client.vmseal.keyring");
+        let mut command = Command::new("ceph");
+        command.arg("-c").arg(self.directory().join("ceph.conf"));
+        command.args(["auth", "get-or-create", "client.vmseal", "mon", "profile rbd"]);
+        command.args(["osd", "profile rbd pool=vmseal", "-o"]).arg(&keyring);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        keyring
     }
 
     /// Stores content in an image.

@@ -37,11 +37,11 @@ impl Bench {
     }
 
     fn add(&self, host: &str) {
-        let (monitors, keyring) = (self.cluster.monitors(), self.cluster.keyring());
+        let (monitors, keyring) = (self.cluster.monitors(), self.cluster.user());
         let path = |of: &Path| of.to_str().unwrap().to_owned();
         let (keyring, mounted) = (path(&keyring), path(&self.mounted));
         let pool = ["--pool", "vmseal", "--monitors", &monitors, "--messenger", "crc"];
-        let user = ["--user", "client.admin", "--keyring", &keyring];
+        let user = ["--keyring", &keyring];
         let add = ["datastore", "add", "ceph", "--host", host, "--path", &mounted];
         self.here.vmseal(&[&add[..], &pool, &user].concat()).unwrap();
     }
