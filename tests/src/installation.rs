@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::Value;
@@ -67,9 +67,10 @@ struct OtherHost {
 /// Every installation of this process gets an address of its own, so that ports never collide.
 #[must_use]
 pub fn next_address() -> Ipv4Addr {
-    static NEXT: AtomicU8 = AtomicU8::new(1);
+    static NEXT: AtomicU16 = AtomicU16::new(1);
     let [.., high, low] = std::process::id().to_be_bytes();
-    Ipv4Addr::new(127, high | 0x80, low, NEXT.fetch_add(1, Ordering::Relaxed))
+    let [more, last] = NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    Ipv4Addr::new(127, high | 0x80, low ^ more, last)
 }
 
 impl Installation {
