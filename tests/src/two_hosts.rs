@@ -207,12 +207,16 @@ impl Victim {
     }
 }
 
+/// How many moves are disturbed with `VMSEAL_ALL`, as `scripts/soak` has it.
+const ALL_KILLS: usize = 100;
+
 /// How many moves are disturbed, and when: `MIGRATION_KILLS` and `MIGRATION_SEED`, or `usual` and a seed that is printed.
 #[must_use]
 pub fn rounds_of_kills(usual: usize) -> (usize, fastrand::Rng) {
     let number = |name| std::env::var(name).ok().and_then(|it| it.parse::<u64>().ok());
     let seed = number("MIGRATION_SEED").unwrap_or_else(|| fastrand::u64(..));
     eprintln!("MIGRATION_SEED={seed}");
+    let usual = if std::env::var_os("VMSEAL_ALL").is_some() { ALL_KILLS } else { usual };
     let rounds = number("MIGRATION_KILLS").and_then(|it| usize::try_from(it).ok()).unwrap_or(usual);
     (rounds, fastrand::Rng::with_seed(seed))
 }
