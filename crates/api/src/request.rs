@@ -715,7 +715,10 @@ pub struct RestoreBackup {
     /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// A datastore of the backup's host, by name or id, for all disks of such a VM; without it, they are where they were.
+    /// Another host that has the backup's directory, by name or id, for such a VM; without it, the one that has read the backup before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// A datastore of that host, by name or id, for all disks of such a VM; without it, they are where they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
 }

@@ -35,6 +35,12 @@ impl SimulatedHost {
         (whole.keys().map(|(_, backup)| *backup).collect(), unfinished.len())
     }
 
+    /// Has this host's directories what is in those of another one now, as when both have mounted the same.
+    pub fn mount_backups_of(&self, other: &Self) {
+        let whole = other.inside().persisted.backups.whole.clone();
+        self.inside().persisted.backups.whole.extend(whole);
+    }
+
     /// A directory is taken away, with what is in it, as when its file system is unmounted; or it is there again.
     pub fn set_directory(&self, directory: &Path, is_there: bool) {
         let away = &mut self.inside().persisted.backups.away;

@@ -80,7 +80,10 @@ pub enum Backup {
         /// Another name for a deleted VM
         #[arg(long, value_name = "NAME")]
         name: Option<String>,
-        /// A datastore of the backup's host for all disks of a deleted VM [default: those where its disks were]
+        /// Another host that has the backup's directory, for a deleted VM [default: the one that `backup show` names]
+        #[arg(long, value_name = "HOST")]
+        host: Option<String>,
+        /// A datastore of that host for all disks of a deleted VM [default: those where its disks were]
         #[arg(long, value_name = "DATASTORE")]
         datastore: Option<String>,
         #[command(flatten)]

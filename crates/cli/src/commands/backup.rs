@@ -27,9 +27,9 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
             let path = format!("{}/verify", one(&vm, &backup));
             task::begin(server, output, &path, &(), &dry_run, &wait).await
         }
-        Backup::Restore { vm, backup, name, datastore, dry_run, wait } => {
+        Backup::Restore { vm, backup, name, host, datastore, dry_run, wait } => {
             let path = format!("{}/restore", one(&vm, &backup));
-            let request = RestoreBackup { name, datastore };
+            let request = RestoreBackup { name, host, datastore };
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         Backup::Delete { vm, backup, dry_run, wait } => {

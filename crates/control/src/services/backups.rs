@@ -14,6 +14,9 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 
+mod reader;
+
+use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
 use super::snapshots::{keepable, require_power};
 use super::vms::{
@@ -187,6 +190,9 @@ pub async fn create(
     if let Some(directory) = &request.directory {
         check_directory(services, &vm, directory).await?;
     }
+    if !request.full {
+        reads_those_before(services, &vm, request.directory.as_deref(), caller, dry_run).await?;
+    }
     let mut write = services.store.write().await?;
     let all = backups::of_vm(&mut write, vm.id).await?;
     if all.len() >= BACKUPS_MAX {
@@ -220,6 +226,27 @@ pub async fn create(
     let (backup, quiesce) = (backup.id, request.quiesce);
     let operation = Operation::BackUpVm { vm: vm.id, backup, snapshot, quiesce };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Has a VM's host read the backups that it finds of those that another host has written, so that a new one can be above them.
+async fn reads_those_before(
+    services: &Services,
+    vm: &Vm,
+    directory: Option<&Path>,
+    caller: &Caller,
+    dry_run: bool,
+) -> Result<(), Problem> {
+    let all = backups::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let in_directory = |it: &&Backup| directory.is_none_or(|asked| asked == it.directory);
+    let newest = all.iter().rev().filter(in_directory).find(|it| it.state == BackupState::Ready);
+    let Some(newest) = newest.filter(|it| it.host != vm.host) else { return Ok(()) };
+    match read_by(services, newest, host_of(vm), caller.name(), dry_run).await {
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            tracing::info!(vm = %vm.id, why = problem.detail, "its next backup is a full one");
+            Ok(())
+        }
+        other => other.map(drop),
+    }
 }
 
 /// The directory of a new backup.
@@ -315,16 +342,8 @@ fn require_whole(of: &OfVm, backup: &Backup) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
-/// Refuses a VM that is not on the host of its backup.
-fn require_host(vm: &Vm, backup: &Backup) -> Result<(), Problem> {
-    if vm.host == backup.host {
-        return Ok(());
-    }
-    let detail = format!(
-        "backup '{}' is on host '{}', and VM '{}' is on host '{}'",
-        backup.name, backup.host_name, vm.name, vm.host_name
-    );
-    Err(Problem::new(ErrorCode::WrongState, detail))
+fn host_of(vm: &Vm) -> Reader<'_> {
+    Reader { id: vm.host, name: &vm.host_name }
 }
 
 /// Reads all of a backup, and checks that it is whole and opens with its key.
@@ -339,9 +358,9 @@ pub async fn verify(
     let of = OfVm::find(services, vm).await?;
     let (backup, vm) = (of.one(name)?, of.vm()?);
     require_whole(&of, backup)?;
-    require_host(vm, backup)?;
     require_ready(vm)?;
     features::require(services, vm, BACKUP, "back VMs up")?;
+    let backup = read_by(services, backup, host_of(vm), caller.name(), dry_run).await?;
     let write = services.store.write().await?;
     let operation = Operation::VerifyBackup { vm: vm.id, backup: backup.id };
     begin(services, write, operation, vm, caller, dry_run).await
@@ -363,6 +382,14 @@ pub async fn restore(
     let of = OfVm::find(services, vm).await?;
     let backup = of.one(name)?;
     require_whole(&of, backup)?;
+    let asked = match &request.host {
+        Some(name) => Some(super::hosts::find(services, name).await?),
+        None => None,
+    };
+    let asked = asked.as_ref().map(|host| Reader { id: host.id, name: &host.name });
+    let of_backup = Reader { id: backup.host, name: &backup.host_name };
+    let reader = of.vm.as_ref().map(host_of).or(asked).unwrap_or(of_backup);
+    let backup = &read_by(services, backup, reader, caller.name(), dry_run).await?;
     let agent = services.hosts.connected(backup.host)?;
     let manifest = agent.read_backup(place(backup)).await?;
     if manifest.vm.key != backup.key || manifest.vm.vm != of.id {
@@ -377,12 +404,11 @@ pub async fn restore(
     };
     if request != RestoreBackup::default() {
         let detail = format!(
-            "VM '{}' is there, and its disks are restored where they are: another name or datastore is for a VM that was deleted",
+            "VM '{}' is there, and its disks are restored where they are: another name, host or datastore is for a VM that was deleted",
             vm.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    require_host(vm, backup)?;
     require_ready(vm)?;
     require_no_template(vm)?;
     features::require(services, vm, BACKUP, "back VMs up")?;

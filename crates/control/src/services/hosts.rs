@@ -119,7 +119,7 @@ pub async fn remove(
     let (datastores, vms, backups) = hosts::uses(&mut write, host.id).await?;
     if datastores + vms + backups > 0 {
         let detail = format!(
-            "host '{}' is in use (datastores: {datastores}, VMs: {vms}, backups: {backups}): remove them first, and datastores that other hosts have too from this one (vmseal datastore unshare)",
+            "host '{}' is in use (datastores: {datastores}, VMs: {vms}, backups: {backups}): remove them first, and datastores that other hosts have too from this one (vmseal datastore unshare); backups are read by another host that has their directory, once it verifies or restores one (vmseal backup restore --host)",
             host.name
         );
         return Err(Problem::new(ErrorCode::InUse, detail));

@@ -20,7 +20,7 @@ pub struct Backup {
     pub vm: VmId,
     /// The name that the VM had.
     pub vm_name: String,
-    /// The host of its directory.
+    /// The host that reads it: the one that wrote it, or another one that has its directory, too.
     pub host: HostId,
     /// That host's name.
     pub host_name: String,
@@ -232,6 +232,25 @@ pub async fn set_contents(
         .bind(backup.to_string())
         .execute(to)
         .await?;
+    Ok(())
+}
+
+/// Records which host reads a backup, and all others of its VM that the same host had in the same directory.
+pub async fn set_reader(
+    to: &mut SqliteConnection,
+    backup: &Backup,
+    (host, name): (HostId, &str),
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE backups SET host_id = $1, host_name = $2 WHERE vm_id = $3 AND host_id = $4 AND directory = $5",
+    )
+    .bind(host.to_string())
+    .bind(name)
+    .bind(backup.vm.to_string())
+    .bind(backup.host.to_string())
+    .bind(backup.directory.to_string_lossy().into_owned())
+    .execute(to)
+    .await?;
     Ok(())
 }
 

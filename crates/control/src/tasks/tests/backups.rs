@@ -8,11 +8,11 @@ use vmseal_api::host::version::WHOLE_BACKUP;
 use vmseal_api::id::{BackupId, SnapshotId};
 use vmseal_api::model::{self, BackupState, SnapshotState};
 use vmseal_api::problem::ErrorCode;
-use vmseal_api::request::{CreateBackup, CreateVm, RestoreBackup};
+use vmseal_api::request::{CreateBackup, CreateVm, MigrateVm, RestoreBackup};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, Services, backups as service, create_vm, vm_tpm};
+use crate::services::{Caller, Outcome, Services, backups as service, create_vm, migrate, vm_tpm};
 use crate::store::disks::Disk;
 use crate::store::{backups, keys, snapshots};
 
@@ -465,4 +465,55 @@ async fn a_backup_drops_the_snapshot_that_one_before_has_left() {
     made(&fixture, vm, "third").await;
     Backup::assert_backups(&fixture, vm, &["first", "third"], "the next one").await;
     assert_eq!(fixture.alarms().await, Vec::<String>::new());
+}
+
+/// The VM changes its host, and then the host that read its backups is gone: another one that has their directory mounted goes on.
+#[tokio::test]
+async fn another_host_reads_the_backups_of_a_directory_that_it_has_too() {
+    let fixture = Fixture::new().await;
+    let (there, other) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.made("web", "encrypted").await;
+    let first = back_up(&fixture, &services, "first").await;
+    assert_eq!(first.host, "here");
+    let moved = migrate::migrate(&services, &me, "web", MigrateVm::default(), false).await;
+    done(&fixture, moved).await;
+
+    let verify = async || service::verify(&services, &me, "web", "first", false).await;
+    let Err(problem) = verify().await else { panic!("it is not there") };
+    assert!(problem.detail.contains("host 'there' does not find it in /backups"), "{problem:?}");
+    let hosts = async || {
+        let rows = rows(&fixture, vm).await;
+        rows.into_iter().map(|row| row.host_name).collect::<Vec<_>>()
+    };
+    assert_eq!(hosts().await, ["here"]);
+
+    other.mount_backups_of(&fixture.agent);
+    let planned = service::verify(&services, &me, "web", "first", true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))));
+    assert_eq!(hosts().await, ["here"], "a plan changes nothing");
+    let create =
+        |name: &str| CreateBackup { name: Some(name.to_owned()), ..CreateBackup::default() };
+    let begun = service::create(&services, &me, "web", create("second"), false).await;
+    done(&fixture, begun).await;
+    let second = service::show(&services, &me, "web", "second").await.unwrap();
+    assert_eq!(second.parent.as_deref(), Some("first"), "it is a full one");
+    assert_eq!(hosts().await, ["there", "there"]);
+    done(&fixture, verify().await).await;
+    assert_eq!(fixture.events("backup.read-by").await.len(), 1);
+
+    fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
+    fixture.agent.mount_backups_of(&other);
+    let request = RestoreBackup { host: Some("here".to_owned()), ..RestoreBackup::default() };
+    let begun = service::restore(&services, &me, "web", "second", request.clone(), false).await;
+    done(&fixture, begun).await;
+    assert_eq!(fixture.vm(vm).await.unwrap().host_name, "here");
+    assert_eq!(hosts().await, ["here", "here"]);
+    let Err(problem) = service::restore(&services, &me, "web", "second", request, false).await
+    else {
+        panic!("its disks are where they are")
+    };
+    assert!(problem.detail.contains("another name, host or datastore"), "{problem:?}");
 }
