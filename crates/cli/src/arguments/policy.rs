@@ -17,7 +17,7 @@ pub enum Policy {
     Create {
         /// The new policy's name
         name: String,
-        /// Encrypt the VMs that have this policy
+        /// Encrypt the VMs that have this policy; storage that deduplicates or compresses gains nothing on their disks
         #[arg(long, required_unless_present = "plain")]
         encrypt: bool,
         /// Do not encrypt the VMs that have this policy

@@ -323,8 +323,9 @@ pub enum Vm {
     /// With --deep the disks get new keys of their own, and the VM keeps its key: the disks are copied as by `vmseal vm
     /// encrypt`, also while the VM runs. What its TPM keeps is not encrypted again.
     Recrypt {
-        /// Its name or id
-        name: String,
+        /// Names or ids
+        #[arg(required = true, value_name = "VM")]
+        vms: Vec<String>,
         /// The provider of the new key [default: the provider of its present key]
         #[arg(long, value_name = "NAME", conflicts_with = "deep")]
         provider: Option<String>,

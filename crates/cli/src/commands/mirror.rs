@@ -1,10 +1,10 @@
-//! VMs that are encrypted, decrypted or moved as they are.
+//! VMs that are encrypted, decrypted, recrypted or moved as they are, several at a time.
 
 use std::io::IsTerminal;
 
 use serde::Serialize;
 use vmseal_api::client::ServerClient;
-use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm, RecryptVm};
 
 use super::task;
 use crate::arguments::{DryRun, Output, Wait};
@@ -55,6 +55,18 @@ pub async fn decrypt(
         confirm(vms)?;
     }
     begin(server, output, vms, "decrypt", request, dry_run, wait).await
+}
+
+/// Gives VMs new keys.
+pub async fn recrypt(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    request: &RecryptVm,
+    dry_run: &DryRun,
+    wait: &Wait,
+) -> anyhow::Result<()> {
+    begin(server, output, vms, "recrypt", request, dry_run, wait).await
 }
 
 /// Moves disks of VMs.

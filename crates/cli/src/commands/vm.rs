@@ -18,6 +18,9 @@ use crate::print::{self, plan};
 use crate::stream::say;
 use crate::{disk_option, first_boot, libvirt, nic_option};
 
+/// What a clone is that got no data for cloud-init.
+const SAME_GUEST: &str = "Its guest has the host name, SSH host keys and machine id of the other one. Data for cloud-init (--ssh-key, --cloud-init) makes new ones in images that use it; else change them in the guest.";
+
 pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     if let arguments::Vm::Vnc(options) = &verb {
         return vnc::run(server, options).await;
@@ -119,10 +122,12 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                     "'{name}' shares the data, and the data key of what is encrypted, of VM '{vm}', snapshot '{of}'"
                 )
             });
+            let same_guest = (cloud_init.is_none() && !dry_run.dry_run).then_some(SAME_GUEST);
             let request = CloneVm { name, snapshot, linked, cloud_init };
             let path = format!("vms/{vm}/clone");
             task::begin(server, output, &path, &request, &dry_run, &wait).await?;
             shares.into_iter().for_each(say);
+            same_guest.into_iter().for_each(say);
             Ok(())
         }
         arguments::Vm::Suspend { name, dry_run, wait } => {
@@ -175,10 +180,9 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             }
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Recrypt { name, provider, deep, in_place, rate, dry_run, wait } => {
-            let path = format!("vms/{name}/recrypt");
+        arguments::Vm::Recrypt { vms, provider, deep, in_place, rate, dry_run, wait } => {
             let request = RecryptVm { provider, deep, rate, in_place };
-            task::begin(server, output, &path, &request, &dry_run, &wait).await
+            mirror::recrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
         arguments::Vm::Prove(prove) => super::prove::run(server, output, prove).await,
         arguments::Vm::Dump(options) => super::dump::take(server, output, options).await,
