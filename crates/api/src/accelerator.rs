@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::processor::Processor;
+
 /// How guests are run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -10,6 +12,9 @@ pub struct Accelerator {
     pub kind: AcceleratorKind,
     /// Why this one: what the probe saw.
     pub reason: String,
+    /// The processor that guests of the model `host` get; none with emulation, and where it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processor: Option<Processor>,
 }
 
 /// KVM or software emulation.

@@ -162,6 +162,9 @@ impl Hardware {
     }
 }
 
+/// The processor model that is the host's own, which needs KVM.
+pub const CPU_MODEL_HOST: &str = "host";
+
 /// Whether this may be the name of a processor model.
 ///
 /// # Errors

@@ -42,6 +42,7 @@ pub mod pace;
 pub mod passphrase;
 pub mod plan;
 pub mod problem;
+pub mod processor;
 pub mod provider_backup;
 pub mod rbd;
 pub mod remote;

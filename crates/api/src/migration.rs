@@ -105,6 +105,9 @@ pub struct Migration {
     /// What its source has measured last; none before it sends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress: Option<MigrationProgress>,
+    /// Whether what is sent is encrypted; none from a server that does not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 /// How a migration went.
@@ -130,6 +133,9 @@ pub struct Migrated {
     /// all of it, or that is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placed: Option<u64>,
+    /// Whether what was sent was encrypted; none from a server that does not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 impl Migrated {
@@ -176,9 +182,13 @@ impl fmt::Display for Migrated {
         match self.switch_milliseconds {
             Some(_) => {
                 let all = Milliseconds(self.standstill_milliseconds());
-                write!(f, "{all}, {downtime} of that for the rest of its memory")
+                write!(f, "{all}, {downtime} of that for the rest of its memory")?;
             }
-            None => write!(f, "{downtime} for the rest of its memory, and for the switch"),
+            None => write!(f, "{downtime} for the rest of its memory, and for the switch")?,
+        }
+        match self.encrypted {
+            Some(false) => f.write_str("; it was sent in the clear"),
+            Some(true) | None => Ok(()),
         }
     }
 }
@@ -197,6 +207,7 @@ mod tests {
             switch_milliseconds: Some(30),
             sealing_milliseconds: None,
             placed: None,
+            encrypted: Some(true),
         };
         assert_eq!(migrated(3000, 1500).bytes_per_second(), Some(2000));
         assert_eq!(migrated(3000, 0).bytes_per_second(), None);
@@ -214,6 +225,7 @@ mod tests {
             switch_milliseconds: Some(292),
             sealing_milliseconds: None,
             placed: None,
+            encrypted: Some(true),
         };
         let told = "1.2 GiB in 14.2 s (89.8 MiB/s), 3 passes; the guest stood still for 312 ms, 20 ms of that for the rest of its memory";
         assert_eq!(migrated.to_string(), told);
@@ -221,11 +233,16 @@ mod tests {
             Migrated { milliseconds: 185_000, passes: 1, switch_milliseconds: None, ..migrated };
         let told = "1.2 GiB in 3m 5s (6.9 MiB/s), 1 pass; the guest stood still for 20 ms for the rest of its memory, and for the switch";
         assert_eq!(other.to_string(), told);
+        let in_the_clear = Migrated { encrypted: Some(false), ..other };
+        assert_eq!(in_the_clear.to_string(), format!("{told}; it was sent in the clear"));
     }
 
     #[test]
     fn a_phase_of_a_newer_server_is_read() {
         let read: Migration = serde_json::from_str(r#"{"phase": "resting"}"#).unwrap();
-        assert_eq!(read, Migration { phase: MigrationPhase::Unknown, progress: None });
+        assert_eq!(
+            read,
+            Migration { phase: MigrationPhase::Unknown, progress: None, encrypted: None }
+        );
     }
 }

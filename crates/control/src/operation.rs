@@ -546,6 +546,17 @@ impl Operation {
         matches!(self, Self::MigrateVm { .. } | Self::MigrateAway { .. })
     }
 
+    /// Whether what it sends is encrypted; none of what sends nothing.
+    #[must_use]
+    pub fn is_sent_encrypted(&self) -> Option<bool> {
+        match self {
+            Self::MigrateVm { encrypted, .. } | Self::MigrateAway { encrypted, .. } => {
+                Some(*encrypted)
+            }
+            _ => None,
+        }
+    }
+
     /// Whether it converts disks in their own files.
     #[must_use]
     pub fn is_in_place(&self) -> bool {

@@ -16,6 +16,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 use vmseal_api::host::{Accelerator, AcceleratorKind};
 
+use super::processor;
 use crate::process::machine;
 use vmseal_api::atomic_file::{self, PRIVATE};
 
@@ -50,15 +51,23 @@ struct Cached {
 
 /// Chooses the accelerator. A probe's result is cached at `cache` for this boot and this QEMU.
 pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Path) -> Accelerator {
-    let fixed = |kind, reason: &str| Accelerator { kind, reason: reason.to_owned() };
+    let fixed =
+        |kind, reason: &str, processor| Accelerator { kind, reason: reason.to_owned(), processor };
     match choice {
-        Choice::Kvm => return fixed(AcceleratorKind::Kvm, "the operator chose KVM"),
-        Choice::Tcg => return fixed(AcceleratorKind::Tcg, "the operator chose emulation"),
+        Choice::Kvm => {
+            let processor = processor::of_kvm_guests(qemu).await;
+            return fixed(AcceleratorKind::Kvm, "the operator chose KVM", processor);
+        }
+        Choice::Tcg => return fixed(AcceleratorKind::Tcg, "the operator chose emulation", None),
         Choice::Auto => {}
     }
     let boot = machine::boot_id();
+    let lacks_processor =
+        |found: &Accelerator| found.kind == AcceleratorKind::Kvm && found.processor.is_none();
     if let Some(cached) = read_cache(cache)
         && (cached.boot.as_str(), cached.qemu.as_str()) == (boot.as_str(), qemu_version)
+        // An earlier version did not ask.
+        && !lacks_processor(&cached.found)
     {
         return cached.found;
     }
@@ -108,7 +117,7 @@ async fn probe(
     kernel: Option<PathBuf>,
     limit: Duration,
 ) -> Accelerator {
-    let tcg = |reason: String| Accelerator { kind: AcceleratorKind::Tcg, reason };
+    let tcg = |reason: String| Accelerator { kind: AcceleratorKind::Tcg, reason, processor: None };
     if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open(device) {
         return tcg(format!("{} cannot be opened: {error}", device.display()));
     }
@@ -121,6 +130,7 @@ async fn probe(
         Ok(()) => Accelerator {
             kind: AcceleratorKind::Kvm,
             reason: format!("a probe guest ({}) runs under KVM", kernel.display()),
+            processor: processor::of_kvm_guests(qemu).await,
         },
         Err(reason) => tcg(format!("a probe guest does not run under KVM: {reason}")),
     }

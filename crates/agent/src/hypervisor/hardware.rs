@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vmseal_api::boot::BootDevice;
-use vmseal_api::hardware::{HUGE_PAGE, Hardware, MemoryBacking};
+use vmseal_api::hardware::{CPU_MODEL_HOST, HUGE_PAGE, Hardware, MemoryBacking};
 use vmseal_api::host::AcceleratorKind;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -13,9 +13,6 @@ use super::tpm::Swtpm;
 
 /// What the kernel says of its huge pages of 2 MiB.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-
-/// The model that is the host's own processor, which needs KVM.
-const HOST: &str = "host";
 
 /// Checks that this host can run such a machine at all.
 ///
@@ -69,7 +66,7 @@ fn unsupported(what: String) -> Problem {
 }
 
 fn check_model(model: &str, known: &[String], accelerator: AcceleratorKind) -> Result<(), String> {
-    if model == HOST {
+    if model == CPU_MODEL_HOST {
         return match accelerator {
             AcceleratorKind::Kvm => Ok(()),
             AcceleratorKind::Tcg | AcceleratorKind::Unknown => Err(

@@ -9,6 +9,7 @@ pub(crate) mod guest_agent;
 pub(crate) mod hardware;
 pub(crate) mod network;
 pub(crate) mod plug;
+mod processor;
 pub(crate) mod qemu;
 pub mod qmp;
 pub(crate) mod ram;

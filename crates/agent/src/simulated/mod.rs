@@ -304,6 +304,7 @@ struct Inside {
     contract: ContractRange,
     /// The features that it reports.
     features: Vec<String>,
+    accelerator: Accelerator,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -339,6 +340,11 @@ impl SimulatedHost {
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),
+            accelerator: Accelerator {
+                kind: AcceleratorKind::Tcg,
+                reason: "nothing runs on a simulated host".to_owned(),
+                processor: None,
+            },
             halfway: false,
         })))
     }
@@ -396,6 +402,11 @@ impl SimulatedHost {
     /// Takes features from it, as an agent of an earlier version lacks them.
     pub fn lack_features(&self, features: &[&str]) {
         self.inside().features.retain(|known| !features.contains(&known.as_str()));
+    }
+
+    /// Sets how its guests are run.
+    pub fn set_accelerator(&self, accelerator: Accelerator) {
+        self.inside().accelerator = accelerator;
     }
 
     /// Sets how long making a disk, starting and shutting down take.
@@ -566,10 +577,7 @@ impl Inside {
             incarnation: self.agent.states.incarnation(),
             hostname: "simulated".to_owned(),
             key_box: self.agent.key_box.public(),
-            accelerator: Accelerator {
-                kind: AcceleratorKind::Tcg,
-                reason: "nothing runs on a simulated host".to_owned(),
-            },
+            accelerator: self.accelerator.clone(),
             qemu: "simulated".to_owned(),
             cpus: 8,
             memory: 64 << 30,

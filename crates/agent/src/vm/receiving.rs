@@ -36,6 +36,7 @@ use super::running::{ProcessEvent, Running};
 use super::serve::{self, Memory, Plan};
 use super::start::boot;
 use super::{Call, Initial, Request, Shared, internal, suspend};
+use crate::hypervisor::network::announce::announce;
 use crate::jobs::Jobs;
 use crate::migration::figures;
 use crate::migration::placement::Placed;
@@ -387,6 +388,7 @@ async fn go(shared: &Shared, loaded: &mut Loaded) -> Result<(), Problem> {
     let recorded = recorded.and_then(|()| running.write(&plan.spec));
     if !running.live.paused {
         running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+        announce(&running.qmp, plan.spec.vm).await;
     }
     recorded
 }

@@ -249,7 +249,8 @@ mod tests {
     fn a_bar_shows_how_far_a_migration_is_and_its_end_how_it_went() {
         let mut progress = at_terminal();
         let mut task = task(TaskState::Running, Some(40));
-        task.migration = Some(Migration { phase: MigrationPhase::Connecting, progress: None });
+        task.migration =
+            Some(Migration { phase: MigrationPhase::Connecting, progress: None, encrypted: None });
         progress.show(std::slice::from_ref(&task)).unwrap();
         let bar = progress.shown[&task.id].bar.clone();
         assert_eq!(bar.message(), "copy: connecting");
@@ -261,6 +262,7 @@ mod tests {
             switch_milliseconds: Some(80),
             sealing_milliseconds: None,
             placed: None,
+            encrypted: None,
         };
         (task.state, task.migration, task.migrated) = (TaskState::Done, None, Some(migrated));
         assert_eq!(state(&task), format!("done: {migrated}"));
@@ -282,7 +284,8 @@ mod tests {
         assert_eq!(due(&progress, &task), (false, false), "the line is the same");
         progress.told = Told::Documents(Output::Json);
         assert_eq!(due(&progress, &task), (false, true), "the percentage has changed");
-        task.migration = Some(Migration { phase: MigrationPhase::Memory, progress: None });
+        task.migration =
+            Some(Migration { phase: MigrationPhase::Memory, progress: None, encrypted: None });
         assert_eq!(due(&progress, &task), (true, true), "the phase has");
         (task.migration, task.state) = (None, TaskState::Done);
         assert_eq!(due(&progress, &task), (true, true), "it has ended");

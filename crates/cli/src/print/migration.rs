@@ -46,6 +46,10 @@ fn cores(sealing: &SealingWork) -> String {
 /// What `task show` adds to a task's columns.
 pub fn details(task: &Task) -> Vec<(&'static str, String)> {
     let mut details = Vec::new();
+    let of_migrated = task.migrated.as_ref().and_then(|migrated| migrated.encrypted);
+    let encrypted = task.migration.as_ref().and_then(|it| it.encrypted).or(of_migrated);
+    let word = |is| if is { "yes" } else { "no" }.to_owned();
+    details.extend(encrypted.map(|is| ("ENCRYPTED", word(is))));
     if let Some(migration) = &task.migration {
         details.push(("PHASE", migration.phase.name().to_owned()));
         details.extend(migration.progress.iter().flat_map(measured));
@@ -90,7 +94,7 @@ mod tests {
             downtime_milliseconds: 310,
             ..MigrationProgress::default()
         };
-        let told = |phase, progress| line(&Migration { phase, progress });
+        let told = |phase, progress| line(&Migration { phase, progress, encrypted: None });
         assert_eq!(told(MigrationPhase::Connecting, None), "connecting");
         let usual = "pass 2, 1.0 GiB sent at 300.0 MiB/s, 96.0 MiB left, the guest changes 8.0 MiB/s, switch-over 310 ms";
         let disks = told(MigrationPhase::Disks, Some(progress));

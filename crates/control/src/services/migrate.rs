@@ -1,14 +1,13 @@
 //! Moving VMs to other hosts.
 
 use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::hardware::Hardware;
+use vmseal_api::hardware::{CPU_MODEL_HOST, Hardware};
 use vmseal_api::host::version::{MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
-use vmseal_api::host::{HostAgent, HostDescription, NicSpec, Power};
+use vmseal_api::host::{Accelerator, HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
 use vmseal_api::model::{Connection, Lifecycle, Task};
@@ -39,6 +38,8 @@ pub(super) struct Fit {
     pub host: Host,
     /// How much memory it has for more VMs.
     free: u64,
+    /// Whether what the VM is sent with is encrypted.
+    encrypted: bool,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
     copies: Option<Copies>,
 }
@@ -100,19 +101,18 @@ pub async fn migrate(
     }
     let (place, compresses) = (request.datastore.as_deref(), request.compress);
     let asked = Asked { promised: &promised, place, compresses };
-    let fit = match &request.host {
+    let (fit, refused) = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
             let fit = fits(services, &vm, &disks, host, &asked).await;
-            fit.map_err(|why| cannot_go(&vm, &name, &why))?
+            (fit.map_err(|why| cannot_go(&vm, &name, &why))?, Vec::new())
         }
         None => choose(services, &vm, &disks, &asked, None).await?,
     };
-    let encrypted = is_encrypted(services, &vm, &fit.host);
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
-    let mut operation = operation(services, &vm, &fit);
+    let mut operation = operation(&vm, &fit);
     if let Operation::MigrateVm { downtime_milliseconds, compresses, .. } = &mut operation {
         *downtime_milliseconds = request.downtime_milliseconds;
         *compresses = request.compress;
@@ -120,10 +120,11 @@ pub async fn migrate(
     let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
     Ok(match begun {
         Outcome::Planned(mut plan) => {
-            plan.steps.insert(0, understood(&fit, encrypted));
-            plan.warnings.extend(in_the_clear(&vm, encrypted));
+            plan.steps.insert(0, understood(&fit));
+            plan.warnings.extend(in_the_clear(&vm, fit.encrypted));
             plan.warnings.extend(fit.copies.as_ref().and_then(Copies::linked));
             plan.warnings.extend(fit.copies.as_ref().and_then(Copies::little_room));
+            plan.warnings.extend(refused);
             Outcome::Planned(plan)
         }
         done => done,
@@ -149,15 +150,14 @@ fn may_run(vm: &Vm, problem: Problem) -> Problem {
 }
 
 /// The task that moves a running VM to a host.
-pub(super) fn operation(services: &Services, vm: &Vm, fit: &Fit) -> Operation {
-    let encrypted = is_encrypted(services, vm, &fit.host);
+pub(super) fn operation(vm: &Vm, fit: &Fit) -> Operation {
     let (from, to) = (vm.host, fit.host.id);
     let datastore = fit.copies.as_ref().map(|copies| copies.datastore.id);
     Operation::MigrateVm {
         vm: vm.id,
         from,
         to,
-        encrypted,
+        encrypted: fit.encrypted,
         datastore,
         downtime_milliseconds: None,
         compresses: false,
@@ -250,8 +250,8 @@ pub(super) fn must_be_encrypted(vm: &Vm) -> bool {
     vm.key.is_some() || vm.migration_encryption == MigrationEncryption::Required
 }
 
-fn understood(fit: &Fit, encrypted: bool) -> String {
-    let how = if encrypted { "encrypted" } else { "not encrypted" };
+fn understood(fit: &Fit) -> String {
+    let how = if fit.encrypted { "encrypted" } else { "not encrypted" };
     let copies = fit.copies.as_ref().map_or_else(String::new, |copies| {
         let disk = |disk: &Disk| format!("{} ({})", disk.name, Size(disk.size));
         let disks: Vec<_> = copies.disks.iter().map(disk).collect();
@@ -301,14 +301,14 @@ pub(super) struct Asked<'a> {
 }
 
 /// The host with the most memory that no VM has, of those that the VM can go to: one that has its disks, if there is one, and one
-/// that is to be avoided only where there is no other.
+/// that is to be avoided only where there is no other. And why others are not offered.
 pub(super) async fn choose(
     services: &Services,
     vm: &Vm,
     disks: &[Disk],
     asked: &Asked<'_>,
     avoided: Option<HostId>,
-) -> Result<Fit, Problem> {
+) -> Result<(Fit, Vec<String>), Problem> {
     let mut candidates = Candidates::default();
     for host in others(services, vm).await? {
         let name = host.name.clone();
@@ -330,7 +330,7 @@ async fn others(services: &Services, vm: &Vm) -> Result<Vec<Host>, Problem> {
 struct Candidates {
     best: Option<Fit>,
     /// Why the others cannot have it.
-    refused: String,
+    refused: Vec<String>,
 }
 
 impl Candidates {
@@ -342,26 +342,28 @@ impl Candidates {
                     self.best = Some(fit);
                 }
             }
-            Err(why) => {
-                let _ = write!(self.refused, "; host '{name}': {why}");
-            }
+            Err(why) => self.refused.push(format!("host '{name}': {why}")),
         }
     }
 
-    fn best(self, vm: &Vm) -> Result<Fit, Problem> {
-        self.best.ok_or_else(|| {
-            let none = "; there is no other host";
-            let why = if self.refused.is_empty() { none } else { &self.refused };
-            let detail = format!("no other host can take VM '{}'{why}", vm.name);
-            Problem::new(ErrorCode::WrongState, detail)
-        })
+    /// The best one, and why others are not offered.
+    fn best(self, vm: &Vm) -> Result<(Fit, Vec<String>), Problem> {
+        let Some(best) = self.best else {
+            let none = "there is no other host".to_owned();
+            let why = if self.refused.is_empty() { none } else { self.refused.join("; ") };
+            let detail = format!("no other host can take VM '{}'; {why}", vm.name);
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        };
+        let not_offered = |why| format!("not offered: {why}");
+        Ok((best, self.refused.into_iter().map(not_offered).collect()))
     }
 }
 
 impl Fit {
-    /// Those that are not avoided first, then those without copies, then those with the most free memory.
-    fn rank(&self, avoided: Option<HostId>) -> (bool, bool, u64) {
-        (avoided != Some(self.host.id), self.copies.is_none(), self.free)
+    /// Those that are not avoided first, then those to which all is sent encrypted, then those without copies, then those with the
+    /// most free memory.
+    fn rank(&self, avoided: Option<HostId>) -> (bool, bool, bool, u64) {
+        (avoided != Some(self.host.id), self.encrypted, self.copies.is_none(), self.free)
     }
 }
 
@@ -399,7 +401,7 @@ async fn fits(
     let Some(here) = services.hosts.view(vm.host).description.clone() else {
         return Err("the host of the VM is not known well enough".to_owned());
     };
-    same_machine(&here, &there)?;
+    same_machine(&vm.hardware, &here, &there)?;
     // Before calls to the host: those are in vain for one that has no room.
     let free = {
         let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
@@ -423,7 +425,8 @@ async fn fits(
         return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
     }
     examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
-    Ok(Fit { host, free, copies })
+    let encrypted = is_encrypted(services, vm, &host);
+    Ok(Fit { host, free, encrypted, copies })
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware.
@@ -443,7 +446,11 @@ async fn examine(
 }
 
 /// Whether a guest that runs on one host goes on on the other.
-fn same_machine(here: &HostDescription, there: &HostDescription) -> Result<(), String> {
+fn same_machine(
+    hardware: &Hardware,
+    here: &HostDescription,
+    there: &HostDescription,
+) -> Result<(), String> {
     if here.accelerator.kind != there.accelerator.kind {
         return Err(format!(
             "its guests run by {:?}, and those of the VM's host by {:?}",
@@ -456,7 +463,23 @@ fn same_machine(here: &HostDescription, there: &HostDescription) -> Result<(), S
             there.qemu, here.qemu
         ));
     }
-    Ok(())
+    same_processor(hardware, &here.accelerator, &there.accelerator)
+}
+
+/// Whether a guest that has the processor of one host finds all of it on the other. One with a model by name has the same anywhere.
+pub(super) fn same_processor(
+    hardware: &Hardware,
+    here: &Accelerator,
+    there: &Accelerator,
+) -> Result<(), String> {
+    let of_host = hardware.cpu_model.as_deref().is_none_or(|model| model == CPU_MODEL_HOST);
+    let both = here.processor.as_ref().zip(there.processor.as_ref()).filter(|_| of_host);
+    match both.and_then(|(here, there)| here.missing_on(there)) {
+        Some(why) => Err(format!(
+            "{why}. Give the VM a policy with a processor model by name that both hosts have (vmseal policy create --cpu-model, vmseal vm set --policy) and restart it"
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Whether one version of QEMU is older than another.
@@ -469,12 +492,4 @@ pub(super) fn older(one: &str, other: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_older_qemu_is_one_with_lower_numbers() {
-        assert!(older("7.2.22", "8.0.0") && older("9.2.0", "10.0.1"));
-        assert!(!older("7.2.1", "7.2.22") && !older("10.0", "9.2") && !older("8.1-rc1", "8.1"));
-    }
-}
+mod tests;

@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tracing::Instrument;
 use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::migration::Migration;
 use vmseal_api::model::{self, TaskState};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -409,6 +410,8 @@ impl Engine {
         let seen = seen.filter(|_| task.ended.is_none());
         let progress = seen.map(|seen| seen.progress).filter(|progress| progress.total > 0);
         let moving = seen.filter(|_| task.state == TaskState::Running && !task.pace.paused);
+        let encrypted = task.operation.is_sent_encrypted();
+        let migration = seen.and_then(|seen| seen.migration);
         model::Task {
             id: task.id,
             kind: task.operation.kind().to_owned(),
@@ -419,7 +422,7 @@ impl Engine {
             progress,
             bytes_per_second: moving.and_then(|seen| seen.bytes_per_second),
             seconds_left: moving.and_then(|seen| seen.seconds_left()),
-            migration: seen.and_then(|seen| seen.migration),
+            migration: migration.map(|migration| Migration { encrypted, ..migration }),
             migrated: migrated(task),
             rate: task.pace.bytes_per_second,
             paused: task.pace.paused && task.state.is_open() && !task.cancelled,

@@ -7,6 +7,7 @@
 //! ```
 //! QEMU opens nothing of them itself, and has no right to: see docs/network.md and docs/decisions/083.
 
+pub(crate) mod announce;
 pub(crate) mod backlog;
 mod forwards;
 pub(crate) mod neighbours;

@@ -7,6 +7,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::request_id;
 
 use super::{Owner, State};
+use crate::hypervisor::network::announce::announce;
 use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
@@ -93,8 +94,13 @@ impl Owner {
                 }
                 Ok::<_, crate::hypervisor::qmp::QmpError>(())
             };
-            if let Err(error) = go_on.await {
-                tracing::error!(vm = %self.spec.vm, %error, "its guest does not go on");
+            match go_on.await {
+                // Another host may have announced it meanwhile.
+                Ok(()) if !paused => announce(&qmp, self.spec.vm).await,
+                Ok(()) => {}
+                Err(error) => {
+                    tracing::error!(vm = %self.spec.vm, %error, "its guest does not go on");
+                }
             }
         }
     }

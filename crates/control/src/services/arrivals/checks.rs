@@ -14,7 +14,7 @@ use vmseal_api::size::Size;
 use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
-use crate::services::migrate::{Promised, free_memory, older};
+use crate::services::migrate::{Promised, free_memory, older, same_processor};
 use crate::services::{Services, hardware, hosts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
@@ -248,10 +248,12 @@ fn versions(
 }
 
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
-    let (here, there) = (arrival.source.accelerator.kind, there.accelerator.kind);
+    let of_host = &there.accelerator;
+    let (here, there) = (arrival.source.accelerator.kind, of_host.kind);
     if here != there {
         return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
     }
+    same_processor(&arrival.vm.hardware, &arrival.source.accelerator, of_host)?;
     Ok(((), format!("{there:?}")))
 }
 

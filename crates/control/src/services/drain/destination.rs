@@ -42,6 +42,7 @@ pub(super) async fn of(
         avoided,
     )
     .await
+    .map(|(fit, _)| fit)
     .map_err(for_now)
 }
 

@@ -84,7 +84,7 @@ impl Drainer {
                 Next::Is(state, detail) => look.line(&vm, state, detail),
                 Next::Send(to) => {
                     let what = format!("it moves to host '{}'", to.host.name);
-                    let operation = migrate::operation(&services, &vm, &to);
+                    let operation = migrate::operation(&vm, &to);
                     self.begin(&mut look, &vm, operation, what, Some(&to.host)).await?
                 }
                 Next::Stop(why) => {

@@ -36,13 +36,12 @@ pub(super) async fn migrate(
         let problem = Problem::new(ErrorCode::WrongState, detail);
         return Err(Problem { field: Some("datastore".to_owned()), ..problem });
     }
-    let fit = match &request.host {
+    let (fit, refused) = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            fits(services, vm, disks, power, host)
-                .await
-                .map_err(|why| cannot_go(vm, &name, &why))?
+            let fit = fits(services, vm, disks, power, host).await;
+            (fit.map_err(|why| cannot_go(vm, &name, &why))?, Vec::new())
         }
         None => {
             let mut candidates = Candidates::default();
@@ -59,7 +58,11 @@ pub(super) async fn migrate(
     let write = services.store.write().await?;
     let operation = Operation::ChangeHost { vm: vm.id, from: vm.host, to: fit.host.id };
     Ok(match begin(services, write, operation, vm, caller, dry_run).await? {
-        Outcome::Planned(plan) => Outcome::Planned(explained(plan, vm, power, &fit)),
+        Outcome::Planned(plan) => {
+            let mut plan = explained(plan, vm, power, &fit);
+            plan.warnings.extend(refused);
+            Outcome::Planned(plan)
+        }
         done => done,
     })
 }
@@ -96,7 +99,7 @@ async fn fits(
     if power == Power::Suspended {
         let here = services.hosts.view(vm.host).description.clone();
         let here = here.ok_or("the host of the VM is not known well enough")?;
-        same_machine(&here, &there)?;
+        same_machine(&vm.hardware, &here, &there)?;
     }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
     for (place, name) in places(services, vm, disks, power, &host).await? {
@@ -115,7 +118,7 @@ async fn fits(
     let free = free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory);
     drop(read);
     examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
-    Ok(Fit { host, free, copies: None })
+    Ok(Fit { host, free, encrypted: true, copies: None })
 }
 
 /// Where a host has the datastores that the VM's disks and their replicas are on, with their names; or which one it does not have,

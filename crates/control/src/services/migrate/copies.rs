@@ -11,6 +11,7 @@ use crate::services::Services;
 use crate::services::vms::require_no_clones;
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
+use crate::store::dumps;
 use crate::store::hosts::Host;
 use crate::store::links;
 use crate::store::snapshots;
@@ -98,6 +99,17 @@ pub(super) async fn of(
         let link = links::of_vm(&mut read, vm.id).await;
         linked = link.map_err(|error| failed(error.into()))?.is_some();
         require_no_clones(&mut read, vm, None).await.map_err(failed)?;
+    }
+    // Core dumps are beside the first disk, and do not go with its copy.
+    let first = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+    if first.is_some_and(|first| copied.iter().any(|disk| disk.id == first.id)) {
+        let dumps = dumps::of_vm(&mut read, vm.id).await.map_err(|error| failed(error.into()))?;
+        if let Some(dump) = dumps.first() {
+            return Err(format!(
+                "the VM has core dumps, '{}' for one, which are beside its first disk and would stay behind: decrypt or delete them first (vmseal dump list {})",
+                dump.name, vm.name
+            ));
+        }
     }
     drop(read);
     let has_layers = snapshots > 0 || linked;
@@ -203,8 +215,11 @@ async fn roomiest(
 
 #[cfg(test)]
 mod tests {
+    use jiff::Timestamp;
+    use vmseal_api::dump::{DumpFormat, DumpReason};
     use vmseal_api::hardware::{Firmware, Hardware};
     use vmseal_api::host::version::MIGRATE_COMPRESSED;
+    use vmseal_api::id::DumpId;
     use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
     use vmseal_secret::sealed_box::Recipient;
 
@@ -214,19 +229,9 @@ mod tests {
     use crate::services::caller::Caller;
     use crate::services::create_vm::create;
     use crate::services::migrate::migrate;
+    use crate::services::migrate::tests::planned;
+    use crate::store::dumps::Dump;
     use crate::testing::Fixture;
-
-    /// What a dry run says: the host and the copies, or why not.
-    async fn planned(fixture: &Fixture, host: Option<&str>, datastore: Option<&str>) -> String {
-        let services = fixture.services(Recipient::generate().unwrap());
-        let (host, datastore) = (host.map(str::to_owned), datastore.map(str::to_owned));
-        let request = MigrateVm { host, datastore, ..MigrateVm::default() };
-        match migrate(&services, &Caller::administrator("me"), "web", request, true).await {
-            Ok(Outcome::Planned(plan)) => plan.steps[0].clone(),
-            Ok(Outcome::Done(_)) => panic!("it is not only planned"),
-            Err(problem) => problem.detail,
-        }
-    }
 
     #[tokio::test]
     async fn a_host_that_has_the_disks_is_preferred_and_the_others_get_copies() {
@@ -251,6 +256,33 @@ mod tests {
         assert!(told.contains("it has the datastores of all disks"), "{told}");
         let told = planned(&fixture, None, Some("own")).await;
         assert!(told.contains("host 'far', with copies"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn core_dumps_do_not_stay_behind() {
+        let fixture = Fixture::new().await;
+        let (far, _) = fixture.add_host("far").await;
+        fixture.add_datastore(far, "far", "own").await;
+        let (near, _) = fixture.add_host("near").await;
+        fixture.share_datastore(near, "near").await;
+        let vm = fixture.running("web").await;
+        let dump = Dump {
+            id: DumpId::new(),
+            vm,
+            name: "first".to_owned(),
+            format: DumpFormat::Elf,
+            reason: DumpReason::Request,
+            created: Timestamp::now(),
+            bytes: None,
+            encrypted: true,
+        };
+        let mut write = fixture.store.write().await.unwrap();
+        dumps::insert(&mut write, &dump).await.unwrap();
+        write.commit().await.unwrap();
+        let told = planned(&fixture, Some("far"), None).await;
+        assert!(told.contains("core dumps, 'first' for one"), "{told}");
+        let told = planned(&fixture, Some("near"), None).await;
+        assert!(told.contains("choose host 'near'"), "{told}");
     }
 
     /// A VM that runs, with UEFI and a TPM.

@@ -57,7 +57,7 @@ impl Watched {
             ) => Progress { done, total: done.saturating_add(remaining) },
             _ => Progress::default(),
         };
-        run.show_migration(bytes, Migration { phase, progress: self.progress });
+        run.show_migration(bytes, Migration { phase, progress: self.progress, encrypted: None });
     }
 
     /// How the migration went that began then, and whose guest has been heard to run at the destination now, where that was
@@ -80,6 +80,7 @@ impl Watched {
                 .map(|since| milliseconds(since, now)),
             sealing_milliseconds: progress.sealing.map(|sealing| sealing.cpu_milliseconds),
             placed: self.placed,
+            encrypted: None,
         })
     }
 }
@@ -110,7 +111,9 @@ pub(in crate::tasks) fn migrated(task: &Task) -> Option<Migrated> {
     if !task.operation.is_migration() {
         return None;
     }
-    serde_json::from_value(task.outputs.get(MigrateVmStep::Switch.name())?.clone()).ok()
+    let found = serde_json::from_value(task.outputs.get(MigrateVmStep::Switch.name())?.clone());
+    let migrated: Migrated = found.ok()?;
+    Some(Migrated { encrypted: task.operation.is_sent_encrypted(), ..migrated })
 }
 
 #[cfg(test)]

@@ -332,7 +332,7 @@ fn people_are_told_of_another_phase_at_once_and_of_rates_after_a_while() {
     let live = LiveProgress::default();
     let show = |phase, rate| {
         let progress = Some(MigrationProgress { rate, ..MigrationProgress::default() });
-        let migration = Some(Migration { phase, progress });
+        let migration = Some(Migration { phase, progress, encrypted: None });
         live.show(Some(Seen { progress: Progress::default(), bytes_per_second: None, migration }))
     };
     assert!(show(MigrationPhase::Connecting, 0), "the first");

@@ -1,0 +1,139 @@
+//! Which hosts are offered for a VM that runs, and what people are told of the others.
+
+use vmseal_api::host::{Accelerator, AcceleratorKind};
+use vmseal_api::migration::MigrationEncryption;
+use vmseal_api::model::Plan;
+use vmseal_api::processor::Processor;
+use vmseal_api::request::{MigrateVm, SetVm};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::set_vm;
+use crate::testing::Fixture;
+
+async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
+    let services = fixture.services(Recipient::generate().unwrap());
+    let (host, datastore) = (host.map(str::to_owned), place.map(str::to_owned));
+    let request = MigrateVm { host, datastore, ..MigrateVm::default() };
+    match migrate(&services, &Caller::administrator("me"), "web", request, true).await? {
+        Outcome::Planned(plan) => Ok(plan),
+        Outcome::Done(_) => panic!("it is not only planned"),
+    }
+}
+
+/// What a dry run says: the host and the copies, or why not.
+pub(super) async fn planned(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> String {
+    match plan(fixture, host, place).await {
+        Ok(plan) => plan.steps[0].clone(),
+        Err(problem) => problem.detail,
+    }
+}
+
+/// Sets the mode of the VM.
+async fn encrypts(fixture: &Fixture, mode: MigrationEncryption) {
+    let services = fixture.services(Recipient::generate().unwrap());
+    let request = SetVm { migration_encryption: Some(mode), ..SetVm::default() };
+    let caller = Caller::administrator("me");
+    set_vm::set(&services, &caller, "web", request, false).await.unwrap();
+}
+
+#[test]
+fn an_older_qemu_is_one_with_lower_numbers() {
+    assert!(older("7.2.22", "8.0.0") && older("9.2.0", "10.0.1"));
+    assert!(!older("7.2.1", "7.2.22") && !older("10.0", "9.2") && !older("8.1-rc1", "8.1"));
+}
+
+#[tokio::test]
+async fn a_vm_without_a_key_goes_in_the_clear_where_its_mode_allows_it() {
+    let fixture = Fixture::new().await;
+    let (old, agent) = fixture.add_host("old").await;
+    fixture.share_datastore(old, "old").await;
+    agent.lack_features(&[MIGRATE_ENCRYPTED]);
+    agent.restart();
+    let made = fixture.made("web", "plain").await;
+    fixture.done(Operation::StartVm { vm: made, boot_once: None }, "web").await;
+    fixture
+        .eventually("the server sees it", async || {
+            let told = plan(&fixture, Some("old"), None).await.ok()?;
+            told.steps[0].contains("is not encrypted").then_some(())
+        })
+        .await;
+    let told = plan(&fixture, None, None).await.unwrap();
+    assert!(told.warnings.iter().any(|it| it.contains("in the clear")), "{told:?}");
+    encrypts(&fixture, MigrationEncryption::Disabled).await;
+    let told = plan(&fixture, None, None).await.unwrap();
+    assert!(told.steps[0].contains("is not encrypted"), "{told:?}");
+    assert!(told.warnings.is_empty(), "{told:?}");
+    encrypts(&fixture, MigrationEncryption::Required).await;
+    let told = planned(&fixture, None, None).await;
+    assert!(told.contains("cannot encrypt what is sent: upgrade vmseal there"), "{told}");
+
+    // What was sent in the clear is said of the task.
+    encrypts(&fixture, MigrationEncryption::Opportunistic).await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let (caller, request) = (Caller::administrator("me"), MigrateVm::default());
+    let Ok(Outcome::Done(task)) = migrate(&services, &caller, "web", request, false).await else {
+        panic!("nothing was begun")
+    };
+    fixture.ends_well(task.id).await;
+    let shown = fixture.engine.shown(&fixture.task(task.id).await);
+    assert_eq!(shown.migrated.unwrap().encrypted, Some(false));
+}
+
+#[tokio::test]
+async fn a_host_that_encrypts_is_preferred_and_others_are_explained() {
+    let fixture = Fixture::new().await;
+    for name in ["new", "old", "far"] {
+        let (host, agent) = fixture.add_host(name).await;
+        if name != "far" {
+            fixture.share_datastore(host, name).await;
+        }
+        if name == "old" {
+            agent.lack_features(&[MIGRATE_ENCRYPTED]);
+            agent.restart();
+        }
+    }
+    let made = fixture.made("web", "plain").await;
+    fixture.done(Operation::StartVm { vm: made, boot_once: None }, "web").await;
+    fixture
+        .eventually("the server sees the old one", async || {
+            planned(&fixture, Some("old"), None).await.contains("not encrypted").then_some(())
+        })
+        .await;
+    let told = plan(&fixture, None, None).await.unwrap();
+    assert!(told.steps[0].contains("choose host 'new'"), "{told:?}");
+    let other =
+        |it: &String| it == "not offered: host 'far': it has no datastore for copies of the disks";
+    assert!(told.warnings.iter().any(other), "{told:?}");
+}
+
+#[tokio::test]
+async fn a_guest_with_its_hosts_processor_goes_where_that_can_as_much() {
+    let fixture = Fixture::new().await;
+    let (there, agent) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let runs_by_kvm = |features: &[&str]| Accelerator {
+        kind: AcceleratorKind::Kvm,
+        reason: "for this test".to_owned(),
+        processor: Some(Processor {
+            vendor: "GenuineIntel".to_owned(),
+            features: features.iter().map(|&name| name.to_owned()).collect(),
+        }),
+    };
+    fixture.running("web").await;
+    for (host, features) in [(&fixture.agent, &["aes", "avx512f"][..]), (&agent, &["aes"])] {
+        host.set_accelerator(runs_by_kvm(features));
+        host.restart();
+    }
+    let refused = async || {
+        let told = planned(&fixture, Some("there"), None).await;
+        told.contains("lacks what the guest may use: avx512f. Give the VM").then_some(())
+    };
+    fixture.eventually("it is refused", refused).await;
+    agent.set_accelerator(runs_by_kvm(&["aes", "avx512f", "amx"]));
+    agent.restart();
+    let goes = async || {
+        planned(&fixture, Some("there"), None).await.contains("choose host 'there'").then_some(())
+    };
+    fixture.eventually("it can go", goes).await;
+}
