@@ -137,13 +137,20 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
     is_whole(&here, WRAPPED);
     let left = std::fs::read(&was).unwrap();
     assert!(left.len() > 1 << 20 && left.iter().all(|byte| *byte == 0), "its former file is left");
-    here.vmseal(&["vm", "prove", VM]).unwrap();
+    let proof = here.vmseal(&["vm", "prove", VM]).unwrap();
+    assert!(proof.contains("(sealed): encrypted, opens with the VM's key"), "{proof}");
     // One that is left in the clear is found.
     let snapshot = name(&memory(&here)).replace("vm.memory.snapshot-", "source-memory-");
     let left = here.images(VM).unwrap()[0].with_extension(snapshot);
     std::fs::write(&left, &clear).unwrap();
     let found = here.refused(&["vm", "prove", VM]).unwrap();
     assert!(found.contains("is not encrypted"), "{found}");
+    // So is one whose header was changed.
+    let mut forged = std::fs::read(memory(&here)).unwrap();
+    forged[600] ^= 1;
+    std::fs::write(&left, &forged).unwrap();
+    let found = here.refused(&["vm", "prove", VM]).unwrap();
+    assert!(found.contains("is not proved"), "{found}");
     std::fs::remove_file(&left).unwrap();
     let mut console = comes_back(&here, Some(console), 1);
     counts(&mut console, 2);

@@ -250,6 +250,9 @@ pub struct ProvenFile {
     /// Why it is not `encrypted`, or need not be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Of a sealed file: whether its header is authentic and opens with the VM's key, and so does what was read of its content.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub opened: Option<bool>,
     /// What was read of it; none where it is in the clear by design.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<ProvenData>,

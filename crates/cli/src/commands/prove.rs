@@ -70,7 +70,11 @@ fn lines(Proof { report, signed }: &Proof) -> Vec<String> {
         let why = file.reason.as_deref().unwrap_or_default();
         let what = file.data.as_ref().map_or_else(|| why.to_owned(), |data| figures(data, why));
         let verdict = if file.data.is_some() { file.verdict.word() } else { "by design" };
-        say(format!("{} ({kind}): {verdict}; {what}", file.path));
+        let opens = match file.opened {
+            Some(true) => ", opens with the VM's key",
+            Some(false) | None => "",
+        };
+        say(format!("{} ({kind}): {verdict}{opens}; {what}", file.path));
     }
     for reason in &report.reasons {
         say(format!("because: {reason}"));

@@ -1,6 +1,7 @@
 //! One file: its header, its data, its verdict.
 
 use std::fs::File;
+use std::io::{Read, Seek};
 use std::path::Path;
 
 use vmseal_api::host::{DiskFacts, KeyReference, VmSpec};
@@ -10,15 +11,20 @@ use vmseal_api::proof::{
     FileKind, ImageKind, ProvenData, ProvenFile, ProvenHeader, ProvenImage, Verdict,
 };
 use vmseal_luks::Facts;
+use vmseal_seal::file::Header;
 use vmseal_secret::SecretBytes;
 
 use super::data::{DataError, Form, Reading, examine};
 use super::{cancelled, open};
 use crate::keys;
 use crate::storage::facts::from_api;
+use crate::storage::sealed::vm_key;
 
 /// The part of a sealed file that may be its header, in bytes.
 const SEALED_HEADER: u64 = 4096;
+
+/// How much of a sealed file is read at a time, in bytes: a frame.
+const SEALED_PART: usize = 64 * 1024;
 
 /// What opens the data of a disk, and of the layers above its image.
 pub struct DiskKey {
@@ -154,6 +160,7 @@ impl Examiner<'_> {
             kind,
             verdict,
             reason: reason.map(str::to_owned),
+            opened: None,
             data,
         };
         let by_design = match kind {
@@ -185,6 +192,10 @@ impl Examiner<'_> {
                 return Ok(Some(found(Verdict::NotProved, Some(&error.to_string()), None)));
             }
         };
+        let opened = match kind {
+            FileKind::Sealed => Some(self.open_sealed(&file)?),
+            _ => None,
+        };
         let clear = in_the_clear(&data);
         let (verdict, reason) = match (kind, clear) {
             (FileKind::Unknown, Some(_)) => (
@@ -195,15 +206,55 @@ impl Examiner<'_> {
                 (Verdict::NotProved, Some("it is not vmseal's: look at what it is".to_owned()))
             }
             (_, Some(clear)) => (Verdict::NotEncrypted, Some(clear)),
-            (_, None) => (Verdict::Encrypted, None),
+            (_, None) => match &opened {
+                Some(Err(why)) => {
+                    (Verdict::NotProved, Some(format!("it does not open with the VM's key: {why}")))
+                }
+                _ => (Verdict::Encrypted, None),
+            },
         };
-        Ok(Some(found(verdict, reason.as_deref(), Some(data))))
+        let opened = opened.map(|opened| opened.is_ok());
+        let proven = found(verdict, reason.as_deref(), Some(data));
+        Ok(Some(ProvenFile { opened, ..proven }))
+    }
+
+    /// Opens a sealed file with the VM's key, and reads all of its content, or the first of it: the inner error is why that fails.
+    ///
+    /// # Errors
+    /// `cancelled`.
+    fn open_sealed(&self, mut file: &File) -> Result<Result<(), String>, Problem> {
+        let opened = file
+            .rewind()
+            .and_then(|()| Header::read(&mut file).map_err(std::io::Error::other))
+            .and_then(|header| file.rewind().map(|()| header.identity().kind));
+        let kind = match opened {
+            Ok(kind) => kind,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let key = match vm_key(self.spec, self.kek) {
+            Ok(key) => key,
+            Err(problem) => return Ok(Err(problem.detail)),
+        };
+        let mut content = match vmseal_seal::file::open(file, self.spec.vm.0, kind, key.as_ref()) {
+            Ok(content) => content,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let mut part = vec![0; SEALED_PART];
+        loop {
+            match content.read(&mut part) {
+                Ok(0) => return Ok(Ok(())),
+                Ok(_) if !self.reading.all => return Ok(Ok(())),
+                Ok(_) if (self.reading.cancelled)() => return Err(cancelled()),
+                Ok(_) => {}
+                Err(error) => return Ok(Err(error.to_string())),
+            }
+        }
     }
 }
 
 /// Whether a sealed file is one of a VM without a key: who has it can open it.
 fn has_its_key(mut file: &File) -> bool {
-    let header = vmseal_seal::file::Header::read(&mut file);
+    let header = Header::read(&mut file);
     header.is_ok_and(|header| header.is_in_the_clear())
 }
 
