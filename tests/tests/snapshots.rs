@@ -195,9 +195,10 @@ fn what_snapshots_keep_comes_back_and_is_ciphertext() {
     snapshot(&here, &["create", VM, "branch"]);
     let branch = here.json(&["snapshot", "show", VM, "branch"]).unwrap();
     assert_eq!(branch["parent"], "one", "{branch}");
-    stop(&here, console);
-    snapshot(&here, &["revert", VM, "two"]);
-    let mut console = restarted(&here);
+    // Its power is cut, and it starts again.
+    drop(console);
+    snapshot(&here, &["revert", VM, "two", "--running"]);
+    let mut console = booted(&here, VM).unwrap();
     reads(&mut console, "TEXT-OF-TWO");
     write(&mut console, "TEXT-OF-NOW");
 

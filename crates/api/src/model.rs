@@ -202,6 +202,11 @@ pub struct Policy {
     /// The processor model of VMs that have it: `host`, or a name that QEMU knows; none leaves it to each VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<String>,
+    /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds, from
+    /// [`crate::migration::DOWNTIME_MIN`] to [`crate::migration::DOWNTIME_MAX`]; none means
+    /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub downtime_milliseconds: Option<u32>,
 }
 
 /// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.

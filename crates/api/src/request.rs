@@ -236,6 +236,11 @@ pub struct AddPolicy {
     /// The processor model of VMs that have it: `host`, or a name that QEMU knows. None leaves it to each VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<String>,
+    /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds, from
+    /// [`crate::migration::DOWNTIME_MIN`] to [`crate::migration::DOWNTIME_MAX`]; none means
+    /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub downtime_milliseconds: Option<u32>,
 }
 
 /// Makes a VM.
@@ -375,6 +380,10 @@ pub struct SetPolicy {
     /// The processor model of VMs that have it; an empty text leaves it to each VM. Not while VMs have another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<String>,
+    /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds; 0 is
+    /// the usual limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub downtime_milliseconds: Option<u32>,
 }
 
 /// Makes a disk longer.
@@ -512,6 +521,17 @@ pub struct TakeSnapshot {
     /// Whether the memory of the guest, which must run, is kept, too.
     #[serde(default)]
     pub memory: bool,
+}
+
+/// Reverts a VM to a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RevertSnapshot {
+    /// Whether its guest runs afterwards, and goes on where it was if the snapshot keeps its memory. The power of a VM that runs is cut
+    /// first.
+    #[serde(default)]
+    pub running: bool,
 }
 
 impl Default for TakeSnapshot {

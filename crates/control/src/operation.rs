@@ -124,12 +124,15 @@ pub enum Operation {
         /// Whether the guest's file systems are frozen meanwhile, if its agent answers.
         quiesce: bool,
     },
-    /// Has the disks of a VM that is off hold what a snapshot keeps.
+    /// Has the disks of a VM hold what a snapshot keeps.
     RevertSnapshot {
         /// The VM.
         vm: VmId,
         /// The snapshot.
         snapshot: SnapshotId,
+        /// Whether its guest runs afterwards; its power is cut first if it runs. Otherwise the VM is off, and stays so.
+        #[serde(default)]
+        running: bool,
     },
     /// Deletes a snapshot that is marked as being deleted.
     DeleteSnapshot {

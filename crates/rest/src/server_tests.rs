@@ -137,6 +137,7 @@ impl Installation {
             cache: None,
             replica: None,
             cpu_model: None,
+            downtime_milliseconds: None,
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

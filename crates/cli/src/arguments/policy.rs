@@ -1,8 +1,11 @@
 //! `vmseal policy`.
 
+use std::time::Duration;
+
 use clap::{Args, Subcommand};
 use vmseal_api::model;
 
+use super::wait::duration;
 use super::{DryRun, List, Show};
 use crate::size::parse_size;
 
@@ -52,6 +55,9 @@ pub enum Policy {
         /// The processor model of its VMs: `host`, or a name that QEMU on the host knows [default: each VM's own choice]
         #[arg(long, value_name = "MODEL")]
         cpu_model: Option<String>,
+        /// How long guests may stand still when their VMs move to another host, such as 100ms, unless the command says so [default: 300ms]
+        #[arg(long, value_name = "DURATION", value_parser = duration)]
+        downtime: Option<Duration>,
         #[command(flatten)]
         dry_run: DryRun,
     },
@@ -116,6 +122,9 @@ pub struct SetPolicy {
     /// The processor model of VMs that are created; `any` leaves it to each. Not while VMs have another one
     #[arg(long, value_name = "MODEL", group = "change")]
     pub cpu_model: Option<String>,
+    /// How long guests may stand still when their VMs move to another host, such as 100ms; 0s is the usual 300ms
+    #[arg(long, value_name = "DURATION", value_parser = duration, group = "change")]
+    pub downtime: Option<Duration>,
     #[command(flatten)]
     pub dry_run: DryRun,
 }

@@ -53,9 +53,10 @@ pub enum Snapshot {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Have the disks of a VM that is off hold what a snapshot keeps
+    /// Have the disks of a VM hold what a snapshot keeps
     ///
-    /// A snapshot with memory leaves the VM suspended: `vmseal vm resume` has its guest go on where it was then.
+    /// The VM is off, and stays so, unless --running is given. A snapshot with memory leaves it suspended: `vmseal vm resume` has its
+    /// guest go on where it was then.
     ///
     /// What they hold now is lost, as far as no other snapshot keeps it: take one before, if in doubt.
     Revert {
@@ -63,6 +64,10 @@ pub enum Snapshot {
         vm: String,
         /// The snapshot's name, or its id
         snapshot: String,
+        /// Have the guest run afterwards, and go on where it was if the snapshot keeps its memory; the power of a VM that runs is cut
+        /// first
+        #[arg(long)]
+        running: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -1,5 +1,7 @@
 //! Storage policies.
 
+use std::time::Duration;
+
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::model::{Policy, Replication};
@@ -33,6 +35,7 @@ pub async fn run(
             replicate_to,
             replicate_rate,
             cpu_model,
+            downtime,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
@@ -51,6 +54,7 @@ pub async fn run(
                 cache,
                 replica,
                 cpu_model,
+                downtime_milliseconds: downtime.map(milliseconds),
             };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
@@ -77,6 +81,10 @@ const DEFAULT_PROVIDER: &str = "default";
 
 /// What stands for the processor model that each VM chooses.
 const ANY_MODEL: &str = "any";
+
+fn milliseconds(time: Duration) -> u32 {
+    u32::try_from(time.as_millis()).unwrap_or(u32::MAX)
+}
 
 async fn set(
     server: &ServerClient,
@@ -106,6 +114,7 @@ async fn set(
             ANY_MODEL => String::new(),
             _ => model,
         }),
+        downtime_milliseconds: options.downtime.map(milliseconds),
     };
     let path = format!("policies/{}", options.policy);
     if options.dry_run.dry_run {

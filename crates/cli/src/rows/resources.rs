@@ -206,6 +206,7 @@ impl Row for Policy {
         more("cache", |it| it.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("cpu-model", |it| it.cpu_model.clone().into()),
+        more("downtime", |it| it.downtime_milliseconds.map(|it| format!("{it} ms")).into()),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {

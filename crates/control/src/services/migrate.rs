@@ -28,7 +28,7 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
-use crate::store::{self, Part, StoreError, Write, tasks, vms};
+use crate::store::{self, Part, StoreError, Write, policies, tasks, vms};
 
 /// Why a VM cannot go to a host that is full.
 const NO_ROOM: &str = "it has not enough free memory";
@@ -40,6 +40,8 @@ pub(super) struct Fit {
     free: u64,
     /// Whether what the VM is sent with is encrypted.
     encrypted: bool,
+    /// How long the guest is to stand still, where the VM's policy says so, in milliseconds.
+    downtime_milliseconds: Option<u32>,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
     copies: Option<Copies>,
 }
@@ -114,7 +116,7 @@ pub async fn migrate(
     require_room(services, &mut write, &vm, &fit.host).await?;
     let mut operation = operation(&vm, &fit);
     if let Operation::MigrateVm { downtime_milliseconds, compresses, .. } = &mut operation {
-        *downtime_milliseconds = request.downtime_milliseconds;
+        *downtime_milliseconds = request.downtime_milliseconds.or(*downtime_milliseconds);
         *compresses = request.compress;
     }
     let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
@@ -159,9 +161,15 @@ pub(super) fn operation(vm: &Vm, fit: &Fit) -> Operation {
         to,
         encrypted: fit.encrypted,
         datastore,
-        downtime_milliseconds: None,
+        downtime_milliseconds: fit.downtime_milliseconds,
         compresses: false,
     }
+}
+
+/// How long the guest of a VM is to stand still, where its policy says so, in milliseconds.
+async fn downtime_of(services: &Services, vm: &Vm) -> Result<Option<u32>, StoreError> {
+    let policy = policies::find(&mut *services.store.read().await?, &vm.policy.to_string()).await?;
+    Ok(policy.and_then(|policy| policy.downtime_milliseconds))
 }
 
 /// The memory that VMs on their way to a host will have there.
@@ -426,7 +434,9 @@ async fn fits(
     }
     examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
     let encrypted = is_encrypted(services, vm, &host);
-    Ok(Fit { host, free, encrypted, copies })
+    let downtime_milliseconds =
+        downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
+    Ok(Fit { host, free, encrypted, downtime_milliseconds, copies })
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware.

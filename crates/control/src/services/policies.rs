@@ -3,6 +3,7 @@
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::id::{PolicyId, check_name};
+use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Page, Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::check_replica_rate;
@@ -25,6 +26,7 @@ fn shown(policy: policies::Policy) -> Policy {
         cache: policy.cache,
         replica: policy.replica,
         cpu_model: policy.cpu_model,
+        downtime_milliseconds: policy.downtime_milliseconds,
     }
 }
 
@@ -77,6 +79,9 @@ pub async fn add(
     if let Some(model) = &request.cpu_model {
         check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
     }
+    if let Some(downtime) = request.downtime_milliseconds {
+        check_downtime(downtime).map_err(|what| Problem::invalid("downtime_milliseconds", what))?;
+    }
     // Before the transaction, which nobody may hold while a host is asked.
     let warnings = match dry_run {
         true => warn_of_model(services, request.cpu_model.as_deref()).await?,
@@ -112,6 +117,7 @@ pub async fn add(
         cache: request.cache,
         replica: request.replica,
         cpu_model: request.cpu_model,
+        downtime_milliseconds: request.downtime_milliseconds,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

@@ -6,6 +6,7 @@ use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::host::{Allocation, Power};
 use vmseal_api::id::check_name;
+use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::REPLICA_RATE;
@@ -229,6 +230,7 @@ fn changed(
         replicate_to,
         replicate_rate,
         cpu_model,
+        downtime_milliseconds,
     } = request;
     // 0 is none, so that a limit can be taken away.
     let given = |new: &Option<u64>, old: Option<u64>| match new {
@@ -253,6 +255,15 @@ fn changed(
         Some(model) => {
             check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
             Some(model.to_owned())
+        }
+    };
+    after.downtime_milliseconds = match *downtime_milliseconds {
+        None => before.downtime_milliseconds,
+        Some(0) => None,
+        Some(downtime) => {
+            check_downtime(downtime)
+                .map_err(|what| Problem::invalid("downtime_milliseconds", what))?;
+            Some(downtime)
         }
     };
     check_name(&after.name).map_err(|error| Problem::invalid("name", error.to_string()))?;

@@ -1,4 +1,4 @@
-//! Snapshots of VMs: taken while a VM runs or is off, reverted to while it is off, deleted at any time.
+//! Snapshots of VMs: taken while a VM runs or is off, reverted to, deleted at any time.
 
 use jiff::Timestamp;
 use vmseal_api::host::version::{MEMORY_SNAPSHOTS, SNAPSHOTS};
@@ -7,11 +7,12 @@ use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::limits::SNAPSHOTS_MAX;
 use vmseal_api::model::{self, Page, SnapshotState, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{DESCRIPTION_MAX, TakeSnapshot};
+use vmseal_api::request::{DESCRIPTION_MAX, RevertSnapshot, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
 use super::vms::{
-    begin, find, find_ready, new_name, power, require_no_clones, require_no_template, word,
+    begin, check_key, find, find_ready, new_name, power, require_active_host, require_no_clones,
+    require_no_template, word,
 };
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::Operation;
@@ -194,19 +195,34 @@ pub(super) fn keepable(vm: &Vm, disks: &[Disk]) -> Result<Vec<DiskId>, Problem> 
     Ok(disks.iter().filter(kept).map(|disk| disk.id).collect())
 }
 
-/// Has the disks of a VM that is off hold what they held when a snapshot was taken.
+/// Has the disks of a VM hold what they held when a snapshot was taken: of one that is off, or of any, which runs afterwards.
 pub async fn revert(
     services: &Services,
     caller: &Caller,
     vm: &str,
     name: &str,
+    request: RevertSnapshot,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
+    let RevertSnapshot { running } = request;
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     require_no_template(&vm)?;
-    let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
-    require_power(services, &vm, &[Power::Off], &remedy).await?;
+    if running {
+        caller.require(Privilege::VmPower)?;
+        let remedy = "wait until it is off, or runs";
+        let fine = [Power::Off, Power::Running, Power::Paused];
+        require_power(services, &vm, &fine, remedy).await?;
+        // Its power is not cut where it could not start again.
+        check_key(services, &vm)?;
+        require_active_host(services, &vm).await?;
+    } else {
+        let remedy = format!(
+            "stop it first (vmseal vm stop {}), or have its power cut and its guest run afterwards (--running)",
+            vm.name
+        );
+        require_power(services, &vm, &[Power::Off], &remedy).await?;
+    }
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;
@@ -222,7 +238,7 @@ pub async fn revert(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: snapshot.id };
+    let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: snapshot.id, running };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 

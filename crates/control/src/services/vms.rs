@@ -390,7 +390,7 @@ pub async fn start(
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.
-async fn require_active_host(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+pub(super) async fn require_active_host(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
     let found = hosts::find(&mut *services.store.read().await?, &vm.host.to_string()).await?;
     found.map_or(Ok(()), |host| host.require_active())
 }

@@ -28,6 +28,9 @@ pub struct Policy {
     pub replica: Option<Replication>,
     /// The processor model of its VMs; none leaves it to each.
     pub cpu_model: Option<String>,
+    /// The longest that a guest is to stand still while the rest of its memory is sent to another host, in milliseconds; none is the
+    /// usual limit.
+    pub downtime_milliseconds: Option<u32>,
 }
 
 #[derive(FromRow)]
@@ -42,6 +45,7 @@ struct Row {
     cache: Option<i64>,
     replica: Option<String>,
     cpu_model: Option<String>,
+    downtime: Option<i64>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -61,16 +65,22 @@ impl TryFrom<Row> for Policy {
             cache: row.cache.map(|bytes| unsigned(bytes, "a policy's cache")).transpose()?,
             replica: row.replica.map(|json| from_json(&json, "a policy's replica")).transpose()?,
             cpu_model: row.cpu_model,
+            downtime_milliseconds: row.downtime.map(downtime).transpose()?,
         })
     }
+}
+
+fn downtime(value: i64) -> Result<u32, StoreError> {
+    let expected = "a policy's downtime";
+    value.try_into().map_err(|_| StoreError::Unreadable { value: value.to_string(), expected })
 }
 
 /// Adds a policy.
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica, cpu_model)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                               replica, cpu_model, downtime)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -81,6 +91,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .bind(policy.replica.as_ref().map(to_json))
     .bind(&policy.cpu_model)
+    .bind(policy.downtime_milliseconds)
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -94,7 +105,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -109,7 +120,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -127,8 +138,8 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
 pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
-                             limits = $5, cache = $6, replica = $7, cpu_model = $8
-         WHERE id = $9",
+                             limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9
+         WHERE id = $10",
     )
     .bind(&policy.name)
     .bind(policy.encryption)
@@ -138,6 +149,7 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .bind(policy.cache.map(|bytes| i64::try_from(bytes).unwrap_or(i64::MAX)))
     .bind(policy.replica.as_ref().map(to_json))
     .bind(&policy.cpu_model)
+    .bind(policy.downtime_milliseconds)
     .bind(policy.id.to_string())
     .execute(to)
     .await

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! take    reserve (its row is there) ─► prepare ─► take ─► record (commit)     undone by having the host drop it
-//! revert  check that the VM is off (commit) ─► revert ─► record
+//! revert  [cut its power] ─► check that the VM is off (commit) ─► revert ─► record [─► start]
 //! delete  check ─► mark (commit: it cannot be reverted to any more) ─► merge ─► record
 //! ```
 //! A deletion that cannot be finished leaves the row as marked: it is deleted again when the cause is gone.
@@ -17,8 +17,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::job::{self, follow, put};
 use super::run::{Run, StepError, register, state_of};
-use super::start_vm::prepare;
+use super::start_vm::{power_on, prepare};
 use super::step::{Limit, Output, Step, WaitPolicy};
+use super::stop_vm;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
@@ -31,9 +32,11 @@ pub(crate) enum SnapshotStep {
     Prepare,
     Take,
     RecordTaken,
+    CutPower,
     CheckOff,
     Revert,
     RecordReverted,
+    Start,
     CheckPower,
     Mark,
     Merge,
@@ -50,6 +53,16 @@ pub(crate) const TAKE: &[&dyn Step] = &[
 pub(crate) const REVERT: &[&dyn Step] =
     &[&SnapshotStep::CheckOff, &SnapshotStep::Revert, &SnapshotStep::RecordReverted];
 
+/// The same of a VM that runs afterwards, and may run before. A guest whose power was cut is not started again where the rest cannot
+/// be done: what it held is as after a power cut.
+pub(crate) const REVERT_RUNNING: &[&dyn Step] = &[
+    &SnapshotStep::CutPower,
+    &SnapshotStep::CheckOff,
+    &SnapshotStep::Revert,
+    &SnapshotStep::RecordReverted,
+    &SnapshotStep::Start,
+];
+
 pub(crate) const DELETE: &[&dyn Step] = &[
     &SnapshotStep::CheckPower,
     &SnapshotStep::Mark,
@@ -65,9 +78,11 @@ impl Step for SnapshotStep {
             Self::Prepare => "prepare",
             Self::Take => "take",
             Self::RecordTaken => "record-taken",
+            Self::CutPower => "cut-power",
             Self::CheckOff => "check-off",
             Self::Revert => "revert",
             Self::RecordReverted => "record-reverted",
+            Self::Start => "start",
             Self::CheckPower => "check-power",
             Self::Mark => "mark",
             Self::Merge => "merge",
@@ -81,9 +96,11 @@ impl Step for SnapshotStep {
             Self::Prepare => "register and deliver the key",
             Self::Take => "keep what the disks hold",
             Self::RecordTaken => "record the snapshot",
+            Self::CutPower => "cut its power",
             Self::CheckOff => "check that the VM is off",
             Self::Revert => "revert the disks",
             Self::RecordReverted => "record what the disks hold",
+            Self::Start => "deliver the key and start it",
             Self::CheckPower => "check the VM",
             Self::Mark => "mark the snapshot as being deleted",
             Self::Merge => "merge what nothing needs apart",
@@ -93,6 +110,10 @@ impl Step for SnapshotStep {
 
     fn needs_key(&self) -> bool {
         matches!(self, Self::Prepare)
+    }
+
+    fn notes_what_it_sends(&self) -> bool {
+        matches!(self, Self::CutPower | Self::Start)
     }
 
     fn commits(&self) -> bool {
@@ -108,7 +129,7 @@ impl Step for SnapshotStep {
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::Prepare => Some(Limit::Provider),
+            Self::Prepare | Self::Start => Some(Limit::Provider),
             Self::Merge => Some(Limit::HostWork),
             _ => None,
         }
@@ -120,9 +141,11 @@ impl Step for SnapshotStep {
             Self::Prepare => prepare(run).await.map(Output::from),
             Self::Take => take(run).await.map(|quiesced| Output::of(&quiesced)),
             Self::RecordTaken => record_taken(run).await.map(Output::from),
+            Self::CutPower => stop_vm::power_off(run).await.map(Output::from),
             Self::CheckOff => check_off(run).await.map(Output::from),
             Self::Revert => revert(run).await.map(Output::from),
             Self::RecordReverted => record_reverted(run).await.map(Output::from),
+            Self::Start => start(run).await.map(Output::from),
             Self::CheckPower => check_power(run).await.map(Output::from),
             Self::Mark => mark(run).await.map(Output::from),
             Self::Merge => merge(run).await.map(Output::from),
@@ -140,6 +163,7 @@ impl Step for SnapshotStep {
                 }
                 Ok(())
             }
+            Self::CutPower => stop_vm::see_what_is(run).await,
             Self::Take => merge(run).await,
             Self::Mark => {
                 let mut write = run.store().write().await?;
@@ -220,6 +244,12 @@ async fn revert(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, Snapshot { id, disks, memory, .. }) = (run.vm().await?, snapshot(run).await?);
     put(run, &vm, JobSpec::Revert(RevertJob { snapshot: id, memory, disks })).await?;
     follow(run, &vm, JobKind::Revert).await.map(drop)
+}
+
+/// Has the guest start, or go on where the snapshot keeps its memory.
+async fn start(run: &Run<'_>) -> Result<(), StepError> {
+    prepare(run).await?;
+    power_on(run).await
 }
 
 async fn record_reverted(run: &Run<'_>) -> Result<(), StepError> {
@@ -312,6 +342,9 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
     let detail = match operation {
         Operation::DeleteSnapshot { .. } => format!(
             "a snapshot of VM '{target}' is given up, but not all of it is merged yet ({cause}): delete it again once the cause is fixed"
+        ),
+        Operation::RevertSnapshot { running: true, .. } => format!(
+            "VM '{target}' was to be reverted and to run, and it is not known how far that is ({cause}): do it again once the cause is fixed"
         ),
         _ => format!(
             "what was done with a snapshot of VM '{target}' is not on record ({cause}): do it again once the cause is fixed"

@@ -27,6 +27,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::RemoveDisk { .. } | Operation::RemoveTpm { .. } => remove_disk::STEPS,
         Operation::GrowDisk { .. } => grow_disk::STEPS,
         Operation::TakeSnapshot { .. } => snapshots::TAKE,
+        Operation::RevertSnapshot { running: true, .. } => snapshots::REVERT_RUNNING,
         Operation::RevertSnapshot { .. } => snapshots::REVERT,
         Operation::DeleteSnapshot { .. } => snapshots::DELETE,
         Operation::ProveVm { .. } => prove_vm::STEPS,

@@ -62,6 +62,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     let (force, timeout_seconds) = match run.task.operation {
         Operation::StopVm { force, timeout_seconds, .. } => (force, timeout_seconds),
         Operation::RebootVm { timeout_seconds, .. } => (false, timeout_seconds),
+        Operation::RevertSnapshot { .. } => (true, 0),
         _ => return Ok(()),
     };
     let vm = run.vm().await?;

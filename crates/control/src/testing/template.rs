@@ -93,6 +93,7 @@ impl Template {
                 cache: None,
                 replica: None,
                 cpu_model: None,
+                downtime_milliseconds: None,
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }

@@ -12,6 +12,7 @@ use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
 use vmseal_api::kmip::SERVERS_MAX;
+use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
@@ -156,6 +157,11 @@ fn drive_with_order() -> Value {
 /// A limit that 0 takes away.
 fn none_or(limit: Value) -> Value {
     json!({ "anyOf": [{ "type": "null" }, { "const": 0 }, limit] })
+}
+
+/// How long a guest may stand still when it moves.
+fn downtime() -> Value {
+    json!({ "minimum": DOWNTIME_MIN, "maximum": DOWNTIME_MAX })
 }
 
 /// A name of a processor model.
@@ -311,6 +317,9 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             none_or(json!({ "minimum": BANDWIDTH_MIN, "maximum": LIMIT_MAX })),
         ),
         ("SetPolicy/properties/cache", none_or(cache.clone())),
+        ("SetPolicy/properties/downtime_milliseconds", none_or(downtime())),
+        ("MigrateVm/properties/downtime_milliseconds", downtime()),
+        ("AddPolicy/properties/downtime_milliseconds", downtime()),
         ("SetPolicy/properties/cpu_model", cpu_model(0)),
         ("AddPolicy/properties/cpu_model", cpu_model(1)),
         ("AddPolicy", encryption_with_provider()),

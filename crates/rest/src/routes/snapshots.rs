@@ -6,13 +6,13 @@ use axum::Json;
 use axum::extract::State;
 use vmseal_api::model::{Page, Plan, Snapshot, Task};
 use vmseal_api::problem::Problem;
-use vmseal_api::request::TakeSnapshot;
+use vmseal_api::request::{RevertSnapshot, TakeSnapshot};
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Accepted, Answer};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{EmptyBody, OptionalJson, PathSegment, QueryOf, TwoPathSegments};
+use crate::request::body::{OptionalJson, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 use crate::request::page::PageQuery;
 
@@ -58,21 +58,22 @@ pub(super) async fn take(
     accepted(taken)
 }
 
-/// Has the disks of a VM that is off hold what they held when a snapshot was taken. What they hold now is lost, as far as
-/// no other snapshot keeps it.
+/// Has the disks of a VM hold what they held when a snapshot was taken. What they hold now is lost, as far as no other snapshot keeps
+/// it. The VM is off and stays so, unless `running` is asked for.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/snapshots/{snapshot}/revert", tag = "snapshots",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("snapshot" = String, Path, description = "The snapshot's name, or its id"), DryRunQuery),
+    request_body = Option<RevertSnapshot>,
     responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn revert(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     TwoPathSegments(vm, snapshot): TwoPathSegments,
     QueryOf(query): QueryOf<DryRunQuery>,
-    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+    OptionalJson(request): OptionalJson<RevertSnapshot>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     let dry_run = query.dry_run;
-    accepted(services::snapshots::revert(&control, &caller, &vm, &snapshot, dry_run).await)
+    accepted(services::snapshots::revert(&control, &caller, &vm, &snapshot, request, dry_run).await)
 }
 
 /// Deletes a snapshot. What the VM's disks hold, and its other snapshots, stay as they are. The VM may run.

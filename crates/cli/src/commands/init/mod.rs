@@ -312,6 +312,7 @@ impl Init {
             cache: None,
             replica: None,
             cpu_model: None,
+            downtime_milliseconds: None,
         };
         let policy: Policy = self.server()?.post("policies", &request).await?;
         Ok(format!("'{}' encrypts disks with keys of the default provider", policy.name))

@@ -118,7 +118,7 @@ async fn fits(
     let free = free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory);
     drop(read);
     examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
-    Ok(Fit { host, free, encrypted: true, copies: None })
+    Ok(Fit { host, free, encrypted: true, downtime_milliseconds: None, copies: None })
 }
 
 /// Where a host has the datastores that the VM's disks and their replicas are on, with their names; or which one it does not have,

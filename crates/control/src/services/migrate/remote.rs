@@ -8,7 +8,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks};
 use vmseal_api::request::MigrateVm;
 
-use super::{in_the_clear, must_be_encrypted};
+use super::{downtime_of, in_the_clear, must_be_encrypted};
 use crate::operation::Operation;
 use crate::remotes::{Wanted, describe, keeps_state};
 use crate::services::caller::{Caller, Privilege};
@@ -65,7 +65,10 @@ pub(super) async fn migrate(
         datastore: found.datastore.clone(),
         policy,
         encrypted,
-        downtime_milliseconds: request.downtime_milliseconds,
+        downtime_milliseconds: match request.downtime_milliseconds {
+            None => downtime_of(services, vm).await?,
+            asked => asked,
+        },
     };
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {

@@ -4,11 +4,11 @@ use vmseal_api::host::{Accelerator, AcceleratorKind};
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Plan;
 use vmseal_api::processor::Processor;
-use vmseal_api::request::{MigrateVm, SetVm};
+use vmseal_api::request::{MigrateVm, SetPolicy, SetVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::set_vm;
+use crate::services::{set_policy, set_vm};
 use crate::testing::Fixture;
 
 async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
@@ -136,4 +136,36 @@ async fn a_guest_with_its_hosts_processor_goes_where_that_can_as_much() {
         planned(&fixture, Some("there"), None).await.contains("choose host 'there'").then_some(())
     };
     fixture.eventually("it can go", goes).await;
+}
+
+#[tokio::test]
+async fn the_policy_says_how_long_a_guest_stands_still_unless_the_command_does() {
+    let fixture = Fixture::new().await;
+    let (there, _) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    fixture.running("web").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let set = async |downtime| {
+        let request = SetPolicy { downtime_milliseconds: Some(downtime), ..SetPolicy::default() };
+        set_policy::set(&services, &me, "encrypted", request, false).await.map(drop)
+    };
+    let refused = set(5).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("downtime_milliseconds"));
+    set(120).await.unwrap();
+    let moved = async |downtime_milliseconds| {
+        let request = MigrateVm { downtime_milliseconds, ..MigrateVm::default() };
+        let Ok(Outcome::Done(task)) = migrate(&services, &me, "web", request, false).await else {
+            panic!("nothing was begun")
+        };
+        fixture.ends_well(task.id).await;
+        match fixture.task(task.id).await.operation {
+            Operation::MigrateVm { downtime_milliseconds, .. } => downtime_milliseconds,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(moved(None).await, Some(120));
+    assert_eq!(moved(Some(50)).await, Some(50));
+    set(0).await.unwrap();
+    assert_eq!(moved(None).await, None);
 }

@@ -256,6 +256,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         cache: None,
         replica: None,
         cpu_model: None,
+        downtime_milliseconds: None,
     };
     let mut write = fixture.store.write().await.unwrap();
     policies::insert(&mut write, &policy).await.unwrap();

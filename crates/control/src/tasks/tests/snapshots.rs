@@ -20,6 +20,8 @@ pub(super) enum Snapshot {
     Take,
     /// To the first of two, of a VM that is off.
     Revert,
+    /// The same of a VM that runs, and runs afterwards.
+    RevertRunning,
     /// The first of two, of a VM that runs.
     Delete,
 }
@@ -82,7 +84,7 @@ impl Snapshot {
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         let vm = match self {
             Self::Revert => fixture.made("web", "encrypted").await,
-            Self::Take | Self::Delete => fixture.running("web").await,
+            Self::Take | Self::RevertRunning | Self::Delete => fixture.running("web").await,
         };
         if self != Self::Take {
             taken(fixture, vm, "first").await;
@@ -99,7 +101,8 @@ impl Snapshot {
         let rows = rows(fixture, vm).await;
         let snapshot = rows.iter().find(|row| row.name == "first").unwrap().id;
         match self {
-            Self::Revert => Operation::RevertSnapshot { vm, snapshot },
+            Self::Revert => Operation::RevertSnapshot { vm, snapshot, running: false },
+            Self::RevertRunning => Operation::RevertSnapshot { vm, snapshot, running: true },
             _ => Operation::DeleteSnapshot { vm, snapshot },
         }
     }
@@ -108,7 +111,8 @@ impl Snapshot {
         let (vm, snapshot) = (VmId::new(), SnapshotId::new());
         steps::of(&match self {
             Self::Take => Operation::TakeSnapshot { vm, snapshot, quiesce: true },
-            Self::Revert => Operation::RevertSnapshot { vm, snapshot },
+            Self::Revert => Operation::RevertSnapshot { vm, snapshot, running: false },
+            Self::RevertRunning => Operation::RevertSnapshot { vm, snapshot, running: true },
             Self::Delete => Operation::DeleteSnapshot { vm, snapshot },
         })
     }
@@ -125,7 +129,7 @@ impl Snapshot {
         fixture.assert_whole(vm, self.power(), what).await;
         let (expected, current): (&[&str], _) = match self {
             Self::Take => (&["first"], "first"),
-            Self::Revert => (&["first", "second"], "first"),
+            Self::Revert | Self::RevertRunning => (&["first", "second"], "first"),
             Self::Delete => (&["second"], "second"),
         };
         let (known, now) = names(fixture, vm).await;
@@ -139,10 +143,14 @@ impl Snapshot {
     }
 
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
-        fixture.assert_whole(vm, self.power(), what).await;
+        // A power cut cannot be undone; the server must show the real state.
+        let was_cut = self == Self::RevertRunning && !fixture.agent.running().contains(&vm);
+        fixture.assert_whole(vm, if was_cut { Power::Off } else { self.power() }, what).await;
         let (expected, current): (&[&str], _) = match self {
             Self::Take => (&[], None),
-            Self::Revert | Self::Delete => (&["first", "second"], Some("second")),
+            Self::Revert | Self::RevertRunning | Self::Delete => {
+                (&["first", "second"], Some("second"))
+            }
         };
         let (known, now) = names(fixture, vm).await;
         assert_eq!((known, now.as_deref()), (owned(expected), current), "{what}");
@@ -259,6 +267,11 @@ async fn a_snapshot_is_taken_or_nothing_of_it_is_left() {
 #[tokio::test]
 async fn a_revert_is_done_or_nothing_has_changed() {
     matrix(Kind::Snapshot(Snapshot::Revert)).await;
+}
+
+#[tokio::test]
+async fn a_vm_that_runs_is_reverted_and_runs_again() {
+    matrix(Kind::Snapshot(Snapshot::RevertRunning)).await;
 }
 
 #[tokio::test]
