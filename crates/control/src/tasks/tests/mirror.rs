@@ -64,6 +64,24 @@ const IN_PLACE: [Mirror; 3] = [
     Mirror { what: What::DeepRecrypt, runs: false, in_place: true },
 ];
 
+/// Whether a run tries all (`VMSEAL_ALL`, as `scripts/soak` has it), and what chooses its part otherwise: all of them take minutes.
+/// `VMSEAL_SEED=N` repeats a run.
+fn part_of_run() -> (bool, fastrand::Rng) {
+    let seed =
+        std::env::var("VMSEAL_SEED").map_or_else(|_| fastrand::u64(..), |it| it.parse().unwrap());
+    println!("VMSEAL_SEED={seed}");
+    (std::env::var_os("VMSEAL_ALL").is_some(), fastrand::Rng::with_seed(seed))
+}
+
+/// What is done, of a VM that is off or of one that runs; both where all is tried.
+fn kinds(all: bool, random: &mut fastrand::Rng) -> Vec<Mirror> {
+    let of_both = |both: &[Mirror]| match all {
+        true => both.to_vec(),
+        false => vec![both[random.usize(..both.len())]],
+    };
+    ALL.chunks(2).flat_map(of_both).collect()
+}
+
 async fn policy(fixture: &Fixture, name: &str) -> vmseal_api::id::PolicyId {
     let mut read = fixture.store.read().await.unwrap();
     policies::find(&mut read, name).await.unwrap().unwrap().id
@@ -324,7 +342,8 @@ async fn the_disks_that_are_named_move_and_others_stay() {
 /// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_survives_every_fault_at_every_step() {
-    for kind in ALL.into_iter().chain(IN_PLACE) {
+    let (all, mut random) = part_of_run();
+    for kind in kinds(all, &mut random).into_iter().chain(IN_PLACE) {
         for step in kind.undone_steps() {
             for (point, fault) in [
                 (FaultPoint::Before, Fault::Crash),
@@ -411,12 +430,8 @@ async fn former_images_that_stay_are_removed_before_the_next_copy() {
 /// differs from run to run, as all of them take minutes: `VMSEAL_SEED=N` repeats a run, and `VMSEAL_ALL=1` tries all.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_calls_and_restarts_of_the_agent_do_not_matter() {
-    let seed =
-        std::env::var("VMSEAL_SEED").map_or_else(|_| fastrand::u64(..), |it| it.parse().unwrap());
-    println!("VMSEAL_SEED={seed}");
-    let mut random = fastrand::Rng::with_seed(seed);
-    let all = std::env::var_os("VMSEAL_ALL").is_some();
-    for kind in ALL {
+    let (all, mut random) = part_of_run();
+    for kind in kinds(all, &mut random) {
         for call in
             [Call::RegisterVm, Call::OfferKey, Call::PutJob, Call::CommitJob, Call::Describe]
         {
