@@ -62,13 +62,13 @@ pub async fn choose(choice: Choice, qemu: &Path, qemu_version: &str, cache: &Pat
         Choice::Auto => {}
     }
     let boot = machine::boot_id();
-    let lacks_processor =
-        |found: &Accelerator| found.kind == AcceleratorKind::Kvm && found.processor.is_none();
-    if let Some(cached) = read_cache(cache)
+    if let Some(mut cached) = read_cache(cache)
         && (cached.boot.as_str(), cached.qemu.as_str()) == (boot.as_str(), qemu_version)
-        // An earlier version did not ask.
-        && !lacks_processor(&cached.found)
     {
+        // An earlier version did not ask.
+        if cached.found.kind == AcceleratorKind::Kvm && cached.found.processor.is_none() {
+            cached.found.processor = processor::of_kvm_guests(qemu).await;
+        }
         return cached.found;
     }
     let found = examine(qemu).await;
