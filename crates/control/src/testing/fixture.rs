@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
+use vmseal_api::dump::{DumpFormat, DumpReason};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
-use vmseal_api::id::{DatastoreId, DiskId, HostId, ProviderId, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, ProviderId, TaskId, VmId};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_secret::sealed_box::Recipient;
@@ -25,7 +27,7 @@ use crate::store::tasks::Task;
 use crate::store::users::Role;
 use crate::store::vms::Vm;
 use crate::store::{
-    Store, alarms, datastores, disks, events, hosts, policies, providers, tasks, users, vms,
+    Store, alarms, datastores, disks, dumps, events, hosts, policies, providers, tasks, users, vms,
 };
 use crate::tasks::{Engine, Retry};
 
@@ -165,6 +167,24 @@ impl Fixture {
         datastores::insert(&mut write, &own).await.unwrap();
         write.commit().await.unwrap();
         id
+    }
+
+    /// The row of a core dump that is asked for.
+    pub async fn add_dump(&self, vm: VmId, name: &str) -> DumpId {
+        let dump = dumps::Dump {
+            id: DumpId::new(),
+            vm,
+            name: name.to_owned(),
+            format: DumpFormat::Elf,
+            reason: DumpReason::Request,
+            created: Timestamp::now(),
+            bytes: None,
+            encrypted: true,
+        };
+        let mut write = self.store.write().await.unwrap();
+        dumps::insert(&mut write, &dump).await.unwrap();
+        write.commit().await.unwrap();
+        dump.id
     }
 
     /// Adds a user.

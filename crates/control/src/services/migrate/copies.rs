@@ -215,11 +215,8 @@ async fn roomiest(
 
 #[cfg(test)]
 mod tests {
-    use jiff::Timestamp;
-    use vmseal_api::dump::{DumpFormat, DumpReason};
     use vmseal_api::hardware::{Firmware, Hardware};
     use vmseal_api::host::version::MIGRATE_COMPRESSED;
-    use vmseal_api::id::DumpId;
     use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
     use vmseal_secret::sealed_box::Recipient;
 
@@ -230,7 +227,6 @@ mod tests {
     use crate::services::create_vm::create;
     use crate::services::migrate::migrate;
     use crate::services::migrate::tests::planned;
-    use crate::store::dumps::Dump;
     use crate::testing::Fixture;
 
     #[tokio::test]
@@ -266,19 +262,7 @@ mod tests {
         let (near, _) = fixture.add_host("near").await;
         fixture.share_datastore(near, "near").await;
         let vm = fixture.running("web").await;
-        let dump = Dump {
-            id: DumpId::new(),
-            vm,
-            name: "first".to_owned(),
-            format: DumpFormat::Elf,
-            reason: DumpReason::Request,
-            created: Timestamp::now(),
-            bytes: None,
-            encrypted: true,
-        };
-        let mut write = fixture.store.write().await.unwrap();
-        dumps::insert(&mut write, &dump).await.unwrap();
-        write.commit().await.unwrap();
+        fixture.add_dump(vm, "first").await;
         let told = planned(&fixture, Some("far"), None).await;
         assert!(told.contains("core dumps, 'first' for one"), "{told}");
         let told = planned(&fixture, Some("near"), None).await;

@@ -83,7 +83,7 @@ async fn a_vm_without_a_key_goes_in_the_clear_where_its_mode_allows_it() {
 #[tokio::test]
 async fn a_host_that_encrypts_is_preferred_and_others_are_explained() {
     let fixture = Fixture::new().await;
-    for name in ["new", "old", "far"] {
+    for name in ["old", "new", "far"] {
         let (host, agent) = fixture.add_host(name).await;
         if name != "far" {
             fixture.share_datastore(host, name).await;

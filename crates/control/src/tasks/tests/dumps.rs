@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use jiff::Timestamp;
-use vmseal_api::dump::{DumpFormat, DumpReason};
 use vmseal_api::id::DumpId;
 
 use super::*;
@@ -23,24 +21,6 @@ const TO: &str = "/exports/core";
 
 async fn rows(fixture: &Fixture, vm: VmId) -> Vec<dumps::Dump> {
     dumps::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
-}
-
-/// A core dump that is asked for: its row is there.
-async fn reserve(fixture: &Fixture, vm: VmId) -> DumpId {
-    let dump = dumps::Dump {
-        id: DumpId::new(),
-        vm,
-        name: "first".to_owned(),
-        format: DumpFormat::Elf,
-        reason: DumpReason::Request,
-        created: Timestamp::now(),
-        bytes: None,
-        encrypted: true,
-    };
-    let mut write = fixture.store.write().await.unwrap();
-    dumps::insert(&mut write, &dump).await.unwrap();
-    write.commit().await.unwrap();
-    dump.id
 }
 
 impl Dump {
@@ -64,7 +44,7 @@ impl Dump {
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         let vm = fixture.running("web").await;
         if !self.takes() {
-            let dump = reserve(fixture, vm).await;
+            let dump = fixture.add_dump(vm, "first").await;
             fixture.done(Self::Take.of(vm, dump), "web").await;
         }
         vm
@@ -72,7 +52,7 @@ impl Dump {
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
         let dump = match self.takes() {
-            true => reserve(fixture, vm).await,
+            true => fixture.add_dump(vm, "first").await,
             false => rows(fixture, vm).await[0].id,
         };
         self.of(vm, dump)
