@@ -39,6 +39,7 @@ fn check(kind: BackendKind, chain: &[Value], mut random: fastrand::Rng) -> usize
     let (filter, socket) = program.start(&mut random);
     guest.driver.reconnect(socket);
     guest.go_on();
+    program.meet_faults(&mut guest);
     guest.finish();
     guest.read_all();
     program.end(filter);

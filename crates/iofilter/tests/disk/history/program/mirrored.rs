@@ -31,6 +31,8 @@ use crate::successor::Filter;
 
 const LIVES: usize = 5;
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// How many runs may follow until filters were killed at every time that matters.
+const MORE_RUNS: usize = 50;
 /// Slow enough that the first copy is interrupted.
 const RATE: u64 = 256 << 20;
 const OFFSET: u64 = 16 << 10;
@@ -197,6 +199,14 @@ struct Killed {
     pivoting: usize,
     pivoted: usize,
     paused: usize,
+}
+
+impl Killed {
+    /// Whether filters were killed at every time that matters.
+    fn at_all_times(&self) -> bool {
+        let Self { beginning: _, begun, copying, pivoting, pivoted, paused } = self;
+        [begun, copying, pivoting, pivoted, paused].into_iter().all(|count| *count > 0)
+    }
 }
 
 /// One run: the lives of a disk's filters, each ended by a kill, and by a power cut where the files forget.
@@ -391,16 +401,22 @@ fn check_all(forgets: bool) {
     let mut killed = Killed::default();
     for (kind, from, to) in moves {
         let first = random.bool();
-        for cached in [first, !first, random.bool()] {
+        for cached in [first, !first] {
             let plan = Move { kind, from, to, cached };
             println!("{}", plan.name());
             run(&plan, forgets, random.fork(), &mut killed);
         }
     }
     println!("{killed:?}");
-    let Killed { beginning: _, begun, copying, pivoting, pivoted, paused } = killed;
-    let all = [begun, copying, pivoting, pivoted, paused];
-    assert!(all.iter().all(|count| *count > 0), "the test proves nothing: {killed:?}");
+    // When a filter is killed is up to chance.
+    for _ in 0..MORE_RUNS {
+        if killed.at_all_times() {
+            return;
+        }
+        let plan = Move { kind: BackendKind::Storage, from: old, to: new, cached: false };
+        run(&plan, forgets, random.fork(), &mut killed);
+    }
+    panic!("the test proves nothing: {killed:?}");
 }
 
 #[test]

@@ -47,6 +47,7 @@ fn run(kind: BackendKind, chain: &[Value], syncs: bool, mut random: fastrand::Rn
         findings.extend(history.check_cut(&found));
     }
     guest.go_on();
+    program.meet_faults(&mut guest);
     guest.finish();
     guest.read_all();
     program.end(filter);
