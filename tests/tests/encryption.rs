@@ -17,6 +17,7 @@ use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
@@ -28,8 +29,7 @@ fn in_the_clear(here: &Installation) -> Vec<PathBuf> {
     let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
     let has_marker = |file: &PathBuf| {
         let bytes = std::fs::read(file).unwrap();
-        let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
-        bytes.windows(MARKER.len()).any(is_one)
+        contains(&bytes, MARKER) || contains(&bytes, SECRET)
     };
     files.filter(has_marker).collect()
 }
@@ -125,6 +125,20 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
         assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
     }
     here.vmseal(&["disk", "bitmap", "remove", VM, &disk, "since"]).unwrap();
+    // While the guest is paused, too.
+    for (change, encrypted) in [(encrypt, true), (decrypt, false)] {
+        count(&mut console);
+        here.vmseal(&["vm", "pause", VM]).unwrap();
+        here.vmseal(change).unwrap();
+        here.vmseal(&["snapshot", "create", VM, "paused"]).unwrap();
+        here.vmseal(&["snapshot", "delete", VM, "paused"]).unwrap();
+        assert_eq!(here.vm(VM).unwrap()["power"], "paused");
+        here.vmseal(&["vm", "unpause", VM]).unwrap();
+        stop_counting(&mut console);
+        read_marker(&mut console);
+        is_encrypted(&here, encrypted);
+        assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
+    }
     let mut encrypted = false;
     for milliseconds in [30, 100, 170, 240, 310, 400] {
         count(&mut console);

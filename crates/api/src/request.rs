@@ -715,6 +715,9 @@ pub struct RecryptVm {
     /// With `deep`: encrypts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_place: bool,
+    /// With `deep`: the disks, by name or id; none means all but that of a TPM.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
 }
 
 /// Changes a task that copies disks.

@@ -323,6 +323,9 @@ pub enum Operation {
         /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         in_place: bool,
+        /// The disks; none means all that are encrypted.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        disks: Vec<DiskId>,
     },
     /// Moves disks of a VM to another datastore of its host. Encrypted ones get new data keys; the VM's KEK stays.
     MoveVm {

@@ -153,10 +153,10 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 34] = [
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExportKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ConvertDisk,   [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSnapshot,  [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Prove,         [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
@@ -276,11 +276,11 @@ impl Situation<'_> {
             (Action::GrowDisk, Starting | Stopping | Paused) => {
                 "is starting, stopping or paused: its disks cannot grow meanwhile. Wait until it runs or is off"
             }
-            (Action::MirrorDisk | Action::DropSource, Starting | Stopping | Paused) => {
-                "is starting, stopping or paused: the copy of a disk cannot begin meanwhile. Wait until it runs or is off"
+            (Action::MirrorDisk | Action::DropSource, Starting | Stopping) => {
+                "is starting or stopping: the copy of a disk cannot begin meanwhile. Wait until it runs or is off"
             }
-            (Action::TakeSnapshot, Starting | Stopping | Paused) => {
-                "is starting, stopping or paused: no snapshot can be taken meanwhile. Wait until it runs or is off"
+            (Action::TakeSnapshot, Starting | Stopping) => {
+                "is starting or stopping: no snapshot can be taken meanwhile. Wait until it runs or is off"
             }
             (Action::Revert, Starting | Running | Stopping | Paused) => {
                 "is not off: its disks cannot be reverted. Stop it first"

@@ -335,6 +335,9 @@ pub enum Vm {
         /// With --deep: encrypt each disk in its own file: for a VM that is off, where there is no room for copies
         #[arg(long, requires = "deep")]
         in_place: bool,
+        /// With --deep: a disk to encrypt again, by name or id; may be given several times [default: all]
+        #[arg(long = "disk", value_name = "NAME", requires = "deep")]
+        disks: Vec<String>,
         /// Copy each disk at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
         #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "deep")]
         rate: Option<u64>,

@@ -180,8 +180,8 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             }
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Recrypt { vms, provider, deep, in_place, rate, dry_run, wait } => {
-            let request = RecryptVm { provider, deep, rate, in_place };
+        arguments::Vm::Recrypt { vms, provider, deep, in_place, disks, rate, dry_run, wait } => {
+            let request = RecryptVm { provider, deep, rate, in_place, disks };
             mirror::recrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
         arguments::Vm::Prove(prove) => super::prove::run(server, output, prove).await,

@@ -184,8 +184,8 @@ pub async fn create(
     caller.require(Privilege::DirectAccess)?;
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     features::require(services, &vm, BACKUP, "back VMs up")?;
-    let remedy = "backups are made while it runs or is off";
-    require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+    let remedy = "backups are made while it runs, is paused or is off";
+    require_power(services, &vm, &[Power::Off, Power::Running, Power::Paused], remedy).await?;
     check_key(services, &vm)?;
     if let Some(directory) = &request.directory {
         check_directory(services, &vm, directory).await?;

@@ -6,7 +6,7 @@ use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm, RecryptVm};
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
@@ -62,17 +62,27 @@ pub async fn decrypt(
     begin(services, caller, wanted, dry_run).await
 }
 
-/// Gives the disks of a VM new data keys, under the key-encryption key that it has. The caller has been checked.
+/// Gives disks of a VM, all or some, new data keys, under the key-encryption key that it has. The caller has been checked.
 pub(super) async fn recrypt_deep(
     services: &Services,
     caller: &Caller,
     name: &str,
-    (rate, in_place): (Option<u64>, bool),
+    request: &RecryptVm,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
-    let operation = Operation::DeepRecryptVm { vm: vm.id, in_place };
+    let RecryptVm { rate, in_place, .. } = *request;
+    let disks = disks_by_name(&vm, &known, &request.disks, "keeps the data key that it has")?;
+    let is_plain = |disk: &&Disk| disks.contains(&disk.id) && !disk.encrypted;
+    if let Some(disk) = known.iter().find(is_plain) {
+        let detail = format!(
+            "disk '{}' of VM '{}' is not encrypted: encrypt the VM (vmseal vm encrypt)",
+            disk.name, vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let operation = Operation::DeepRecryptVm { vm: vm.id, in_place, disks };
     let wanted = Wanted { vm, known, operation, policy: None, place: None, rate };
     begin(services, caller, wanted, dry_run).await
 }
@@ -107,7 +117,13 @@ pub async fn move_disks(
         return Err(of_datastore(Problem::new(ErrorCode::WrongState, detail)));
     };
     features::require(services, &vm, MOVE, "move disks to another datastore")?;
-    let disks = disks_to_move(&vm, &known, &request.disks)?;
+    let disks = match request.disks.is_empty() {
+        true => {
+            let all = known.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
+            all.map(|disk| disk.id).collect()
+        }
+        false => disks_by_name(&vm, &known, &request.disks, "stays where it is")?,
+    };
     let from = |disk: &Disk| disks.contains(&disk.id).then_some(disk.datastore.datastore);
     let mut from: Vec<_> = known.iter().filter_map(from).collect();
     from.dedup();
@@ -118,12 +134,13 @@ pub async fn move_disks(
     begin(services, caller, wanted, dry_run).await
 }
 
-/// The disks that were named, or all but that of a TPM.
-fn disks_to_move(vm: &Vm, known: &[Disk], asked: &[String]) -> Result<Vec<DiskId>, Problem> {
-    if asked.is_empty() {
-        let all = known.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
-        return Ok(all.map(|disk| disk.id).collect());
-    }
+/// The disks that were named. That of a TPM is refused: `of_tpm` says why.
+fn disks_by_name(
+    vm: &Vm,
+    known: &[Disk],
+    asked: &[String],
+    of_tpm: &str,
+) -> Result<Vec<DiskId>, Problem> {
     let mut disks = Vec::new();
     for (index, name) in asked.iter().enumerate() {
         let field = Some(format!("disks[{index}]"));
@@ -133,10 +150,8 @@ fn disks_to_move(vm: &Vm, known: &[Disk], asked: &[String]) -> Result<Vec<DiskId
             return Err(Problem { field, ..Problem::new(ErrorCode::NotFound, detail) });
         };
         if disk.role == DiskRole::Tpm {
-            let detail = format!(
-                "disk '{name}' of VM '{}' is that of its TPM, which stays where it is",
-                vm.name
-            );
+            let detail =
+                format!("disk '{name}' of VM '{}' is that of its TPM, which {of_tpm}", vm.name);
             return Err(Problem { field, ..Problem::new(ErrorCode::WrongState, detail) });
         }
         if !disks.contains(&disk.id) {
@@ -338,11 +353,11 @@ async fn require_power(services: &Services, wanted: &Wanted) -> Result<(), Probl
     match power(services, vm).await? {
         None | Some(Power::Off) => Ok(()),
         Some(_) if wanted.operation.is_in_place() => Err(in_place::is_not_off(&vm.name)),
-        Some(Power::Running) => Ok(()),
+        Some(Power::Running | Power::Paused) => Ok(()),
         Some(Power::Suspended) => Err(super::saved_memory::refusal(vm)),
         Some(power) => {
             let detail = format!(
-                "VM '{}' is {}: its disks are copied while it runs or is off",
+                "VM '{}' is {}: its disks are copied while it runs, is paused or is off",
                 vm.name,
                 word(power)
             );

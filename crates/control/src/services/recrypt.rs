@@ -29,8 +29,7 @@ pub async fn recrypt(
             let detail = "is not given with `deep`, which keeps the key-encryption key: recrypt the VM again without it";
             return Err(Problem::invalid("provider", detail));
         }
-        let how = (request.rate, request.in_place);
-        return super::mirror::recrypt_deep(services, caller, name, how, dry_run).await;
+        return super::mirror::recrypt_deep(services, caller, name, &request, dry_run).await;
     }
     if request.rate.is_some() {
         let detail = "is given with `deep` only: without it no disk is copied";
@@ -39,6 +38,10 @@ pub async fn recrypt(
     if request.in_place {
         let detail = "is given with `deep` only: without it no data is rewritten";
         return Err(Problem::invalid("in_place", detail));
+    }
+    if !request.disks.is_empty() {
+        let detail = "are given with `deep` only: without it the VM gets another key, which is that of all its disks";
+        return Err(Problem::invalid("disks", detail));
     }
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;

@@ -143,13 +143,13 @@ pub async fn take(
         return Err(Problem::invalid("description", detail));
     }
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
-    let remedy = "snapshots are taken while it runs or is off";
+    let remedy = "snapshots are taken while it runs, is paused or is off";
     if request.memory {
         features::require(services, &vm, MEMORY_SNAPSHOTS, "take snapshots with memory")?;
         let remedy = "only a VM that runs has memory that a snapshot can keep";
         require_power(services, &vm, &[Power::Running], remedy).await?;
     } else {
-        require_power(services, &vm, &[Power::Off, Power::Running], remedy).await?;
+        require_power(services, &vm, &[Power::Off, Power::Running, Power::Paused], remedy).await?;
     }
     let mut write = services.store.write().await?;
     let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;

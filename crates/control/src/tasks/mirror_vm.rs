@@ -190,7 +190,9 @@ pub(crate) fn encrypts(operation: &Operation, disk: &Disk) -> bool {
 pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
     let of_guest = disk.role != DiskRole::Tpm && !disk.detached;
     let differs = match operation {
-        Operation::DeepRecryptVm { .. } => disk.encrypted,
+        Operation::DeepRecryptVm { disks, .. } => {
+            disk.encrypted && (disks.is_empty() || disks.contains(&disk.id))
+        }
         Operation::MoveVm { disks, to, .. } => {
             disks.contains(&disk.id) && disk.datastore.datastore != to.datastore
         }
@@ -255,7 +257,7 @@ fn copied(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     of_task(run.task).ok_or_else(|| internal("the task does not say which disks it copies"))
 }
 
-/// Checks the preconditions: the VM is complete, and off or running.
+/// Checks the preconditions: the VM is complete, and off, running or paused.
 async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     let vm = run.vm().await?;
     let refused = |what: &str| {
@@ -267,8 +269,12 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {
-        None | Some(Power::Off | Power::Running) => {}
-        Some(_) => return refused("is neither off nor running: wait until it is, and try again"),
+        None | Some(Power::Off | Power::Running | Power::Paused) => {}
+        Some(_) => {
+            return refused(
+                "is starting, stopping or suspended: its disks are copied while it runs, is paused or is off",
+            );
+        }
     }
     let disks = run.disks().await?;
     let operation = &run.task.operation;

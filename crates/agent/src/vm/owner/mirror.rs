@@ -272,19 +272,19 @@ impl Owner {
         let served = job.disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
         let served = served.into_iter().any(|disk| self.is_served(disk));
         let pivots = match self.power() {
-            Power::Running if served => self.filter_that_pivots(job).await,
+            Power::Running | Power::Paused if served => self.filter_that_pivots(job).await,
             _ => None,
         };
         match self.power() {
             Power::Off => {}
-            Power::Running => {
+            Power::Running | Power::Paused => {
                 if served && pivots.is_none() {
                     self.may_replace_filter().await?;
                 }
             }
             _ => {
                 let what = format!(
-                    "VM '{}' is starting, stopping or paused: its disks are switched when it runs or is off",
+                    "VM '{}' is starting or stopping: its disks are switched when it runs or is off",
                     self.spec.name
                 );
                 return Err(Problem::new(ErrorCode::TimedOut, what));

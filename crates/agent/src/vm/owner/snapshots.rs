@@ -171,8 +171,11 @@ impl Owner {
         spawn_blocking(check).await.map_err(internal)?
     }
 
-    /// Freezes the guest's file systems, if its agent answers.
+    /// Freezes the guest's file systems, if its agent answers. That of a paused guest does not.
     async fn freeze(&mut self) -> bool {
+        if self.power() == Power::Paused {
+            return false;
+        }
         let Ok(agent) = self.guest_agent() else { return false };
         // A guest without an agent would only be waited for.
         let Some(running) = self.running() else { return false };
@@ -310,7 +313,7 @@ impl Owner {
             let (next, size, debris) = spawn_blocking(read).await.map_err(internal)??;
             let served = self.is_served(disk);
             match (next, self.power()) {
-                (None, Power::Running) if served && debris => {
+                (None, Power::Running | Power::Paused) if served && debris => {
                     // Its filter reads files that were merged: they take room until it lets them go.
                     match self.let_go_of_merged(&spec).await? {
                         Put::Served => {}
@@ -333,7 +336,7 @@ impl Owner {
                     self.workers.begin_merge(disk, merging);
                     return Ok(Next::Begun);
                 }
-                (Some(_), Power::Running) if served => {
+                (Some(_), Power::Running | Power::Paused) if served => {
                     let rounds = self.merge_rounds.entry(disk).or_default();
                     *rounds += 1;
                     if size > SMALL_BYTES && *rounds <= ROUNDS_MAX {

@@ -2,8 +2,10 @@
 //! inventory says what its host has, and at the end no copy, no former image and no key is left. Those that run have snapshots.
 
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole, HostAgent};
-use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm};
+use vmseal_api::host::{
+    DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole, GuestControl, HostAgent,
+};
+use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm, RecryptVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::{snapshots, *};
@@ -121,7 +123,7 @@ impl Mirror {
                 let policy = policy(fixture, "plain").await;
                 Operation::DecryptVm { vm, policy, in_place }
             }
-            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place },
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place, disks: vec![] },
             What::Move => {
                 let (disks, to) = (fixture.disks(vm).await, second(fixture).await);
                 Operation::MoveVm {
@@ -143,7 +145,7 @@ impl Mirror {
                 Operation::EncryptVm { vm, policy, provider, in_place }
             }
             What::Decrypt => Operation::DecryptVm { vm, policy, in_place },
-            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place },
+            What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place, disks: vec![] },
             What::Move => {
                 let location = DatastoreLocation::Dir { path: "/second".into() };
                 let to = DatastoreSpec { datastore: vmseal_api::id::DatastoreId::new(), location };
@@ -337,6 +339,32 @@ async fn the_disks_that_are_named_move_and_others_stay() {
     let disks = fixture.disks(vm).await;
     let places: Vec<_> = disks.iter().map(|disk| disk.datastore_name.as_str()).collect();
     assert_eq!(places, ["local", "second"]);
+}
+
+/// A deep recryption of one disk leaves the others under their data keys, also where the guest is paused.
+#[tokio::test]
+async fn the_disks_that_are_named_get_new_data_keys_also_while_the_guest_is_paused() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.running("web").await;
+    fixture.agent.control_guest(vm, GuestControl::Pause).await.unwrap();
+    let me = Caller::administrator("me");
+    let before = fixture.disks(vm).await;
+    let deep =
+        |disk: &str| RecryptVm { deep: true, disks: vec![disk.to_owned()], ..Default::default() };
+    let refused = recrypt::recrypt(&services, &me, "web", deep("nothing"), true).await.unwrap_err();
+    let named = (refused.code, refused.field.as_deref());
+    assert_eq!(named, (ErrorCode::NotFound, Some("disks[0]")), "{refused}");
+    let shallow = RecryptVm { deep: false, ..deep("nothing") };
+    let refused = recrypt::recrypt(&services, &me, "web", shallow, true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("disks"), "{refused}");
+    let begun = recrypt::recrypt(&services, &me, "web", deep(&before[1].name), false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    let ended = fixture.ended(task.id).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    let after = fixture.disks(vm).await;
+    let same: Vec<_> = before.iter().zip(&after).map(|(was, is)| was.facts == is.facts).collect();
+    assert_eq!(same, [true, false]);
 }
 
 /// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
@@ -675,7 +703,7 @@ async fn snapshots_follow_and_the_memory_that_they_keep() {
     let to = || MoveVm { datastore: "second".to_owned(), disks: vec![], rate: None };
     let moved = mirror::move_disks(&services, &me, "web", to(), true).await;
     assert!(matches!(moved, Ok(Outcome::Planned(_))), "{moved:?}");
-    let deep = vmseal_api::request::RecryptVm { deep: true, ..Default::default() };
+    let deep = RecryptVm { deep: true, ..Default::default() };
     let deep = recrypt::recrypt(&services, &me, "web", deep, true).await;
     assert!(matches!(deep, Ok(Outcome::Planned(_))), "{deep:?}");
     // An agent of before would leave the memory behind.

@@ -134,8 +134,9 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         here.done(stop, &on).await;
         here.until("vm-locked", &on, Some(fault)).await;
         // New data keys are not put under it, and what it has encrypted is decrypted.
-        let deep =
-            fixture.begin(Operation::DeepRecryptVm { vm: running, in_place: false }, &on).await;
+        let deep = fixture
+            .begin(Operation::DeepRecryptVm { vm: running, in_place: false, disks: vec![] }, &on)
+            .await;
         let problem = fixture.ended(deep).await.problem.unwrap();
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         let plain = policies::find(&mut fixture.store.read().await.unwrap(), "plain").await;

@@ -227,7 +227,8 @@ pub(super) async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
     let delete = || Operation::DeleteSnapshot { vm: origin, snapshot: base };
     let refused = fixture.begin(delete(), "origin").await;
     assert_eq!(fixture.ended(refused).await.state, TaskState::Failed, "{what}");
-    let task = fixture.begin(Operation::DeepRecryptVm { vm, in_place: false }, "web").await;
+    let task =
+        fixture.begin(Operation::DeepRecryptVm { vm, in_place: false, disks: vec![] }, "web").await;
     assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
     let mut read = fixture.store.read().await.unwrap();
     assert_eq!(links::of_vm(&mut read, vm).await.unwrap(), None, "{what}");
@@ -298,7 +299,9 @@ async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_b
         assert!(said.iter().all(|said| refused.detail.contains(said)), "{name}: {refused}");
     }
     assert_eq!(names(&fixture, origin).await.0, ["first", "second"]);
-    fixture.done(Operation::DeepRecryptVm { vm: clone, in_place: false }, "web").await;
+    fixture
+        .done(Operation::DeepRecryptVm { vm: clone, in_place: false, disks: vec![] }, "web")
+        .await;
     let begun = service::delete(&services, &me, "origin", "first", false).await.unwrap();
     let Outcome::Done(task) = begun else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
