@@ -99,6 +99,10 @@ fn exporting(vm: VmId, disk: DiskId) -> Operation {
     }
 }
 
+fn proving(vm: VmId) -> Operation {
+    Operation::ProveVm { vm, all: false, seed: 1 }
+}
+
 /// The operations of the matrix, from a VM in the state that each needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
@@ -106,8 +110,11 @@ enum Kind {
     FirstBoot,
     Start,
     Stop,
+    Suspend,
+    Resume,
     Delete,
     Export,
+    Prove,
     Recrypt,
     Mirror(mirror::Mirror),
     Change(changes::Change),
@@ -135,10 +142,15 @@ impl Kind {
                 snapshots::taken(fixture, origin, "base").await;
                 None
             }
-            Self::Start | Self::Delete | Self::Export | Self::Recrypt => {
+            Self::Start | Self::Delete | Self::Export | Self::Prove | Self::Recrypt => {
                 Some(fixture.made("web", "encrypted").await)
             }
-            Self::Stop => Some(fixture.running("web").await),
+            Self::Stop | Self::Suspend => Some(fixture.running("web").await),
+            Self::Resume => {
+                let vm = fixture.running("web").await;
+                fixture.done(Operation::SuspendVm { vm }, "web").await;
+                Some(vm)
+            }
             Self::Mirror(mirror) => Some(mirror.before(fixture).await),
             Self::Change(change) => Some(change.before(fixture).await),
             Self::Snapshot(what) => Some(what.before(fixture).await),
@@ -163,8 +175,10 @@ impl Kind {
                 unreachable!("it has no VM yet")
             }
             Self::Adopt => return (vm, adopt::begin(fixture).await),
-            Self::Start => Operation::StartVm { vm, boot_once: None },
+            Self::Start | Self::Resume => Operation::StartVm { vm, boot_once: None },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
+            Self::Suspend => Operation::SuspendVm { vm },
+            Self::Prove => proving(vm),
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
             Self::Export => exporting(vm, fixture.disks(vm).await[0].id),
             Self::Recrypt => fixture.recryption(vm).await,
@@ -186,7 +200,9 @@ impl Kind {
                 steps::of(&Operation::CreateVm { vm, cloud_init: None, copies: None })
             }
             Self::Clone | Self::LinkedClone => steps::of(&snapshots::cloning(vm, VmId::new())),
-            Self::Start => steps::of(&Operation::StartVm { vm, boot_once: None }),
+            Self::Start | Self::Resume => steps::of(&Operation::StartVm { vm, boot_once: None }),
+            Self::Suspend => steps::of(&Operation::SuspendVm { vm }),
+            Self::Prove => steps::of(&proving(vm)),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
             Self::Export => steps::of(&exporting(vm, DiskId::new())),
@@ -225,14 +241,15 @@ impl Kind {
     /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::FirstBoot | Self::Stop | Self::Clone => {
+            Self::Create | Self::FirstBoot | Self::Stop | Self::Clone | Self::Prove => {
                 fixture.assert_whole(vm, Power::Off, what).await
             }
             Self::LinkedClone => {
                 fixture.assert_whole(vm, Power::Off, what).await;
                 snapshots::assert_linked(fixture, vm, what).await;
             }
-            Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
+            Self::Start | Self::Resume => fixture.assert_whole(vm, Power::Running, what).await,
+            Self::Suspend => fixture.assert_whole(vm, Power::Suspended, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;
@@ -255,7 +272,9 @@ impl Kind {
         match self {
             Self::Create | Self::FirstBoot => fixture.assert_nothing_left(vm, what).await,
             Self::Clone | Self::LinkedClone => snapshots::assert_no_clone(fixture, vm, what).await,
-            Self::Start | Self::Delete => fixture.assert_whole(vm, Power::Off, what).await,
+            Self::Start | Self::Delete | Self::Prove => {
+                fixture.assert_whole(vm, Power::Off, what).await
+            }
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;
                 assert_eq!(fixture.agent.exports(), (vec![], 0), "{what}");
@@ -270,9 +289,10 @@ impl Kind {
             Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_undone(fixture, vm, what).await,
             // A stop cannot be undone; the server must show the real state.
-            Self::Stop => {
+            Self::Stop | Self::Suspend | Self::Resume => {
                 let runs = fixture.agent.running().contains(&vm);
-                let power = if runs { Power::Running } else { Power::Off };
+                let stands = if self == Self::Stop { Power::Off } else { Power::Suspended };
+                let power = if runs { Power::Running } else { stands };
                 fixture.assert_whole(vm, power, what).await;
             }
         }
@@ -439,6 +459,17 @@ async fn start_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stop_survives_every_fault_at_every_step() {
     matrix(Kind::Stop).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn suspend_and_resume_survive_every_fault_at_every_step() {
+    matrix(Kind::Suspend).await;
+    matrix(Kind::Resume).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_proof_survives_every_fault_at_every_step() {
+    matrix(Kind::Prove).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

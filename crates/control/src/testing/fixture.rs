@@ -461,7 +461,8 @@ impl Fixture {
             (held && self.agent.registered().contains(&vm)).then_some(())
         })
         .await;
-        assert_eq!(self.agent.running().contains(&vm), power != Power::Off, "{what}");
+        let stands = matches!(power, Power::Off | Power::Suspended);
+        assert_eq!(self.agent.running().contains(&vm), !stands, "{what}");
         self.eventually("the server sees its power", async || {
             self.hosts.view(self.host).vm(vm).filter(|seen| seen.power == power).map(drop)
         })
