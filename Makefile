@@ -48,6 +48,7 @@ images: prerequisites ## build the guests of demo and tests now
 	scripts/build-debian-image
 	scripts/build-test-initramfs
 	scripts/build-network-guest
+	scripts/build-network-guest --redis
 
 clean: ## remove all that was built, cached guests too
 	cargo clean

@@ -11,10 +11,10 @@ use anyhow::{Context, bail, ensure};
 /// How long a guest may take to answer: emulated, on a machine that runs other tests.
 pub const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a script of the project builds at its first use, `scripts/NAME`: the path that it prints last.
-pub fn built(name: &str) -> anyhow::Result<PathBuf> {
+/// What a script of the project builds at its first use, `scripts/NAME OPTIONS`: the path that it prints last.
+pub fn built(name: &str, options: &[&str]) -> anyhow::Result<PathBuf> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts").join(name);
-    let output = Command::new(script).stderr(Stdio::inherit()).output()?;
+    let output = Command::new(script).args(options).stderr(Stdio::inherit()).output()?;
     ensure!(output.status.success(), "scripts/{name} has built nothing: {}", output.status);
     let printed = String::from_utf8(output.stdout)?;
     Ok(printed.lines().last().context("it said no path")?.into())

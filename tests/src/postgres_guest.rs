@@ -18,7 +18,7 @@ const DIGITS: usize = 8;
 /// A VM with this guest, started, and its database.
 #[must_use]
 pub fn started(here: &Installation, vm: &str, policy: &str) -> Console {
-    let image = built("build-postgres-disk").unwrap();
+    let image = built("build-postgres-disk", &[]).unwrap();
     let disk = format!("datastore=local,format=raw,image={},size=384MiB", image.display());
     shell_guest::start(here, vm, policy, &["--disk", &disk]).unwrap();
     with_database(here, vm)

@@ -57,6 +57,12 @@ pub fn forms(name: &str, secret: &[u8]) -> Vec<Needle> {
         .collect()
 }
 
+/// Whether some bytes are in a file's content. Disks have millions, and tests are not optimized: the library is.
+#[must_use]
+pub fn contains(content: &[u8], bytes: impl AsRef<[u8]>) -> bool {
+    memchr::memmem::find(content, bytes.as_ref()).is_some()
+}
+
 fn encodings(bytes: &[u8]) -> Vec<(String, Vec<u8>)> {
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let numbers: Vec<String> = bytes.iter().map(u8::to_string).collect();

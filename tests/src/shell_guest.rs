@@ -8,7 +8,12 @@ use crate::installation::Installation;
 
 /// The image of its disk; built at the first use.
 pub fn image() -> anyhow::Result<PathBuf> {
-    built("build-network-guest")
+    built("build-network-guest", &[])
+}
+
+/// The same with redis.
+pub fn redis_image() -> anyhow::Result<PathBuf> {
+    built("build-network-guest", &["--redis"])
 }
 
 /// Makes and starts a VM with this guest on a disk of 64 MiB; `more` are options of `vm create`.

@@ -23,7 +23,7 @@ pub enum GuestDisk<'a> {
 
 /// The directory with kernel and initramfs; built at the first use.
 pub fn images() -> anyhow::Result<PathBuf> {
-    built("build-test-initramfs")
+    built("build-test-initramfs", &[])
 }
 
 /// Boots the guest, runs `script` in it, and returns the script's output. `files` are in `/files`.

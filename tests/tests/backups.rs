@@ -12,6 +12,7 @@ use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
@@ -75,7 +76,7 @@ fn converted(here: &Installation, image: &Path) -> Vec<u8> {
 }
 
 fn has(bytes: &[u8], text: &str) -> bool {
-    bytes.windows(text.len()).any(|part| part == text.as_bytes())
+    contains(&bytes, text)
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use vmseal_tests::program;
+use vmseal_tests::scan::contains;
 
 /// Symbols of HTTP, SQL and TLS code, as linkers keep them in programs that use it.
 const UNWANTED: [&str; 4] = ["rustls", "hyper", "sqlite3_", "SSL_CTX_new"];
@@ -15,7 +16,7 @@ fn found_in(name: &str) -> Vec<&'static str> {
     let status = Command::new("strip").arg("--strip-debug").arg("-o").arg(&copy).arg(path).status();
     assert!(status.expect("binutils, without which nothing links").success());
     let content = std::fs::read(copy).expect("readable");
-    let holds = |text: &str| content.windows(text.len()).any(|window| window == text.as_bytes());
+    let holds = |text: &str| contains(&content, text);
     UNWANTED.into_iter().filter(|text| holds(text)).collect()
 }
 

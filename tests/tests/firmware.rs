@@ -7,6 +7,7 @@ use serde_json::Value;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 
 /// What only such a variable's name holds.
 const NAME: &str = "VmsealMarker";
@@ -23,7 +24,7 @@ fn create(here: &Installation, vm: &str, policy: &str, more: &[&str]) {
 fn is_readable(here: &Installation, vm: &str) -> bool {
     let image = std::fs::read(&here.images(vm).unwrap()[1]).unwrap();
     let name: Vec<u8> = NAME.encode_utf16().flat_map(u16::to_le_bytes).collect();
-    image.windows(name.len()).any(|window| window == name)
+    contains(&image, name)
 }
 
 #[test]

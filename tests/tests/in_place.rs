@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use vmseal_tests::counting_guest::{MARKER, read_marker_of_disk, started_with_one_disk};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
 const VM: &str = "web";
@@ -194,7 +195,7 @@ impl Rig {
 
 fn has_marker(file: &Path) -> bool {
     let bytes = std::fs::read(file).unwrap();
-    bytes.windows(MARKER.len()).any(|part| part == MARKER.as_bytes())
+    contains(&bytes, MARKER)
 }
 
 #[test]

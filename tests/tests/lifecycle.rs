@@ -7,10 +7,11 @@ use std::path::Path;
 
 use vmseal_tests::guest::COUNT;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::scan::contains;
 
 fn holds(file: &Path, text: &str) -> bool {
     let content = std::fs::read(file).unwrap();
-    content.windows(text.len()).any(|window| window == text.as_bytes())
+    contains(&content, text)
 }
 
 /// Boots the counting guest; gives its number.

@@ -16,6 +16,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 /// A place of the guest's disk that its system does not use, in MiB from the beginning.
@@ -90,9 +91,7 @@ fn room(here: &Installation, vm: &str) -> u64 {
 }
 
 fn is_in_the_clear(here: &Installation, vm: &str, text: &str) -> bool {
-    files(here, vm).iter().any(|file| {
-        std::fs::read(file).unwrap().windows(text.len()).any(|part| part == text.as_bytes())
-    })
+    files(here, vm).iter().any(|file| contains(&std::fs::read(file).unwrap(), text))
 }
 
 fn key_of(here: &Installation, vm: &str) -> String {

@@ -9,6 +9,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{
     self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
@@ -68,8 +69,7 @@ fn name(path: &Path) -> String {
 
 fn has_marker(file: &Path) -> bool {
     let bytes = std::fs::read(file).unwrap();
-    let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
-    bytes.windows(MARKER.len()).any(is_one)
+    contains(&bytes, MARKER) || contains(&bytes, SECRET)
 }
 
 /// The guest has what it had, and goes on counting.

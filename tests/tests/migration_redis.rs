@@ -32,8 +32,10 @@ fn started() -> Installation {
     let store = here.path("datastore");
     here.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", text(&store).unwrap()])
         .unwrap();
-    let disk =
-        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
+    let disk = format!(
+        "datastore=local,format=raw,image={}",
+        shell_guest::redis_image().unwrap().display()
+    );
     let create = ["vm", "create", VM, "--policy", "encrypted", "--host", HERE, "--disk", &disk];
     here.vmseal(&[&create[..], &["--nic", CARD, "--memory", "256MiB"]].concat()).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();

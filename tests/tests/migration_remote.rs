@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 
 const VM: &str = "web";
@@ -55,8 +56,7 @@ fn files(home: &Path) -> Vec<PathBuf> {
 
 fn has_marker(file: &Path) -> bool {
     let bytes = std::fs::read(file).unwrap();
-    let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
-    bytes.windows(MARKER.len()).any(is_one)
+    contains(&bytes, MARKER) || contains(&bytes, SECRET)
 }
 
 /// The guest has what it had, and goes on counting.

@@ -9,6 +9,7 @@ use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::two_hosts::{
     self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
@@ -96,7 +97,7 @@ fn is_on(here: &Installation, host: &str, encrypted: bool) {
     assert_eq!(left, Vec::<String>::new());
     let has = |file: &PathBuf| {
         let bytes = std::fs::read(file).unwrap();
-        bytes.windows(7).any(|part| part == b"TEXT-OF")
+        contains(&bytes, b"TEXT-OF")
     };
     let clear = files(&home).iter().filter(|file| has(file)).count();
     assert_eq!(clear == 0, encrypted, "{clear} files have what the guest wrote");

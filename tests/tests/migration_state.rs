@@ -10,6 +10,7 @@ use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::tpm_guest::{self, DONE, MARKER, ask, define, extend, keeps, measured, write};
 use vmseal_tests::two_hosts::{
@@ -59,7 +60,7 @@ fn is_on(here: &Installation, host: &str) {
     let name: Vec<u8> = NAME.encode_utf16().flat_map(u16::to_le_bytes).collect();
     for file in here.datastore_entries(&home).unwrap().iter().filter(|file| file.is_file()) {
         let content = std::fs::read(file).unwrap();
-        let has = |text: &[u8]| content.windows(text.len()).any(|window| window == text);
+        let has = |text: &[u8]| contains(&content, text);
         assert!(!has(&name) && !has(MARKER), "{} is readable", file.display());
     }
 }

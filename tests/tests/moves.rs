@@ -11,6 +11,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
 const VM: &str = "web";
@@ -62,8 +63,7 @@ fn in_the_clear(home: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
     let has_marker = |file: &PathBuf| {
         let bytes = std::fs::read(file).unwrap();
-        let is_one = |part: &[u8]| [MARKER, SECRET].iter().any(|it| part == it.as_bytes());
-        bytes.windows(MARKER.len()).any(is_one)
+        contains(&bytes, MARKER) || contains(&bytes, SECRET)
     };
     files.filter(has_marker).collect()
 }

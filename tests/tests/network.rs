@@ -45,8 +45,10 @@ fn queue_of(port: u64) -> u32 {
 }
 
 fn create(here: &Installation, vm: &str, nics: &[&str]) {
-    let disk =
-        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
+    let disk = format!(
+        "datastore=local,format=raw,image={}",
+        shell_guest::redis_image().unwrap().display()
+    );
     let mut arguments = vec!["vm", "create", vm, "--policy", "encrypted", "--disk", &disk];
     arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));

@@ -13,6 +13,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -64,7 +65,7 @@ fn boots_again(here: &Installation) -> Console {
 fn has_secret(file: &Path) -> bool {
     let secret = format!("{}{}", SECRET.0, SECRET.1).into_bytes();
     let content = std::fs::read(file).unwrap();
-    content.windows(secret.len()).any(|part| part == secret)
+    contains(&content, secret)
 }
 
 /// The files of core dumps, whole or not.

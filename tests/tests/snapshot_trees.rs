@@ -11,6 +11,7 @@ use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -89,9 +90,7 @@ fn in_the_clear(here: &Installation) -> Vec<&'static str> {
     let files = here.home_files(VM).unwrap();
     let contents: Vec<_> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
     let all = KEPT.iter().map(|(_, text)| *text).chain([NOW, LOWEST]);
-    let is_there = |text: &&str| {
-        contents.iter().any(|it| it.windows(text.len()).any(|part| part == text.as_bytes()))
-    };
+    let is_there = |text: &&str| contents.iter().any(|it| contains(it, text));
     all.filter(is_there).collect()
 }
 

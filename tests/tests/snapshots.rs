@@ -11,6 +11,7 @@ use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{Victim, console_again, during};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -62,9 +63,7 @@ fn of_layers(here: &Installation) -> Vec<PathBuf> {
 }
 
 fn is_in_the_clear(here: &Installation, text: &str) -> bool {
-    files(here).iter().any(|file| {
-        std::fs::read(file).unwrap().windows(text.len()).any(|part| part == text.as_bytes())
-    })
+    files(here).iter().any(|file| contains(&std::fs::read(file).unwrap(), text))
 }
 
 fn snapshot(here: &Installation, arguments: &[&str]) {
@@ -114,7 +113,7 @@ fn what_a_snapshot_keeps_is_exported_while_the_guest_goes_on() {
             let at = (TEXT_AT as usize) << 20;
             file[at..at + text.len()] == *text.as_bytes()
         };
-        let has = |text: &str| file.windows(text.len()).any(|it| it == text.as_bytes());
+        let has = |text: &str| contains(&file, text);
         assert_eq!(text_at("TEXT-OF-ONE"), format == "raw", "{format}");
         assert_eq!(has("TEXT-OF-ONE"), format == "raw", "{format}");
         assert!(!has("TEXT-OF-NOW"), "{format}: it is not what the snapshot keeps");

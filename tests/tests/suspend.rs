@@ -9,6 +9,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -61,7 +62,7 @@ fn is_in_the_clear(here: &Installation) -> bool {
     let files = std::fs::read_dir(home(here)).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|file| file.is_file()).any(|file| {
         let content = std::fs::read(file).unwrap();
-        content.windows(text.len()).any(|part| part == text)
+        contains(&content, &text)
     })
 }
 

@@ -12,6 +12,7 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest;
 use vmseal_tests::tpm_guest::{
     DONE, MARKER, ask, create, define, has_tpm, hex, keeps, read, start, write,
@@ -35,7 +36,7 @@ fn is_readable(directory: &Path) -> bool {
     assert!(!files.is_empty(), "nothing is kept");
     files.iter().any(|file| {
         let content = std::fs::read(file.path()).unwrap();
-        content.windows(MARKER.len()).any(|window| window == MARKER)
+        contains(&content, MARKER)
     })
 }
 

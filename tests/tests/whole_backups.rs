@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::scan::contains;
 use vmseal_tests::tpm_guest::{
     self, DONE, MARKER, ask, define, has_tpm, keeps, read, start, undefine, write,
 };
@@ -64,7 +65,7 @@ fn stop(here: &Installation, guest: Console) {
 
 fn holds(path: &Path, text: &[u8]) -> bool {
     let content = std::fs::read(path).unwrap();
-    content.windows(text.len()).any(|window| window == text)
+    contains(&content, text)
 }
 
 #[test]

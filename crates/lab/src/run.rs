@@ -61,7 +61,7 @@ pub struct RunArguments {
     #[arg(long)]
     pub vmseal: Option<PathBuf>,
     /// The disk of a guest with redis, for experiments in which a client asks it; by default the one that
-    /// scripts/build-network-guest builds, where that is below the working directory
+    /// scripts/build-network-guest --redis builds, where that is below the working directory
     #[arg(long, value_name = "IMAGE")]
     pub guest: Option<PathBuf>,
 }

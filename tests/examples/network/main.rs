@@ -142,7 +142,7 @@ fn main() -> anyhow::Result<()> {
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
     ensure!(own_namespace()?, "run it as root");
     bridge("br0", "10.77.0.1/24")?;
-    let image = shell_guest::image()?;
+    let image = shell_guest::redis_image()?;
     let here = Installation::probing()?;
     let host = here.json(&["host", "show", "here"])?;
     let accelerator = host["description"]["accelerator"]["kind"].as_str().context("no kind")?;

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use crate::definition::Mix;
 use crate::outcome::{OperationError, Served};
 
-/// Builds the guest's disk, and prints its path; in a checkout of vmseal.
+/// Builds the guest's disk, with this option, and prints its path; in a checkout of vmseal.
 const BUILDS: &str = "scripts/build-network-guest";
+const WITH_REDIS: &str = "--redis";
 const PORT: u16 = 6379;
 /// The memory of the guest beside what redis holds, in MiB: its kernel, its files, and redis by itself.
 const MORE_MIB: u64 = 256;
@@ -73,10 +74,10 @@ pub(super) fn image(chosen: Option<&Path>) -> Result<PathBuf, String> {
     let script = Path::new(BUILDS);
     if !script.is_file() {
         return Err(format!(
-            "a guest with redis is needed: {take} ({BUILDS} of a checkout builds it)"
+            "a guest with redis is needed: {take} ({BUILDS} {WITH_REDIS} of a checkout builds it)"
         ));
     }
-    let output = Command::new(script).stderr(Stdio::inherit()).output();
+    let output = Command::new(script).arg(WITH_REDIS).stderr(Stdio::inherit()).output();
     let output = output.map_err(|error| format!("{BUILDS} cannot be run: {error}"))?;
     let printed = String::from_utf8_lossy(&output.stdout);
     match printed.lines().last() {
