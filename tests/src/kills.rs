@@ -10,6 +10,7 @@ use crate::eventually;
 use crate::guest::Console;
 use crate::installation::Installation;
 use crate::process::kill_hard;
+use crate::two_hosts::QEMU;
 
 /// What is killed. Agent and server are started again; another filter is started by the agent.
 #[derive(Clone, Copy, Debug)]
@@ -20,10 +21,12 @@ pub enum Victim {
     Filter,
     /// The server.
     Server,
+    /// The guest's own process: the VM is off then.
+    Qemu,
 }
 
 impl Victim {
-    /// Each in turn.
+    /// Each in turn that a guest survives.
     #[must_use]
     pub fn of_round(round: usize) -> Self {
         [Self::Agent, Self::Filter, Self::Server][round % 3]
@@ -42,6 +45,9 @@ impl Victim {
                 here.kill_server();
                 here.start_server().unwrap();
             }
+            Self::Qemu => {
+                here.processes_of(vm, QEMU).unwrap().into_iter().for_each(kill_hard);
+            }
         }
     }
 }
@@ -59,6 +65,19 @@ pub fn during(
     sleep(Duration::from_millis(milliseconds));
     victim.kill(here, vm);
     here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap()
+}
+
+/// The same where the guest's own process is killed; starts the VM again when the task has ended. Whether that was done.
+pub fn while_the_guest_dies(
+    here: &mut Installation,
+    vm: &str,
+    command: &[&str],
+    milliseconds: u64,
+) -> bool {
+    let ended = during(here, vm, command, Victim::Qemu, milliseconds);
+    eventually("the VM is off", || (here.vm(vm).ok()?["power"] == "off").then_some(())).unwrap();
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    ended.status.success()
 }
 
 /// The console of a guest that is served again; the agent or the server may have ended the former connection.

@@ -10,7 +10,7 @@ use serde_json::Value;
 use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_counting};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
@@ -76,7 +76,7 @@ fn converted(here: &Installation, image: &Path) -> Vec<u8> {
 }
 
 fn has(bytes: &[u8], text: &str) -> bool {
-    contains(&bytes, text)
+    contains(bytes, text)
 }
 
 #[test]
@@ -397,4 +397,12 @@ fn what_dies_while_a_backup_is_made_loses_nothing() {
         backup(&here, &["verify", VM, it["name"].as_str().unwrap()]);
     }
     read_marker(&mut console);
+    let create = ["backup", "create", VM, "last", "--to", to];
+    let there = while_the_guest_dies(&mut here, VM, &create, fastrand::u64(0..500));
+    drop(console);
+    assert_eq!(listed(&here).len(), made.len() + usize::from(there));
+    if there {
+        backup(&here, &["verify", VM, "last"]);
+    }
+    read_marker(&mut booted(&here, VM).unwrap());
 }

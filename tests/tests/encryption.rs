@@ -15,7 +15,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
@@ -247,11 +247,7 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
     let mut encrypted = false;
     for (round, milliseconds) in [50, 150, 300, 500, 800, 1200].into_iter().enumerate() {
         count(&mut console);
-        let change = if encrypted {
-            &["vm", "decrypt", VM, "--policy", "plain", "--yes"][..]
-        } else {
-            &["vm", "encrypt", VM, "--policy", "encrypted"]
-        };
+        let change = change_from(encrypted);
         let ended = during(&mut here, VM, change, Victim::of_round(round), milliseconds);
         if ended.status.success() {
             encrypted = !encrypted;
@@ -261,11 +257,20 @@ fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
         read_marker(&mut console);
         is_encrypted(&here, encrypted);
     }
-    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-    here.vmseal(&["vm", "start", VM]).unwrap();
+    let change = change_from(encrypted);
+    encrypted ^= while_the_guest_dies(&mut here, VM, change, fastrand::u64(0..1000));
     drop(console);
     read_marker(&mut booted(&here, VM).unwrap());
+    is_encrypted(&here, encrypted);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// What changes whether the VM is encrypted.
+fn change_from(encrypted: bool) -> &'static [&'static str] {
+    match encrypted {
+        true => &["vm", "decrypt", VM, "--policy", "plain", "--yes"],
+        false => &["vm", "encrypt", VM, "--policy", "encrypted"],
+    }
 }
 
 /// A task that is cancelled before its commit leaves the VM as it was.

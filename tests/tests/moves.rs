@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
@@ -137,10 +137,14 @@ fn what_dies_while_disks_move_loses_nothing() {
         read_marker(&mut console);
         is_on(&here, place, false);
     }
-    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-    here.vmseal(&["vm", "start", VM]).unwrap();
+    let other = if place == "local" { "second" } else { "local" };
+    let change = ["vm", "move", VM, "--datastore", other];
+    if while_the_guest_dies(&mut here, VM, &change, fastrand::u64(0..1000)) {
+        place = other;
+    }
     drop(console);
     read_marker(&mut booted(&here, VM).unwrap());
+    is_on(&here, place, false);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 

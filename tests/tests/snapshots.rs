@@ -9,7 +9,7 @@ use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
@@ -312,6 +312,9 @@ fn what_dies_while_snapshots_change_loses_nothing() {
     snapshot(&here, &["delete", VM, "last"]);
     assert_eq!(of_layers(&here), Vec::<PathBuf>::new());
     reads(&mut console, "TEXT-OF-NOW");
-    stop(&here, console);
-    reads(&mut restarted(&here), "TEXT-OF-NOW");
+    let take = ["snapshot", "create", VM, "one"];
+    let taken = while_the_guest_dies(&mut here, VM, &take, fastrand::u64(0..200));
+    drop(console);
+    assert_eq!(names(&here).len(), usize::from(taken));
+    reads(&mut booted(&here, VM).unwrap(), "TEXT-OF-NOW");
 }
