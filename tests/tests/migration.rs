@@ -265,11 +265,14 @@ fn moved_and_compared(here: &Installation) -> u64 {
     };
     let before =
         [logged(here, from, SENT), logged(here, from, HANDED_OVER), logged(here, to, LOADED)];
-    let task = here.json(&["vm", "migrate", VM, other(&source), "--no-wait"]).unwrap();
+    // Slowly enough that it is not there before the server stands still.
+    let slowly = ["vm", "migrate", VM, other(&source), "--rate", "30MiB", "--no-wait"];
+    let task = here.json(&slowly).unwrap();
     wait_logged(here, from, SENT, before[0]);
     // Without the server the guest stays between the hosts.
     let server = here.server_process().unwrap();
     kill(Pid::from_raw(server), Signal::SIGSTOP).unwrap();
+    assert_eq!(logged(here, from, HANDED_OVER), before[1], "the server stands still too late");
     wait_logged(here, from, HANDED_OVER, before[1]);
     wait_logged(here, to, LOADED, before[2]);
     let differ = differences(&memory_of(here, &source), &memory_of(here, other(&source)));
