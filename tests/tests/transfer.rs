@@ -108,6 +108,40 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
     assert!(here.refused(&["vm", "show", "x"]).unwrap().contains("no VM"));
 }
 
+/// An export is slowed, paused and goes on, and the file holds what the disk does.
+#[test]
+fn an_export_is_slowed_and_paused_and_goes_on() {
+    let here = Installation::new().unwrap();
+    let (image, to) = (here.path("random.raw"), here.path("out.raw"));
+    let content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(48 << 20).collect();
+    std::fs::write(&image, &content).unwrap();
+    import(&here, "web", "encrypted", &image, "raw");
+    let disk = here.vm("web").unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
+    let export = ["disk", "export", "web", &disk, "--format", "raw", "--plaintext"];
+    let slowly = ["--to", text(&to).unwrap(), "--rate", "4MiB", "--no-wait"];
+    let task = here.json(&[&export[..], &slowly].concat()).unwrap();
+    let id = task["id"].as_str().unwrap();
+    let shown = || here.json(&["task", "show", id]).unwrap();
+    eventually("it has begun", || shown()["progress"]["done"].as_u64().filter(|done| *done > 0))
+        .unwrap();
+    here.vmseal(&["task", "pause", id]).unwrap();
+    let mut before = 0;
+    eventually("it stands still", || {
+        let done = shown()["progress"]["done"].as_u64()?;
+        let stands = done == std::mem::replace(&mut before, done);
+        std::thread::sleep(std::time::Duration::from_secs(1));
+        stands.then_some(())
+    })
+    .unwrap();
+    assert!(before < 48 << 20, "it is complete: {}", shown());
+    assert_eq!((&shown()["paused"], shown()["rate"].as_u64()), (&true.into(), Some(4 << 20)));
+    here.vmseal(&["task", "set", id, "--rate", "0"]).unwrap();
+    assert_eq!(shown()["progress"]["done"], before, "it goes on though it is paused");
+    here.vmseal(&["task", "resume", id]).unwrap();
+    here.vmseal(&["task", "wait", id]).unwrap();
+    assert!(std::fs::read(&to).unwrap() == content, "the file holds something else");
+}
+
 /// The half-made disk of an import that runs, and the note beside it, once there is one.
 fn noted(here: &Installation) -> (PathBuf, u64) {
     eventually("an import has noted how far it is", || {

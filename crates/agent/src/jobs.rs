@@ -65,6 +65,8 @@ struct Part {
 struct Job {
     spec: JobSpec,
     state: JobState,
+    /// That of work without a guest; the spec of a mirror has its own.
+    pace: CopyPace,
     parts: Vec<Part>,
     speed: Speed,
     quiesced: Option<bool>,
@@ -90,7 +92,7 @@ impl Job {
     fn pace(&self) -> CopyPace {
         match &self.spec {
             JobSpec::Mirror(mirror) => mirror.pace,
-            _ => CopyPace::default(),
+            _ => self.pace,
         }
     }
 
@@ -159,7 +161,9 @@ impl Jobs {
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
         let (proof, backup, read_bytes, migration) = (None, None, None, None);
-        let job = Job { spec, state, parts, speed, quiesced, proof, backup, read_bytes, migration };
+        let pace = CopyPace::default();
+        let job =
+            Job { spec, state, pace, parts, speed, quiesced, proof, backup, read_bytes, migration };
         self.0.insert(task, job);
     }
 
@@ -179,6 +183,32 @@ impl Jobs {
         job.state = JobState::Running;
         let all = job.done();
         job.speed.measure(all, now);
+    }
+
+    /// The pace of what works on a disk and serves no guest.
+    pub fn pace_of(&self, disk: DiskId) -> CopyPace {
+        let works = |job: &&Job| job.is_at_work() && job.parts.iter().any(|it| it.disk == disk);
+        self.0.values().find(works).map(Job::pace).unwrap_or_default()
+    }
+
+    /// Records the pace of a task's job, which is no mirror; returns the disks that it works on.
+    ///
+    /// # Errors
+    /// `not-found`: there is no such job at work; `unsupported`: the pace of a mirror is in its spec, and others have none.
+    pub fn set_work_pace(&mut self, task: TaskId, pace: CopyPace) -> Result<Vec<DiskId>, Problem> {
+        let job = self.0.get_mut(&task).filter(|job| job.is_at_work());
+        let Some(job) = job else {
+            let what = format!("task {task} has no job at work on this host");
+            return Err(Problem::new(ErrorCode::NotFound, what));
+        };
+        if !job.spec.kind().has_work_pace() {
+            let what = format!("the job of task {task} copies nothing at a pace of its own");
+            return Err(Problem::new(ErrorCode::Unsupported, what));
+        }
+        if job.pace != pace {
+            (job.pace, job.speed) = (pace, Speed::default());
+        }
+        Ok(job.spec.disks())
     }
 
     /// The pace of a task's job that copies disks, while it does.
@@ -435,7 +465,9 @@ impl Jobs {
 mod tests {
     use std::time::Duration;
 
-    use vmseal_api::host::{CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob};
+    use vmseal_api::host::{
+        CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
+    };
     use vmseal_api::id::SnapshotId;
 
     use super::*;
@@ -448,6 +480,26 @@ mod tests {
             copy_of: None,
         });
         JobSpec::Create(CreateJob { disks: disks.collect() })
+    }
+
+    #[test]
+    fn work_without_a_guest_has_a_pace_until_it_ends() {
+        let (task, disk) = (TaskId::new(), DiskId::new());
+        let paused = CopyPace { paused: true, ..CopyPace::default() };
+        let mut jobs = Jobs::default();
+        let refused = |jobs: &mut Jobs| jobs.set_work_pace(task, paused).unwrap_err().code;
+        assert_eq!(refused(&mut jobs), ErrorCode::NotFound);
+        jobs.begin(task, create(&[disk]));
+        assert!(jobs.pace_of(disk).is_free() && !jobs.status(task).unwrap().paused);
+        assert_eq!(jobs.set_work_pace(task, paused).unwrap(), [disk]);
+        assert!(jobs.pace_of(disk) == paused && jobs.status(task).unwrap().paused);
+        jobs.made(disk);
+        assert_eq!(refused(&mut jobs), ErrorCode::NotFound);
+        assert!(jobs.pace_of(disk).is_free() && !jobs.status(task).unwrap().paused);
+        let prove = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });
+        jobs.begin(TaskId::new(), prove.clone());
+        jobs.begin(task, prove);
+        assert_eq!(refused(&mut jobs), ErrorCode::Unsupported);
     }
 
     #[test]

@@ -472,6 +472,10 @@ pub struct ExportDisk {
     /// A snapshot of the VM, by its name: what the disk held then is written, also while the VM runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
+    /// The highest rate at which each disk is read, in bytes a second; 0, as none, is no limit. At least 1 MiB
+    /// otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Starts a dirty bitmap of a disk whose VM runs.
@@ -501,6 +505,10 @@ pub struct CloneVm {
     /// What cloud-init in the clone reads at its next boot, which counts as its first one; without it the guest is as it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+    /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At least 1 MiB
+    /// otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Takes a snapshot of a VM, off or running.
@@ -563,11 +571,15 @@ pub struct CreateBackup {
     #[serde(default = "yes")]
     #[cfg_attr(feature = "openapi", schema(default = true))]
     pub quiesce: bool,
+    /// The highest rate at which each disk is read, in bytes a second; 0, as none, is no limit. At least 1 MiB
+    /// otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 impl Default for CreateBackup {
     fn default() -> Self {
-        Self { name: None, directory: None, full: false, quiesce: true }
+        Self { name: None, directory: None, full: false, quiesce: true, rate: None }
     }
 }
 

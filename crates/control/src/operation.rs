@@ -546,6 +546,22 @@ impl Operation {
         )
     }
 
+    /// Whether it makes, reads or merges disks without a guest ([`vmseal_api::host::JobKind::has_work_pace`]).
+    #[must_use]
+    pub fn has_work_pace(&self) -> bool {
+        matches!(
+            self,
+            Self::CreateVm { .. }
+                | Self::AddDisk { .. }
+                | Self::ExportDisk { .. }
+                | Self::DeleteSnapshot { .. }
+                | Self::BackUpVm { .. }
+                | Self::VerifyBackup { .. }
+                | Self::RestoreBackup { .. }
+                | Self::RestoreDeletedVm { .. }
+        )
+    }
+
     /// Whether it moves a running VM to another host.
     #[must_use]
     pub fn is_migration(&self) -> bool {

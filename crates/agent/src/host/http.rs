@@ -119,6 +119,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/jobs/{task}", put(put_job).get(job))
+        .route("/v1/vms/{vm}/jobs/{task}/pace", put(set_pace))
         .route("/v1/vms/{vm}/jobs/{task}/commit", post(commit_job))
         .route("/v1/vms/{vm}/jobs/{task}/cancel", post(cancel_job))
         .route("/v1/vms/{vm}/disks/{disk}", delete(delete_disk))
@@ -380,6 +381,16 @@ async fn put_job(
 async fn job(State(agent): State<Agent>, Path(path): Path<(String, String)>) -> Answer<Response> {
     let (vm, task) = task_of(&path)?;
     json(&agent.job(vm, task).await?)
+}
+
+async fn set_pace(
+    State(agent): State<Agent>,
+    Path(path): Path<(String, String)>,
+    request: Body,
+) -> Answer<Response> {
+    let (vm, task) = task_of(&path)?;
+    agent.set_pace(vm, task, body(request).await?).await?;
+    done()
 }
 
 async fn commit_job(

@@ -32,6 +32,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::usage::HostUsage;
 use vmseal_secret::process::Hardening;
@@ -449,6 +450,10 @@ impl HostAgent for RealHost {
 
     async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::Job(task, reply)).await
+    }
+
+    async fn set_pace(&self, vm: VmId, task: TaskId, pace: CopyPace) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::SetPace(task, pace, reply)).await
     }
 
     async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

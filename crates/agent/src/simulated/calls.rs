@@ -21,6 +21,7 @@ use vmseal_api::host::{
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::nic::NicBackend;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_api::usage::HostUsage;
@@ -672,6 +673,10 @@ impl HostAgent for SimulatedHost {
 
     async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
         self.call(Call::Job, |inside| inside.known(vm)?.jobs.status(task))
+    }
+
+    async fn set_pace(&self, vm: VmId, task: TaskId, pace: CopyPace) -> Result<(), Problem> {
+        self.begin(Call::SetPace, |inside| inside.set_work_pace(vm, task, pace), Inside::worked)
     }
 
     async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

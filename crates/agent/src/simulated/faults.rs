@@ -58,6 +58,8 @@ pub enum Call {
     PutJob,
     /// `job`
     Job,
+    /// `set_pace`
+    SetPace,
     /// `commit_job`
     CommitJob,
     /// `cancel_job`

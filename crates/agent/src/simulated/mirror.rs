@@ -85,6 +85,24 @@ impl Inside {
         self.numbered(vm, Work::Job(task), self.work)
     }
 
+    /// Has a job that works without a guest go on at another pace.
+    pub fn set_work_pace(
+        &mut self,
+        vm: VmId,
+        task: TaskId,
+        pace: CopyPace,
+    ) -> Result<Later, Problem> {
+        rules::check_pace(pace)?;
+        let known = self.known(vm)?;
+        known.jobs.set_work_pace(task, pace)?;
+        known.work.remove(&Work::Job(task));
+        if pace.paused {
+            self.agent.publish(vm);
+            return Ok(None);
+        }
+        self.numbered(vm, Work::Job(task), self.work)
+    }
+
     fn is_paused(&self, task: TaskId) -> bool {
         self.persisted.copies.paces.get(&task).is_some_and(|pace| pace.paused)
     }

@@ -8,6 +8,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Users;
+use crate::storage::gate::Gate;
 use crate::storage::transfer::TransferDirectories;
 
 /// The host's part of an import or export.
@@ -21,6 +22,8 @@ pub struct DiskBuilder {
     pub directory: ProcessDir,
     /// Where images may be read from.
     pub transfer: TransferDirectories,
+    /// The pace that it goes at.
+    pub gate: Arc<Gate>,
 }
 
 /// A defect, or an error without a code of its own.

@@ -12,6 +12,7 @@ use crate::filter::{self, Control};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal};
 use crate::storage::filling::end_idle;
+use crate::storage::gate::Told;
 
 /// How often an export is asked for its progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -39,8 +40,10 @@ pub async fn run_all(
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);
-    let pace = Pace::up_to(PROGRESS_INTERVAL);
+    let (pace, mut told) = (Pace::up_to(PROGRESS_INTERVAL), Told::nothing(&builder.gate));
+    let all: Vec<DiskId> = sizes.keys().copied().collect();
     let read = loop {
+        told.tell(&control, &all).await;
         let status = control.status_of(&process, directory).await.map_err(internal)?;
         let (mut left, mut finished) = (0, 0);
         for disk in &status.disks {
@@ -58,7 +61,10 @@ pub async fn run_all(
         }
         let total: u64 = sizes.values().sum();
         progress(total.saturating_sub(left), total);
-        pace.pause().await;
+        tokio::select! {
+            () = pace.pause() => {}
+            () = told.changed() => {}
+        }
     };
     end_idle(&control, first).await?;
     process.end_within(filter::SHUTDOWN_TIMEOUT).await;

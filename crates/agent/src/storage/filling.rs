@@ -23,6 +23,7 @@ use crate::filter::{self, Control, FilterError};
 use crate::process::Process;
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated};
+use crate::storage::gate::Told;
 use crate::storage::home::{Home, Note};
 use crate::storage::image::Image;
 
@@ -156,8 +157,9 @@ impl Filling<'_> {
         durable: &mut u64,
         progress: &(impl Fn(u64, u64) + Send),
     ) -> Result<(), Failure> {
-        let pace = Pace::up_to(PROGRESS_INTERVAL);
+        let (pace, mut told) = (Pace::up_to(PROGRESS_INTERVAL), Told::nothing(&builder.gate));
         loop {
+            told.tell(control, &[self.disk.disk]).await;
             let status = control.status_of(process, &builder.directory).await?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
                 Some(DiskActivity::Importing { done, total, durable: flushed }) => {
@@ -173,7 +175,10 @@ impl Filling<'_> {
                     return Err(final_(format!("the filter that fills a disk says {other:?}")));
                 }
             }
-            pace.pause().await;
+            tokio::select! {
+                () = pace.pause() => {}
+                () = told.changed() => {}
+            }
         }
     }
 

@@ -1,11 +1,15 @@
-//! Holds what is copied of a disk before a filter keeps the copy to the pace that is wanted at the moment.
+//! The pace that is wanted at the moment of what copies a disk and serves no guest: work of the agent itself waits here, and
+//! filters are told ([`Told`]).
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
+use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::filter::Control;
 
 /// See the module. One thread at a time copies.
 #[derive(Debug)]
@@ -102,6 +106,40 @@ impl Gate {
         while self.pace().paused {
             self.changed().await;
         }
+    }
+}
+
+/// What a filter was told of the pace of a gate.
+pub struct Told<'a> {
+    gate: &'a Gate,
+    told: CopyPace,
+}
+
+impl<'a> Told<'a> {
+    /// A filter that has just started, and is not held back.
+    #[must_use]
+    pub fn nothing(gate: &'a Gate) -> Self {
+        Self { gate, told: CopyPace::default() }
+    }
+
+    /// Tells the filter of these disks what has changed. One that does not answer is looked at by the caller.
+    pub async fn tell(&mut self, control: &Control, disks: &[DiskId]) {
+        let wanted = self.gate.pace();
+        if wanted == self.told {
+            return;
+        }
+        for disk in disks {
+            if let Err(error) = control.set_pace(*disk, wanted).await {
+                tracing::debug!(%disk, %error, "a filter is not told its pace");
+                return;
+            }
+        }
+        self.told = wanted;
+    }
+
+    /// Waits until it has changed.
+    pub async fn changed(&self) {
+        self.gate.changed().await;
     }
 }
 

@@ -11,7 +11,6 @@
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
-pub(crate) mod gate;
 mod memory;
 mod note;
 pub(crate) mod pace;

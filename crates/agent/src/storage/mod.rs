@@ -19,6 +19,7 @@ pub(crate) mod facts;
 pub(crate) mod file_error;
 pub(crate) mod file_identity;
 pub(crate) mod filling;
+pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod home;
 pub(crate) mod image;

@@ -204,6 +204,7 @@ impl LeftRunning {
             Call::DeleteDisk(_, to)
             | Call::ExamineJob(_, to)
             | Call::PutJob(_, _, _, to)
+            | Call::SetPace(_, _, to)
             | Call::CommitJob(_, _, to)
             | Call::CancelJob(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::ControlGuest(_, to) | Call::GrowDisk(_, _, to) => {

@@ -8,7 +8,6 @@ use tokio::task::spawn_blocking;
 use vmseal_api::filter::{Direct, DiskActivity};
 use vmseal_api::host::{DiskFacts, DiskSpec};
 use vmseal_api::id::{DiskId, VmId};
-use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
@@ -20,9 +19,9 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
+use crate::storage::gate::{Gate, Told};
 use crate::storage::home::Home;
 use crate::storage::layers::{self, LayerId};
-use crate::storage::mirror::gate::Gate;
 use crate::storage::opening::data_offset;
 
 /// How often the filter is asked how far it is.
@@ -31,7 +30,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// The same while a guest waits, which is a few times: an answer takes a fraction of a millisecond.
 const FAST_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Has a filter that serves nobody write what `open` opens, if that is anything, at the pace of `gate`; returns what that gave
+/// Has a filter that serves nobody write what `open` opens, if that is anything, at the pace of `builder`; returns what that gave
 /// beside. `progress` gets that, the bytes done and the total.
 ///
 /// # Errors
@@ -40,12 +39,13 @@ pub async fn with_filter<T: Send + 'static>(
     vm: VmId,
     builder: &DiskBuilder,
     guest_waits: bool,
-    gate: Option<&Gate>,
     open: impl FnOnce() -> Result<Option<(filter::Disk, T)>, Problem> + Send + 'static,
     progress: impl Fn(&T, u64, u64),
 ) -> Result<Option<T>, Problem> {
     let Some((begun, beside)) = Begun::with(vm, builder, open).await? else { return Ok(None) };
-    let done = begun.write(guest_waits, gate, |done, total| progress(&beside, done, total)).await?;
+    let show = |done, total| progress(&beside, done, total);
+    let gate = (!guest_waits).then_some(&*builder.gate);
+    let done = begun.write(gate, show).await?;
     done.leave().await?;
     Ok(Some(beside))
 }
@@ -86,13 +86,12 @@ impl Begun {
         Ok(Some((Self { filter, disk, directory, slot }, beside)))
     }
 
-    /// Has it write all, at the pace of `gate`; `progress` gets the bytes done and the total.
+    /// Has it write all, at the pace of `gate`, or, where a guest waits and there is none, as fast as it can; `progress` gets the bytes done and the total.
     ///
     /// # Errors
     /// The problem of the files or the filter; it can be done again. The filter may be there until its directory is swept.
     pub async fn write(
         self,
-        guest_waits: bool,
         gate: Option<&Gate>,
         progress: impl Fn(u64, u64),
     ) -> Result<Written, Problem> {
@@ -101,15 +100,10 @@ impl Begun {
         let control = Control::of(&directory);
         control.ready(&process, &directory).await.map_err(internal)?;
         drop(keys);
-        let pace = Pace::up_to(PROGRESS_INTERVAL);
-        let mut told = CopyPace::default();
+        let (pace, mut told) = (Pace::up_to(PROGRESS_INTERVAL), gate.map(Told::nothing));
         loop {
-            if let Some(wanted) = gate.map(Gate::pace).filter(|wanted| *wanted != told) {
-                match control.set_pace(disk, wanted).await {
-                    Ok(()) => told = wanted,
-                    // It has ended its work, or the next look finds why it does not answer.
-                    Err(error) => tracing::debug!(%disk, %error, "a filter is not told its pace"),
-                }
+            if let Some(told) = &mut told {
+                told.tell(&control, &[disk]).await;
             }
             let status = control.status_of(&process, &directory).await.map_err(internal)?;
             match status.disks.into_iter().next().map(|disk| disk.state) {
@@ -120,13 +114,12 @@ impl Begun {
                 Some(DiskActivity::Failed { message }) => return Err(internal(message)),
                 other => return Err(internal(format!("the filter of a merge says {other:?}"))),
             }
-            if guest_waits {
-                tokio::time::sleep(FAST_INTERVAL).await;
-            } else {
-                tokio::select! {
+            match &told {
+                None => tokio::time::sleep(FAST_INTERVAL).await,
+                Some(told) => tokio::select! {
                     () = pace.pause() => {}
-                    () = changed(gate) => {}
-                }
+                    () = told.changed() => {}
+                },
             }
         }
         if !end_idle(&control, disk).await? {
@@ -153,13 +146,6 @@ impl Written {
     pub async fn leave(self) -> Result<(), Problem> {
         self.process.end_within(filter::SHUTDOWN_TIMEOUT).await;
         self.directory.sweep().await.map_err(internal)
-    }
-}
-
-async fn changed(gate: Option<&Gate>) {
-    match gate {
-        Some(gate) => gate.changed().await,
-        None => std::future::pending().await,
     }
 }
 
@@ -230,7 +216,7 @@ impl Merging {
                 show.progress(Report::Progress(done, total));
             }
         };
-        with_filter(vm, &builder, waits, None, open, progress).await.map(drop)
+        with_filter(vm, &builder, waits, open, progress).await.map(drop)
     }
 
     /// The layer with all below it, and what is below it to be written. Only ciphertext moves, so no key is needed.

@@ -68,6 +68,7 @@ use vmseal_api::host::{
     KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::{self, RequestId};
 
@@ -83,6 +84,7 @@ use crate::process::users::Users;
 use crate::signer::Signer;
 use crate::storage::builder::DiskBuilder;
 use crate::storage::cloning::Lent;
+use crate::storage::gate::Gate;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
 
@@ -136,7 +138,8 @@ impl Shared {
     /// What a filter for no guest needs, in this directory.
     fn builder(&self, directory: ProcessDir) -> DiskBuilder {
         let (filter, users) = (self.filter.clone(), self.users.clone());
-        DiskBuilder { filter, users, directory, transfer: self.transfer.clone() }
+        let gate = Arc::new(Gate::new(CopyPace::default()));
+        DiskBuilder { filter, users, directory, transfer: self.transfer.clone(), gate }
     }
 }
 
@@ -162,6 +165,8 @@ pub enum Call {
     Lend(CopyOf, Reply<Lent>),
     /// Get the status of a task's job.
     Job(TaskId, Reply<JobStatus>),
+    /// Have a task's job go on at another pace.
+    SetPace(TaskId, CopyPace, Reply<()>),
     /// Commit a task's job.
     CommitJob(TaskId, JobSpec, Reply<()>),
     /// Cancel a task's job.

@@ -342,6 +342,7 @@ impl Owner {
             }
             Call::Lend(of, to) => reply!(to, self.lend(of).await),
             Call::Job(task, to) => reply!(to, self.jobs.status(task)),
+            Call::SetPace(task, pace, to) => reply!(to, self.set_work_pace(task, pace)),
             Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
             Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
             Call::PowerOn(first, to) => reply!(to, self.power_on(first).await),

@@ -15,7 +15,6 @@ use super::internal;
 use super::merging::with_filter;
 use super::report::{Progress, Report};
 use crate::storage::builder::DiskBuilder;
-use crate::storage::mirror::gate::Gate;
 use crate::storage::mirror::tree::{self, KeptMemory, Part, ToNote};
 
 /// A disk whose layers are to be copied.
@@ -24,9 +23,8 @@ pub struct TreeCopying {
     pub disk: DiskSpec,
     pub facts: DiskFacts,
     pub kek: Option<SecretBytes>,
+    /// With the pace of its job.
     pub builder: DiskBuilder,
-    /// What holds it to the pace of its job.
-    pub gate: Arc<Gate>,
 }
 
 impl TreeCopying {
@@ -57,7 +55,7 @@ impl TreeCopying {
             copied = &mut memories => copied?,
             () = &mut asked => {
                 // A thread writes, which notices that, and ends.
-                this.gate.close();
+                this.builder.gate.close();
                 let _ = memories.await;
                 return Err(stopped());
             }
@@ -96,14 +94,14 @@ impl TreeCopying {
             let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
             show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
         };
-        memory.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.gate, progress)
+        memory.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.builder.gate, progress)
     }
 
     async fn copy_layers(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
-        let Self { spec, disk, builder, gate, .. } = &**self;
+        let Self { spec, disk, builder, .. } = &**self;
         loop {
             // No process is kept for a copy that does not go on.
-            gate.resumed().await;
+            builder.gate.resumed().await;
             let of = Arc::clone(self);
             let open = move || {
                 let part = tree::next(&of.spec, &of.disk, &of.facts, of.kek.as_ref())?;
@@ -112,7 +110,7 @@ impl TreeCopying {
             let progress = |to_note: &ToNote, done: u64, _: u64| {
                 show.progress(in_all(to_note.place(), done, disk.size));
             };
-            let copied = with_filter(spec.vm, builder, false, Some(gate), open, progress).await?;
+            let copied = with_filter(spec.vm, builder, false, open, progress).await?;
             let Some(to_note) = copied else { return Ok(()) };
             spawn_blocking(move || to_note.note()).await.map_err(internal)??;
         }

@@ -28,7 +28,7 @@ use crate::storage::backup::{Creating, Restoring, Verifying};
 use crate::storage::builder::DiskBuilder;
 use crate::storage::disk::{self, NewDisk};
 use crate::storage::export::{self, ExportRequest};
-use crate::storage::mirror::gate::Gate;
+use crate::storage::gate::Gate;
 use crate::storage::proof::Proving;
 
 /// Progress reports that may wait for the owner.
@@ -39,7 +39,7 @@ struct Worker {
     number: u64,
     cancel: oneshot::Sender<()>,
     task: JoinHandle<()>,
-    /// What holds it to its pace, where the agent does.
+    /// What holds it to its pace, where it has one.
     gate: Option<Arc<Gate>>,
 }
 
@@ -61,7 +61,8 @@ impl Workers {
     pub fn begin(&mut self, shared: &Arc<Shared>, new_disk: NewDisk) {
         let disk = new_disk.disk.disk;
         let builder = shared.builder(shared.run_dir.import(disk));
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             Report::Made(make(new_disk, builder, cancelled, progress).await)
         });
@@ -71,7 +72,8 @@ impl Workers {
     pub fn begin_export(&mut self, shared: &Arc<Shared>, request: ExportRequest) {
         let disk = request.disk.disk;
         let builder = shared.builder(shared.run_dir.export(disk));
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let written = export::write(request, &builder, progress, cancelled).await;
             Report::Written(written.inspect_err(
@@ -111,16 +113,13 @@ impl Workers {
 
     /// Begins to copy what nobody writes of a disk, after a pause.
     pub fn begin_tree(&mut self, disk: DiskId, copying: TreeCopying, pause: Duration) {
-        let gate = Arc::clone(&copying.gate);
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&copying.builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let copied = copying.run(pause, show, cancelled).await;
             Report::TreeCopied(copied.inspect_err(
                 |problem| tracing::warn!(%disk, %problem, "the layers of a disk could not be copied"),
             ))
         });
-        if let Some(worker) = self.workers.get_mut(&disk) {
-            worker.gate = Some(gate);
-        }
     }
 
     /// Has what copies a disk go on at another pace; false where it is to be begun anew for that.
@@ -145,8 +144,8 @@ impl Workers {
 
     /// Begins to merge a layer of a disk into what is below it.
     pub fn begin_merge(&mut self, disk: DiskId, merging: Merging) {
-        let upper = merging.upper;
-        self.spawn(disk, |cancelled, show| async move {
+        let (upper, gate) = (merging.upper, Arc::clone(&merging.builder.gate));
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let merged = merging.run(Some(&show), Some(cancelled)).await;
             Report::Merged(
                 upper,
@@ -188,7 +187,8 @@ impl Workers {
 
     /// Begins to write a backup; the work counts as that of this disk.
     pub fn begin_backup(&mut self, disk: DiskId, creating: Creating) {
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&creating.builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let written = creating.run(progress, cancelled).await;
             backed_up(written, "a backup could not be written")
@@ -197,7 +197,8 @@ impl Workers {
 
     /// Begins to read a backup; the work counts as that of this disk.
     pub fn begin_verification(&mut self, disk: DiskId, verifying: Verifying) {
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&verifying.builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let found = verifying.run(progress, cancelled).await;
             backed_up(found.map(|found| (found, None)), "a backup could not be verified")
@@ -206,7 +207,8 @@ impl Workers {
 
     /// Begins to restore disks; the work counts as that of this disk.
     pub fn begin_restore(&mut self, disk: DiskId, restoring: Restoring) {
-        self.spawn(disk, |cancelled, show| async move {
+        let gate = Arc::clone(&restoring.builder.gate);
+        self.spawn_at(gate, disk, |cancelled, show| async move {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let restored = restoring.run(progress, cancelled).await;
             backed_up(restored.map(|found| (found, None)), "disks could not be restored")
@@ -252,6 +254,21 @@ impl Workers {
         };
         let task = tokio::spawn(request_id::inherit(work));
         self.workers.insert(disk, Worker { number, cancel, task, gate: None });
+    }
+
+    /// The same of work at the pace of this gate.
+    fn spawn_at<F>(
+        &mut self,
+        gate: Arc<Gate>,
+        disk: DiskId,
+        work: impl FnOnce(oneshot::Receiver<()>, Progress) -> F,
+    ) where
+        F: Future<Output = Report> + Send + 'static,
+    {
+        self.spawn(disk, work);
+        if let Some(worker) = self.workers.get_mut(&disk) {
+            worker.gate = Some(gate);
+        }
     }
 
     /// The next report of an attempt that has not been cancelled.

@@ -34,6 +34,7 @@ use crate::host::{
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
+use crate::pace::CopyPace;
 use crate::problem::{ErrorCode, Problem};
 use crate::usage::HostUsage;
 
@@ -275,6 +276,10 @@ impl HostAgent for HostClient {
 
     async fn job(&self, vm: VmId, task: TaskId) -> Result<JobStatus, Problem> {
         self.call(self.request(Method::GET, &format!("vms/{vm}/jobs/{task}"))).await
+    }
+
+    async fn set_pace(&self, vm: VmId, task: TaskId, pace: CopyPace) -> Result<(), Problem> {
+        self.command_with(Method::PUT, &format!("vms/{vm}/jobs/{task}/pace"), &pace).await
     }
 
     async fn commit_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

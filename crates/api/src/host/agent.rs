@@ -25,6 +25,7 @@ use crate::host::backup::{BackupManifest, BackupPlace};
 use crate::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
 use crate::nic::NicSpec;
+use crate::pace::CopyPace;
 use crate::problem::{ErrorCode, Problem};
 use crate::usage::HostUsage;
 
@@ -208,6 +209,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// agent does not know. To export: `wrong-state` before the disk is made, or when the passphrase is sealed to
     /// an earlier incarnation; `already-exists` when the file is there.
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem>;
+
+    /// Has a job that makes, reads or merges disks without a guest go on at this pace ([`super::JobKind::has_work_pace`]). A job begins as
+    /// fast as it can; an agent that has restarted does not know the pace any more.
+    ///
+    /// # Errors
+    /// `not-found` when no such job is at work; `unsupported` for a job of another kind; `invalid-request` for a rate that is
+    /// too low.
+    async fn set_pace(&self, vm: VmId, task: TaskId, pace: CopyPace) -> Result<(), Problem>;
 
     /// The status of a job.
     ///

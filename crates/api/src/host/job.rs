@@ -525,6 +525,23 @@ pub enum JobKind {
     Unknown,
 }
 
+impl JobKind {
+    /// Whether such a job makes, reads or merges disks without a guest, and can be slowed and paused
+    /// ([`super::HostAgent::set_pace`]). The pace of a mirror, and of what is sent, is in its spec.
+    #[must_use]
+    pub fn has_work_pace(self) -> bool {
+        matches!(
+            self,
+            Self::Create
+                | Self::Export
+                | Self::DropSnapshot
+                | Self::Backup
+                | Self::VerifyBackup
+                | Self::RestoreBackup
+        )
+    }
+}
+
 /// The status of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStatus {

@@ -34,6 +34,7 @@
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! PUT    /v1/vms/{vm}/jobs/{task}          put_job
 //! GET    /v1/vms/{vm}/jobs/{task}          job
+//! PUT    /v1/vms/{vm}/jobs/{task}/pace     set_pace
 //! POST   /v1/vms/{vm}/jobs/{task}/commit   commit_job
 //! POST   /v1/vms/{vm}/jobs/{task}/cancel   cancel_job
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 42] = [
+pub const FEATURES: [&str; 43] = [
     "job-create",
     "job-export",
     NICS,
@@ -54,6 +54,7 @@ pub const FEATURES: [&str; 42] = [
     MIRROR_LAYERS,
     MIRROR_MEMORY,
     PACE,
+    PACE_OF_WORK,
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
@@ -160,6 +161,9 @@ pub const IN_PLACE: &str = "job-convert";
 
 /// The feature of agents that copy disks at a pace that is given, and may change.
 pub const PACE: &str = "job-mirror-pace";
+
+/// The feature of agents that can slow and pause what makes, reads and merges disks without a guest.
+pub const PACE_OF_WORK: &str = "job-pace";
 
 /// The feature of agents that send running VMs to other hosts and receive them.
 pub const MIGRATE: &str = "job-migrate";

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Subcommand;
 use vmseal_api::model;
 
+use super::vm::CopyRate;
 use super::{DryRun, List, Wait};
 
 #[derive(Subcommand)]
@@ -50,6 +51,8 @@ pub enum Backup {
         /// Do not freeze the guest's file systems
         #[arg(long)]
         no_quiesce: bool,
+        #[command(flatten)]
+        rate: CopyRate,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
+use super::vm::CopyRate;
 use super::{Bitmap, DryRun, List, Passphrase, Wait};
 use crate::rows::VmDisk;
 use crate::size::parse_size;
@@ -95,6 +96,8 @@ pub enum Disk {
         plaintext: bool,
         #[command(flatten)]
         passphrase: Passphrase,
+        #[command(flatten)]
+        rate: CopyRate,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -182,6 +182,8 @@ pub enum Vm {
         #[command(flatten)]
         first_boot: FirstBoot,
         #[command(flatten)]
+        rate: CopyRate,
+        #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,

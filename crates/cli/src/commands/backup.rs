@@ -19,8 +19,9 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
             list::one_with(server, output, watch, details, "vm", async || server.get(&path).await)
                 .await
         }
-        Backup::Create { vm, name, to, full, no_quiesce, dry_run, wait } => {
-            let request = CreateBackup { name, directory: to, full, quiesce: !no_quiesce };
+        Backup::Create { vm, name, to, full, no_quiesce, rate, dry_run, wait } => {
+            let (directory, quiesce) = (to, !no_quiesce);
+            let request = CreateBackup { name, directory, full, quiesce, rate: rate.rate };
             task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
         }
         Backup::Verify { vm, backup, dry_run, wait } => {

@@ -62,6 +62,7 @@ pub async fn run(
             snapshot,
             plaintext,
             passphrase,
+            rate,
             dry_run,
             wait,
         } => {
@@ -77,7 +78,8 @@ pub async fn run(
                 ExportFormat::Luks2 => Some(sealed(server, &vm, &disk, &passphrase).await?),
                 ExportFormat::Raw | ExportFormat::Qcow2 | ExportFormat::Sealed => None,
             };
-            let request = ExportDisk { to, format, plaintext, passphrase, snapshot };
+            let request =
+                ExportDisk { to, format, plaintext, passphrase, snapshot, rate: rate.rate };
             let path = format!("vms/{}/disks/{}/export", vm.id, disk.id);
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }

@@ -114,7 +114,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
         }
-        arguments::Vm::Clone { vm, name, snapshot, linked, first_boot, dry_run, wait } => {
+        arguments::Vm::Clone { vm, name, snapshot, linked, first_boot, rate, dry_run, wait } => {
             let cloud_init = first_boot::asked(&first_boot)?;
             let of = snapshot.clone().filter(|_| linked && !dry_run.dry_run);
             let shares = of.map(|of| {
@@ -123,7 +123,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                 )
             });
             let same_guest = (cloud_init.is_none() && !dry_run.dry_run).then_some(SAME_GUEST);
-            let request = CloneVm { name, snapshot, linked, cloud_init };
+            let request = CloneVm { name, snapshot, linked, cloud_init, rate: rate.rate };
             let path = format!("vms/{vm}/clone");
             task::begin(server, output, &path, &request, &dry_run, &wait).await?;
             shares.into_iter().for_each(say);

@@ -20,7 +20,8 @@ use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
 use super::snapshots::{keepable, require_power};
 use super::vms::{
-    begin, begin_named, check_key, find, find_ready, new_name, require_no_template, require_ready,
+    begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
+    require_ready,
 };
 use super::{Outcome, PageRequest, Services, features};
 use crate::operation::{Definition, Operation};
@@ -187,6 +188,7 @@ pub async fn create(
     let remedy = "backups are made while it runs, is paused or is off";
     require_power(services, &vm, &[Power::Off, Power::Running, Power::Paused], remedy).await?;
     check_key(services, &vm)?;
+    let pace = super::tasks::work_pace(services, &vm, request.rate)?;
     if let Some(directory) = &request.directory {
         check_directory(services, &vm, directory).await?;
     }
@@ -225,7 +227,7 @@ pub async fn create(
     backups::insert(&mut write, &backup).await?;
     let (backup, quiesce) = (backup.id, request.quiesce);
     let operation = Operation::BackUpVm { vm: vm.id, backup, snapshot, quiesce };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
 }
 
 /// Has a VM's host read the backups that it finds of those that another host has written, so that a new one can be above them.

@@ -12,7 +12,7 @@ use vmseal_api::request::{CloneVm, CreateNic};
 
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
-use super::vms::{begin, find, plan, power, require_ready, word};
+use super::vms::{begin_paced, find, plan, power, require_ready, word};
 use super::{Outcome, Services, cloud_init, features, hardware, room};
 use crate::operation::{Copies, Operation};
 use crate::store::disks::{self, Disk};
@@ -48,6 +48,7 @@ pub async fn clone(
     if request.linked {
         features::require(services, &origin, LINKED_CLONES, "make linked clones")?;
     }
+    let pace = super::tasks::work_pace(services, &origin, request.rate)?;
     if request.snapshot.is_none() {
         if request.linked {
             return Err(Problem::invalid("snapshot", needs_snapshot(&origin)));
@@ -121,7 +122,7 @@ pub async fn clone(
         }
         return Ok(Outcome::Planned(planned));
     }
-    begin(services, write, operation, &vm, caller, dry_run).await
+    begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
 }
 
 /// Why there is no linked clone of what a VM holds now.

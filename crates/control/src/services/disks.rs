@@ -18,10 +18,11 @@ use super::vms::{plan, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
-use crate::store::Store;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
+use crate::store::tasks::Task as StoredTask;
 use crate::store::vms::Vm;
+use crate::store::{Store, tasks};
 use crate::tasks::Engine;
 
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
@@ -49,6 +50,7 @@ pub async fn export(
         require_ready(&vm)?;
         features::require(services, &vm, SNAPSHOT_EXPORT, "export what a snapshot keeps")?;
     }
+    let pace = super::tasks::work_pace(services, &vm, request.rate)?;
     let mut write = services.store.write().await?;
     let snapshot = snapshots::chosen(&mut write, &vm, request.snapshot.as_deref()).await?;
     if snapshot.as_ref().is_some_and(|snapshot| !snapshot.disks.contains(&disk.id)) {
@@ -75,6 +77,8 @@ pub async fn export(
         agent.examine_job(vm.id, job).await?;
         return Ok(Outcome::Planned(plan(&task, &vm)));
     }
+    let task = StoredTask { pace, ..task };
+    tasks::set_pace(&mut write, &task).await?;
     write.commit().await?;
     let shown = services.engine.shown(&task);
     services.engine.begin(task);

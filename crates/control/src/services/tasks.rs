@@ -1,6 +1,6 @@
 //! Tasks.
 
-use vmseal_api::host::version::{MIGRATE_RATE, PACE};
+use vmseal_api::host::version::{MIGRATE_RATE, PACE, PACE_OF_WORK};
 use vmseal_api::model::{Page, Task, TaskState};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -9,6 +9,7 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, features, page_of};
+use crate::store::vms::Vm;
 use crate::store::{tasks, vms};
 use crate::tasks::pacing::PaceChange;
 use crate::tasks::steps;
@@ -85,6 +86,19 @@ pub(super) fn pace_of(rate: Option<u64>) -> Result<CopyPace, Problem> {
     Ok(pace)
 }
 
+/// The same of work without a guest, where the VM's host can keep to it.
+pub(super) fn work_pace(
+    services: &Services,
+    vm: &Vm,
+    rate: Option<u64>,
+) -> Result<CopyPace, Problem> {
+    let pace = pace_of(rate)?;
+    if !pace.is_free() {
+        features::require(services, vm, PACE_OF_WORK, CANNOT_PACE)?;
+    }
+    Ok(pace)
+}
+
 /// Has a task that copies disks copy nothing until it is resumed.
 pub async fn pause(
     services: &Services,
@@ -131,6 +145,7 @@ async fn change_pace(
     {
         let (feature, cannot) = match task.operation.is_migration() {
             true => (MIGRATE_RATE, "change the rate of a migration that is under way"),
+            false if task.operation.has_work_pace() => (PACE_OF_WORK, CANNOT_PACE),
             false => (PACE, CANNOT_PACE),
         };
         features::require_unless_away(services, &vm, feature, cannot)?;

@@ -1,15 +1,13 @@
 //! Adds a disk to a VM, which may run: then its guest gets it, too. Until it is plugged in the VM does not have it, and
 //! undoing removes all of it. A TPM is added in the same way, as the disk that has its key.
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
-use vmseal_api::host::{CreateJob, DiskRole, DiskToCreate, HostState, JobSpec, JobState};
+use vmseal_api::host::{CreateJob, DiskRole, DiskToCreate, JobKind, JobSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
-use vmseal_api::transfer::Progress;
 
+use super::job::follow;
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
@@ -123,36 +121,16 @@ async fn create(run: &Run<'_>) -> Result<(), StepError> {
         }
         other => other?,
     }
-    let mut state: Option<Arc<HostState>> = None;
-    loop {
-        let next = run.host_state(vm.host, state.as_deref()).await?;
-        match run.job_in(&next).map(|job| &job.state) {
-            Some(JobState::Done) => {
-                let seen = state_of(&next, vm.id).map_or(&[][..], |seen| &seen.disks);
-                let Some(made) = seen.iter().find(|made| made.disk == disk.id) else {
-                    let detail = format!("the host does not say how it made disk '{}'", disk.name);
-                    return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-                };
-                let mut write = run.store().write().await?;
-                disks::set_facts(&mut write, disk.id, &made.facts).await?;
-                write.commit().await?;
-                run.show(Progress::default());
-                return Ok(());
-            }
-            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
-            Some(JobState::Cancelled) => {
-                let detail = format!("host '{}' has cancelled the making of it", vm.host_name);
-                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
-            }
-            Some(_) => run.show_job(&next),
-            None => {
-                let detail = format!("host '{}' lost track of the disk", vm.host_name);
-                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-            }
-        }
-        run.check_cancelled()?;
-        state = Some(next);
-    }
+    follow(run, &vm, JobKind::Create).await?;
+    let state = run.host_state(vm.host, None).await?;
+    let seen = state_of(&state, vm.id).map_or(&[][..], |seen| &seen.disks);
+    let Some(made) = seen.iter().find(|made| made.disk == disk.id) else {
+        let detail = format!("the host does not say how it made disk '{}'", disk.name);
+        return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
+    };
+    let mut write = run.store().write().await?;
+    disks::set_facts(&mut write, disk.id, &made.facts).await?;
+    Ok(write.commit().await?)
 }
 
 /// Removes the image of the task's disk, complete or not.

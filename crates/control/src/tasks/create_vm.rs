@@ -1,18 +1,14 @@
 //! Creates a VM: its key, its registration, its disks. Until the last step it is `creating`, and undoing removes all
 //! of it.
 
-use std::sync::Arc;
-
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{
-    CreateJob, DiskRole, DiskState, DiskToCreate, HostAgent, HostState, JobSpec, JobState,
-};
+use vmseal_api::host::{CreateJob, DiskRole, DiskState, DiskToCreate, HostAgent, JobKind, JobSpec};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::Progress;
 
 use async_trait::async_trait;
 
+use super::job::follow;
 use super::run::{Run, StepError, absent_is_fine, register, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
@@ -199,32 +195,10 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
     };
     let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
     begin(run, &vm, &*agent, job).await?;
-    let mut state: Option<Arc<HostState>> = None;
-    loop {
-        let next = run.host_state(vm.host, state.as_deref()).await?;
-        match run.job_in(&next).map(|job| &job.state) {
-            Some(JobState::Done) => {
-                let seen = state_of(&next, vm.id).map(|seen| seen.disks.as_slice());
-                pin(run, &disks, seen.unwrap_or_default()).await?;
-                run.show(Progress::default());
-                return Ok(());
-            }
-            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
-            Some(JobState::Cancelled) => {
-                let detail =
-                    format!("host '{}' has cancelled the making of the disks", vm.host_name);
-                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
-            }
-            Some(_) => run.show_job(&next),
-            // The agent restarted and does not know the job: begin again.
-            None => {
-                let detail = format!("host '{}' lost track of the disks", vm.host_name);
-                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-            }
-        }
-        run.check_cancelled()?;
-        state = Some(next);
-    }
+    follow(run, &vm, JobKind::Create).await?;
+    let state = run.host_state(vm.host, None).await?;
+    let seen = state_of(&state, vm.id).map(|seen| seen.disks.as_slice());
+    pin(run, &disks, seen.unwrap_or_default()).await
 }
 
 /// Records the facts about the new disks.

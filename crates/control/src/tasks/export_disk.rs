@@ -1,14 +1,12 @@
 //! Writes a disk, or what a core dump holds, to a file of its host. The host writes it under a temporary name, and renames
 //! it in a separate step: so it is always known whether the file has its name.
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
-use vmseal_api::host::{DecryptDumpJob, ExportJob, HostAgent, HostState, JobSpec, JobState};
+use vmseal_api::host::{DecryptDumpJob, ExportJob, HostAgent, JobSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::{ExportFormat, Progress};
+use vmseal_api::transfer::ExportFormat;
 
-use super::job::first_disk;
+use super::job::{first_disk, follow};
 use super::run::{Run, StepError};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, WaitPolicy};
@@ -105,30 +103,10 @@ async fn order(run: &Run<'_>) -> Result<(JobSpec, ExportJob), StepError> {
 pub(super) async fn write(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    begin(run, &vm, &*agent, order(run).await?).await?;
-    let mut state: Option<Arc<HostState>> = None;
-    loop {
-        let next = run.host_state(vm.host, state.as_deref()).await?;
-        match run.job_in(&next).map(|job| &job.state) {
-            Some(JobState::ReadyToCommit | JobState::Done) => {
-                run.show(Progress::default());
-                return Ok(());
-            }
-            Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
-            Some(JobState::Cancelled) => {
-                let detail = format!("host '{}' has cancelled the export", vm.host_name);
-                return Err(StepError::Final(Problem::new(ErrorCode::Cancelled, detail)));
-            }
-            Some(_) => run.show_job(&next),
-            // The agent restarted and does not know the job: begin again.
-            None => {
-                let detail = format!("host '{}' lost track of the export", vm.host_name);
-                return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
-            }
-        }
-        run.check_cancelled()?;
-        state = Some(next);
-    }
+    let (job, file) = order(run).await?;
+    let kind = job.kind();
+    begin(run, &vm, &*agent, (job, file)).await?;
+    follow(run, &vm, kind).await.map(drop)
 }
 
 async fn begin(

@@ -75,12 +75,29 @@ pub(super) async fn follow(
     vm: &Vm,
     kind: JobKind,
 ) -> Result<Option<bool>, StepError> {
+    // A job begins as fast as it can.
+    let mut told = CopyPace::default();
     loop {
-        match follow_at(run, vm, kind, run.pace()).await? {
+        let pace = run.pace();
+        if pace != told && kind.has_work_pace() {
+            tell(run, vm, pace).await?;
+        }
+        told = pace;
+        match follow_at(run, vm, kind, pace).await? {
             Followed::Ready(quiesced) => return Ok(quiesced),
-            // Only copies of disks have one.
             Followed::AnotherPace => {}
         }
+    }
+}
+
+/// Tells the host at what pace the task's job is to go on.
+async fn tell(run: &Run<'_>, vm: &Vm, pace: CopyPace) -> Result<(), StepError> {
+    match run.agent(vm)?.set_pace(vm.id, run.task.id, pace).await {
+        // It has ended, or the agent has restarted and knows no job: who follows it sees that.
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+        // An earlier agent, after a change of hosts.
+        Err(problem) if problem.code == ErrorCode::Unsupported => Ok(()),
+        other => Ok(other?),
     }
 }
 

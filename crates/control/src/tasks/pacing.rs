@@ -93,11 +93,12 @@ impl Engine {
         let verb = change.verb();
         let kind = task.operation.kind();
         let is_rate = matches!(change, PaceChange::Rate(_));
-        let can = task.operation.mirrors_disks() || (task.operation.is_migration() && is_rate);
+        let copies = task.operation.mirrors_disks() || task.operation.has_work_pace();
+        let can = copies || (task.operation.is_migration() && is_rate);
         if !can {
             let and_migrations = if is_rate { ", or send a VM (vm migrate)" } else { "" };
             return refused(format!(
-                "{kind} cannot be {verb}: only tasks that copy disks can (vm encrypt, decrypt, recrypt --deep, move){and_migrations}"
+                "{kind} cannot be {verb}: only tasks that copy disks can (vm create, clone, encrypt, decrypt, recrypt --deep, move; disk add, export; snapshot delete; backup create, verify, restore){and_migrations}"
             ));
         }
         if !task.state.is_open() || task.state == TaskState::RollingBack || task.cancelled {

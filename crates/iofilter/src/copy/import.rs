@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
 
 use crate::copy::source::{Source, SourceError};
+use crate::disk::pacing::Paced;
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
@@ -84,7 +85,8 @@ pub fn run(
     if from > total || !from.is_multiple_of(UNIT) {
         return Err(ImportError::From { from, image: total });
     }
-    let mut import = Import { source, chain, stop, buffer: vec![0; CHUNK], written: 0 };
+    let (buffer, paced) = (vec![0; CHUNK], state.paced());
+    let mut import = Import { source, chain, stop, paced, buffer, written: 0 };
     let (mut at, mut durable, mut flushed) = (from, from, Instant::now());
     while at < total {
         state.set(DiskActivity::Importing { done: at, total, durable });
@@ -107,6 +109,7 @@ struct Import<'a> {
     source: &'a Source,
     chain: &'a mut Chain,
     stop: &'a Stop,
+    paced: Paced,
     buffer: Vec<u8>,
     /// Bytes since the last flush.
     written: u64,
@@ -115,9 +118,8 @@ struct Import<'a> {
 impl Import<'_> {
     /// Handles a hole or a chunk at `at` (a multiple of [`UNIT`]); returns where it ends.
     fn step(&mut self, at: u64, total: u64) -> Result<u64, ImportError> {
-        if self.stop.asked() {
-            return Err(ImportError::Stopped);
-        }
+        // For the rate holes do not count.
+        self.pass(0)?;
         let extent = self.source.extent(at)?;
         if !extent.data {
             // The part after the source's end is zero, too.
@@ -130,6 +132,7 @@ impl Import<'_> {
         }
         let end = extent.end.next_multiple_of(UNIT).min(total);
         let length = (end - at).min(CHUNK as u64) as usize;
+        self.pass(length as u64)?;
         self.source.read(&mut self.buffer[..length], at)?;
         // The last sector may be partial; the part after it on the disk is zero.
         let whole = length.next_multiple_of(UNIT as usize);
@@ -137,6 +140,11 @@ impl Import<'_> {
         self.chunk(at, whole)?;
         self.written += whole as u64;
         Ok(at + length as u64)
+    }
+
+    /// Waits until the pace allows so many bytes.
+    fn pass(&mut self, bytes: u64) -> Result<(), ImportError> {
+        if self.paced.wait(bytes, self.stop) { Ok(()) } else { Err(ImportError::Stopped) }
     }
 
     /// Writes the buffer's first `length` bytes, run by run of zeroes and data.

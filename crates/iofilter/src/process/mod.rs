@@ -401,7 +401,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         let state = DiskState::new(id, usize::from(NBD_CONNECTIONS));
         Arc::new(state.with_bitmaps(disk.bitmaps()))
     });
-    let copies = export.is_some() || merge.is_some();
+    let copies = export.is_some() || merge.is_some() || import.is_some();
     let pace = copies.then(WorkPace::new).transpose()?.map(Arc::new);
     let served = Arc::new(ServedDisk {
         size: config.size,

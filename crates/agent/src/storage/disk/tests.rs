@@ -53,6 +53,7 @@ fn bench() -> Bench {
         users: Users::new(None),
         directory: run.import(DiskId::new()),
         transfer: TransferDirectories::anywhere(),
+        gate: Arc::new(crate::storage::gate::Gate::new(Default::default())),
     };
     Bench { _directory: directory, builder, spec, kek }
 }

@@ -26,10 +26,10 @@ use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
 use super::Mirror;
-use super::gate::Gate;
 use super::note::MemoryForm;
 use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
+use crate::storage::gate::Gate;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::memory::MemoryFiles;

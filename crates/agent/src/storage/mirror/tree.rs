@@ -16,12 +16,12 @@ use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::gate::Gate;
 use super::{Mirror, copy_key, memory};
 use crate::filter::{self, Lower, Shared, Sums, Volume};
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::file_error::failed;
+use crate::storage::gate::Gate;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
 use crate::storage::locked::{Access, open_locked};

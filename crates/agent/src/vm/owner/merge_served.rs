@@ -145,7 +145,7 @@ async fn merge(
     merging: Begun,
     directory: &ProcessDir,
 ) -> Result<Written, Problem> {
-    let merged = timeout(MERGE_MAX, merging.write(true, None, |_, _| ())).await;
+    let merged = timeout(MERGE_MAX, merging.write(None, |_, _| ())).await;
     let problem = match merged {
         Ok(Ok(written)) => return Ok(written),
         Ok(Err(problem)) => problem,

@@ -40,6 +40,17 @@ impl Owner {
         Ok(())
     }
 
+    /// Has the job of a task that works without a guest go on at this pace.
+    pub(super) fn set_work_pace(&mut self, task: TaskId, pace: CopyPace) -> Result<(), Problem> {
+        rules::check_pace(pace)?;
+        let disks = self.jobs.set_work_pace(task, pace)?;
+        tracing::info!(vm = %self.spec.vm, %task, ?pace, "work on disks goes on at another pace");
+        for disk in disks {
+            self.workers.set_pace(disk, pace);
+        }
+        Ok(())
+    }
+
     /// Has the filter of the guest, where it keeps a copy of a disk, copy it at this pace. One that is not there reads the
     /// record when it starts.
     pub(super) async fn bring_to_pace(&mut self, disk: DiskId, pace: CopyPace) {

@@ -398,6 +398,7 @@ impl Owner {
     ) -> Result<Merging, Problem> {
         let facts = self.facts(disk).ok_or_else(|| internal("a disk without facts"))?;
         let builder = Workers::builder(&self.shared, disk.disk);
+        builder.gate.set(self.jobs.pace_of(disk.disk));
         Ok(Merging { vm: self.spec.vm, disk: disk.clone(), facts, upper, builder, guest_waits })
     }
 

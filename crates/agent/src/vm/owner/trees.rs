@@ -6,7 +6,6 @@
 //! ```
 //! The guest goes on until the last arrow. Whether it begins or ends to run meanwhile is of no matter.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
@@ -17,7 +16,6 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::Owner;
 use crate::rules::find_disk;
 use crate::storage::locked::Access;
-use crate::storage::mirror::gate::Gate;
 use crate::storage::mirror::{self, tree};
 use crate::vm::internal;
 use crate::vm::tree_copying::TreeCopying;
@@ -61,8 +59,8 @@ impl Owner {
         let builder = Workers::builder(&self.shared, disk.disk);
         let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
         let pace = self.jobs.mirror_of(disk.disk).map(|(_, job)| job.pace).unwrap_or_default();
-        let gate = Arc::new(Gate::new(pace));
-        Ok(TreeCopying { spec, disk, facts, kek, builder, gate })
+        builder.gate.set(pace);
+        Ok(TreeCopying { spec, disk, facts, kek, builder })
     }
 
     /// Begins to copy what nobody writes of a disk, after a pause.

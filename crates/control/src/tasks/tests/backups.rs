@@ -319,7 +319,8 @@ async fn done(fixture: &Fixture, begun: Result<Outcome<model::Task>, Problem>) {
 async fn back_up(fixture: &Fixture, services: &Services, name: &str) -> model::VmBackup {
     let me = Caller::administrator("me");
     let (name, directory) = (Some(name.to_owned()), Some(DIRECTORY.into()));
-    let request = CreateBackup { name: name.clone(), directory, full: true, quiesce: false };
+    let request =
+        CreateBackup { name: name.clone(), directory, full: true, quiesce: false, rate: None };
     done(fixture, service::create(services, &me, "web", request, false).await).await;
     service::show(services, &me, "web", &name.unwrap()).await.unwrap()
 }

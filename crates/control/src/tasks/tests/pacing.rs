@@ -1,9 +1,10 @@
 //! Tasks that copy disks go slower, pause and go on: over restarts of server and agent, and not when it is too late.
 
-use vmseal_api::host::version::PACE;
+use vmseal_api::host::HostAgent;
+use vmseal_api::host::version::{PACE, PACE_OF_WORK};
 use vmseal_api::id::TaskId;
 use vmseal_api::pace::CopyPace;
-use vmseal_api::request::{EncryptVm, RecryptVm, SetTask};
+use vmseal_api::request::{EncryptVm, ExportDisk, RecryptVm, SetTask};
 use vmseal_api::transfer::Progress;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -169,15 +170,73 @@ async fn a_paused_copy_lets_other_work_on_its_host_go_first() {
 #[tokio::test]
 async fn what_is_no_copy_cannot_be_paused() {
     let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
     fixture.agent.set_work(LONG);
-    let (_, task) = fixture.create("web", "plain").await;
+    let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
     for change in [PaceChange::Pause, PaceChange::Resume, PaceChange::Rate(None)] {
         let refused = fixture.change_pace(task, change).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState);
-        assert!(refused.detail.contains("vm.create cannot be"), "{refused}");
+        assert!(refused.detail.contains("vm.start cannot be"), "{refused}");
     }
     let none = fixture.change_pace(TaskId::new(), PaceChange::Pause).await.unwrap_err();
     assert_eq!(none.code, ErrorCode::NotFound);
+}
+
+/// What makes, reads and merges disks without a guest is slowed and paused, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn work_without_a_guest_is_paused_whatever_is_started_again_and_is_then_done() {
+    let mut fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.made("web", "encrypted").await;
+    let disk = fixture.disks(vm).await[0].clone();
+    fixture.agent.set_work(LONG);
+    let export = |rate| ExportDisk {
+        to: OUT.into(),
+        format: ExportFormat::Raw,
+        plaintext: true,
+        passphrase: None,
+        snapshot: None,
+        rate,
+    };
+    let of_disk = async |rate, dry_run| {
+        let request = export(rate);
+        services::disks::export(&services, &me, "web", &disk.name, request, dry_run).await
+    };
+    let refused = of_disk(Some(1), true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("rate"), "{refused}");
+    let Ok(Outcome::Done(task)) = of_disk(Some(5 << 20), false).await else {
+        panic!("it is not begun")
+    };
+    let id = task.id.to_string();
+    services::tasks::pause(&services, &me, &id, false).await.unwrap();
+    let is_paused = async |fixture: &Fixture| {
+        let so = async || {
+            let job = fixture.agent.job(vm, task.id).await.ok()?;
+            let shown = fixture.engine.shown(&fixture.task(task.id).await);
+            (job.paused && shown.paused && shown.rate == Some(5 << 20)).then_some(())
+        };
+        fixture.eventually("the host has paused it", so).await;
+    };
+    is_paused(&fixture).await;
+    fixture.restart(|_| {}).await;
+    fixture.agent.restart();
+    is_paused(&fixture).await;
+    fixture.agent.set_work(std::time::Duration::ZERO);
+    fixture.change_pace(task.id, PaceChange::Resume).await.unwrap();
+    let ended = fixture.ended(task.id).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    Kind::Export.assert_done(&fixture, vm, "paused").await;
+    fixture.agent.lack_features(&[PACE_OF_WORK]);
+    fixture.agent.restart();
+    let services = fixture.services(Recipient::generate().unwrap());
+    let lacks = async || {
+        let refused =
+            services::disks::export(&services, &me, "web", &disk.name, export(Some(5 << 20)), true)
+                .await;
+        refused.err().filter(|it| it.code == ErrorCode::Unsupported)
+    };
+    fixture.eventually("its agent cannot", lacks).await;
 }
 
 /// A rate is given with the request, and refused where the agent knows none.

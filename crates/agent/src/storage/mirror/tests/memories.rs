@@ -47,7 +47,7 @@ impl Bench {
 
     fn copy_next(&self) -> Result<bool, Problem> {
         let Some(memory) = tree::next_memory(&self.spec, self.disk())? else { return Ok(false) };
-        let gate = gate::Gate::new(CopyPace::default());
+        let gate = crate::storage::gate::Gate::new(CopyPace::default());
         memory.copy((&self.spec, self.disk()), Some(&self.kek), &gate, |_, _| {}).map(|()| true)
     }
 
@@ -222,7 +222,7 @@ fn a_memory_that_is_damaged_or_of_another_key_is_named_and_nothing_is_lost() {
     std::fs::write(&path, &whole).unwrap();
     let other = SecretBytes::random(KEK_LEN).unwrap();
     let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
-    let gate = gate::Gate::new(CopyPace::default());
+    let gate = crate::storage::gate::Gate::new(CopyPace::default());
     let refused = memory.copy((&bench.spec, bench.disk()), Some(&other), &gate, |_, _| {});
     assert_eq!(refused.unwrap_err().code, ErrorCode::Locked);
     // What is left of the attempts is replaced.
@@ -240,7 +240,7 @@ fn a_copy_that_is_stopped_in_the_middle_is_made_again_or_given_up() {
         let snapshot = bench.keep(false);
         bench.begin_with(false);
         let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
-        let gate = gate::Gate::new(CopyPace::default());
+        let gate = crate::storage::gate::Gate::new(CopyPace::default());
         gate.close();
         let stopped = memory.copy((&bench.spec, bench.disk()), Some(&bench.kek), &gate, |_, _| {});
         assert_eq!(stopped.unwrap_err().code, ErrorCode::Cancelled);
