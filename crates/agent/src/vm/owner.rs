@@ -314,9 +314,8 @@ impl Owner {
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
-    /// answer and reads the state sees the result.
+    /// answer and reads the state sees the result. The caller may have gone; the result stays.
     async fn answer(&mut self, call: Call) {
-        // The caller may have gone; the result stays.
         macro_rules! reply {
             ($reply:expr, $result:expr) => {{
                 let result = $result;
