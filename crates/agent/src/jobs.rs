@@ -496,9 +496,7 @@ mod tests {
         jobs.made(disk);
         assert_eq!(refused(&mut jobs), ErrorCode::NotFound);
         assert!(jobs.pace_of(disk).is_free() && !jobs.status(task).unwrap().paused);
-        let prove = JobSpec::DropSources(DropSourcesJob { disks: vec![disk] });
-        jobs.begin(TaskId::new(), prove.clone());
-        jobs.begin(task, prove);
+        jobs.begin(task, JobSpec::DropSources(DropSourcesJob { disks: vec![disk] }));
         assert_eq!(refused(&mut jobs), ErrorCode::Unsupported);
     }
 

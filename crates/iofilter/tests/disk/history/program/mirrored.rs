@@ -401,7 +401,7 @@ fn check_all(forgets: bool) {
     let mut killed = Killed::default();
     for (kind, from, to) in moves {
         let first = random.bool();
-        for cached in [first, !first] {
+        for cached in [first, !first, random.bool()] {
             let plan = Move { kind, from, to, cached };
             println!("{}", plan.name());
             run(&plan, forgets, random.fork(), &mut killed);
