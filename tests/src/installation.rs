@@ -139,6 +139,17 @@ impl Installation {
         Ok(())
     }
 
+    /// Whether the disk of a VM that is off holds this text, so many MiB from its beginning, as `vmseal disk export` reads it:
+    /// what takes seconds if a guest that starts for it has to say so.
+    pub fn disk_has(&self, vm: &str, disk: &str, mib: u32, wanted: &str) -> anyhow::Result<bool> {
+        let to = self.path("exported");
+        let export = ["disk", "export", vm, disk, "--format", "raw", "--plaintext", "--to"];
+        self.vmseal(&[&export[..], &[text(&to)?]].concat())?;
+        let content = std::fs::read(&to)?;
+        std::fs::remove_file(&to)?;
+        Ok(content.get((mib as usize) << 20..).is_some_and(|it| it.starts_with(wanted.as_bytes())))
+    }
+
     /// Another host on this machine, with an agent, sockets and user ids of its own; `run-HOST` below
     /// [`Installation::path`] is where its VMs run.
     pub fn add_host(&mut self, host: &str) -> anyhow::Result<()> {

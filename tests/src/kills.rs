@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fmt::Debug;
 use std::process::Output;
 use std::thread::sleep;
 use std::time::Duration;
@@ -50,6 +51,23 @@ impl Victim {
             }
         }
     }
+}
+
+/// How many moments a run tries: each victim of [`Victim::of_round`] has its turn.
+const MOMENTS: usize = 3;
+
+/// Some of these moments (milliseconds, or parts of an operation), chosen by `VMSEAL_SEED` or a seed that is printed; with
+/// `VMSEAL_ALL`, as `scripts/soak` has it, all of them, in order.
+#[must_use]
+pub fn some_of<T: Copy + Debug>(moments: &[T]) -> Vec<T> {
+    if std::env::var_os("VMSEAL_ALL").is_some() {
+        return moments.to_vec();
+    }
+    let given = std::env::var("VMSEAL_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = given.unwrap_or_else(|| fastrand::u64(..));
+    let chosen = fastrand::Rng::with_seed(seed).choose_multiple(moments.iter().copied(), MOMENTS);
+    eprintln!("VMSEAL_SEED={seed}: {chosen:?}");
+    chosen
 }
 
 /// Begins a task by a command, kills something so many milliseconds later, and waits until the task has ended: what `vmseal task

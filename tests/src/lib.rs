@@ -52,7 +52,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 /// The longest time for anything but a guest's boot. Generous: the machine may be busy with other tests.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Waits until `test` gives something, and gives it; fails with `what` after [`TIMEOUT`].
 pub fn eventually<T>(what: &str, mut test: impl FnMut() -> Option<T>) -> anyhow::Result<T> {

@@ -10,7 +10,7 @@ use serde_json::Value;
 use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_counting};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
+use vmseal_tests::kills::{Victim, console_again, during, some_of, while_the_guest_dies};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
@@ -151,19 +151,18 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     for (name, text) in NAMES.into_iter().zip(["ONE", "TWO", "THREE", "FOUR"]) {
         let text = &format!("TEXT-OF-{text}");
         backup(&here, &["restore", VM, name]);
-        let mut console = restarted(&here);
-        reads(&mut console, text);
-        read_marker(&mut console);
-        stop(&here, console);
+        assert!(here.disk_has(VM, "disk0", TEXT_AT, text).unwrap(), "{name}: {text}");
     }
+    let mut console = restarted(&here);
+    reads(&mut console, "TEXT-OF-FOUR");
+    read_marker(&mut console);
+    stop(&here, console);
 
     // A VM that was deleted, with its key that the backups have kept.
     here.vmseal(&["vm", "delete", VM]).unwrap();
     assert!(listed(&here).iter().all(|it| it["vm_deleted"] == true));
     backup(&here, &["restore", VM, "two"]);
-    let mut console = restarted(&here);
-    reads(&mut console, "TEXT-OF-TWO");
-    stop(&here, console);
+    assert!(here.disk_has(VM, "disk0", TEXT_AT, "TEXT-OF-TWO").unwrap());
     let elsewhere = ["restore", VM, "two", "--name", OTHER, "--datastore", "second"];
     let there = here.refused(&[&["backup"], &elsewhere[..]].concat()).unwrap();
     assert!(there.contains("is there"), "{there}");
@@ -317,10 +316,10 @@ fn a_backup_reads_no_more_than_was_changed_where_that_is_known() {
     ] {
         backup(&here, &["verify", VM, name]);
         backup(&here, &["restore", VM, name]);
-        let mut console = restarted(&here);
-        reads(&mut console, &format!("TEXT-OF-{text}"));
-        stop(&here, console);
+        let text = format!("TEXT-OF-{text}");
+        assert!(here.disk_has(VM, "disk0", TEXT_AT, &text).unwrap(), "{name}: {text}");
     }
+    reads(&mut restarted(&here), "TEXT-OF-FOUR");
 }
 
 /// What was changed in a backup is found, and nothing of it is restored.
@@ -378,7 +377,7 @@ fn what_dies_while_a_backup_is_made_loses_nothing() {
     let to = here.path("backups");
     std::fs::create_dir(&to).unwrap();
     let to = to.to_str().unwrap();
-    for (round, milliseconds) in [20, 100, 200, 350, 500, 700].into_iter().enumerate() {
+    for (round, milliseconds) in some_of(&[20, 100, 200, 350, 500, 700]).into_iter().enumerate() {
         count(&mut console);
         let name = format!("round-{round}");
         let create = ["backup", "create", VM, &name, "--to", to];

@@ -15,7 +15,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
+use vmseal_tests::kills::{Victim, console_again, during, some_of, while_the_guest_dies};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
@@ -140,7 +140,7 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
         assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
     }
     let mut encrypted = false;
-    for milliseconds in [30, 100, 170, 240, 310, 400] {
+    for milliseconds in some_of(&[30, 100, 170, 240, 310, 400]) {
         count(&mut console);
         let change = if encrypted { decrypt } else { encrypt };
         let ended = during(&mut here, VM, change, Victim::Agent, milliseconds);
@@ -184,7 +184,7 @@ fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
     count(&mut console);
     here.vmseal(&["vm", "recrypt", VM]).unwrap();
     assert_ne!(key(&here), before);
-    for (round, milliseconds) in [0, 20, 50, 80, 120, 200].into_iter().enumerate() {
+    for (round, milliseconds) in some_of(&[0, 20, 50, 80, 120, 200]).into_iter().enumerate() {
         before = key(&here);
         let victim = Victim::of_round(round);
         let ended = during(&mut here, VM, &["vm", "recrypt", VM], victim, milliseconds);
@@ -245,7 +245,7 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
 fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
     let (mut here, mut console) = started(VM, "plain");
     let mut encrypted = false;
-    for (round, milliseconds) in [50, 150, 300, 500, 800, 1200].into_iter().enumerate() {
+    for (round, milliseconds) in some_of(&[50, 150, 300, 500, 800, 1200]).into_iter().enumerate() {
         count(&mut console);
         let change = change_from(encrypted);
         let ended = during(&mut here, VM, change, Victim::of_round(round), milliseconds);
@@ -278,7 +278,7 @@ fn change_from(encrypted: bool) -> &'static [&'static str] {
 fn an_encryption_that_is_cancelled_leaves_nothing() {
     let (here, mut console) = started(VM, "plain");
     count(&mut console);
-    for milliseconds in [0, 50, 100, 400] {
+    for milliseconds in some_of(&[0, 50, 100, 400]) {
         let task = here.json(&["vm", "encrypt", VM, "--policy", "encrypted", "--no-wait"]).unwrap();
         sleep(Duration::from_millis(milliseconds));
         let id = task["id"].as_str().unwrap();

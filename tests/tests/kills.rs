@@ -14,10 +14,11 @@ use anyhow::{Context, ensure};
 use serde_json::Value;
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::installation::{Installation, create, text};
+use vmseal_tests::kills::some_of;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::{eventually, header};
 
-/// How many moments of an operation are tried.
+/// How many moments an operation has.
 const POINTS: u32 = 6;
 
 /// How large the disk is that is made while something dies: large enough for the import to be hit.
@@ -131,8 +132,14 @@ impl Sweep {
 
     fn run(mut self, victim: Victim) {
         let duration = self.rehearse();
+        let points: Vec<u32> = (0..POINTS).collect();
+        let first = some_of(&points);
+        let others = points.iter().filter(|point| !first.contains(point));
         let mut hits = 0;
-        for point in 0..POINTS {
+        for (tried, &point) in first.iter().chain(others).enumerate() {
+            if tried >= first.len() && hits > 0 {
+                break;
+            }
             let vm = format!("vm{point}");
             self.prepare(&vm);
             let delay = duration * point / (POINTS - 1);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, some_of};
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -202,7 +202,7 @@ fn what_dies_while_a_memory_is_copied_loses_nothing() {
     counts(&mut console, 0);
     here.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
     let mut encrypted = false;
-    for (round, milliseconds) in [150, 500, 900, 350].into_iter().enumerate() {
+    for (round, milliseconds) in some_of(&[150, 500, 900, 350]).into_iter().enumerate() {
         let operation = if encrypted { &DECRYPT[..] } else { &ENCRYPT[..] };
         let victim = Victim::of_round(round * 2);
         let ended = during(&mut here, VM, operation, victim, milliseconds);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, while_the_guest_dies};
+use vmseal_tests::kills::{Victim, console_again, during, some_of, while_the_guest_dies};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
@@ -123,7 +123,7 @@ fn what_dies_while_disks_move_loses_nothing() {
     let (mut here, mut console) = started(VM, "plain");
     add_second(&here);
     let mut place = "local";
-    let times = [30, 100, 200, 350, 500, 700, 900, 1100, 1400];
+    let times = some_of(&[30, 100, 200, 350, 500, 700, 900, 1100, 1400]);
     for (round, milliseconds) in times.into_iter().enumerate() {
         count(&mut console);
         let other = if place == "local" { "second" } else { "local" };
@@ -155,7 +155,7 @@ fn a_move_that_is_cancelled_leaves_nothing() {
     add_second(&here);
     let mut place = "local";
     count(&mut console);
-    for milliseconds in [0, 50, 100, 400] {
+    for milliseconds in some_of(&[0, 50, 100, 400]) {
         let other = if place == "local" { "second" } else { "local" };
         let task = here.json(&["vm", "move", VM, "--datastore", other, "--no-wait"]).unwrap();
         let removed = here.refused(&["datastore", "remove", other]).unwrap();

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during};
+use vmseal_tests::kills::{Victim, console_again, during, some_of};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
@@ -248,7 +248,7 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
 fn what_dies_while_a_tree_is_copied_loses_nothing() {
     let (mut here, mut console) = tree("plain");
     let mut encrypted = false;
-    for (round, milliseconds) in [100, 250, 400, 600, 900, 1300].into_iter().enumerate() {
+    for (round, milliseconds) in some_of(&[100, 250, 400, 600, 900, 1300]).into_iter().enumerate() {
         count(&mut console);
         let operation = match encrypted {
             false => &["vm", "encrypt", VM, "--policy", "encrypted"][..],

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::some_of;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
@@ -221,7 +222,7 @@ fn a_process_that_dies_leaves_a_vm_that_runs_or_a_whole_memory() {
     let (mut here, mut console) = started("encrypted");
     counts(&mut console, 0);
     let mut count = 1;
-    for delay in [0, 150, 400, 900] {
+    for delay in some_of(&[0, 150, 400, 900]) {
         drop(console);
         let suspending = here.command().unwrap().args(["vm", "suspend", VM]).spawn();
         std::thread::sleep(std::time::Duration::from_millis(delay));
