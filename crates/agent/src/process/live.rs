@@ -33,6 +33,9 @@ pub struct Live {
     /// The generation that its disks had when it was handed over to another host, which may have changed them since; none
     /// while it is here.
     pub handed_over: Option<u64>,
+    /// How much more memory its machine has than the VM is given, in bytes: see
+    /// [`EMULATED_PADDING`](crate::hypervisor::qemu::EMULATED_PADDING).
+    pub memory_padding: u64,
 }
 
 /// How QEMU has a disk.
@@ -88,6 +91,7 @@ impl Live {
             panics: Panics::default(),
             received: None,
             handed_over: None,
+            memory_padding: 0,
         }
     }
 

@@ -7,9 +7,10 @@ use crate::hypervisor::qemu::MEMORY_BLOCK;
 use crate::hypervisor::ram;
 use crate::migration::placement::{GuestMemory, Placement};
 use crate::process::Process;
+use crate::process::live::Live;
 
 /// What places the memory of a guest whose QEMU waits for it; none where QEMU is to load it.
-pub fn placement(shared: &Shared, qemu: &Process, spec: &VmSpec) -> Option<Placement> {
+pub fn placement(shared: &Shared, qemu: &Process, spec: &VmSpec, live: &Live) -> Option<Placement> {
     if !shared.place_memory {
         return None;
     }
@@ -20,7 +21,7 @@ pub fn placement(shared: &Shared, qemu: &Process, spec: &VmSpec) -> Option<Place
             return None;
         }
     };
-    match GuestMemory::new(file, spec.memory) {
+    match GuestMemory::new(file, spec.memory + live.memory_padding) {
         Ok(memory) => Some(Placement::new(MEMORY_BLOCK, memory)),
         Err(why) => {
             tracing::info!(vm = %spec.vm, %why, "QEMU loads the guest's memory itself");

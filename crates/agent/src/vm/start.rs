@@ -76,6 +76,10 @@ pub async fn boot(
 ) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
     let mut live = plan.live.clone();
+    // A memory that was saved, or comes from another host, is that of a machine that is there already.
+    if matches!(plan.memory, Memory::New) {
+        live.memory_padding = qemu::memory_padding(&plan.spec, shared.accelerator.kind);
+    }
     let phase = match plan.memory {
         Memory::Arriving(_) => Phase::Receiving,
         Memory::New | Memory::Saved(_) => Phase::Starting,
@@ -141,7 +145,7 @@ pub async fn boot(
         Memory::New => Ok(()),
         Memory::Saved(resume) => resume.load(&qmp).await,
         Memory::Arriving(arriving) => {
-            arriving.load(&qmp, placing::placement(shared, &qemu, spec)).await
+            arriving.load(&qmp, placing::placement(shared, &qemu, spec, &live)).await
         }
     };
     if let Err(problem) = loaded {
