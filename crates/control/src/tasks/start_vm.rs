@@ -1,4 +1,5 @@
-//! Starts a VM.
+//! Starts a VM, which may be suspended. A start that fails is undone, but for a guest that has gone on from its saved memory: the
+//! memory is used up then, and to cut the guest's power would lose it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
+use crate::store::policies;
 use crate::store::vms::Vm;
 
 /// The steps, in order.
@@ -65,16 +67,18 @@ impl super::step::Step for StartVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Prepare | Self::AwaitKey => prepare(run).await,
-            Self::PowerOn => power_on(run).await,
+            Self::Prepare | Self::AwaitKey => {
+                prepare(run).await?;
+                is_suspended(run).await.map(|suspended| Output::of(&suspended))
+            }
+            Self::PowerOn => power_on(run).await.map(Output::from),
         }
-        .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
             Self::Prepare | Self::AwaitKey => Ok(()),
-            Self::PowerOn => power_off(run).await,
+            Self::PowerOn => undo(run).await,
         }
     }
 }
@@ -105,6 +109,13 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)
 }
 
+/// Whether the VM is suspended.
+async fn is_suspended(run: &Run<'_>) -> Result<bool, StepError> {
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
+    Ok(state_of(&state, vm.id).is_some_and(|seen| seen.power == Power::Suspended))
+}
+
 /// Without a key from the provider the VM is locked.
 pub(super) fn locked(problem: Problem) -> Problem {
     match problem.code {
@@ -121,6 +132,10 @@ pub(super) fn locked(problem: Problem) -> Problem {
 
 pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
+    // A guest that only reboots goes on as it is.
+    if !matches!(run.task.operation, Operation::RebootVm { .. }) {
+        require_messenger(run, &vm).await?;
+    }
     let agent = run.agent(&vm)?;
     let first = match run.task.operation {
         Operation::StartVm { boot_once, .. } => boot_once,
@@ -183,8 +198,31 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
+/// Refuses connections to storage that the VM's policy does not allow.
+async fn require_messenger(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+    let disks = run.disks().await?;
+    let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
+    Ok(policy.map_or(Ok(()), |policy| policy.require_messenger(&disks))?)
+}
+
 fn again(why: &str) -> StepError {
     StepError::Again(Problem::new(ErrorCode::Unreachable, why))
+}
+
+/// Undoes a start. A guest that has gone on from its saved memory runs on.
+async fn undo(run: &Run<'_>) -> Result<(), StepError> {
+    // Both kinds of preparation have one name.
+    let was_suspended = run.output(super::step::Step::name(&StartVmStep::Prepare)).unwrap_or(false);
+    if was_suspended {
+        let vm = run.vm().await?;
+        let state = run.host_state(vm.host, None).await?;
+        let power = state_of(&state, vm.id).map(|seen| seen.power);
+        if matches!(power, Some(Power::Running | Power::Paused)) {
+            run.hosts().until_shown(vm.host, &state).await;
+            return Ok(());
+        }
+    }
+    power_off(run).await
 }
 
 /// Undoes [`power_on`]: the VM is off.

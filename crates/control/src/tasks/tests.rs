@@ -110,6 +110,8 @@ enum Kind {
     FirstBoot,
     Start,
     Stop,
+    Suspend,
+    Resume,
     Delete,
     Export,
     Prove,
@@ -143,7 +145,12 @@ impl Kind {
             Self::Start | Self::Delete | Self::Export | Self::Prove | Self::Recrypt => {
                 Some(fixture.made("web", "encrypted").await)
             }
-            Self::Stop => Some(fixture.running("web").await),
+            Self::Stop | Self::Suspend => Some(fixture.running("web").await),
+            Self::Resume => {
+                let vm = fixture.running("web").await;
+                fixture.done(Operation::SuspendVm { vm }, "web").await;
+                Some(vm)
+            }
             Self::Mirror(mirror) => Some(mirror.before(fixture).await),
             Self::Change(change) => Some(change.before(fixture).await),
             Self::Snapshot(what) => Some(what.before(fixture).await),
@@ -168,7 +175,8 @@ impl Kind {
                 unreachable!("it has no VM yet")
             }
             Self::Adopt => return (vm, adopt::begin(fixture).await),
-            Self::Start => Operation::StartVm { vm, boot_once: None },
+            Self::Start | Self::Resume => Operation::StartVm { vm, boot_once: None },
+            Self::Suspend => Operation::SuspendVm { vm },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
             Self::Prove => proving(vm),
             Self::Delete => Operation::DeleteVm { vm, was: Lifecycle::Ready },
@@ -192,7 +200,8 @@ impl Kind {
                 steps::of(&Operation::CreateVm { vm, cloud_init: None, copies: None })
             }
             Self::Clone | Self::LinkedClone => steps::of(&snapshots::cloning(vm, VmId::new())),
-            Self::Start => steps::of(&Operation::StartVm { vm, boot_once: None }),
+            Self::Start | Self::Resume => steps::of(&Operation::StartVm { vm, boot_once: None }),
+            Self::Suspend => steps::of(&Operation::SuspendVm { vm }),
             Self::Prove => steps::of(&proving(vm)),
             Self::Stop => steps::of(&Operation::StopVm { vm, force: true, timeout_seconds: 1 }),
             Self::Delete => steps::of(&Operation::DeleteVm { vm, was: Lifecycle::Ready }),
@@ -239,7 +248,8 @@ impl Kind {
                 fixture.assert_whole(vm, Power::Off, what).await;
                 snapshots::assert_linked(fixture, vm, what).await;
             }
-            Self::Start => fixture.assert_whole(vm, Power::Running, what).await,
+            Self::Start | Self::Resume => fixture.assert_whole(vm, Power::Running, what).await,
+            Self::Suspend => fixture.assert_whole(vm, Power::Suspended, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
             Self::Export => {
                 fixture.assert_whole(vm, Power::Off, what).await;
@@ -278,11 +288,11 @@ impl Kind {
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_undone(fixture, vm, what).await,
-            // A stop cannot be undone; the server must show the real state.
-            Self::Stop => {
+            // Neither a stop is undone nor what a guest goes on from; the server must show the real state.
+            Self::Stop | Self::Suspend | Self::Resume => {
                 let runs = fixture.agent.running().contains(&vm);
-                let power = if runs { Power::Running } else { Power::Off };
-                fixture.assert_whole(vm, power, what).await;
+                let stands = if self == Self::Stop { Power::Off } else { Power::Suspended };
+                fixture.assert_whole(vm, if runs { Power::Running } else { stands }, what).await;
             }
         }
     }
@@ -453,6 +463,12 @@ async fn stop_survives_every_fault_at_every_step() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_proof_survives_every_fault_at_every_step() {
     matrix(Kind::Prove).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn suspend_and_resume_survive_every_fault_at_every_step() {
+    matrix(Kind::Suspend).await;
+    matrix(Kind::Resume).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
