@@ -70,7 +70,12 @@ impl Cluster {
 
     /// Brings it up; its status.
     pub fn up(&self) -> Value {
-        self.json(&["up", "--listen", &self.listen, "--osd-gib", "2"])
+        self.up_with(&[])
+    }
+
+    /// The same with more options.
+    pub fn up_with(&self, more: &[&str]) -> Value {
+        self.json(&[&["up", "--listen", &self.listen, "--osd-gib", "2"], more].concat())
     }
 
     /// Kills an `up` as soon as it says this.
@@ -99,10 +104,15 @@ impl Cluster {
 
     /// Sets an option of the daemons that `who` names.
     pub fn set(&self, who: &str, option: &str, value: &str) {
+        self.ceph(&["config", "set", who, option, value]);
+    }
+
+    /// Runs `ceph` as the administrator.
+    pub fn ceph(&self, words: &[&str]) {
         let mut command = Command::new("ceph");
         command.arg("-c").arg(self.directory().join("ceph.conf"));
-        let output = command.args(["config", "set", who, option, value]).output().unwrap();
-        assert!(output.status.success(), "{option}: {}", said(&output));
+        let output = command.args(words).output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
     }
 
     /// The keyring of user `client.vmseal`, which has the rights that docs/ceph.md gives it.
@@ -112,7 +122,9 @@ impl Cluster {
         let mut command = Command::new("ceph");
         command.arg("-c").arg(self.directory().join("ceph.conf"));
         command.args(["auth", "get-or-create", "client.vmseal", "mon", "profile rbd"]);
-        command.args(["osd", "profile rbd pool=vmseal", "-o"]).arg(&keyring);
+        command
+            .args(["osd", "profile rbd pool=vmseal, profile rbd pool=coded", "-o"])
+            .arg(&keyring);
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", said(&output));
         keyring

@@ -79,10 +79,36 @@ pub fn during(
     victim: Victim,
     milliseconds: u64,
 ) -> Output {
+    let task = begun(here, command, milliseconds);
+    victim.kill(here, vm);
+    here.try_vmseal(&["task", "wait", &task]).unwrap()
+}
+
+/// The same where something else is killed.
+pub fn during_which(
+    here: &Installation,
+    command: &[&str],
+    milliseconds: u64,
+    kill: impl FnOnce(),
+) -> Output {
+    let task = begun(here, command, milliseconds);
+    kill();
+    here.try_vmseal(&["task", "wait", &task]).unwrap()
+}
+
+/// Begins a task, and lets it work for so many milliseconds; its id.
+fn begun(here: &Installation, command: &[&str], milliseconds: u64) -> String {
     let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
     sleep(Duration::from_millis(milliseconds));
-    victim.kill(here, vm);
-    here.try_vmseal(&["task", "wait", task["id"].as_str().unwrap()]).unwrap()
+    task["id"].as_str().unwrap().to_owned()
+}
+
+/// Waits until the disks of a running VM are served.
+pub fn disks_are_served(here: &Installation, vm: &str) {
+    eventually("the guest is served", || {
+        here.alarms(vm).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
+    })
+    .unwrap();
 }
 
 /// The same where the guest's own process is killed; starts the VM again when the task has ended. Whether that was done.
@@ -101,10 +127,7 @@ pub fn while_the_guest_dies(
 /// The console of a guest that is served again; the agent or the server may have ended the former connection.
 #[must_use]
 pub fn console_again(here: &Installation, vm: &str, former: Console) -> Console {
-    eventually("the guest is served", || {
-        here.alarms(vm).ok()?.iter().all(|it| it["code"] != "disks-down").then_some(())
-    })
-    .unwrap();
+    disks_are_served(here, vm);
     drop(former);
     here.console(vm).unwrap()
 }

@@ -8,8 +8,11 @@
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`firmware_shell`] | the shell of UEFI firmware, and its variables |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
+//! | [`ceph`] | a cluster of Ceph's own programs |
+//! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
 //! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
+//! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
@@ -26,9 +29,11 @@
 
 pub mod capture;
 pub mod ceph;
+pub mod ceph_datastore;
 pub mod counting_guest;
 pub mod exposed;
 pub mod filter;
+pub mod fio_guest;
 pub mod firmware_shell;
 pub mod first_boot;
 pub mod guest;

@@ -60,6 +60,19 @@ fn readelf(core: &Path) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
+/// `file` names it, and gdb shows the registers of the guest's processor.
+fn debuggers_accept(core: &Path) {
+    let output = Command::new("file").arg("--brief").arg(core).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.starts_with("ELF 64-bit LSB core file, x86-64"), "{said}");
+    let show =
+        ["-nx", "-batch", "-ex", "info threads", "-ex", "print/x $cs", "-ex", "print/x $rip"];
+    let output = Command::new("gdb").args(show).arg("--core").arg(core).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    // The kernel's code segment, and an address of the kernel: the guest waits for what is typed.
+    assert!(said.contains("$1 = 0x10") && said.contains("$2 = 0xffffffff"), "{said}");
+}
+
 #[test]
 fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
     let (here, mut console) = started("encrypted");
@@ -79,6 +92,7 @@ fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
     assert!(has_secret(&clear), "what was decrypted lacks the guest's memory");
     let said = readelf(&clear);
     assert!(said.contains("CORE (Core file)") && said.contains("NT_PRSTATUS"), "{said}");
+    debuggers_accept(&clear);
     let events = here.json(&["events"]).unwrap();
     let told = events.as_array().unwrap().iter().any(|event| {
         event["kind"] == "dump.decrypt"

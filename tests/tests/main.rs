@@ -56,5 +56,6 @@ mod suspend;
 mod total_loss;
 mod tpm;
 mod transfer;
+mod under_fio;
 mod usage;
 mod whole_backups;

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::datastore::DatastoreHost;
+use crate::datastore::{DatastoreHost, Messenger};
 use crate::drain::{Drain, Maintenance, OnDrain};
 use crate::dump::{DumpFormat, DumpReason};
 use crate::hardware::Hardware;
@@ -207,6 +207,10 @@ pub struct Policy {
     /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
+    /// How data must go between hosts and Ceph clusters for VMs that have it: with `secure` they start only where all of their
+    /// disks are in pools with that messenger. None asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messenger: Option<Messenger>,
 }
 
 /// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
+use crate::datastore::Messenger;
 use crate::drain::OnDrain;
 use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
@@ -241,6 +242,10 @@ pub struct AddPolicy {
     /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
+    /// How data must go between hosts and Ceph clusters for VMs that have it: with `secure` they start only where all of their
+    /// disks are in pools with that messenger. None asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messenger: Option<Messenger>,
 }
 
 /// Makes a VM.
@@ -384,6 +389,9 @@ pub struct SetPolicy {
     /// the usual limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
+    /// How data must go between hosts and Ceph clusters for VMs that have it; `crc` asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messenger: Option<Messenger>,
 }
 
 /// Makes a disk longer.

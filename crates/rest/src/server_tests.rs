@@ -138,6 +138,7 @@ impl Installation {
             replica: None,
             cpu_model: None,
             downtime_milliseconds: None,
+            messenger: None,
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

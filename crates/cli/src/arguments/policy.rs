@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use vmseal_api::datastore::Messenger;
 use vmseal_api::model;
 
 use super::wait::duration;
@@ -58,6 +59,9 @@ pub enum Policy {
         /// How long guests may stand still when their VMs move to another host, such as 100ms, unless the command says so [default: 300ms]
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         downtime: Option<Duration>,
+        /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`) [default: any]
+        #[arg(long, value_name = "MODE", value_parser = messenger)]
+        messenger: Option<Messenger>,
         #[command(flatten)]
         dry_run: DryRun,
     },
@@ -74,6 +78,15 @@ pub enum Policy {
         #[command(flatten)]
         dry_run: DryRun,
     },
+}
+
+/// What a policy asks of connections to Ceph: `any` is nothing.
+fn messenger(text: &str) -> Result<Messenger, String> {
+    match text {
+        "secure" => Ok(Messenger::Secure),
+        "any" => Ok(Messenger::Crc),
+        _ => Err("it is 'secure' or 'any'".to_owned()),
+    }
 }
 
 /// What is changed of a policy; what is not given stays.
@@ -125,6 +138,9 @@ pub struct SetPolicy {
     /// How long guests may stand still when their VMs move to another host, such as 100ms; 0s is the usual 300ms
     #[arg(long, value_name = "DURATION", value_parser = duration, group = "change")]
     pub downtime: Option<Duration>,
+    /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`), or over `any`
+    #[arg(long, value_name = "MODE", value_parser = messenger, group = "change")]
+    pub messenger: Option<Messenger>,
     #[command(flatten)]
     pub dry_run: DryRun,
 }

@@ -36,6 +36,7 @@ pub async fn run(
             replicate_rate,
             cpu_model,
             downtime,
+            messenger,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
@@ -55,6 +56,7 @@ pub async fn run(
                 replica,
                 cpu_model,
                 downtime_milliseconds: downtime.map(milliseconds),
+                messenger,
             };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
@@ -115,6 +117,7 @@ async fn set(
             _ => model,
         }),
         downtime_milliseconds: options.downtime.map(milliseconds),
+        messenger: options.messenger,
     };
     let path = format!("policies/{}", options.policy);
     if options.dry_run.dry_run {

@@ -207,6 +207,7 @@ impl Row for Policy {
         more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("cpu-model", |it| it.cpu_model.clone().into()),
         more("downtime", |it| it.downtime_milliseconds.map(|it| format!("{it} ms")).into()),
+        more("messenger", |it| it.messenger.map(|it| it.name().to_owned()).into()),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {

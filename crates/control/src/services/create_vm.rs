@@ -424,6 +424,9 @@ pub(super) async fn place(
             detached: false,
         });
     }
+    policy
+        .require_messenger(&made)
+        .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
     check_caches(made.iter().map(|disk| disk.cache)).map_err(|(index, what)| {
         let detail = format!("policy '{}' gives each disk a cache: {what}", policy.name);
         Problem::invalid(format!("disks[{index}]"), detail)

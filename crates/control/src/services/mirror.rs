@@ -264,6 +264,7 @@ async fn begin(
         super::dumps::require_none(services, &wanted.vm, what).await?;
     }
     require_power(services, &wanted).await?;
+    require_messenger(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     let pace = super::tasks::pace_of(wanted.rate)?;
     if wanted.operation.is_in_place() {
@@ -345,6 +346,17 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
         features::require(services, vm, MIRROR_MEMORY, "copy the memory that snapshots keep")?;
     }
     Ok(Kept { snapshots: known.len(), with_memory })
+}
+
+/// Refuses copies to a pool of Ceph whose connections are not as the VM's policy has it.
+async fn require_messenger(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
+    let copies: Vec<Disk> = wanted.disks().map(|disk| wanted.copy(disk)).collect();
+    if let Some(policy) = &wanted.policy {
+        return policy.require_messenger(&copies);
+    }
+    let mut read = services.store.read().await?;
+    let policy = policies::find(&mut read, &wanted.vm.policy.to_string()).await?;
+    policy.map_or(Ok(()), |policy| policy.require_messenger(&copies))
 }
 
 /// A VM that is on its way from one state to another is not copied.

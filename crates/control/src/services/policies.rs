@@ -1,5 +1,6 @@
 //! Storage policies.
 
+use vmseal_api::datastore::Messenger;
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::id::{PolicyId, check_name};
@@ -27,6 +28,7 @@ fn shown(policy: policies::Policy) -> Policy {
         replica: policy.replica,
         cpu_model: policy.cpu_model,
         downtime_milliseconds: policy.downtime_milliseconds,
+        messenger: policy.messenger,
     }
 }
 
@@ -63,6 +65,11 @@ pub async fn list(
     let found = policies::list(&mut *services.store.read().await?, &part).await?;
     let items = found.into_iter().map(shown).collect();
     Ok(page_of(items, part.limit, |it: &Policy| it.id.to_string()))
+}
+
+/// What a policy asks of a messenger: `crc` is nothing.
+pub(super) fn asked_messenger(asked: Option<Messenger>) -> Option<Messenger> {
+    asked.filter(|asked| *asked == Messenger::Secure)
 }
 
 /// Adds a storage policy.
@@ -118,6 +125,7 @@ pub async fn add(
         replica: request.replica,
         cpu_model: request.cpu_model,
         downtime_milliseconds: request.downtime_milliseconds,
+        messenger: asked_messenger(request.messenger),
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

@@ -14,7 +14,7 @@ use vmseal_api::request::SetPolicy;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
-use super::policies::{check_replica, require_ungiven};
+use super::policies::{asked_messenger, check_replica, require_ungiven};
 use super::{Outcome, Services};
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
@@ -34,6 +34,8 @@ pub(super) enum Need {
     Replica,
     /// It has another processor model.
     CpuModel { now: Option<String>, wanted: String },
+    /// A disk of it goes over connections that are not encrypted.
+    Messenger { disk: String, pool: String },
     /// The caches of its disks are too large together.
     Caches { why: String },
 }
@@ -88,6 +90,10 @@ impl fmt::Display for Need {
                 "its processor model is {}, and would have to be {wanted}, which a guest would take for another machine. Keep the policy, or make the VM anew: vmseal disk export, vmseal vm create",
                 now.as_deref().unwrap_or("the default one")
             ),
+            Self::Messenger { disk, pool } => write!(
+                f,
+                "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before that is moved, or the pool added with --messenger secure"
+            ),
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
         }
     }
@@ -123,6 +129,10 @@ pub(super) fn needs(
         after.cpu_model.clone().filter(|_| vm.hardware.cpu_model != after.cpu_model)
     {
         needs.push(Need::CpuModel { now: vm.hardware.cpu_model.clone(), wanted });
+    }
+    if let Some((disk, pool)) = after.open_connection(disks) {
+        let (disk, pool) = (disk.name.clone(), pool.pool.clone());
+        needs.push(Need::Messenger { disk, pool });
     }
     let other = |disk: &disks::Disk| (disk.limits, disk.cache) != (after.limits, after.cache);
     if data().any(other) {
@@ -231,6 +241,7 @@ fn changed(
         replicate_rate,
         cpu_model,
         downtime_milliseconds,
+        messenger,
     } = request;
     // 0 is none, so that a limit can be taken away.
     let given = |new: &Option<u64>, old: Option<u64>| match new {
@@ -257,6 +268,9 @@ fn changed(
             Some(model.to_owned())
         }
     };
+    if messenger.is_some() {
+        after.messenger = asked_messenger(*messenger);
+    }
     after.downtime_milliseconds = match *downtime_milliseconds {
         None => before.downtime_milliseconds,
         Some(0) => None,
@@ -305,3 +319,6 @@ fn replica(
     let bytes_per_second = rate.or(before).unwrap_or(REPLICA_RATE);
     Ok(Some(Replication { datastore, bytes_per_second }))
 }
+
+#[cfg(test)]
+mod tests;

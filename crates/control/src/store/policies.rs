@@ -1,10 +1,13 @@
 //! Storage policies.
 
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{PolicyId, ProviderId};
 use vmseal_api::model::Replication;
+use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::disks::Disk;
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A policy as the inventory has it.
@@ -31,6 +34,37 @@ pub struct Policy {
     /// The longest that a guest is to stand still while the rest of its memory is sent to another host, in milliseconds; none is the
     /// usual limit.
     pub downtime_milliseconds: Option<u32>,
+    /// How data must go between hosts and Ceph clusters; none asks for nothing.
+    pub messenger: Option<Messenger>,
+}
+
+impl Policy {
+    /// Refuses disks in pools of Ceph whose connections are not as the policy has it.
+    ///
+    /// # Errors
+    /// `wrong-state`, with what may be done.
+    pub fn require_messenger(&self, disks: &[Disk]) -> Result<(), Problem> {
+        match self.open_connection(disks) {
+            None => Ok(()),
+            Some((disk, pool)) => Err(Problem::new(
+                ErrorCode::WrongState,
+                format!(
+                    "policy '{}' has disks in pools of Ceph only where connections are encrypted, and disk '{}' is in pool '{}' with messenger 'crc'. Choose another datastore (vmseal vm move), add the pool with --messenger secure, or change the policy (vmseal policy set {} --messenger any)",
+                    self.name, disk.name, pool.pool, self.name
+                ),
+            )),
+        }
+    }
+
+    /// A disk that goes over connections that are not as the policy has it, and its pool.
+    #[must_use]
+    pub fn open_connection<'a>(&self, disks: &'a [Disk]) -> Option<(&'a Disk, &'a RbdPool)> {
+        if self.messenger != Some(Messenger::Secure) {
+            return None;
+        }
+        let pools = disks.iter().filter_map(|disk| Some((disk, disk.datastore.location.pool()?)));
+        pools.into_iter().find(|(_, pool)| pool.messenger != Messenger::Secure)
+    }
 }
 
 #[derive(FromRow)]
@@ -46,6 +80,7 @@ struct Row {
     replica: Option<String>,
     cpu_model: Option<String>,
     downtime: Option<i64>,
+    messenger: Option<String>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -66,6 +101,10 @@ impl TryFrom<Row> for Policy {
             replica: row.replica.map(|json| from_json(&json, "a policy's replica")).transpose()?,
             cpu_model: row.cpu_model,
             downtime_milliseconds: row.downtime.map(downtime).transpose()?,
+            messenger: row
+                .messenger
+                .map(|name| from_name(&name, "a policy's messenger"))
+                .transpose()?,
         })
     }
 }
@@ -79,8 +118,8 @@ fn downtime(value: i64) -> Result<u32, StoreError> {
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica, cpu_model, downtime)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                               replica, cpu_model, downtime, messenger)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -92,6 +131,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(policy.replica.as_ref().map(to_json))
     .bind(&policy.cpu_model)
     .bind(policy.downtime_milliseconds)
+    .bind(policy.messenger.as_ref().map(to_name))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -105,7 +145,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -120,7 +160,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -138,8 +178,9 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
 pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
-                             limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9
-         WHERE id = $10",
+                             limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9,
+                             messenger = $10
+         WHERE id = $11",
     )
     .bind(&policy.name)
     .bind(policy.encryption)
@@ -150,6 +191,7 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .bind(policy.replica.as_ref().map(to_json))
     .bind(&policy.cpu_model)
     .bind(policy.downtime_milliseconds)
+    .bind(policy.messenger.as_ref().map(to_name))
     .bind(policy.id.to_string())
     .execute(to)
     .await

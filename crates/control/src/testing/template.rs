@@ -94,6 +94,7 @@ impl Template {
                 replica: None,
                 cpu_model: None,
                 downtime_milliseconds: None,
+                messenger: None,
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }

@@ -313,6 +313,7 @@ impl Init {
             replica: None,
             cpu_model: None,
             downtime_milliseconds: None,
+            messenger: None,
         };
         let policy: Policy = self.server()?.post("policies", &request).await?;
         Ok(format!("'{}' encrypts disks with keys of the default provider", policy.name))

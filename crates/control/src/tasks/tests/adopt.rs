@@ -257,6 +257,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         replica: None,
         cpu_model: None,
         downtime_milliseconds: None,
+        messenger: None,
     };
     let mut write = fixture.store.write().await.unwrap();
     policies::insert(&mut write, &policy).await.unwrap();

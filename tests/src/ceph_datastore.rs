@@ -1,0 +1,132 @@
+//! An installation that has a pool of a real Ceph cluster as its datastore `ceph`.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::ceph::{Cluster, said};
+use crate::eventually;
+use crate::installation::{Installation, text};
+use crate::process::{kill_hard, using};
+
+/// How connections to the cluster are, and where the pool has its data.
+#[derive(Clone, Copy)]
+pub struct Options {
+    /// The messenger's mode, as `--messenger` has it.
+    pub messenger: &'static str,
+    /// Whether data is in an erasure-coded pool of two and one.
+    pub erasure_coded: bool,
+}
+
+/// A cluster, an installation that has its pool as datastore `ceph`, and where that is mounted.
+pub struct CephInstallation {
+    /// Server and agent.
+    pub here: Installation,
+    /// The cluster.
+    pub cluster: Cluster,
+    /// Where the agent mounts the pool.
+    pub mounted: PathBuf,
+}
+
+impl CephInstallation {
+    /// A cluster that has just come up, and an installation.
+    #[must_use]
+    pub fn new(options: Options) -> Self {
+        let cluster = Cluster::new();
+        cluster.up_with(&["--messenger", options.messenger]);
+        if options.erasure_coded {
+            let added = cluster.run(&["pool", "add", "coded", "--erasure", "2+1"]);
+            assert!(added.status.success(), "{}", said(&added));
+        }
+        let here = Installation::new().unwrap();
+        let mounted = here.path("ceph");
+        let installation = Self { here, cluster, mounted };
+        installation.add(options);
+        installation
+    }
+
+    fn add(&self, options: Options) {
+        let (monitors, keyring) = (self.cluster.monitors(), self.cluster.user());
+        let path = text(&self.mounted).unwrap();
+        let mut add = vec!["datastore", "add", "ceph", "--host", "here", "--path", path];
+        add.extend(["--pool", "vmseal", "--monitors", &monitors]);
+        add.extend(["--keyring", text(&keyring).unwrap(), "--messenger", options.messenger]);
+        if options.erasure_coded {
+            add.extend(["--data-pool", "coded"]);
+        }
+        self.here.vmseal(&add).unwrap();
+    }
+
+    /// The images of the pool of names and headers.
+    #[must_use]
+    pub fn images(&self) -> Vec<String> {
+        let listed = self.cluster.rbd(&["ls", "vmseal"]);
+        assert!(listed.status.success(), "{}", said(&listed));
+        String::from_utf8(listed.stdout).unwrap().lines().map(|it| format!("vmseal/{it}")).collect()
+    }
+
+    /// Finds that the pool keeps no image: what is open is removed when it is closed.
+    pub fn is_empty(&self) {
+        let emptied =
+            eventually("the pool has no image", || self.images().is_empty().then_some(()));
+        emptied.unwrap_or_else(|error| panic!("{error}: {:?}: {}", self.images(), self.log()));
+    }
+
+    /// What `vmseal-rbd` has said.
+    #[must_use]
+    pub fn log(&self) -> String {
+        let logs = std::fs::read_dir(self.here.path("run/rbd")).unwrap().flatten();
+        let logs = logs.filter(|it| it.path().extension().is_some_and(|it| it == "log"));
+        logs.map(|it| std::fs::read_to_string(it.path()).unwrap_or_default()).collect()
+    }
+
+    /// The process that serves the pool, if one does.
+    #[must_use]
+    pub fn server(&self) -> Option<i32> {
+        let mounted = self.mounted.to_str().unwrap();
+        let is_it = |pid: &i32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let mut words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+            words.next().is_some_and(|name| name.ends_with(b"vmseal-rbd"))
+                && words.any(|word| word == mounted.as_bytes())
+        };
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.find(is_it)
+    }
+
+    /// Kills the process that serves the pool.
+    pub fn kill_server_of_pool(&self) {
+        kill_hard(self.server().expect("no vmseal-rbd runs"));
+    }
+
+    /// Waits until the pool is served, by another process than this, and the guest's disks with it.
+    pub fn is_served_again(&self, vm: &str, former: Option<i32>) {
+        eventually("the pool is served again", || {
+            let there = self.mounted.join("vmseal-datastore.json").exists();
+            (there && self.server()? != former.unwrap_or(-1)).then_some(())
+        })
+        .unwrap();
+        eventually("the guest goes on", || {
+            (self.here.processes_of(vm, "vmseal-filter").ok()?.len() == 1).then_some(())
+        })
+        .unwrap();
+    }
+
+    /// Kills a daemon of the cluster, such as `osd.1`.
+    pub fn kill_daemon(&self, name: &str) {
+        let status = self.cluster.json(&["status"]);
+        let daemons = status["daemons"].as_array().unwrap();
+        let daemon = daemons.iter().find(|it| it["name"] == name).unwrap();
+        kill_hard(daemon["pid"].as_i64().unwrap().try_into().unwrap());
+    }
+}
+
+impl Drop for CephInstallation {
+    fn drop(&mut self) {
+        // Before its directory is removed: nothing of the pool is to be removed with it.
+        let _ = Command::new("umount").arg("--lazy").arg(&self.mounted).status();
+        using(self.here.path("").as_path()).into_iter().for_each(kill_hard);
+    }
+}

@@ -1,0 +1,68 @@
+//! fio in the guest of [`shell_guest`](crate::shell_guest), which brings it on a disk of its own: it writes to a disk all the
+//! time, and verifies what it has written.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::guest::{Console, built};
+use crate::installation::{Installation, text};
+use crate::shell_guest::{self, booted, run};
+
+/// fio and all that it needs, as a tar that the guest reads from a disk.
+fn tools(here: &Installation) -> PathBuf {
+    let (root, tar) = (here.path("tools"), here.path("tools.tar"));
+    std::fs::create_dir(&root).unwrap();
+    let initrd = built("build-test-initramfs", &[]).unwrap().join("initrd");
+    let pack = "cpio --quiet -id lib lib64 'usr/bin/fio' 'usr/lib64/*' 'usr/lib/x86_64-linux-gnu/*' <\"$1\" && tar -cf \"$2\" .";
+    let mut command = Command::new("sh");
+    command.args(["-c", pack, "sh"]).arg(initrd).arg(&tar).current_dir(&root);
+    assert!(command.status().unwrap().success());
+    std::fs::remove_dir_all(root).unwrap();
+    tar
+}
+
+/// A VM with this guest that runs: fio has yet to begin. All of its disks but that of fio itself are on this datastore.
+pub fn started(here: &Installation, vm: &str, policy: &str, datastore: &str) -> Console {
+    let image = shell_guest::image().unwrap();
+    let tools = tools(here);
+    let [system, tools] = [&image, &tools].map(|it| text(it).unwrap());
+    let disks = [
+        format!("datastore={datastore},format=raw,image={system},size=64MiB"),
+        format!("name=tools,datastore=local,format=raw,image={tools}"),
+        format!("name=data,datastore={datastore},size=32MiB"),
+    ];
+    let card = "user,mac=52:54:0a:00:02:0f";
+    let mut create = vec!["vm", "create", vm, "--policy", policy, "--memory", "384MiB"];
+    create.extend(["--nic", card]);
+    create.extend(disks.iter().flat_map(|disk| ["--disk", disk]));
+    here.vmseal(&create).unwrap();
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    let mut console = booted(here, vm).unwrap();
+    run(&mut console, "tar -xf /dev/vdb -C / && echo TOOLS-$((6 * 7))", "TOOLS-42").unwrap();
+    console
+}
+
+/// fio begins: blocks of 4 KiB at random places of the disk `data`, eight at a time, past all caches; each is read again and
+/// compared soon after it was written, and all of them at the end of a round of a thousand.
+pub fn write_and_verify(console: &mut Console, writes_a_second: u32) {
+    let job = format!(
+        "--name=verify --filename=/dev/vdc --ioengine=libaio --iodepth=8 --direct=1 --rw=randwrite --bs=4k --size=32M \
+               --io_size=4M --rate_iops={writes_a_second} --verify=crc32c --verify_fatal=1 --verify_backlog=32 --randseed=$i"
+    );
+    let round = format!(
+        "i=$((i + 1)); /usr/bin/fio {job} >/fio.log 2>&1 || {{ cp /fio.log /failed; touch /stop; }}"
+    );
+    let begin =
+        format!("rm -f /stop; (i=0; while [ ! -e /stop ]; do {round}; done; echo $i >/rounds) &");
+    run(console, &format!("{begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
+}
+
+/// fio ends, and found everything that it wrote.
+pub fn stop_and_check(console: &mut Console) {
+    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
+    let verdict = "VERIFIED-$([ -e /failed ] && echo badly || echo well)";
+    run(console, &format!("[ ! -e /failed ] || cat /failed; echo {verdict}"), "VERIFIED-well")
+        .unwrap();
+}

@@ -1,0 +1,207 @@
+//! What an operator does to a VM that runs, one thing after the other, while fio in its guest writes and verifies, and something
+//! dies in the middle of each: it is done or undone, a retry works, and no write is lost. In a directory, and on Ceph.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::process::Output;
+use std::thread::sleep;
+use std::time::Duration;
+
+use vmseal_tests::ceph::is_installed;
+use vmseal_tests::ceph_datastore::{CephInstallation, Options};
+use vmseal_tests::eventually;
+use vmseal_tests::fio_guest::{started, stop_and_check, write_and_verify};
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::{Victim, console_again, disks_are_served, during, during_which};
+
+const VM: &str = "web";
+
+/// The longest time after which something is killed, in milliseconds: about as long as the operations take.
+const LATEST_KILL: u64 = 1500;
+
+/// How many blocks a second fio writes on Ceph: far fewer than a cluster of one machine takes beside all that is copied.
+const SLOWLY: u32 = 40;
+
+/// How long an outage of a cluster lasts: longer than it takes to notice.
+const LASTS: Duration = Duration::from_secs(5);
+
+/// Waits for the end of what was done to the operation: it is done again if it was undone.
+fn retried(here: &Installation, operation: &[&str], ended: &Output) {
+    disks_are_served(here, VM);
+    let shown = here.vm(VM).unwrap();
+    let goes_on =
+        ["running", "suspended", "suspending"].iter().any(|power| shown["power"] == *power);
+    assert!(goes_on, "{operation:?}: {}: {}", shown["power"], shown["stopped"]);
+    if !ended.status.success() {
+        eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&ended.stderr));
+        here.vmseal(operation).unwrap();
+    }
+}
+
+/// Begins it, kills something meanwhile, and does it again if it was undone.
+fn amid_a_kill(here: &mut Installation, operation: &[&str], victim: Victim) {
+    let milliseconds = fastrand::u64(0..LATEST_KILL);
+    eprintln!("{operation:?}: {victim:?} is killed after {milliseconds} ms");
+    let ended = during(here, VM, operation, victim, milliseconds);
+    retried(here, operation, &ended);
+}
+
+/// A directory; its path.
+fn directory(here: &Installation, name: &str) -> String {
+    let path = here.path(name);
+    std::fs::create_dir(&path).unwrap();
+    text(&path).unwrap().to_owned()
+}
+
+#[test]
+fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
+    let mut here = Installation::new().unwrap();
+    let mut console = started(&here, VM, "plain", "local");
+    let second = directory(&here, "second");
+    here.vmseal(&["datastore", "add", "second", "--host", "here", "--path", &second]).unwrap();
+    let to = directory(&here, "backups");
+    write_and_verify(&mut console, 300);
+    let operations: [&[&str]; 12] = [
+        &["vm", "encrypt", VM, "--policy", "encrypted"],
+        &["snapshot", "create", VM, "one"],
+        &["vm", "recrypt", VM],
+        &["backup", "create", VM, "first", "--to", &to],
+        &["snapshot", "create", VM, "asleep", "--memory"],
+        &["vm", "recrypt", VM, "--deep"],
+        &["snapshot", "delete", VM, "one"],
+        &["vm", "move", VM, "--datastore", "second"],
+        &["vm", "dump", VM, "core"],
+        &["backup", "create", VM, "second"],
+        &["snapshot", "delete", VM, "asleep"],
+        &["vm", "suspend", VM],
+    ];
+    // A VM whose filter dies more often in so short a time is stopped.
+    let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Agent, Victim::Server];
+    let first = fastrand::usize(..victims.len());
+    for (number, operation) in operations.into_iter().enumerate() {
+        amid_a_kill(&mut here, operation, victims[(first + number) % victims.len()]);
+    }
+    here.wait_power(VM, "suspended").unwrap();
+    here.vmseal(&["vm", "resume", VM]).unwrap();
+    console = console_again(&here, VM, console);
+    stop_and_check(&mut console);
+    here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
+    for backup in ["first", "second"] {
+        here.vmseal(&["backup", "verify", VM, backup]).unwrap();
+    }
+    here.vmseal(&["dump", "delete", VM, "core"]).unwrap();
+    write_and_verify(&mut console, 300);
+    amid_a_kill(&mut here, &["vm", "decrypt", VM, "--policy", "plain", "--yes"], Victim::Agent);
+    console = console_again(&here, VM, console);
+    stop_and_check(&mut console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// What fails in a cluster, or serves it.
+#[derive(Clone, Copy, Debug)]
+enum Outage {
+    /// The process that serves the pool.
+    Server,
+    /// An OSD; two of three are enough to go on.
+    Osd,
+    /// The only monitor.
+    Monitor,
+    /// Two OSDs of three: fewer than the pool needs.
+    Osds,
+    /// The pool's quota is reached.
+    Full,
+}
+
+impl Outage {
+    /// Has it happen, and ends it some seconds later.
+    fn happen(self, ceph: &CephInstallation) {
+        let quota =
+            |bytes| ceph.cluster.ceph(&["osd", "pool", "set-quota", "coded", "max_bytes", bytes]);
+        let kill = |daemons: &[&str]| daemons.iter().for_each(|name| ceph.kill_daemon(name));
+        match self {
+            Self::Server => {
+                let former = ceph.server();
+                ceph.kill_server_of_pool();
+                ceph.is_served_again(VM, former);
+            }
+            Self::Osd => kill(&["osd.1"]),
+            Self::Monitor => kill(&["mon.a"]),
+            Self::Osds => kill(&["osd.0", "osd.2"]),
+            Self::Full => {
+                quota("1");
+                eventually("the pool is full", || {
+                    let status = ceph.cluster.json(&["status"]);
+                    status["problems"].to_string().contains("POOL_FULL").then_some(())
+                })
+                .unwrap();
+            }
+        }
+        match self {
+            Self::Server => {}
+            Self::Full => {
+                sleep(LASTS);
+                quota("0");
+            }
+            Self::Osd | Self::Monitor | Self::Osds => {
+                sleep(LASTS);
+                ceph.cluster.up();
+            }
+        }
+    }
+}
+
+/// On a pool that has its data in an erasure-coded one, over connections that are encrypted. It takes many minutes: with `VMSEAL_ALL`
+/// alone, as `scripts/soak` has it.
+#[test]
+fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile() {
+    if std::env::var_os("VMSEAL_ALL").is_none() || !is_installed() {
+        return;
+    }
+    let ceph = CephInstallation::new(Options { messenger: "secure", erasure_coded: true });
+    let here = &ceph.here;
+    let mut console = started(here, VM, "plain", "ceph");
+    let to = directory(here, "backups");
+    write_and_verify(&mut console, SLOWLY);
+    let operations: [(&[&str], Outage); 8] = [
+        (&["vm", "encrypt", VM, "--policy", "encrypted"], Outage::Osd),
+        (&["snapshot", "create", VM, "one"], Outage::Monitor),
+        (&["backup", "create", VM, "first", "--to", &to], Outage::Server),
+        (&["vm", "clone", VM, "copy", "--snapshot", "one"], Outage::Osds),
+        (&["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"], Outage::Osd),
+        (&["snapshot", "create", VM, "asleep", "--memory"], Outage::Full),
+        (&["vm", "recrypt", VM], Outage::Server),
+        (&["vm", "suspend", VM], Outage::Osd),
+    ];
+    for (operation, outage) in operations {
+        let milliseconds = fastrand::u64(0..LATEST_KILL);
+        eprintln!("{operation:?}: {outage:?} after {milliseconds} ms");
+        let ended = during_which(here, operation, milliseconds, || outage.happen(&ceph));
+        retried(here, operation, &ended);
+    }
+    here.wait_power(VM, "suspended").unwrap();
+    here.vmseal(&["vm", "resume", VM]).unwrap();
+    console = console_again(here, VM, console);
+    stop_and_check(&mut console);
+    here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
+    here.vmseal(&["backup", "verify", VM, "first"]).unwrap();
+    for clone in ["linked", "copy"] {
+        here.vmseal(&["vm", "start", clone]).unwrap();
+        vmseal_tests::shell_guest::booted(here, clone).unwrap();
+        here.vmseal(&["vm", "stop", clone, "--force"]).unwrap();
+        here.vmseal(&["vm", "delete", clone]).unwrap();
+    }
+    for snapshot in ["one", "asleep"] {
+        here.vmseal(&["snapshot", "delete", VM, snapshot]).unwrap();
+    }
+    write_and_verify(&mut console, SLOWLY);
+    here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
+    stop_and_check(&mut console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["backup", "restore", VM, "first"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    drop(console);
+    vmseal_tests::shell_guest::booted(here, VM).unwrap();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    ceph.is_empty();
+}
