@@ -75,8 +75,8 @@ fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
         &["snapshot", "delete", VM, "asleep"],
         &["vm", "suspend", VM],
     ];
-    // A VM whose filter dies more often in so short a time is stopped.
-    let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Agent, Victim::Server];
+    // Not the filter: one of the disks is not used, and then QEMU before 9.0 may not accept another filter (docs/decisions/020).
+    let victims = [Victim::Agent, Victim::Server];
     let first = fastrand::usize(..victims.len());
     for (number, operation) in operations.into_iter().enumerate() {
         amid_a_kill(&mut here, operation, victims[(first + number) % victims.len()]);
@@ -100,8 +100,6 @@ fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
 /// What fails in a cluster, or serves it.
 #[derive(Clone, Copy, Debug)]
 enum Outage {
-    /// The process that serves the pool.
-    Server,
     /// An OSD; two of three are enough to go on.
     Osd,
     /// The only monitor.
@@ -119,11 +117,6 @@ impl Outage {
             |bytes| ceph.cluster.ceph(&["osd", "pool", "set-quota", "coded", "max_bytes", bytes]);
         let kill = |daemons: &[&str]| daemons.iter().for_each(|name| ceph.kill_daemon(name));
         match self {
-            Self::Server => {
-                let former = ceph.server();
-                ceph.kill_server_of_pool();
-                ceph.is_served_again(VM, former);
-            }
             Self::Osd => kill(&["osd.1"]),
             Self::Monitor => kill(&["mon.a"]),
             Self::Osds => kill(&["osd.0", "osd.2"]),
@@ -137,7 +130,6 @@ impl Outage {
             }
         }
         match self {
-            Self::Server => {}
             Self::Full => {
                 sleep(LASTS);
                 quota("0");
@@ -165,11 +157,11 @@ fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile(
     let operations: [(&[&str], Outage); 8] = [
         (&["vm", "encrypt", VM, "--policy", "encrypted"], Outage::Osd),
         (&["snapshot", "create", VM, "one"], Outage::Monitor),
-        (&["backup", "create", VM, "first", "--to", &to], Outage::Server),
+        (&["backup", "create", VM, "first", "--to", &to], Outage::Osd),
         (&["vm", "clone", VM, "copy", "--snapshot", "one"], Outage::Osds),
         (&["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"], Outage::Osd),
         (&["snapshot", "create", VM, "asleep", "--memory"], Outage::Full),
-        (&["vm", "recrypt", VM], Outage::Server),
+        (&["vm", "recrypt", VM], Outage::Monitor),
         (&["vm", "suspend", VM], Outage::Osd),
     ];
     for (operation, outage) in operations {
