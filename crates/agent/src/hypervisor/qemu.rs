@@ -41,9 +41,8 @@ pub const CONSOLE: &str = "console";
 /// The block of the guest's memory, as QEMU has it in a migration: the name of the object.
 pub const MEMORY_BLOCK: &str = "ram";
 
-/// The additional memory of a machine that is emulated, in bytes: so that its size is no multiple of 256 KiB. QEMU before 9.0
-/// has a short cut for memory of such sizes, in which it forgets to have the emulated processor notice that the record of written
-/// pages was cleared; what the guest writes then may be missing at the host that it moves to (docs/decisions/216).
+/// The additional memory of a machine that is emulated, in bytes: so that its size is no multiple of 256 KiB. With memory of
+/// such a size QEMU 7.2 loses writes of an emulated guest that moves to another host (docs/decisions/216).
 pub const EMULATED_PADDING: u64 = 8 << 10;
 
 /// The PCI slot of the ports that network cards, and devices that are added while the guest runs, are plugged into: the
