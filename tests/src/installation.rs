@@ -557,6 +557,16 @@ impl Installation {
         })
     }
 
+    /// Waits until a VM is made and no task works on anything: one that has made a VM refuses others for a while longer.
+    pub fn wait_made(&self, vm: &str) -> anyhow::Result<Value> {
+        eventually(&format!("{vm} is made, and no task runs"), || {
+            let tasks = self.json(&["task", "list"]).ok()?;
+            let ended = tasks.as_array()?.iter().all(|task| !task["ended"].is_null());
+            let made = self.vm(vm).ok().filter(|vm| vm["lifecycle"] == "ready");
+            made.filter(|_| ended)
+        })
+    }
+
     /// The files of a VM's disks on the datastore.
     pub fn images(&self, vm: &str) -> anyhow::Result<Vec<PathBuf>> {
         let shown = self.vm(vm)?;

@@ -65,6 +65,20 @@ impl Mount {
         kill(Pid::from_raw(self.process.id().cast_signed()), signal).unwrap();
     }
 
+    /// Stops it, and waits until none of its threads does anything: one tells the others when it gets a processor.
+    fn stop(&self) {
+        self.signal(Signal::SIGSTOP);
+        let stands_still = |task: &Path| {
+            let stat = std::fs::read_to_string(task.join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+        };
+        eventually("every thread has stopped", || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process.id())).unwrap();
+            tasks.flatten().all(|task| stands_still(&task.path())).then_some(())
+        })
+        .unwrap();
+    }
+
     /// It dies, and another process serves the same mount.
     fn dies(&mut self, cluster: &Cluster) {
         self.process.kill().unwrap();
@@ -311,7 +325,7 @@ fn a_paused_owner(here: &Mount, there: &Mount) {
     let path = |mount: &Mount| mount.path("image");
     let owner = eventually("this host may write again", || open(&path(here)).ok()).unwrap();
     owner.write_all_at(b"OWNER", 0).unwrap();
-    here.signal(Signal::SIGSTOP);
+    here.stop();
     let late = std::thread::spawn(move || {
         // Asked for while nobody serves it.
         let written = owner.write_all_at(b"STALE", 0);

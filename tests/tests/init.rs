@@ -128,18 +128,25 @@ impl Drop for Machine {
 struct Run {
     child: Child,
     lines: std::io::Lines<BufReader<ChildStdout>>,
+    said: tempfile::NamedTempFile,
 }
 
 impl Run {
     fn start(mut command: Command) -> Self {
-        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let said = tempfile::NamedTempFile::new().unwrap();
+        command.stdout(Stdio::piped()).stderr(said.reopen().unwrap());
+        let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, lines }
+        Self { child, lines, said }
     }
 
     /// What is said of a step; every step before it has to be said first.
     fn step(&mut self, wanted: &str) -> String {
-        let line = self.lines.next().unwrap_or_else(|| panic!("it ended before {wanted}")).unwrap();
+        let Some(line) = self.lines.next() else {
+            let said = std::fs::read_to_string(&self.said).unwrap_or_default();
+            panic!("it ended before {wanted}: {said}");
+        };
+        let line = line.unwrap();
         let told = line.strip_prefix(wanted).unwrap_or_else(|| panic!("no {wanted}: {line}"));
         told.trim_start().to_owned()
     }

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use vmseal_api::filter::ControlReply;
 use vmseal_tests::counting_guest::{count, stop_counting};
-use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::some_of;
@@ -327,10 +326,7 @@ fn clones_are_whole_or_not_there_whatever_dies() {
                 filters.into_iter().for_each(kill_hard);
             }
         }
-        eventually("the clone is whole", || {
-            here.vm(&name).ok().filter(|vm| vm["lifecycle"] == "ready")
-        })
-        .unwrap();
+        here.wait_made(&name).unwrap();
         let mut console = started(&here, &name);
         reads(&mut console, "TEXT-OF-BASE");
         write(&mut console, "TEXT-OF-CLONE");

@@ -201,10 +201,7 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
         let changed = File::options().write(true).open(&half_made).unwrap();
         changed.write_all_at(&mark, data + 8192).unwrap();
         kill(&mut here, victim);
-        let made = eventually("the import is done", || {
-            here.vm(victim).ok().filter(|vm| vm["lifecycle"] == "ready")
-        });
-        made.unwrap();
+        here.wait_made(victim).unwrap();
         let mut made = here.images(victim).unwrap().remove(0);
         if policy == "encrypted" {
             made = here.path("decrypted");
