@@ -275,6 +275,36 @@ fn a_process_that_dies_leaves_a_vm_that_runs_or_a_whole_memory() {
     booted(&here, VM).unwrap();
 }
 
+/// A resume that is cancelled at any moment leaves a guest that runs, or its memory.
+#[test]
+fn a_resume_that_is_cancelled_loses_nothing() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    let mut count = 1;
+    for delay in (0..16).map(|step| step * 60 + fastrand::u64(..60)) {
+        let begun = here.json(&["vm", "resume", VM, "--no-wait"]).unwrap();
+        let task = begun["id"].as_str().unwrap().to_owned();
+        std::thread::sleep(std::time::Duration::from_millis(delay));
+        let _ = here.try_vmseal(&["task", "cancel", &task]);
+        let _ = here.try_vmseal(&["task", "wait", &task]);
+        let power = here.vm(VM).unwrap()["power"].as_str().unwrap().to_owned();
+        println!("cancelled after {delay} ms: {power}");
+        match power.as_str() {
+            "suspended" => {}
+            "running" => {
+                let mut console = here.console(VM).unwrap();
+                counts(&mut console, count);
+                count += 1;
+                suspend(&here, console);
+            }
+            other => panic!("cancelled after {delay} ms it is {other}"),
+        }
+    }
+    let mut console = resume(&here);
+    counts(&mut console, count);
+}
+
 #[test]
 fn a_vm_without_a_key_is_suspended_in_the_clear() {
     let (here, mut console) = started("plain");

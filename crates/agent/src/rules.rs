@@ -179,6 +179,13 @@ pub fn suspended(spec: &VmSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// The VM's power was to be cut while it was being resumed, and its guest has gone on already.
+#[must_use]
+pub fn resumed(spec: &VmSpec) -> Problem {
+    let what = "has been resumed: its guest runs, and its saved memory is used up. Stop it once more to cut its power";
+    wrong_state(spec, what)
+}
+
 /// The VM's key state, given whether its KEK is here.
 #[must_use]
 pub fn key_state(spec: &VmSpec, held: bool) -> KeyState {

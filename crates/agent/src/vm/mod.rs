@@ -23,6 +23,7 @@ mod arriving;
 mod arriving_disks;
 mod arriving_parts;
 mod arriving_server;
+mod convergence;
 mod converting;
 mod departing_disks;
 mod departing_parts;

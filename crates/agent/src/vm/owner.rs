@@ -18,6 +18,7 @@ mod mirror;
 mod mirror_served;
 mod pace;
 mod panics;
+mod power_off;
 mod proofs;
 mod replicas;
 mod send;
@@ -39,7 +40,7 @@ use tokio::time::{Instant, sleep_until};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{
     Attachment, ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyState, NicState, Notice,
-    Power, PowerOff, SealedKey, StopReason, Stopped, VmSpec, VmState,
+    Power, SealedKey, StopReason, Stopped, VmSpec, VmState,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -52,9 +53,9 @@ use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
 use super::service::{Attempt, Service, ServiceEvent};
-use super::start::start;
+use super::start::{go_on, start};
 use super::workers::Workers;
-use super::{Call, Initial, Request, Shared, images, internal};
+use super::{Call, Initial, Request, Shared, convergence::Convergence, images, internal};
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
@@ -106,8 +107,8 @@ pub struct Owner {
     workers: Workers,
     /// The disks that were lent to linked clones: others may have their data keys.
     shared_out: BTreeSet<DiskId>,
-    /// How often a layer was put above the active one of a disk so that it can be merged.
-    merge_rounds: BTreeMap<DiskId, u32>,
+    /// The disks whose layers are merged.
+    merges: BTreeMap<DiskId, Convergence>,
     /// What the TPM kept when the last snapshot was taken that a backup is of.
     kept_tpm: backups::KeptTpm,
     /// The tasks of disks that are exposed, or were: these end by themselves.
@@ -182,7 +183,7 @@ impl Owner {
             jobs: Jobs::default(),
             workers: Workers::new(),
             shared_out: BTreeSet::new(),
-            merge_rounds: BTreeMap::new(),
+            merges: BTreeMap::new(),
             kept_tpm: None,
             exposed: BTreeMap::new(),
             exposed_errors: BTreeMap::new(),
@@ -695,11 +696,17 @@ impl Owner {
         self.stop_merging().await;
         let (cancel, cancelled) = oneshot::channel();
         tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
+        let plan = Arc::new(plan);
         let work = async move {
-            let result = tokio::select! {
-                result = start(&shared, &directory, plan, slot.clone()) => result,
+            let mut result = tokio::select! {
+                result = start(&shared, &directory, plan.clone(), slot.clone()) => result,
                 _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the start was cancelled")),
             };
+            if let Ok((running, _)) = &result
+                && let Err(problem) = go_on(&plan, running).await
+            {
+                result = Err(problem);
+            }
             if result.is_err()
                 && let Err(error) = directory.sweep().await
             {
@@ -713,56 +720,6 @@ impl Owner {
         self.exchanged.clear();
         self.request = request_id::current();
         self.state = State::Starting { task, cancel };
-        Ok(())
-    }
-
-    async fn power_off(&mut self, how: PowerOff) -> Result<(), Problem> {
-        let shutdown_time = match how {
-            PowerOff::Shutdown { seconds } => {
-                let shutdown_time = rules::shutdown_time(seconds)?;
-                self.situation().may(Action::ShutDown, None)?;
-                shutdown_time
-            }
-            PowerOff::Force if self.power() == Power::Suspended => {
-                return Err(rules::suspended(&self.spec));
-            }
-            PowerOff::Force => Duration::ZERO,
-        };
-        match (std::mem::replace(&mut self.state, State::Off), how) {
-            (State::Off, _) => {}
-            // ConsoleError above.
-            (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
-            (State::Starting { task, cancel }, PowerOff::Force) => {
-                self.request = request_id::current();
-                // The start may just have succeeded; then the VM is ended like a running one.
-                let _ = cancel.send(());
-                let ending = match task.await {
-                    Ok(Ok((running, _))) => running.force_off().await,
-                    Ok(Err(_)) | Err(_) => {
-                        (StopReason::PoweredOff, "an operator cancelled the start".to_owned())
-                    }
-                };
-                self.went_off(ending).await;
-            }
-            (
-                // Pressed again: some guests obey it only when they have booted.
-                State::Running(running) | State::Stopping { running, .. },
-                PowerOff::Shutdown { .. },
-            ) => {
-                let asked = running.ask_to_shut_down().await;
-                self.request = request_id::current();
-                self.state = match asked {
-                    Ok(()) => State::Stopping { running, until: Instant::now() + shutdown_time },
-                    Err(_) => State::Running(running),
-                };
-                asked.map_err(internal)?;
-            }
-            (State::Running(running) | State::Stopping { running, .. }, PowerOff::Force) => {
-                self.request = request_id::current();
-                let ending = running.force_off().await;
-                self.went_off(ending).await;
-            }
-        }
         Ok(())
     }
 

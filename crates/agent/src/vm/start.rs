@@ -43,18 +43,22 @@ use crate::storage::medium;
 /// QEMU's status of a guest that has not run yet.
 const NOT_STARTED: &str = "prelaunch";
 
-/// Starts it.
+/// Starts it as far as that can be cancelled: its guest stands still, and memory that is saved stays so.
 pub async fn start(
     shared: &Shared,
     directory: &ProcessDir,
-    plan: Plan,
+    plan: Arc<Plan>,
     slot: Arc<Slot>,
 ) -> Result<(Running, Vec<Notice>), Problem> {
-    let plan = Arc::new(plan);
     let (running, notices) = boot(shared, directory, plan.clone(), slot).await?;
     // In this order: a VM on record as running that is found dead then has no older death on record.
     shared.died.forget(plan.spec.vm).map_err(internal)?;
     running.write(&plan.spec)?;
+    Ok((running, notices))
+}
+
+/// Has its guest run. Not to be cancelled: a guest that was stopped in the middle would have lost its saved memory.
+pub async fn go_on(plan: &Plan, running: &Running) -> Result<(), Problem> {
     if let Memory::Saved(resume) = &plan.memory {
         resume.use_up().await?;
     }
@@ -64,7 +68,7 @@ pub async fn start(
     if let Memory::Saved(resume) = &plan.memory {
         resume.remove().await;
     }
-    Ok((running, notices))
+    Ok(())
 }
 
 /// Starts its processes, with the memory that its guest is to have; the guest does not run yet.

@@ -15,6 +15,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
 use super::Shared;
+use super::convergence::Slowdown;
 use super::converting::Converting;
 use super::dumping::{Decrypting, Dumping};
 use super::exposed::Exposure;
@@ -142,11 +143,15 @@ impl Workers {
         });
     }
 
-    /// Begins to merge a layer of a disk into what is below it.
-    pub fn begin_merge(&mut self, disk: DiskId, merging: Merging) {
+    /// Begins to merge a layer of a disk into what is below it, and slows the guest meanwhile where that is wanted.
+    pub fn begin_merge(&mut self, disk: DiskId, merging: Merging, slowdown: Option<Slowdown>) {
         let (upper, gate) = (merging.upper, Arc::clone(&merging.builder.gate));
-        self.spawn_at(gate, disk, |cancelled, show| async move {
-            let merged = merging.run(Some(&show), Some(cancelled)).await;
+        self.spawn_at(Arc::clone(&gate), disk, |cancelled, show| async move {
+            let merge = merging.run(Some(&show), Some(cancelled));
+            let merged = match slowdown {
+                Some(slowdown) => slowdown.during(&gate, merge).await,
+                None => merge.await,
+            };
             Report::Merged(
                 upper,
                 merged.inspect_err(

@@ -221,6 +221,13 @@ async fn undo(run: &Run<'_>) -> Result<(), StepError> {
             run.hosts().until_shown(vm.host, &state).await;
             return Ok(());
         }
+        // It may go on at this moment; then the host refuses, and the next look shows that it runs.
+        return power_off(run).await.map_err(|error| match error {
+            StepError::Final(problem) if problem.code == ErrorCode::WrongState => {
+                StepError::Again(problem)
+            }
+            other => other,
+        });
     }
     power_off(run).await
 }

@@ -6,7 +6,7 @@
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
 //!            the active one, VM off ─────────────► merged; ends when the VM starts
-//!            the active one, large, VM running ──► a new layer above it: it is the first case now
+//!            the active one, large, VM running ──► a new layer above it: it is the first case now ([`crate::vm::convergence`])
 //!            the active one, small, VM running ──► disk waits, merged, taken off the note, and out of the filter ([`super::merge_served`])
 //! ```
 //! All disks are kept at one instant: one filter serves them all, and none has a request in flight while the notes are put
@@ -33,17 +33,10 @@ use crate::rules::{self, find_disk};
 use crate::storage::backup::TpmToKeep;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, LayerId, ToMerge};
+use crate::vm::convergence::Slowdown;
 use crate::vm::internal;
 use crate::vm::merging::Merging;
 use crate::vm::workers::Workers;
-
-/// How much the active layer may have, in bytes, when it is merged while the guest waits: a fraction of a second's work on most
-/// storage.
-const SMALL_BYTES: u64 = 16 << 20;
-
-/// How often a new layer is put above the active one so that it can be merged beside the guest. A guest that writes faster
-/// than layers are merged then waits for the rest.
-const ROUNDS_MAX: u32 = 8;
 
 /// The longest that a guest waits for its active layer to be merged, without the start of its filter: Linux gives a request
 /// 30 seconds.
@@ -260,7 +253,7 @@ impl Owner {
         self.kept_tpm.take_if(|(kept, _)| *kept == snapshot);
         self.jobs.begin(task, spec);
         for disk in &job.disks {
-            self.merge_rounds.remove(disk);
+            self.merges.remove(disk);
             self.go_on_merging(*disk).await;
         }
         Ok(())
@@ -270,7 +263,7 @@ impl Owner {
     pub(super) async fn go_on_merging(&mut self, disk: DiskId) {
         match self.next_merge(disk).await {
             Ok(Next::Done) => {
-                self.merge_rounds.remove(&disk);
+                self.merges.remove(&disk);
                 self.jobs.made(disk);
             }
             Ok(Next::Begun | Next::Later) => {}
@@ -333,24 +326,35 @@ impl Owner {
                 (Some(ToMerge { upper, active: false }), _)
                 | (Some(ToMerge { upper, active: true }), Power::Off) => {
                     let merging = self.merging(&spec, upper, false)?;
-                    self.workers.begin_merge(disk, merging);
+                    let slowdown = self.slowdown(disk).await;
+                    self.workers.begin_merge(disk, merging, slowdown);
                     return Ok(Next::Begun);
                 }
                 (Some(_), Power::Running | Power::Paused) if served => {
-                    let rounds = self.merge_rounds.entry(disk).or_default();
-                    *rounds += 1;
-                    if size > SMALL_BYTES && *rounds <= ROUNDS_MAX {
+                    if self.merges.entry(disk).or_default().is_large(size) {
                         let begun = spawn_blocking(move || begin(vm, vec![spec]));
                         let begun = begun.await.map_err(internal)??;
                         self.put_above(true, begun, None, None).await?;
+                        self.merges.entry(disk).or_default().begin_round();
                     } else if let Some(merge) = next {
-                        self.merge_active(&spec, merge.upper).await?;
+                        let merged = self.merge_active(&spec, merge.upper).await;
+                        if merged.as_ref().is_err_and(|it| it.code == ErrorCode::TimedOut) {
+                            self.merges.entry(disk).or_default().took_too_long();
+                        }
+                        merged?;
                     }
                 }
                 // When it runs, or is off.
                 (Some(_), _) => return Ok(Next::Later),
             }
         }
+    }
+
+    /// How the guest is to be slowed while a layer of its disk is merged.
+    async fn slowdown(&mut self, disk: DiskId) -> Option<Slowdown> {
+        let wait = self.merges.get(&disk)?.wait()?;
+        let (control, _) = self.filter_that_replaces(&[disk]).await?;
+        Some(Slowdown { control, disk, wait })
     }
 
     /// Merges the active layer of a disk while the guest waits.
