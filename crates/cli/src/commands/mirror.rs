@@ -12,7 +12,7 @@ use crate::exit::{Ended, Exit};
 use crate::stream::{printable, say};
 
 /// What the removal of a former image promises, and what it does not.
-const REMOVED: &str = "The former images were overwritten with zeroes once and removed. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.";
+const REMOVED: &str = "The former images were overwritten with zeroes once and removed. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain. Run fstrim on the file system of a datastore on flash: that lets the device erase them.";
 
 /// The same of disks that were encrypted in their own files.
 const OVERWRITTEN: &str = "The data was overwritten in its own files. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of it may remain.";
