@@ -126,7 +126,12 @@ impl CephInstallation {
 impl Drop for CephInstallation {
     fn drop(&mut self) {
         // Before its directory is removed: nothing of the pool is to be removed with it.
-        let _ = Command::new("umount").arg("--lazy").arg(&self.mounted).status();
+        let here = self.here.path("");
+        let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
+        let places = mounts.lines().filter_map(|line| line.split(' ').nth(1));
+        for place in places.filter(|place| std::path::Path::new(place).starts_with(&here)) {
+            let _ = Command::new("umount").arg("--lazy").arg(place).status();
+        }
         using(self.here.path("").as_path()).into_iter().for_each(kill_hard);
     }
 }

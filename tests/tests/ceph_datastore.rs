@@ -3,13 +3,15 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use vmseal_tests::ceph::is_installed;
+use std::path::Path;
+
+use vmseal_tests::ceph::{is_installed, said};
 use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::counting_guest::{
     MARKER, count, read_marker_of_disk, stop_counting, write_marker,
 };
 use vmseal_tests::guest::Console;
-use vmseal_tests::installation::Installation;
+use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image};
 
@@ -97,6 +99,55 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.is_empty();
+    redundancy(&bench);
+}
+
+/// What pools outlive is shown, policies ask for it, and pools that do are made.
+fn redundancy(bench: &CephInstallation) {
+    let here = &bench.here;
+    let shown = here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    let mirrored = "vmseal: mirroring, 3 copies: outlives 2 failed osds, guests go on with 1";
+    assert!(shown.contains(mirrored), "{shown}");
+    let gold = ["--encrypt", "--failures-to-tolerate", "1,erasure-coding"];
+    here.vmseal(&[&["policy", "create", "gold"], &gold[..]].concat()).unwrap();
+    let create = |datastore: &str| {
+        let disk = format!("datastore={datastore},size=16MiB");
+        here.try_vmseal(&["vm", "create", "web", "--policy", "gold", "--disk", &disk]).unwrap()
+    };
+    for (datastore, why) in [("local", "a directory"), ("ceph", "not erasure-coding")] {
+        let refused = said(&create(datastore));
+        assert!(refused.contains("outlive 1 failure") && refused.contains(why), "{refused}");
+    }
+
+    let place = here.path("gold");
+    let keyring = bench.cluster.user();
+    let add = |user: &str, keyring: &Path| {
+        let mut add = vec!["datastore", "add", "gold", "--host", "here"];
+        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", "1,erasure-coding"]);
+        let monitors = bench.cluster.monitors();
+        add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
+        add.extend(["--keyring", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
+        here.try_vmseal(&add).unwrap()
+    };
+    let refused = said(&add("client.vmseal", &keyring));
+    assert!(refused.contains("the user may not make pools"), "{refused}");
+    let administrator = bench.cluster.directory().join("keys/client.admin.keyring");
+    let added = add("client.admin", &administrator);
+    assert!(added.status.success(), "{}", said(&added));
+    let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
+    let copies = "gold: mirroring, 2 copies: outlives 1 failed osd, guests go on with 1, and";
+    assert!(shown.contains(copies), "{shown}");
+    let parts =
+        "gold-data: erasure coding, 2+1 parts: outlives 1 failed osd, guests go on with 1, and";
+    assert!(shown.contains(parts), "{shown}");
+    assert!(create("gold").status.success());
+    // An administrator takes it away, and gives it back.
+    bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "3"]);
+    let alarm = here.wait_alarm("web", "less-redundant").unwrap();
+    assert!(alarm.contains("'gold-data'") && alarm.contains("guests go on with 0"), "{alarm}");
+    bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "2"]);
+    here.wait_no_alarm("web", "less-redundant").unwrap();
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
 }
 
 /// What cannot be mounted says why, and nothing is added.

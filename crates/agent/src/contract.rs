@@ -375,7 +375,7 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
     refused(agent.examine_disk(new(&other, None)).await, code, "a disk on another datastore");
 
     let condition = done(agent.measure_datastore(session.place.clone()).await, "measuring");
-    let DatastoreCondition::Available { usage } = condition else { panic!("{condition:?}") };
+    let DatastoreCondition::Available { usage, .. } = condition else { panic!("{condition:?}") };
     assert!(usage.capacity >= usage.free && usage.free > 0);
     let other = DatastoreSpec { datastore: DatastoreId::new(), ..session.place.clone() };
     let condition = done(agent.measure_datastore(other.clone()).await, "measuring another's place");

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
+use crate::redundancy::{PoolFacts, Redundancy};
 
 /// The most images that a scan lists: enough for the disks of 1024 VMs.
 pub const SCAN_IMAGES_MAX: usize = 10_000;
@@ -56,6 +57,17 @@ impl DatastoreLocation {
         }
     }
 
+    /// The same without what is of interest only when it is added.
+    #[must_use]
+    pub fn kept(self) -> Self {
+        match self {
+            Self::Rbd { path, pool } => {
+                Self::Rbd { path, pool: Box::new(RbdPool { create: None, ..*pool }) }
+            }
+            directory @ Self::Dir { .. } => directory,
+        }
+    }
+
     /// The pool that is mounted there, if it is one.
     #[must_use]
     pub fn pool(&self) -> Option<&RbdPool> {
@@ -92,6 +104,9 @@ pub struct RbdPool {
     /// How data goes over the network.
     #[serde(default)]
     pub messenger: Messenger,
+    /// When the datastore is added: makes the pools that are not there, so that they outlive this. Not kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create: Option<Redundancy>,
 }
 
 /// How data goes between a host and a Ceph cluster (`ms_client_mode`).
@@ -153,6 +168,9 @@ impl RbdPool {
         }
         if !self.user.starts_with("client.") {
             return Err(("user", "must begin with 'client.', as 'client.vmseal'".to_owned()));
+        }
+        if let Some(create) = self.create {
+            create.check().map_err(|what| ("create", what))?;
         }
         if !self.keyring.is_absolute() {
             return Err(("keyring", "must be an absolute path on the host".to_owned()));
@@ -228,6 +246,9 @@ pub enum DatastoreCondition {
     Available {
         /// Its room.
         usage: DatastoreUsage,
+        /// How the cluster keeps what is stored there: none of a directory, or of a host of an earlier version.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pools: Vec<PoolFacts>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {

@@ -72,6 +72,9 @@ pub struct Drain {
     pub parallel: u32,
     /// Whether those that cannot be moved are shut down.
     pub stop_others: bool,
+    /// The highest rate at which each VM is sent, in bytes a second; none is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
     /// The VMs that ran there when it began, or came there since, by name.
     #[serde(default)]
     pub vms: Vec<DrainedVm>,
@@ -170,6 +173,7 @@ mod tests {
                 request_id: None,
                 parallel: 1,
                 stop_others: false,
+                rate: None,
                 vms: vms.collect(),
             };
             assert_eq!(drain.is_stuck(), stuck, "{states:?}");

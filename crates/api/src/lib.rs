@@ -45,6 +45,7 @@ pub mod problem;
 pub mod processor;
 pub mod provider_backup;
 pub mod rbd;
+pub mod redundancy;
 pub mod remote;
 pub mod replica;
 pub mod request;

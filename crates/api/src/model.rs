@@ -26,6 +26,7 @@ use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
 pub use crate::plan::Plan;
+use crate::redundancy::{PoolFacts, Redundancy};
 use crate::replica::REPLICA_RATE;
 use crate::usage::HostRoom;
 
@@ -118,6 +119,9 @@ pub struct Datastore {
     /// Its room when last measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<DatastoreUsage>,
+    /// How the cluster keeps what is stored in a pool of Ceph: the pool of names and headers, and that of data where it is another one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pools: Vec<PoolFacts>,
 }
 
 /// A key provider.
@@ -211,6 +215,9 @@ pub struct Policy {
     /// disks are in pools with that messenger. None asks for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
+    /// What failures its disks must outlive. With one, disks are made in pools of Ceph that do, and nowhere else.
+    #[serde(default, skip_serializing_if = "Redundancy::is_nothing")]
+    pub redundancy: Redundancy,
 }
 
 /// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.

@@ -1,5 +1,12 @@
 //! The contract between `vmseal-rbd`, which serves the files of a pool of Ceph over FUSE, and those who use its files.
 
+/// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
+/// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
+pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
+
+/// The longest value of [`POOLS_ATTRIBUTE`], in bytes.
+pub const POOLS_MAX: usize = 4096;
+
 /// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
 pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
 

@@ -8,17 +8,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot::{BootDevice, Cdrom};
 pub use crate::cloud_init::CloudInit;
-use crate::datastore::Messenger;
 use crate::drain::OnDrain;
 use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
-use crate::host::{Allocation, ContractRange, DatastoreLocation, DiskLimits, SealedKey};
+use crate::host::{ContractRange, DatastoreLocation, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::migration::MigrationEncryption;
-use crate::model::Replication;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
+
+mod policies;
+
+pub use policies::{AddPolicy, SetPolicy};
 
 /// The longest request body that the REST API accepts, in bytes.
 pub const BODY_MAX: usize = 256 * 1024;
@@ -106,6 +108,9 @@ pub struct DrainHost {
     /// Whether the guests of VMs that cannot be moved are shut down.
     #[serde(default)]
     pub stop_others: bool,
+    /// The highest rate at which each VM is sent, in bytes a second; 0, as none, is no limit. At least 1 MiB otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
 }
 
 /// Has VMs placed on a host again.
@@ -209,45 +214,6 @@ pub struct VerifyBackup {
     pub passphrase: SealedPassphrase,
 }
 
-/// Adds a storage policy.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
-pub struct AddPolicy {
-    /// Its name.
-    pub name: String,
-    /// Whether what it is applied to is encrypted.
-    pub encryption: bool,
-    /// The provider of the keys, by name or id; none means the default one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub provider: Option<String>,
-    /// When its disks take room.
-    #[serde(default)]
-    pub allocation: Allocation,
-    /// What guests may use of each of its disks.
-    #[serde(default)]
-    pub limits: DiskLimits,
-    /// What filters keep in memory of each of its disks, in bytes: a multiple of 1 MiB, and at most 256 MiB for all disks
-    /// of a VM. None is nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache: Option<u64>,
-    /// Where a second copy of each of its disks is kept. None is nowhere.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replica: Option<Replication>,
-    /// The processor model of VMs that have it: `host`, or a name that QEMU knows. None leaves it to each VM.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpu_model: Option<String>,
-    /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds, from
-    /// [`crate::migration::DOWNTIME_MIN`] to [`crate::migration::DOWNTIME_MAX`]; none means
-    /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub downtime_milliseconds: Option<u32>,
-    /// How data must go between hosts and Ceph clusters for VMs that have it: with `secure` they start only where all of their
-    /// disks are in pools with that messenger. None asks for nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub messenger: Option<Messenger>,
-}
-
 /// Makes a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -348,50 +314,6 @@ pub struct RebootVm {
     /// How long the guest may take to shut down, in seconds, before the task fails and the guest runs on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
-}
-
-/// Changes a policy. What is not given stays as it is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
-pub struct SetPolicy {
-    /// Its name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// Whether what it is applied to is encrypted; not while VMs have it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub encryption: Option<bool>,
-    /// The provider of the keys, by name or id; an empty text is the default one. VMs keep the keys that they have.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub provider: Option<String>,
-    /// When disks that are made from now on take room.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allocation: Option<Allocation>,
-    /// Requests a second that guests may have of each disk; 0 is no limit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub iops: Option<u64>,
-    /// Bytes a second that guests may have of each disk; 0 is no limit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bandwidth: Option<u64>,
-    /// What filters keep in memory of each disk, in bytes; 0 is nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache: Option<u64>,
-    /// The datastore where a second copy of each disk that is made from now on is kept; an empty text is nowhere.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replicate_to: Option<String>,
-    /// Bytes a second that may be copied there of each disk.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replicate_rate: Option<u64>,
-    /// The processor model of VMs that have it; an empty text leaves it to each VM. Not while VMs have another one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpu_model: Option<String>,
-    /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds; 0 is
-    /// the usual limit.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub downtime_milliseconds: Option<u32>,
-    /// How data must go between hosts and Ceph clusters for VMs that have it; `crc` asks for nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub messenger: Option<Messenger>,
 }
 
 /// Makes a disk longer.

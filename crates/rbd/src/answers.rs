@@ -4,7 +4,7 @@ use std::io;
 
 use fuser::{
     Errno, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLock,
-    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
+    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
 };
 
 /// The number of an error. What has none is a defect, or damage, which the log tells.
@@ -50,7 +50,8 @@ refuse!(
     ReplyLseek,
     ReplyOpen,
     ReplyStatfs,
-    ReplyWrite
+    ReplyWrite,
+    ReplyXattr
 );
 
 /// Answers a request.

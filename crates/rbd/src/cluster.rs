@@ -201,7 +201,11 @@ impl Cluster {
         Ok((number("stored"), number("max_avail")))
     }
 
-    fn command(&self, command: &str) -> io::Result<Vec<u8>> {
+    /// Asks a monitor; returns its answer.
+    ///
+    /// # Errors
+    /// The monitor's.
+    pub(crate) fn command(&self, command: &str) -> io::Result<Vec<u8>> {
         let rados = &loaded().rados;
         let command = text(command)?;
         let mut commands = [command.as_ptr()];

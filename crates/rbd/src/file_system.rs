@@ -17,7 +17,7 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use vmseal_api::rbd::{ASK_WHOLE, WHOLE};
+use vmseal_api::rbd::{ASK_WHOLE, POOLS_ATTRIBUTE, WHOLE};
 
 use crate::answers::{Refuse, answer};
 use crate::cluster::{Cluster, Held};
@@ -27,6 +27,7 @@ use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store, noted_size};
 use crate::open_files::OpenFiles;
+use crate::pools;
 
 /// How long the kernel may know names: not at all, as other hosts change them.
 const NAMES_KNOWN: Duration = Duration::ZERO;
@@ -53,8 +54,8 @@ const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
 /// The file system of a pool.
 pub struct FileSystem {
     cluster: Arc<Cluster>,
-    /// The pool whose room is told: that of the data.
-    pool_name: String,
+    /// The pool of names and headers, and that of data after it where it is another one.
+    pools: Vec<String>,
     store: Arc<Store>,
     directories: Directories,
     open: OpenFiles,
@@ -99,12 +100,12 @@ const OPENED: FopenFlags =
 impl FileSystem {
     /// The file system of a store.
     #[must_use]
-    pub fn new(cluster: Arc<Cluster>, pool_name: String, store: Store, locks: Arc<Locks>) -> Self {
+    pub fn new(cluster: Arc<Cluster>, pools: Vec<String>, store: Store, locks: Arc<Locks>) -> Self {
         let directories = Directories::new(Arc::clone(&store.pool));
         let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
         Self {
             cluster,
-            pool_name,
+            pools,
             store: Arc::new(store),
             directories,
             locks,
@@ -288,9 +289,16 @@ impl FileSystem {
         if let Some((_, told)) = room.filter(|(at, _)| at.elapsed() < ROOM_KNOWN) {
             return Ok(told);
         }
-        let told = self.cluster.room(&self.pool_name)?;
+        // That of the data.
+        let told = self.cluster.room(self.pools.last().map_or("", String::as_str))?;
         *room = Some((Instant::now(), told));
         Ok(told)
+    }
+
+    /// The value of [`POOLS_ATTRIBUTE`].
+    fn pools(&self) -> io::Result<Vec<u8>> {
+        let names: Vec<_> = self.pools.iter().map(String::as_str).collect();
+        Ok(serde_json::to_vec(&pools::facts(&self.cluster, &names)?)?)
     }
 
     fn read_object(&self, inode: Inode, offset: u64, length: u32) -> io::Result<Vec<u8>> {
@@ -693,8 +701,15 @@ impl Filesystem for FileSystem {
         }
     }
 
-    fn getxattr(&self, _: &Request, _: INodeNo, _: &OsStr, _: u32, reply: ReplyXattr) {
-        reply.error(Errno::EOPNOTSUPP);
+    fn getxattr(&self, _: &Request, of: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        if of != INodeNo::ROOT || name != POOLS_ATTRIBUTE {
+            return reply.error(Errno::EOPNOTSUPP);
+        }
+        answer(reply, self.pools(), |reply, pools| match pools.len() {
+            length if size == 0 => reply.size(u32::try_from(length).unwrap_or(u32::MAX)),
+            length if length > size as usize => reply.error(Errno::ERANGE),
+            _ => reply.data(&pools),
+        });
     }
 
     fn listxattr(&self, _: &Request, _: INodeNo, _: u32, reply: ReplyXattr) {

@@ -18,6 +18,8 @@
 //! | [`directory`] | names, and the removal of files |
 //! | [`inode`] | what the objects in the pool are called |
 //! | [`image`], [`cluster`] | librbd and librados, in safe Rust |
+//! | [`create`] | makes the pools of a new datastore |
+//! | [`pools`] | how the cluster keeps what is stored |
 //! | [`library`] | their functions |
 //! | [`buffers`] | memory for reads |
 //! | [`predecessors`] | who served the mount before, for their locks |
@@ -27,6 +29,7 @@ mod answers;
 pub mod buffers;
 pub mod cluster;
 pub mod confinement;
+pub mod create;
 pub mod directory;
 pub mod file_system;
 pub mod holes;
@@ -36,4 +39,5 @@ pub mod library;
 pub mod locks;
 pub mod open_file;
 pub mod open_files;
+pub mod pools;
 pub mod predecessors;

@@ -23,8 +23,10 @@ use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
+use vmseal_api::redundancy::Redundancy;
 use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
+use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
 use vmseal_rbd::file_system::FileSystem;
 use vmseal_rbd::image::Layout;
@@ -62,6 +64,10 @@ struct Options {
     /// The size of the objects of new images, as a power of two: 22 is 4 MiB
     #[arg(long, value_name = "ORDER", value_parser = clap::value_parser!(u8).range(12..=25))]
     object_order: Option<u8>,
+    /// Make the pools, unless they are there, so that they outlive so many failures: 1, or 1,mirroring, or 2,erasure-coding. It
+    /// takes a user that may
+    #[arg(long, value_name = "NUMBER[,LAYOUT]")]
+    create: Option<Redundancy>,
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
@@ -155,6 +161,10 @@ fn serve(
         messenger: options.messenger,
     };
     let cluster = Cluster::connect(&access)?;
+    if let Some(asked) = options.create {
+        create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
+            .with_context(|| format!("the pool '{}' is not made", options.pool))?;
+    }
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
     Directories::new(Arc::clone(&pool))
         .end_removals()
@@ -162,11 +172,12 @@ fn serve(
     let address = cluster.address().context("the address in the cluster is not known")?;
     let layout =
         Layout { data_pool: options.data_pool.clone(), object_order: options.object_order };
-    let room_of = layout.data_pool.clone().unwrap_or_else(|| options.pool.clone());
+    let mut pools = vec![options.pool.clone()];
+    pools.extend(layout.data_pool.clone());
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let file_system = FileSystem::new(cluster, room_of, store, locks);
+    let file_system = FileSystem::new(cluster, pools, store, locks);
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);
     let Ok(fuse) = mount.recv() else { return Ok(()) };

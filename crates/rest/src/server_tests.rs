@@ -139,6 +139,7 @@ impl Installation {
             cpu_model: None,
             downtime_milliseconds: None,
             messenger: None,
+            redundancy: Default::default(),
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

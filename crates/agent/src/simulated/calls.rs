@@ -155,15 +155,16 @@ impl Inside {
     }
 
     fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
-        if let Some(free) = self.free {
+        let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
+        let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            return DatastoreCondition::Available { usage };
+            DatastoreCondition::Available { usage, pools }
+        };
+        if let Some(free) = self.free {
+            return available(free);
         }
         match self.check_place(spec) {
-            Ok(()) => {
-                let usage = DatastoreUsage { capacity: CAPACITY, free: CAPACITY };
-                DatastoreCondition::Available { usage }
-            }
+            Ok(()) => available(CAPACITY),
             Err(problem) => DatastoreCondition::WrongMark { detail: problem.detail },
         }
     }

@@ -47,6 +47,7 @@ use vmseal_api::host::{
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request_id::RequestId;
 use vmseal_log::Levels;
 use vmseal_secret::SecretBytes;
@@ -299,6 +300,8 @@ struct Inside {
     boots: u32,
     /// The result of measuring a datastore, where a test sets it.
     free: Option<u64>,
+    /// How a cluster keeps what is stored in its pools.
+    pools: Vec<PoolFacts>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
@@ -337,6 +340,7 @@ impl SimulatedHost {
             keeps_devices: false,
             boots: 0,
             free: None,
+            pools: Vec::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),
@@ -422,6 +426,11 @@ impl SimulatedHost {
     /// Sets whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
+    }
+
+    /// Sets how a cluster keeps what is stored in its pools.
+    pub fn set_pools(&self, pools: Vec<PoolFacts>) {
+        self.inside().pools = pools;
     }
 
     /// Sets how much room the datastores have, in bytes.

@@ -21,6 +21,7 @@ use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
+use crate::storage::pool::facts;
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -142,7 +143,7 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
 #[must_use]
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
-        Ok(usage) => DatastoreCondition::Available { usage },
+        Ok(usage) => DatastoreCondition::Available { usage, pools: facts(&spec.location) },
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }
         }

@@ -15,8 +15,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::datastore::RbdPool;
+use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::redundancy::PoolFacts;
 
 use crate::storage::mounts::file_system;
 
@@ -180,8 +182,25 @@ fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsStr
             arguments.extend([option.into(), value.into()]);
         }
     }
+    if let Some(asked) = pool.create {
+        arguments.extend(["--create".into(), asked.to_option().into()]);
+    }
     arguments.push(path.into());
     arguments
+}
+
+/// How the cluster keeps what is stored in a datastore; nothing of a directory, or where that cannot be told. Blocks.
+#[must_use]
+pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return Vec::new() };
+    let mut told = vec![0; POOLS_MAX];
+    let facts = rustix::fs::getxattr(path, POOLS_ATTRIBUTE, &mut told[..])
+        .map_err(io::Error::from)
+        .and_then(|length| Ok(serde_json::from_slice(&told[..length])?));
+    facts.unwrap_or_else(|error| {
+        tracing::debug!(path = %path.display(), %error, "the cluster does not say how it keeps data");
+        Vec::new()
+    })
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well.
@@ -201,6 +220,7 @@ fn last_lines(log: &Path, from: u64) -> String {
 #[cfg(test)]
 mod tests {
     use vmseal_api::datastore::Messenger;
+    use vmseal_api::redundancy::{Layout, Redundancy};
 
     use super::*;
 
@@ -213,6 +233,7 @@ mod tests {
             namespace: None,
             data_pool: Some("ec".to_owned()),
             messenger: Messenger::Secure,
+            create: None,
         }
     }
 
@@ -224,6 +245,15 @@ mod tests {
             arguments.join(" "),
             "--monitors v2:10.0.0.1:3300 --user client.vmseal --keyring /etc/ceph/keyring --pool vms --messenger secure --run-dir /run/v/rbd --data-pool ec /srv/ceph"
         );
+    }
+
+    #[test]
+    fn pools_are_made_where_that_is_asked() {
+        let asked = Redundancy { failures: 1, layout: Some(Layout::ErasureCoding) };
+        let pool = RbdPool { create: Some(asked), ..pool() };
+        let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool);
+        let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
+        assert!(arguments.join(" ").ends_with("--create 1,erasure-coding /srv/ceph"));
     }
 
     #[test]

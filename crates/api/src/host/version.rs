@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 43] = [
+pub const FEATURES: [&str; 44] = [
     "job-create",
     "job-export",
     NICS,
@@ -62,6 +62,7 @@ pub const FEATURES: [&str; 43] = [
     MIGRATE_ENCRYPTED,
     SHARED_DATASTORES,
     RBD_DATASTORES,
+    CREATE_POOLS,
     MIGRATE_DISKS,
     MIGRATE_RATE,
     MIGRATE_STATE,
@@ -194,6 +195,9 @@ pub const SHARED_DATASTORES: &str = "shared-datastores";
 
 /// The feature of agents that mount pools of Ceph.
 pub const RBD_DATASTORES: &str = "rbd-datastores";
+
+/// The feature of agents that make pools of Ceph.
+pub const CREATE_POOLS: &str = "create-pools";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -6,6 +6,7 @@ use clap::{Arg, Args, Subcommand};
 use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
+use vmseal_api::redundancy::Redundancy;
 
 use super::{DryRun, List, Name, Show, Wait};
 use crate::size::parse_size;
@@ -37,6 +38,10 @@ pub struct PoolOptions {
     /// The pool of data; it may be erasure-coded
     #[arg(long, value_name = "POOL", requires = "pool")]
     pub data_pool: Option<String>,
+    /// Make the pools, unless they are there, so that they outlive so many failures, such as 1 or 2,erasure-coding, which needs
+    /// --data-pool. The user must be allowed to
+    #[arg(long, value_name = "NUMBER[,LAYOUT]", requires = "pool")]
+    pub create: Option<Redundancy>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
@@ -54,8 +59,9 @@ impl PoolOptions {
         let keyring = || format!("/etc/ceph/ceph.{}.keyring", self.user).into();
         let keyring = self.keyring.unwrap_or_else(keyring);
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
-        let Self { user, data_pool, messenger, .. } = self;
-        let pool = RbdPool { monitors, user, keyring, pool, namespace, data_pool, messenger };
+        let Self { user, data_pool, messenger, create, .. } = self;
+        let pool =
+            RbdPool { monitors, user, keyring, pool, namespace, data_pool, messenger, create };
         Some(DatastoreLocation::Rbd { path, pool: Box::new(pool) })
     }
 }

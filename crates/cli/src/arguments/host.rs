@@ -6,6 +6,7 @@ use vmseal_api::model;
 use vmseal_log::Levels;
 
 use super::{DryRun, LEVELS_HELP, List, Show, Wait};
+use crate::size::parse_size;
 
 #[derive(Subcommand)]
 pub enum Host {
@@ -45,6 +46,9 @@ pub enum Host {
         /// Shut down the guests of VMs that cannot be moved, such as those with a replica, as `vm stop` does
         #[arg(long)]
         stop_others: bool,
+        /// Send each VM at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        rate: Option<u64>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::model;
+use vmseal_api::redundancy::Redundancy;
 
 use super::wait::duration;
 use super::{DryRun, List, Show};
@@ -62,6 +63,9 @@ pub enum Policy {
         /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`) [default: any]
         #[arg(long, value_name = "MODE", value_parser = messenger)]
         messenger: Option<Messenger>,
+        /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 1,mirroring or 2,erasure-coding
+        #[arg(long, value_name = "NUMBER[,LAYOUT]")]
+        failures_to_tolerate: Option<Redundancy>,
         #[command(flatten)]
         dry_run: DryRun,
     },
@@ -141,6 +145,9 @@ pub struct SetPolicy {
     /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`), or over `any`
     #[arg(long, value_name = "MODE", value_parser = messenger, group = "change")]
     pub messenger: Option<Messenger>,
+    /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 2,erasure-coding; 0 is anywhere
+    #[arg(long, value_name = "NUMBER[,LAYOUT]", group = "change")]
+    pub failures_to_tolerate: Option<Redundancy>,
     #[command(flatten)]
     pub dry_run: DryRun,
 }

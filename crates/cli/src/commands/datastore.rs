@@ -4,6 +4,7 @@ use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
+use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
 use super::{adopt, list};
@@ -18,7 +19,7 @@ pub async fn run(
     match verb {
         arguments::Datastore::List(how) => list::run(server, output, &how, "datastores").await,
         arguments::Datastore::Show(of) => {
-            list::one::<Datastore>(server, output, &of, "datastores", |_| Vec::new()).await
+            list::one::<Datastore>(server, output, &of, "datastores", pools).await
         }
         arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
             let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
@@ -61,4 +62,10 @@ pub async fn run(
             Ok(server.delete(&path).await?)
         }
     }
+}
+
+/// How the cluster keeps what is stored in each pool.
+fn pools(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
+    datastore.pools.iter().map(line).collect()
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bytesize::ByteSize;
 use vmseal_api::client::ServerClient;
 use vmseal_api::drain::{Drain, DrainState, DrainedVm, Maintenance};
 use vmseal_api::model::{Host, Task};
@@ -103,8 +104,11 @@ fn stuck(name: &str, drain: Option<&Drain>) -> String {
 /// What `host show` says of a drain.
 pub fn details(drain: &Drain) -> Vec<(&'static str, String)> {
     let others = if drain.stop_others { ", others are shut down" } else { "" };
+    let rate = drain.rate.map_or_else(String::new, |rate| {
+        format!(", each at most {}/s", ByteSize(rate).display().iec())
+    });
     let how = format!(
-        "begun by {} at {:.0}, {} VMs at a time{others}",
+        "begun by {} at {:.0}, {} VMs at a time{rate}{others}",
         drain.actor, drain.begun, drain.parallel
     );
     let line = |vm: &DrainedVm| {
@@ -133,6 +137,7 @@ mod tests {
             request_id: None,
             parallel: 2,
             stop_others: false,
+            rate: None,
             vms: vms.collect(),
         };
         Host {

@@ -37,6 +37,7 @@ pub async fn run(
             cpu_model,
             downtime,
             messenger,
+            failures_to_tolerate,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
@@ -57,6 +58,7 @@ pub async fn run(
                 cpu_model,
                 downtime_milliseconds: downtime.map(milliseconds),
                 messenger,
+                redundancy: failures_to_tolerate.unwrap_or_default(),
             };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
@@ -118,6 +120,7 @@ async fn set(
         }),
         downtime_milliseconds: options.downtime.map(milliseconds),
         messenger: options.messenger,
+        redundancy: options.failures_to_tolerate,
     };
     let path = format!("policies/{}", options.policy);
     if options.dry_run.dry_run {

@@ -207,6 +207,10 @@ impl Row for Policy {
         more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("cpu-model", |it| it.cpu_model.clone().into()),
         more("downtime", |it| it.downtime_milliseconds.map(|it| format!("{it} ms")).into()),
+        more("failures", |it| match it.redundancy.is_nothing() {
+            true => Cell::Nothing,
+            false => it.redundancy.to_string().into(),
+        }),
         more("messenger", |it| it.messenger.map(|it| it.name().to_owned()).into()),
         more("id", |it| it.id.to_string().into()),
     ];

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use sqlx::SqliteConnection;
 use tokio::sync::watch;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreUsage, HostAgent};
@@ -15,7 +16,7 @@ use vmseal_api::problem::Problem;
 use super::HostView;
 use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::Datastore;
-use crate::store::{self, Store};
+use crate::store::{self, Store, StoreError};
 
 /// How often: a guest that writes 1 GiB/s fills 10 GiB between two measurements.
 const EVERY: Duration = Duration::from_secs(10);
@@ -62,24 +63,34 @@ impl DatastoreMonitor {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage } = condition
-                && has_changed(datastore.usage, usage)
-            {
-                changed.push((datastore.id, usage));
+            if let DatastoreCondition::Available { usage, pools } = &condition {
+                // A cluster that does not say it for a moment keeps data as before.
+                let news = !pools.is_empty() && *pools != datastore.pools;
+                if news || has_changed(datastore.usage, *usage) {
+                    changed.push((datastore.id, *usage, news.then(|| pools.clone())));
+                }
             }
             raised.extend(self.judge(&datastore, condition));
         }
+        if !changed.is_empty() {
+            let mut write = self.store.write().await?;
+            for (datastore, usage, pools) in changed {
+                store::datastores::set_usage(&mut write, datastore, usage).await?;
+                if let Some(pools) = pools {
+                    store::datastores::set_pools(&mut write, datastore, &pools).await?;
+                }
+            }
+            write.commit().await?;
+        }
         let source = store::alarms::source_of_datastores(self.host);
         let mut read = self.store.read().await?;
+        raised.extend(less_redundant(&mut read, self.host).await?);
         let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);
-        if changed.is_empty() && !new_alarms {
+        if !new_alarms {
             return Ok(());
         }
         let mut write = self.store.write().await?;
-        for (datastore, usage) in changed {
-            store::datastores::set_usage(&mut write, datastore, usage).await?;
-        }
         store::alarms::replace(&mut write, &source, &raised).await?;
         Ok(write.commit().await?)
     }
@@ -96,7 +107,7 @@ impl DatastoreMonitor {
             Some(RaisedAlarm { code, target: datastore.name.clone(), detail, reason: None })
         };
         match condition {
-            DatastoreCondition::Available { usage } => {
+            DatastoreCondition::Available { usage, .. } => {
                 let used = used_percent(usage);
                 let from = if self.full.contains(&datastore.id) { FULL_UNTIL } else { FULL_FROM };
                 if used < from {
@@ -126,6 +137,31 @@ fn used_percent(usage: DatastoreUsage) -> u64 {
     u64::try_from(used * 100 / u128::from(usage.capacity.max(1))).unwrap_or(100)
 }
 
+/// The alarms of a host's VMs whose disks do not outlive what their policies say, one for each VM.
+async fn less_redundant(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<RaisedAlarm>, StoreError> {
+    let mut raised: Vec<RaisedAlarm> = Vec::new();
+    for disk in store::policies::protected_on(from, host).await? {
+        let unknown = || "it is not known what failures it outlives".to_owned();
+        let why = match disk.pools.is_empty() {
+            true => Some(unknown()),
+            false => disk.redundancy.lacking(&disk.pools),
+        };
+        let Some(why) = why else { continue };
+        if raised.last().is_some_and(|alarm| alarm.target == disk.vm) {
+            continue;
+        }
+        let detail = format!(
+            "disk '{}' is in datastore '{}': {why}. Policy '{}' asks for {}: move the disk (vmseal vm move), or change the pool or the policy",
+            disk.disk, disk.datastore, disk.policy, disk.redundancy
+        );
+        raised.push(RaisedAlarm { code: "less-redundant", target: disk.vm, detail, reason: None });
+    }
+    Ok(raised)
+}
+
 /// Whether the free space differs enough from that in the inventory.
 fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
     known.is_none_or(|known| {
@@ -136,7 +172,14 @@ fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
+    use vmseal_api::request::MoveVm;
+    use vmseal_secret::sealed_box::Recipient;
+
     use super::*;
+    use crate::services::caller::Caller;
+    use crate::services::{Outcome, mirror};
+    use crate::store::policies;
     use crate::testing::Fixture;
 
     const TIB: u64 = 1 << 40;
@@ -200,5 +243,49 @@ mod tests {
         fixture.agent.set_reachable(false);
         watch.round().await.unwrap_err();
         assert!(fixture.alarms().await.contains(&"datastore-wrong local".to_owned()));
+    }
+
+    /// A pool that keeps so many copies, and goes on with one less.
+    fn mirrored(copies: u32) -> Vec<PoolFacts> {
+        let layout = PoolLayout::Mirroring { copies, copies_min: copies - 1 };
+        let (pool, failure_domain) = ("vms".to_owned(), "host".to_owned());
+        vec![PoolFacts { pool, layout, failure_domain, compression: None }]
+    }
+
+    #[tokio::test]
+    async fn a_vm_whose_pool_loses_its_redundancy_has_an_alarm_until_it_has_it_again() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        fixture.made("web", "encrypted").await;
+        fixture.made("other", "plain").await;
+        let mut write = fixture.store.write().await.unwrap();
+        let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
+        policy.redundancy = Redundancy { failures: 1, layout: None };
+        policies::set(&mut write, &policy).await.unwrap();
+        write.commit().await.unwrap();
+
+        // Of a directory it is not known.
+        watch.round().await.unwrap();
+        assert_eq!(fixture.alarms().await, ["less-redundant web"]);
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        fixture.agent.set_pools(mirrored(3));
+        watch.round().await.unwrap();
+        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+        let begun = mirror::move_disks(&services, &me, "web", request, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("it does not move") };
+        fixture.ends_well(task.id).await;
+        for (copies, alarms) in [(2, &[][..]), (1, &["less-redundant web"]), (3, &[])] {
+            fixture.agent.set_pools(mirrored(copies));
+            watch.round().await.unwrap();
+            assert_eq!(fixture.alarms().await, alarms, "{copies} copies");
+        }
+        // A cluster that does not say it for a moment keeps data as before.
+        fixture.agent.set_pools(Vec::new());
+        watch.round().await.unwrap();
+        let mut read = fixture.store.read().await.unwrap();
+        let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+        assert_eq!(known.pools, mirrored(3));
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use vmseal_api::datastore::{DatastoreHost, DatastoreScan, RbdPool};
-use vmseal_api::host::version::{DESCRIPTORS, RBD_DATASTORES};
+use vmseal_api::datastore::{DatastoreCondition, DatastoreHost, DatastoreScan, RbdPool};
+use vmseal_api::host::version::{CREATE_POOLS, DESCRIPTORS, RBD_DATASTORES};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan};
@@ -31,6 +31,7 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
             .map(|on| DatastoreHost { host: on.host_name, location: on.location })
             .collect(),
         usage: datastore.usage,
+        pools: datastore.pools,
     }
 }
 
@@ -90,7 +91,9 @@ pub(super) fn can_mount(
     (host, name): (HostId, &str),
     location: &DatastoreLocation,
 ) -> Result<(), Problem> {
-    if location.pool().is_none() || services.hosts.view(host).has(RBD_DATASTORES) {
+    let Some(pool) = location.pool() else { return Ok(()) };
+    let view = services.hosts.view(host);
+    if view.has(RBD_DATASTORES) && (pool.create.is_none() || view.has(CREATE_POOLS)) {
         return Ok(());
     }
     services.hosts.connected(host)?;
@@ -169,6 +172,19 @@ pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem
     pool.check().map_err(|(field, what)| Problem::invalid(format!("location.pool.{field}"), what))
 }
 
+/// What is to be done for a datastore whose pools may not be there: they cannot be looked at without being made.
+fn with_new_pools(request: &AddDatastore, pool: &RbdPool) -> Plan {
+    let asked = pool.create.map_or_else(String::new, |asked| asked.to_string());
+    let data = pool.data_pool.as_ref().map_or_else(String::new, |data| format!(" and '{data}'"));
+    let steps = vec![
+        format!("make the pool '{}'{data} for {asked}, unless it is there", pool.pool),
+        format!("have host '{}' mark it as this datastore", request.host),
+        "add it to the inventory".to_owned(),
+    ];
+    let (kind, target) = ("datastore.add".to_owned(), request.name.clone());
+    Plan { kind, target, steps, ..Plan::default() }
+}
+
 /// Adds a datastore of a host, which marks it and measures it.
 pub async fn add(
     services: &Services,
@@ -186,6 +202,9 @@ pub async fn add(
     })?;
     can_mount(services, (host.id, &host.name), &request.location)?;
     let agent = services.hosts.connected(host.id)?;
+    if let Some(pool) = request.location.pool().filter(|pool| dry_run && pool.create.is_some()) {
+        return Ok(Outcome::Planned(with_new_pools(&request, pool)));
+    }
     let id = id_for(services, &host, &request).await?;
     let mut read = services.store.read().await?;
     for taken in [format!("{}:{}", host.name, request.name), id.to_string()] {
@@ -209,12 +228,21 @@ pub async fn add(
         let kind = "datastore.add".to_owned();
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
-    let usage = agent.probe_datastore(spec).await?;
+    let usage = agent.probe_datastore(spec.clone()).await?;
+    let pools = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, .. } => pools,
+        _ => Vec::new(),
+    };
     let datastore = datastores::Datastore {
         id,
         name: request.name,
-        hosts: vec![OnHost { host: host.id, host_name: host.name, location: request.location }],
+        hosts: vec![OnHost {
+            host: host.id,
+            host_name: host.name,
+            location: request.location.kept(),
+        }],
         usage: Some(usage),
+        pools,
     };
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;

@@ -55,6 +55,7 @@ async fn drain_of(from: &mut SqliteConnection, host: HostId) -> Result<Option<Dr
         request_id: drain.request_id.map(|id| id.to_string()),
         parallel: drain.parallel,
         stop_others: drain.stop_others,
+        rate: drain.rate,
         vms: vms.collect(),
     }))
 }

@@ -13,7 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
 use super::vms::{check_key, find, plan, power, require_ready, word};
-use super::{Outcome, Services, features, room};
+use super::{Outcome, Services, features, redundancy, room};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
@@ -264,7 +264,7 @@ async fn begin(
         super::dumps::require_none(services, &wanted.vm, what).await?;
     }
     require_power(services, &wanted).await?;
-    require_messenger(services, &wanted).await?;
+    require_places(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     let pace = super::tasks::pace_of(wanted.rate)?;
     if wanted.operation.is_in_place() {
@@ -348,15 +348,17 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
     Ok(Kept { snapshots: known.len(), with_memory })
 }
 
-/// Refuses copies to a pool of Ceph whose connections are not as the VM's policy has it.
-async fn require_messenger(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
+/// Refuses copies in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
+async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
     let copies: Vec<Disk> = wanted.disks().map(|disk| wanted.copy(disk)).collect();
-    if let Some(policy) = &wanted.policy {
-        return policy.require_messenger(&copies);
-    }
     let mut read = services.store.read().await?;
-    let policy = policies::find(&mut read, &wanted.vm.policy.to_string()).await?;
-    policy.map_or(Ok(()), |policy| policy.require_messenger(&copies))
+    let policy = match &wanted.policy {
+        Some(policy) => Some(policy.clone()),
+        None => policies::find(&mut read, &wanted.vm.policy.to_string()).await?,
+    };
+    let Some(policy) = policy else { return Ok(()) };
+    policy.require_messenger(&copies)?;
+    redundancy::require(&mut read, &policy, &copies).await
 }
 
 /// A VM that is on its way from one state to another is not copied.

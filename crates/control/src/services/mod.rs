@@ -55,6 +55,7 @@ pub mod policies;
 pub mod proofs;
 pub mod providers;
 pub mod recrypt;
+mod redundancy;
 pub mod remotes;
 mod room;
 mod saved_memory;

@@ -29,6 +29,7 @@ fn shown(policy: policies::Policy) -> Policy {
         cpu_model: policy.cpu_model,
         downtime_milliseconds: policy.downtime_milliseconds,
         messenger: policy.messenger,
+        redundancy: policy.redundancy,
     }
 }
 
@@ -83,6 +84,8 @@ pub async fn add(
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
+    let redundancy = request.redundancy;
+    redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
     if let Some(model) = &request.cpu_model {
         check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
     }
@@ -126,6 +129,7 @@ pub async fn add(
         cpu_model: request.cpu_model,
         downtime_milliseconds: request.downtime_milliseconds,
         messenger: asked_messenger(request.messenger),
+        redundancy,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

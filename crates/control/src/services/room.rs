@@ -119,7 +119,7 @@ pub(super) async fn examine_in_place(
         needed.entry(disk.datastore.datastore).or_insert((disk, 0)).1 += IN_PLACE_ROOM + header;
     }
     for (disk, needed) in needed.into_values() {
-        let DatastoreCondition::Available { usage } =
+        let DatastoreCondition::Available { usage, .. } =
             agent.measure_datastore(disk.datastore.clone()).await?
         else {
             continue;
@@ -171,7 +171,7 @@ impl Store<'_> {
     /// Compares what `what` take with what is free.
     async fn examine(&self, agent: &dyn HostAgent, what: &str) -> Result<Option<String>, Problem> {
         // What is wrong with a datastore has been said when each disk was examined.
-        let DatastoreCondition::Available { usage } =
+        let DatastoreCondition::Available { usage, .. } =
             agent.measure_datastore(self.place.clone()).await?
         else {
             return Ok(None);

@@ -195,6 +195,7 @@ mod tests {
                 location: DatastoreLocation::Dir { path: "/store".into() },
             }],
             usage: None,
+            pools: Vec::new(),
         }
     }
 

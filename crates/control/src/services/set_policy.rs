@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use sqlx::SqliteConnection;
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::host::{Allocation, Power};
@@ -15,6 +16,7 @@ use vmseal_api::request::SetPolicy;
 use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
 use super::policies::{asked_messenger, check_replica, require_ungiven};
+use super::redundancy::{self, Lacking};
 use super::{Outcome, Services};
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
@@ -36,6 +38,8 @@ pub(super) enum Need {
     CpuModel { now: Option<String>, wanted: String },
     /// A disk of it goes over connections that are not encrypted.
     Messenger { disk: String, pool: String },
+    /// A disk of it does not outlive what the policy says.
+    Redundancy { vm: String, disk: String, why: String },
     /// The caches of its disks are too large together.
     Caches { why: String },
 }
@@ -94,6 +98,10 @@ impl fmt::Display for Need {
                 f,
                 "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before that is moved, or the pool added with --messenger secure"
             ),
+            Self::Redundancy { vm, disk, why } => write!(
+                f,
+                "its disk '{disk}' is in {why}. It runs on there, with an alarm: move it (vmseal vm move {vm} --datastore NAME)"
+            ),
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
         }
     }
@@ -148,6 +156,17 @@ pub(super) fn needs(
     needs
 }
 
+/// What the storage of a VM lacks where its policy is `after`.
+pub(super) async fn redundancy_of(
+    from: &mut SqliteConnection,
+    after: &policies::Policy,
+    vm: &vms::Vm,
+    disks: &[disks::Disk],
+) -> Result<Option<Need>, Problem> {
+    let lacking = redundancy::lacking(from, after, disks).await?;
+    Ok(lacking.map(|Lacking { disk, why }| Need::Redundancy { vm: vm.name.clone(), disk, why }))
+}
+
 /// Changes a policy, with the limits and caches of the disks of VMs that have it. A dry run says what each VM would need.
 pub async fn set(
     services: &Services,
@@ -189,7 +208,8 @@ pub async fn set(
         let known = disks::of_vm(&mut write, vm.id).await?;
         let view = services.hosts.view(vm.host);
         let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
-        let needs = needs(&before, &after, &vm, &known, runs);
+        let mut needs = needs(&before, &after, &vm, &known, runs);
+        needs.extend(redundancy_of(&mut write, &after, &vm, &known).await?);
         for need in &needs {
             steps.push(format!("VM '{}': {need}", vm.name));
         }
@@ -242,6 +262,7 @@ fn changed(
         cpu_model,
         downtime_milliseconds,
         messenger,
+        redundancy,
     } = request;
     // 0 is none, so that a limit can be taken away.
     let given = |new: &Option<u64>, old: Option<u64>| match new {
@@ -268,6 +289,10 @@ fn changed(
             Some(model.to_owned())
         }
     };
+    if let Some(redundancy) = *redundancy {
+        redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
+        after.redundancy = redundancy;
+    }
     if messenger.is_some() {
         after.messenger = asked_messenger(*messenger);
     }

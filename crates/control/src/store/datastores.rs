@@ -4,6 +4,7 @@ use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::redundancy::PoolFacts;
 
 use super::{Part, StoreError, from_json, parse, taken, to_json, unsigned};
 
@@ -18,6 +19,8 @@ pub struct Datastore {
     pub hosts: Vec<OnHost>,
     /// Its capacity and free space when last measured.
     pub usage: Option<DatastoreUsage>,
+    /// How its cluster keeps what is stored there, as it was last told; none of a directory.
+    pub pools: Vec<PoolFacts>,
 }
 
 /// A datastore on a host.
@@ -66,13 +69,15 @@ struct Row {
     location: String,
     capacity: Option<i64>,
     free: Option<i64>,
+    pools: Option<String>,
 }
 
 /// A row for each host of a datastore, those of one datastore after one another.
 macro_rules! select {
     ($which:literal) => {
         concat!(
-            "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free
+            "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free,
+                    d.pools
              FROM datastores d JOIN datastore_hosts a ON a.datastore_id = d.id
                   JOIN hosts h ON h.id = a.host_id ",
             $which,
@@ -102,7 +107,10 @@ fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
             }),
             _ => None,
         };
-        found.push(Datastore { id, name: row.name, hosts: vec![on], usage });
+        let pools =
+            row.pools.as_deref().map(|it| from_json(it, "a datastore's pools")).transpose()?;
+        let pools = pools.unwrap_or_default();
+        found.push(Datastore { id, name: row.name, hosts: vec![on], usage, pools });
     }
     Ok(found)
 }
@@ -114,17 +122,39 @@ fn signed(bytes: u64) -> i64 {
 
 /// Adds a datastore, and its hosts.
 pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<(), StoreError> {
-    sqlx::query("INSERT INTO datastores (id, name, capacity, free) VALUES ($1, $2, $3, $4)")
-        .bind(datastore.id.to_string())
-        .bind(&datastore.name)
-        .bind(datastore.usage.map(|usage| signed(usage.capacity)))
-        .bind(datastore.usage.map(|usage| signed(usage.free)))
-        .execute(&mut *to)
-        .await
-        .map_err(taken(|| exists(&datastore.name, &datastore.host_names())))?;
+    sqlx::query(
+        "INSERT INTO datastores (id, name, capacity, free, pools) VALUES ($1, $2, $3, $4, $5)",
+    )
+    .bind(datastore.id.to_string())
+    .bind(&datastore.name)
+    .bind(datastore.usage.map(|usage| signed(usage.capacity)))
+    .bind(datastore.usage.map(|usage| signed(usage.free)))
+    .bind(kept_pools(&datastore.pools))
+    .execute(&mut *to)
+    .await
+    .map_err(taken(|| exists(&datastore.name, &datastore.host_names())))?;
     for on in &datastore.hosts {
         insert_host(to, datastore, on).await?;
     }
+    Ok(())
+}
+
+/// Pools as the inventory keeps them.
+fn kept_pools(pools: &[PoolFacts]) -> Option<String> {
+    (!pools.is_empty()).then(|| to_json(&pools))
+}
+
+/// Records how its cluster keeps what is stored there.
+pub async fn set_pools(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    pools: &[PoolFacts],
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE datastores SET pools = $1 WHERE id = $2")
+        .bind(kept_pools(pools))
+        .bind(datastore.to_string())
+        .execute(to)
+        .await?;
     Ok(())
 }
 

@@ -3,9 +3,10 @@
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::host::{Allocation, DiskLimits};
-use vmseal_api::id::{PolicyId, ProviderId};
+use vmseal_api::id::{HostId, PolicyId, ProviderId};
 use vmseal_api::model::Replication;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::redundancy::{PoolFacts, Redundancy};
 
 use super::disks::Disk;
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
@@ -36,6 +37,8 @@ pub struct Policy {
     pub downtime_milliseconds: Option<u32>,
     /// How data must go between hosts and Ceph clusters; none asks for nothing.
     pub messenger: Option<Messenger>,
+    /// What failures its disks must outlive.
+    pub redundancy: Redundancy,
 }
 
 impl Policy {
@@ -81,6 +84,7 @@ struct Row {
     cpu_model: Option<String>,
     downtime: Option<i64>,
     messenger: Option<String>,
+    redundancy: Option<String>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -105,6 +109,11 @@ impl TryFrom<Row> for Policy {
                 .messenger
                 .map(|name| from_name(&name, "a policy's messenger"))
                 .transpose()?,
+            redundancy: row
+                .redundancy
+                .map(|json| from_json(&json, "a policy's redundancy"))
+                .transpose()?
+                .unwrap_or_default(),
         })
     }
 }
@@ -118,8 +127,8 @@ fn downtime(value: i64) -> Result<u32, StoreError> {
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica, cpu_model, downtime, messenger)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+                               replica, cpu_model, downtime, messenger, redundancy)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -132,6 +141,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(&policy.cpu_model)
     .bind(policy.downtime_milliseconds)
     .bind(policy.messenger.as_ref().map(to_name))
+    .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -145,7 +155,7 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -160,7 +170,7 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -179,8 +189,8 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     sqlx::query(
         "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
                              limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9,
-                             messenger = $10
-         WHERE id = $11",
+                             messenger = $10, redundancy = $11
+         WHERE id = $12",
     )
     .bind(&policy.name)
     .bind(policy.encryption)
@@ -192,11 +202,73 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .bind(&policy.cpu_model)
     .bind(policy.downtime_milliseconds)
     .bind(policy.messenger.as_ref().map(to_name))
+    .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
     .bind(policy.id.to_string())
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
     Ok(())
+}
+
+/// A disk whose VM has a policy that asks for redundancy.
+#[derive(Clone, Debug)]
+pub struct Protected {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk's name.
+    pub disk: String,
+    /// The datastore's name.
+    pub datastore: String,
+    /// How its cluster keeps data.
+    pub pools: Vec<PoolFacts>,
+    /// The policy's name.
+    pub policy: String,
+    /// What it asks for.
+    pub redundancy: Redundancy,
+}
+
+#[derive(FromRow)]
+struct ProtectedRow {
+    vm: String,
+    disk: String,
+    datastore: String,
+    pools: Option<String>,
+    policy: String,
+    redundancy: String,
+}
+
+impl TryFrom<ProtectedRow> for Protected {
+    type Error = StoreError;
+    fn try_from(row: ProtectedRow) -> Result<Self, StoreError> {
+        let pools = row.pools.map(|json| from_json(&json, "a datastore's pools")).transpose()?;
+        Ok(Self {
+            vm: row.vm,
+            disk: row.disk,
+            datastore: row.datastore,
+            pools: pools.unwrap_or_default(),
+            policy: row.policy,
+            redundancy: from_json(&row.redundancy, "a policy's redundancy")?,
+        })
+    }
+}
+
+/// The disks of a host's VMs whose policies ask for redundancy.
+pub async fn protected_on(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<Protected>, StoreError> {
+    let rows: Vec<ProtectedRow> = sqlx::query_as(
+        "SELECT v.name AS vm, d.name AS disk, s.name AS datastore, s.pools, p.name AS policy, p.redundancy
+         FROM placements o JOIN vms v ON v.id = o.vm_id JOIN policies p ON p.id = v.policy_id
+              JOIN disks d ON d.vm_id = v.id JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
+              JOIN datastores s ON s.id = i.datastore_id
+         WHERE o.host_id = $1 AND o.role = 'owner' AND p.redundancy IS NOT NULL
+         ORDER BY v.name, d.position",
+    )
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    rows.into_iter().map(Protected::try_from).collect()
 }
 
 /// How many VMs have a policy.

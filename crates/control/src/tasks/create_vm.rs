@@ -276,7 +276,7 @@ async fn measure_datastores(run: &Run<'_>) {
         let agent = run.agent(&vm)?;
         for disk in run.disks().await? {
             let condition = agent.measure_datastore(disk.datastore.clone()).await?;
-            let DatastoreCondition::Available { usage } = condition else { continue };
+            let DatastoreCondition::Available { usage, .. } = condition else { continue };
             let mut write = run.store().write().await?;
             datastores::set_usage(&mut write, disk.datastore.datastore, usage).await?;
             write.commit().await?;

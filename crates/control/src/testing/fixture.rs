@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
+use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::dump::{DumpFormat, DumpReason};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, ProviderId, TaskId, VmId};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
+use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
@@ -162,11 +164,41 @@ impl Fixture {
         self.agent_of(host).probe_datastore(spec.clone()).await.unwrap();
         let (id, location) = (spec.datastore, spec.location);
         let on = datastores::OnHost { host: to, host_name: host.to_owned(), location };
-        let own = datastores::Datastore { id, name: name.to_owned(), hosts: vec![on], usage: None };
+        let own = datastores::Datastore {
+            id,
+            name: name.to_owned(),
+            hosts: vec![on],
+            usage: None,
+            pools: Vec::new(),
+        };
         let mut write = self.store.write().await.unwrap();
         datastores::insert(&mut write, &own).await.unwrap();
         write.commit().await.unwrap();
         id
+    }
+
+    /// Gives the first host a pool of Ceph, whose connections are in the clear, as a datastore.
+    pub async fn add_pool(&self, name: &str, pools: Vec<PoolFacts>) {
+        let pool = RbdPool {
+            monitors: "v2:10.0.0.1:3300".to_owned(),
+            user: "client.vmseal".to_owned(),
+            keyring: "/etc/ceph/keyring".into(),
+            pool: "vms".to_owned(),
+            namespace: None,
+            data_pool: None,
+            messenger: Messenger::Crc,
+            create: None,
+        };
+        let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool) };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        self.agent.probe_datastore(spec.clone()).await.unwrap();
+        let mut write = self.store.write().await.unwrap();
+        let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
+        let on = datastores::OnHost { location: spec.location, ..local.hosts[0].clone() };
+        let (id, name) = (spec.datastore, name.to_owned());
+        let added = datastores::Datastore { id, name, hosts: vec![on], usage: local.usage, pools };
+        datastores::insert(&mut write, &added).await.unwrap();
+        write.commit().await.unwrap();
     }
 
     /// The row of a core dump that is asked for.

@@ -75,6 +75,7 @@ impl Template {
                 location: location(),
             }],
             usage: None,
+            pools: Vec::new(),
         };
         let mut write = store.write().await.unwrap();
         providers::set_verified(&mut write, provider).await.unwrap();
@@ -95,6 +96,7 @@ impl Template {
                 cpu_model: None,
                 downtime_milliseconds: None,
                 messenger: None,
+                redundancy: Default::default(),
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }

@@ -314,6 +314,7 @@ impl Init {
             cpu_model: None,
             downtime_milliseconds: None,
             messenger: None,
+            redundancy: Default::default(),
         };
         let policy: Policy = self.server()?.post("policies", &request).await?;
         Ok(format!("'{}' encrypts disks with keys of the default provider", policy.name))

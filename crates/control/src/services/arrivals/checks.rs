@@ -311,7 +311,7 @@ async fn room(
     for datastore in there.iter().filter(named) {
         let Some(spec) = datastore.spec_on(host.id) else { continue };
         match agent.measure_datastore(spec).await.map_err(failed)? {
-            DatastoreCondition::Available { usage } => {
+            DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(most, _)| usage.free > *most) {
                     best = Some((usage.free, datastore.clone()));
                 }

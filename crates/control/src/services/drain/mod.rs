@@ -48,6 +48,7 @@ pub async fn drain(
     if !(1..=PARALLEL_MAX).contains(&parallel) {
         return Err(Problem::invalid("parallel", format!("must be 1 to {PARALLEL_MAX}")));
     }
+    let pace = super::tasks::pace_of(request.rate)?;
     let host = hosts::find(services, name).await?;
     let view = services.hosts.view(host.id);
     let here = vms::on_host(&mut *services.store.read().await?, host.id).await?;
@@ -62,6 +63,7 @@ pub async fn drain(
         migrate_encrypted: caller.has(Privilege::Migrate),
         parallel,
         stop_others: request.stop_others,
+        rate: pace.bytes_per_second,
         begun: Timestamp::now(),
         request_id: request_id::current(),
     };
@@ -103,7 +105,9 @@ fn first_line(vm: &Vm, before: &[DrainedVm]) -> DrainedVm {
 /// How VMs leave a host, for people.
 fn how(drain: &Drain) -> String {
     let others = if drain.stop_others { ", those that cannot be moved are shut down" } else { "" };
-    format!("move VMs away, at most {} at a time{others}", drain.parallel)
+    let rate =
+        drain.rate.map_or_else(String::new, |rate| format!(", each at most {rate} bytes a second"));
+    format!("move VMs away, at most {} at a time{rate}{others}", drain.parallel)
 }
 
 fn planned(host: &str, drain: &Drain) -> Plan {

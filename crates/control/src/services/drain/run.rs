@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::drain::DrainState;
 use vmseal_api::id::VmId;
+use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 
@@ -16,6 +17,7 @@ use crate::store::drains::{self, Drain, DrainedVm};
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::placements;
+use crate::store::tasks::{self, Task};
 use crate::store::vms::{self, Vm};
 use crate::tasks::Engine;
 
@@ -144,6 +146,12 @@ impl Drainer {
             None => vms::set_start_done(&mut write, vm.id).await?,
         }
         let task = Engine::record(&mut write, operation, &vm.name, &drain.actor).await?;
+        let pace =
+            CopyPace { bytes_per_second: drain.rate.filter(|_| to.is_some()), paused: false };
+        let task = Task { pace, ..task };
+        if !pace.is_free() {
+            tasks::set_pace(&mut write, &task).await?;
+        }
         let line = DrainedVm { task: Some(task.id), ..line };
         drains::set_vm(&mut write, drain.host, &line).await?;
         let detail = format!("{} as task {}: {}", task.operation.kind(), task.id, line.detail);

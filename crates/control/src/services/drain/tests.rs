@@ -297,7 +297,7 @@ async fn a_vm_that_no_host_can_take_stays_until_one_can() {
     for name in ["one", "two"] {
         bench.running(name, |vm| vm.memory = LARGE).await;
     }
-    bench.drain(DrainHost { parallel: Some(2), stop_others: false }).await;
+    bench.drain(DrainHost { parallel: Some(2), stop_others: false, rate: None }).await;
     let host = bench.stuck().await;
     let (state, why) = of(&host, "two");
     assert!(state == DrainState::Stays && why.contains("not enough free memory"), "{why}");
@@ -358,7 +358,7 @@ async fn only_so_many_move_at_a_time() {
         bench.running(name, |_| {}).await;
     }
     bench.there.set_work(LONG);
-    bench.drain(DrainHost { parallel: Some(2), stop_others: false }).await;
+    bench.drain(DrainHost { parallel: Some(2), stop_others: false, rate: None }).await;
     for _ in 0..3 {
         bench.look().await;
         assert_eq!(bench.under_way().await.len(), 2);
@@ -468,15 +468,34 @@ async fn a_failed_move_waits_before_it_is_tried_again() {
 }
 
 #[tokio::test]
+async fn vms_are_sent_as_fast_as_the_drain_says() {
+    let bench = Bench::new().await;
+    bench.running("web", |_| {}).await;
+    bench.there.set_work(LONG);
+    let too_slow = DrainHost { rate: Some(1000), ..DrainHost::default() };
+    let refused = drain(&bench.services, &bench.caller, "here", too_slow, false).await;
+    assert_eq!(refused.map(drop).unwrap_err().field.as_deref(), Some("rate"));
+    bench.drain(DrainHost { rate: Some(2 << 20), ..DrainHost::default() }).await;
+    assert_eq!(bench.shown().await.drain.unwrap().rate, Some(2 << 20));
+    bench.look().await;
+    let task = bench.under_way().await.remove(0);
+    assert_eq!(task.pace.bytes_per_second, Some(2 << 20));
+    let id = task.id.to_string();
+    let kept = tasks::get(&mut bench.services.store.read().await.unwrap(), &id).await;
+    assert_eq!(kept.unwrap().unwrap().pace, task.pace);
+}
+
+#[tokio::test]
 async fn undraining_begins_nothing_more_and_cancels_only_where_that_is_asked() {
     for cancel in [false, true] {
         let bench = Bench::new().await;
         let vm = bench.running("web", |_| {}).await;
         bench.running("other", |_| {}).await;
         bench.there.set_work(LONG);
-        bench.drain(DrainHost { parallel: Some(1), stop_others: false }).await;
+        bench.drain(DrainHost { parallel: Some(1), stop_others: false, rate: None }).await;
         bench.look().await;
         let task = bench.under_way().await.remove(0);
+        assert!(task.pace.is_free());
         assert_eq!(bench.undrain(cancel).await, Maintenance::No);
         bench.look().await;
         if cancel {
@@ -533,7 +552,7 @@ async fn a_dry_run_says_what_would_happen_to_each_vm_and_changes_nothing() {
     let before = bench.fixture.events("host.draining").await.len();
     use PlannedAction::{Migrate, Stay, Stop};
     for (stop_others, other) in [(false, Stay), (true, Stop)] {
-        let request = DrainHost { parallel: None, stop_others };
+        let request = DrainHost { parallel: None, stop_others, rate: None };
         let asked = drain(&bench.services, &bench.caller, "here", request, true).await.unwrap();
         let Outcome::Planned(plan) = asked else { panic!("it is done") };
         let mut found: Vec<_> =

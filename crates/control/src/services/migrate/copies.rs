@@ -199,7 +199,7 @@ async fn roomiest(
         }
         let Some(spec) = datastore.spec_on(host.id) else { continue };
         match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
-            DatastoreCondition::Available { usage } => {
+            DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(_, most)| usage.free > *most) {
                     best = Some((datastore.clone(), usage.free));
                 }

@@ -1,45 +1,20 @@
 //! A policy that asks for encrypted connections to Ceph.
 
-use vmseal_api::datastore::{Messenger, RbdPool};
-use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent as _};
-use vmseal_api::id::DatastoreId;
+use vmseal_api::datastore::Messenger;
 use vmseal_api::model::TaskState;
+use vmseal_api::redundancy::{Layout, PoolFacts, PoolLayout, Redundancy};
 use vmseal_api::request::MoveVm;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::operation::Operation;
 use crate::services::mirror;
-use crate::store::datastores;
 use crate::testing::Fixture;
-
-/// A pool whose connections are in the clear, as a datastore of the fixture's host.
-async fn add_pool(fixture: &Fixture) {
-    let pool = RbdPool {
-        monitors: "v2:10.0.0.1:3300".to_owned(),
-        user: "client.vmseal".to_owned(),
-        keyring: "/etc/ceph/keyring".into(),
-        pool: "vms".to_owned(),
-        namespace: None,
-        data_pool: None,
-        messenger: Messenger::Crc,
-    };
-    let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool) };
-    let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
-    fixture.agent.probe_datastore(spec.clone()).await.unwrap();
-    let mut write = fixture.store.write().await.unwrap();
-    let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
-    let on = datastores::OnHost { location: spec.location, ..local.hosts[0].clone() };
-    let (id, name) = (spec.datastore, "ceph".to_owned());
-    let added = datastores::Datastore { id, name, hosts: vec![on], usage: local.usage };
-    datastores::insert(&mut write, &added).await.unwrap();
-    write.commit().await.unwrap();
-}
 
 #[tokio::test]
 async fn vms_of_a_policy_that_asks_for_encrypted_connections_start_with_them_alone() {
     let fixture = Fixture::new().await;
-    add_pool(&fixture).await;
+    fixture.add_pool("ceph", Vec::new()).await;
     let vm = fixture.made("web", "encrypted").await;
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
@@ -76,4 +51,61 @@ async fn vms_of_a_policy_that_asks_for_encrypted_connections_start_with_them_alo
     fixture.assert_whole(vm, Power::Off, "it was not started").await;
     asks(Messenger::Crc, false).await;
     fixture.done(start, "web").await;
+}
+
+fn mirrored(copies: u32, copies_min: u32) -> Vec<PoolFacts> {
+    let layout = PoolLayout::Mirroring { copies, copies_min };
+    vec![PoolFacts {
+        pool: "vms".to_owned(),
+        layout,
+        failure_domain: "host".to_owned(),
+        compression: None,
+    }]
+}
+
+#[tokio::test]
+async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of_it() {
+    let fixture = Fixture::new().await;
+    fixture.add_pool("ceph", mirrored(3, 2)).await;
+    let vm = fixture.made("web", "encrypted").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let asks = async |failures, layout, dry_run| {
+        let redundancy = Some(Redundancy { failures, layout });
+        let request = SetPolicy { redundancy, ..SetPolicy::default() };
+        match set(&services, &me, "encrypted", request, dry_run).await? {
+            Outcome::Planned(plan) => Ok(plan.steps.concat()),
+            Outcome::Done(policy) => Ok::<_, Problem>(policy.redundancy.to_string()),
+        }
+    };
+    let moved = async |to: &str| {
+        let request = MoveVm { datastore: to.to_owned(), disks: Vec::new(), rate: None };
+        mirror::move_disks(&services, &me, "web", request, false).await
+    };
+    let refused = asks(9, None, false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("redundancy.failures"));
+
+    // A VM that has its disks elsewhere keeps them, and is named.
+    let planned = asks(2, None, true).await.unwrap();
+    assert!(planned.contains("VM 'web': its disk") && planned.contains("a directory"), "{planned}");
+    assert_eq!(asks(2, None, false).await.unwrap(), "2 failures");
+    let refused = moved("ceph").await.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    assert!(refused.detail.contains("guests go on with 1"), "{refused}");
+    asks(1, Some(Layout::ErasureCoding), false).await.unwrap();
+    let refused = moved("ceph").await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("3 copies, not erasure-coding"), "{refused}");
+    asks(1, Some(Layout::Mirroring), false).await.unwrap();
+    let Ok(Outcome::Done(task)) = moved("ceph").await else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
+    let refused = moved("local").await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("a directory"), "{refused}");
+    assert!(asks(1, None, true).await.unwrap().contains("no VM needs anything"));
+
+    // What is there starts, also where its pool has lost its redundancy.
+    asks(3, None, false).await.unwrap();
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    asks(0, None, false).await.unwrap();
+    let Ok(Outcome::Done(task)) = moved("local").await else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
 }

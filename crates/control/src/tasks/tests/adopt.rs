@@ -258,6 +258,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         cpu_model: None,
         downtime_milliseconds: None,
         messenger: None,
+        redundancy: Default::default(),
     };
     let mut write = fixture.store.write().await.unwrap();
     policies::insert(&mut write, &policy).await.unwrap();

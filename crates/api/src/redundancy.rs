@@ -1,0 +1,298 @@
+//! What of a Ceph cluster may fail: how its pools keep data, and what policies ask for.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The most failures that a policy can ask disks to outlive: those of vSphere's storage policies.
+pub const FAILURES_MAX: u8 = 3;
+
+/// How a pool keeps data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum PoolLayout {
+    /// Whole copies (RAID 1).
+    Mirroring {
+        /// How many there are (`size`).
+        copies: u32,
+        /// With how many reads and writes go on (`min_size`).
+        copies_min: u32,
+    },
+    /// Parts, and others computed from them (RAID 5 with one of these, RAID 6 with two).
+    ErasureCoding {
+        /// How many have data (`k`).
+        data: u32,
+        /// How many are computed (`m`).
+        coding: u32,
+        /// With how many of both reads and writes go on (`min_size`).
+        parts_min: u32,
+    },
+}
+
+impl PoolLayout {
+    /// How many failures lose nothing.
+    #[must_use]
+    pub fn outlived(self) -> u32 {
+        match self {
+            Self::Mirroring { copies, .. } => copies.saturating_sub(1),
+            Self::ErasureCoding { coding, .. } => coding,
+        }
+    }
+
+    /// With how many failures reads and writes go on.
+    #[must_use]
+    pub fn served(self) -> u32 {
+        match self {
+            Self::Mirroring { copies, copies_min } => copies.saturating_sub(copies_min),
+            Self::ErasureCoding { data, coding, parts_min } => {
+                (data + coding).saturating_sub(parts_min)
+            }
+        }
+    }
+
+    /// Which of the two it is.
+    #[must_use]
+    pub fn kind(self) -> Layout {
+        match self {
+            Self::Mirroring { .. } => Layout::Mirroring,
+            Self::ErasureCoding { .. } => Layout::ErasureCoding,
+        }
+    }
+}
+
+impl fmt::Display for PoolLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mirroring { copies, .. } => write!(f, "mirroring, {copies} copies"),
+            Self::ErasureCoding { data, coding, .. } => {
+                write!(f, "erasure coding, {data}+{coding} parts")
+            }
+        }
+    }
+}
+
+/// A pool of a datastore, as its cluster describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct PoolFacts {
+    /// Its name.
+    pub pool: String,
+    /// How it keeps data.
+    pub layout: PoolLayout,
+    /// What fails as one, as its CRUSH rule has it: `osd`, `host`, `rack`.
+    pub failure_domain: String,
+    /// How its OSDs compress what they store; none where they do not. Ciphertext does not become smaller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<String>,
+}
+
+impl PoolFacts {
+    /// How many failures a VM goes on with.
+    #[must_use]
+    pub fn failures(&self) -> u32 {
+        self.layout.outlived().min(self.layout.served())
+    }
+}
+
+impl fmt::Display for PoolFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (layout, domain) = (self.layout, &self.failure_domain);
+        let (outlived, served) = (layout.outlived(), layout.served());
+        let plural = if outlived == 1 { "" } else { "s" };
+        write!(
+            f,
+            "{layout}: outlives {outlived} failed {domain}{plural}, guests go on with {served}"
+        )?;
+        if served > 0 && served == outlived {
+            // min_size is what is needed to read the data: a further failure loses what was written since.
+            f.write_str(", and what is written then has no second copy")?;
+        }
+        match &self.compression {
+            None => Ok(()),
+            Some(mode) => write!(f, "; compression {mode}, which does nothing for ciphertext"),
+        }
+    }
+}
+
+/// How data is kept more than once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Layout {
+    /// In whole copies.
+    Mirroring,
+    /// In parts, and others that are computed from them.
+    ErasureCoding,
+}
+
+impl Layout {
+    /// Its name, as options have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mirroring => "mirroring",
+            Self::ErasureCoding => "erasure-coding",
+        }
+    }
+}
+
+impl FromStr for Layout {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Mirroring, Self::ErasureCoding]
+            .into_iter()
+            .find(|layout| layout.name() == text)
+            .ok_or_else(|| "it is 'mirroring' or 'erasure-coding'".to_owned())
+    }
+}
+
+/// What a policy asks of the storage of disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Redundancy {
+    /// With how many failures, of what the pool's failure domain says, nothing is lost and guests go on; from 0 to [`FAILURES_MAX`].
+    #[serde(default)]
+    pub failures: u8,
+    /// How the data is kept; none leaves it to the pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout: Option<Layout>,
+}
+
+impl Redundancy {
+    /// Whether it asks for nothing.
+    #[must_use]
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Checks what can be checked without a pool.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check(self) -> Result<(), String> {
+        if self.failures > FAILURES_MAX {
+            return Err(format!("must be 0 to {FAILURES_MAX}"));
+        }
+        Ok(())
+    }
+
+    /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`.
+    #[must_use]
+    pub fn to_option(self) -> String {
+        let layout = self.layout.map_or_else(String::new, |layout| format!(",{}", layout.name()));
+        format!("{}{layout}", self.failures)
+    }
+
+    /// What pools lack of this: that of names and headers, and that of data where it is another one. None if they do not.
+    #[must_use]
+    pub fn lacking(self, pools: &[PoolFacts]) -> Option<String> {
+        let weak = pools.iter().find(|pool| pool.failures() < u32::from(self.failures));
+        if let Some(pool) = weak {
+            return Some(format!("pool '{}' has {pool}", pool.pool));
+        }
+        let data = pools.last()?;
+        let wanted = self.layout.filter(|layout| *layout != data.layout.kind())?;
+        Some(format!("pool '{}' has {}, not {}", data.pool, data.layout, wanted.name()))
+    }
+}
+
+impl FromStr for Redundancy {
+    type Err = String;
+
+    /// `NUMBER`, or `NUMBER,LAYOUT`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (failures, layout) = match text.split_once(',') {
+            Some((failures, layout)) => (failures, Some(layout.parse()?)),
+            None => (text, None),
+        };
+        let failures = failures.parse().map_err(|_| format!("'{failures}' is no number"))?;
+        let asked = Self { failures, layout };
+        asked.check().map(|()| asked)
+    }
+}
+
+impl fmt::Display for Redundancy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.failures {
+            0 => f.write_str("any number of failures")?,
+            1 => f.write_str("1 failure")?,
+            more => write!(f, "{more} failures")?,
+        }
+        self.layout.map_or(Ok(()), |layout| write!(f, ", {}", layout.name()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(pool: &str, layout: PoolLayout) -> PoolFacts {
+        let (pool, failure_domain) = (pool.to_owned(), "host".to_owned());
+        PoolFacts { pool, layout, failure_domain, compression: None }
+    }
+
+    fn mirrored(copies: u32, copies_min: u32) -> PoolFacts {
+        pool("vms", PoolLayout::Mirroring { copies, copies_min })
+    }
+
+    fn coded(data: u32, coding: u32, parts_min: u32) -> PoolFacts {
+        pool("ec", PoolLayout::ErasureCoding { data, coding, parts_min })
+    }
+
+    #[test]
+    fn a_pool_stands_what_neither_loses_data_nor_stops_guests() {
+        assert_eq!(mirrored(3, 2).failures(), 1);
+        assert_eq!(mirrored(2, 1).failures(), 1);
+        assert_eq!(mirrored(2, 2).failures(), 0, "guests wait");
+        assert_eq!(mirrored(1, 1).failures(), 0);
+        assert_eq!(coded(4, 2, 5).failures(), 1);
+        assert_eq!(coded(4, 2, 4).failures(), 2);
+        assert_eq!(coded(2, 1, 3).failures(), 0);
+    }
+
+    #[test]
+    fn what_a_policy_asks_for_is_compared_with_the_weaker_pool_and_the_layout_of_data() {
+        let asks = |failures, layout| Redundancy { failures, layout };
+        let both = [mirrored(3, 2), coded(2, 1, 2)];
+        assert_eq!(asks(1, Some(Layout::ErasureCoding)).lacking(&both), None);
+        assert!(asks(1, Some(Layout::Mirroring)).lacking(&both).unwrap().contains("'ec'"));
+        assert!(asks(2, None).lacking(&both).unwrap().contains("'vms'"));
+        let weak = [mirrored(1, 1), coded(4, 2, 4)];
+        assert!(asks(1, None).lacking(&weak).unwrap().contains("'vms'"));
+        assert_eq!(asks(0, None).lacking(&weak), None);
+    }
+
+    #[test]
+    fn what_a_pool_risks_is_said() {
+        assert_eq!(
+            mirrored(3, 2).to_string(),
+            "mirroring, 3 copies: outlives 2 failed hosts, guests go on with 1"
+        );
+        assert_eq!(
+            mirrored(2, 1).to_string(),
+            "mirroring, 2 copies: outlives 1 failed host, guests go on with 1, and what is written then has no second copy"
+        );
+        assert!(!mirrored(1, 1).to_string().contains("second copy"));
+        let compressed = PoolFacts { compression: Some("force".to_owned()), ..mirrored(3, 2) };
+        assert!(compressed.to_string().contains("does nothing for ciphertext"));
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for layout in [Layout::Mirroring, Layout::ErasureCoding] {
+            assert_eq!(layout.name().parse(), Ok(layout));
+        }
+        assert!("raid6".parse::<Layout>().is_err());
+        let asked = Redundancy { failures: 2, layout: Some(Layout::ErasureCoding) };
+        assert_eq!("2,erasure-coding".parse(), Ok(asked));
+        assert_eq!(asked.to_option(), "2,erasure-coding");
+        assert_eq!("1".parse(), Ok(Redundancy { failures: 1, layout: None }));
+        for wrong in ["", "4", "-1", "one", "1,", "1,raid1", ",mirroring"] {
+            assert!(wrong.parse::<Redundancy>().is_err(), "{wrong}");
+        }
+    }
+}
