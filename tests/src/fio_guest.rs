@@ -39,6 +39,11 @@ pub fn started(here: &Installation, vm: &str, policy: &str, datastore: &str) -> 
     create.extend(disks.iter().flat_map(|disk| ["--disk", disk]));
     here.vmseal(&create).unwrap();
     here.vmseal(&["vm", "start", vm]).unwrap();
+    ready(here, vm)
+}
+
+/// The guest has booted, and has fio.
+pub fn ready(here: &Installation, vm: &str) -> Console {
     let mut console = booted(here, vm).unwrap();
     run(&mut console, "tar -xf /dev/vdb -C / && echo TOOLS-$((6 * 7))", "TOOLS-42").unwrap();
     console

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmseal_tests::ceph::is_installed;
 use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::eventually;
-use vmseal_tests::fio_guest::{started, stop_and_check, write_and_verify};
+use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{Victim, console_again, disks_are_served, during, during_which};
 
@@ -184,14 +184,13 @@ fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile(
     for snapshot in ["one", "asleep"] {
         here.vmseal(&["snapshot", "delete", VM, snapshot]).unwrap();
     }
-    write_and_verify(&mut console, SLOWLY);
-    here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
-    stop_and_check(&mut console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["backup", "restore", VM, "first"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
-    drop(console);
-    vmseal_tests::shell_guest::booted(here, VM).unwrap();
+    console = ready(here, VM);
+    write_and_verify(&mut console, SLOWLY);
+    here.vmseal(&["vm", "decrypt", VM, "--policy", "plain", "--yes"]).unwrap();
+    stop_and_check(&mut console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
     ceph.is_empty();

@@ -50,7 +50,7 @@ pub(super) async fn require(
 ) -> Result<(), Problem> {
     let Some(Lacking { disk, why }) = lacking(from, policy, disks).await? else { return Ok(()) };
     let detail = format!(
-        "policy '{}' has disks only where they outlive {}, and disk '{disk}' would be in {why}. Choose another datastore, or change the policy (vmseal policy set {} --failures-to-tolerate)",
+        "policy '{}' has disks only where they outlive {}, and disk '{disk}' would be in {why}. Choose another datastore, or change the policy (vmseal policy set {} --failures-to-tolerate NUMBER)",
         policy.name, policy.redundancy, policy.name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))

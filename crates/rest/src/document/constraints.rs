@@ -16,6 +16,8 @@ use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
+use vmseal_api::pace::RATE_MIN;
+use vmseal_api::redundancy::FAILURES_MAX;
 use vmseal_api::request::{
     DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN,
     VCPUS_MAX,
@@ -162,6 +164,11 @@ fn none_or(limit: Value) -> Value {
 /// How long a guest may stand still when it moves.
 fn downtime() -> Value {
     json!({ "minimum": DOWNTIME_MIN, "maximum": DOWNTIME_MAX })
+}
+
+/// How fast is copied or sent; 0 is no limit.
+fn rate() -> Value {
+    none_or(json!({ "minimum": RATE_MIN }))
 }
 
 /// A name of a processor model.
@@ -311,6 +318,17 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             "DrainHost/properties/parallel",
             none_or(json!({ "minimum": 1, "maximum": PARALLEL_MAX })),
         ),
+        ("CloneVm/properties/rate", rate()),
+        ("CreateBackup/properties/rate", rate()),
+        ("DecryptVm/properties/rate", rate()),
+        ("DrainHost/properties/rate", rate()),
+        ("EncryptVm/properties/rate", rate()),
+        ("ExportDisk/properties/rate", rate()),
+        ("MigrateVm/properties/rate", rate()),
+        ("MoveVm/properties/rate", rate()),
+        ("RecryptVm/properties/rate", rate()),
+        ("SetTask/properties/rate", rate()),
+        ("Redundancy/properties/failures", json!({ "maximum": FAILURES_MAX })),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (
             "SetPolicy/properties/bandwidth",
