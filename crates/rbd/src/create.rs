@@ -51,7 +51,7 @@ pub enum CreateError {
     },
     /// The user may not.
     #[error(
-        "the user may not make pools ('{command}'). Give it that right for once (ceph auth caps ... mon 'profile rbd, allow command \"osd pool create\" ...', or mon 'allow rw'), name a keyring that has it, or make the pool with ceph osd pool create"
+        "the user may not make pools ('{command}'). Name a user that may, such as client.admin, with its keyring, or make the pool with ceph osd pool create"
     )]
     Forbidden {
         /// What it may not do.

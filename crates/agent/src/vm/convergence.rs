@@ -8,8 +8,8 @@
 //!      ▲                          └── too long: it has to be a quarter of that size ──┐
 //!      └───────────────────────────────────────────────────────────────────────────────┘
 //! ```
-//! A guest that writes faster than its storage merges gets a larger layer with each round, for ever. One that waits most of
-//! the time does not.
+//! If a guest writes faster than its storage merges, each round leaves a larger layer than the one before, and the merge never
+//! ends. So the agent makes the guest's disk wait, longer in each round, until the layers become smaller.
 
 use std::time::Duration;
 
