@@ -49,6 +49,8 @@ pub struct Installation {
     others: Vec<OtherHost>,
     /// Whether a starting server is given the provider's passphrase.
     unlocks: bool,
+    /// Where a starting server holds each step of a task.
+    held_steps: Option<PathBuf>,
     /// What server and agent log from their start on.
     levels: &'static str,
     /// What runs the guests: the same for every test, as the probe has a test of its own.
@@ -102,6 +104,7 @@ impl Installation {
             agent: None,
             others: Vec::new(),
             unlocks: true,
+            held_steps: None,
             levels,
             accelerator,
         };
@@ -310,6 +313,9 @@ impl Installation {
             .arg(self.address.to_string())
             .env("RUST_LOG", self.levels)
             .env("CREDENTIALS_DIRECTORY", self.credentials()?);
+        if let Some(directory) = &self.held_steps {
+            command.arg("--hold-steps").arg(directory);
+        }
         let mut server = Process::start(&mut command, &self.path("server.log"))?;
         eventually("the server answers", || {
             let answered = self.try_vmseal(&["host", "list"]).is_ok_and(|o| o.status.success());
@@ -333,6 +339,17 @@ impl Installation {
         }
         std::fs::write(&file, PASSPHRASE)?;
         std::fs::set_permissions(&file, Permissions::from_mode(0o400))?;
+        Ok(directory)
+    }
+
+    /// Starts the server again; it holds each step of a task, before and after it is done, until a file named after the task is
+    /// removed from the directory that is returned ([`crate::held_steps`]).
+    pub fn hold_steps(&mut self) -> anyhow::Result<PathBuf> {
+        let directory = self.path("held-steps");
+        std::fs::create_dir(&directory)?;
+        self.held_steps = Some(directory.clone());
+        self.kill_server();
+        self.start_server()?;
         Ok(directory)
     }
 

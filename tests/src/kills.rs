@@ -33,7 +33,8 @@ impl Victim {
         [Self::Agent, Self::Filter, Self::Server][round % 3]
     }
 
-    fn kill(self, here: &mut Installation, vm: &str) {
+    /// Kills it, and starts it again.
+    pub fn kill(self, here: &mut Installation, vm: &str) {
         match self {
             Self::Agent => {
                 here.kill_agent();
@@ -101,6 +102,19 @@ fn begun(here: &Installation, command: &[&str], milliseconds: u64) -> String {
     let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
     sleep(Duration::from_millis(milliseconds));
     task["id"].as_str().unwrap().to_owned()
+}
+
+/// Checks that a VM goes on after an operation was disturbed, and repeats an operation that failed.
+pub fn retried(here: &Installation, vm: &str, operation: &[&str], ended: &Output) {
+    disks_are_served(here, vm);
+    let shown = here.vm(vm).unwrap();
+    let goes_on =
+        ["running", "suspended", "suspending"].iter().any(|power| shown["power"] == *power);
+    assert!(goes_on, "{operation:?}: {}: {}", shown["power"], shown["stopped"]);
+    if !ended.status.success() {
+        eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&ended.stderr));
+        here.vmseal(operation).unwrap();
+    }
 }
 
 /// Waits until the disks of a running VM are served.

@@ -38,6 +38,7 @@ pub mod firmware_shell;
 pub mod first_boot;
 pub mod guest;
 pub mod header;
+pub mod held_steps;
 pub mod installation;
 pub mod kills;
 pub mod network;

@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::process::Output;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::eventually;
 use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, disks_are_served, during, during_which};
+use vmseal_tests::kills::{Victim, console_again, during, during_which, retried};
 
 const VM: &str = "web";
 
@@ -25,25 +24,12 @@ const SLOWLY: u32 = 40;
 /// How long an outage of a cluster lasts: longer than it takes to notice.
 const LASTS: Duration = Duration::from_secs(5);
 
-/// Checks that the VM goes on after an operation was disturbed, and repeats an operation that failed.
-fn retried(here: &Installation, operation: &[&str], ended: &Output) {
-    disks_are_served(here, VM);
-    let shown = here.vm(VM).unwrap();
-    let goes_on =
-        ["running", "suspended", "suspending"].iter().any(|power| shown["power"] == *power);
-    assert!(goes_on, "{operation:?}: {}: {}", shown["power"], shown["stopped"]);
-    if !ended.status.success() {
-        eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&ended.stderr));
-        here.vmseal(operation).unwrap();
-    }
-}
-
 /// Begins it, kills something meanwhile, and does it again if it was undone.
 fn amid_a_kill(here: &mut Installation, operation: &[&str], victim: Victim) {
     let milliseconds = fastrand::u64(0..LATEST_KILL);
     eprintln!("{operation:?}: {victim:?} is killed after {milliseconds} ms");
     let ended = during(here, VM, operation, victim, milliseconds);
-    retried(here, operation, &ended);
+    retried(here, VM, operation, &ended);
 }
 
 /// A directory; its path.
@@ -167,7 +153,7 @@ fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile(
         let milliseconds = fastrand::u64(0..LATEST_KILL);
         eprintln!("{operation:?}: {outage:?} after {milliseconds} ms");
         let ended = during_which(here, operation, milliseconds, || outage.happen(&ceph));
-        retried(here, operation, &ended);
+        retried(here, VM, operation, &ended);
     }
     here.wait_power(VM, "suspended").unwrap();
     here.vmseal(&["vm", "resume", VM]).unwrap();

@@ -355,8 +355,8 @@ pub fn check_guest_command(command: &GuestCommand) -> Result<(), Problem> {
 
 /// The filter that kept the bitmaps has died, and no other one serves yet.
 #[must_use]
-pub fn bitmaps_lost(spec: &VmSpec) -> Problem {
-    let what = "waits for another filter (alarm 'disks-down'): the dirty bitmaps of its disks are lost with the last one";
+pub fn bitmaps_wait(spec: &VmSpec) -> Problem {
+    let what = "waits for another filter (alarm 'disks-down'): its disks have the dirty bitmaps again that they had when it serves them";
     wrong_state(spec, what)
 }
 

@@ -85,6 +85,7 @@ impl Host {
     async fn agent(&self) -> RealHost {
         let options = AgentOptions {
             run_dir: self.path("run"),
+            state_dir: self.path("state"),
             filter: "/bin/true".into(),
             qemu: self.path("qemu"),
             transfer_directories: Vec::new(),

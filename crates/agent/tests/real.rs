@@ -60,6 +60,7 @@ impl Bench {
     async fn agent_that_retries_for(&self, filter_restart_timeout: Duration) -> Arc<dyn HostAgent> {
         let options = AgentOptions {
             run_dir: self.path("run"),
+            state_dir: self.path("state"),
             filter: filter(),
             qemu: "qemu-system-x86_64".into(),
             transfer_directories: vec![self.directory.path().to_owned()],
@@ -594,6 +595,7 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
     bench.nothing_runs();
     let second = RealHost::start(AgentOptions {
         run_dir: bench.path("run"),
+        state_dir: bench.path("state"),
         filter: filter(),
         qemu: "qemu-system-x86_64".into(),
         transfer_directories: Vec::new(),

@@ -16,7 +16,7 @@ pub enum BitmapError {
     Exists(String),
     /// There is no bitmap of that name.
     #[error(
-        "there is no bitmap '{0}'; it is lost when the filter of its VM ends: make a full backup, and start one"
+        "there is no bitmap '{0}'; it ends when others write to its disk, and when the host does: make a full backup, and start one"
     )]
     Unknown(String),
     /// The disk has the maximum number of bitmaps.
@@ -85,6 +85,62 @@ pub fn check<'a>(
             Err(BitmapError::Unknown(name.into()))
         }
         _ => Ok(()),
+    }
+}
+
+/// The file that keeps the bitmaps of a disk from one filter to the next. Numbers are of 64 bits, in the machine's byte order, at
+/// multiples of their length.
+///
+/// ```text
+///    0  magic | 8  the disk's size in bytes | 16  the granule, as a power of 2
+///   64  for each of the 4 bitmaps, 128 bytes: in use 0 or 1 | since, in microseconds from 1970 on | the name's length | the name
+/// 4096  for each of them: a bit for each granule, 1 if it is dirty, in words of 64 bits, the lowest first; up to a multiple of 4096
+/// ```
+pub mod file {
+    use crate::filter::BITMAPS_MAX;
+
+    /// Its first bytes.
+    pub const MAGIC: [u8; 8] = *b"vmsealbm";
+
+    /// Where the disk's size is.
+    pub const SIZE_AT: usize = 8;
+
+    /// Where the granule is.
+    pub const SHIFT_AT: usize = 16;
+
+    /// The length of all but the bits, in bytes.
+    pub const HEADER: usize = 4096;
+
+    /// Where, in a slot, it is said that it has a bitmap.
+    pub const IN_USE_AT: usize = 0;
+
+    /// Where, in a slot, it is said since when.
+    pub const SINCE_AT: usize = 8;
+
+    /// Where, in a slot, the length of its name is.
+    pub const NAME_LENGTH_AT: usize = 16;
+
+    /// Where, in a slot, its name is.
+    pub const NAME_AT: usize = 24;
+
+    /// Where a slot begins.
+    #[must_use]
+    pub const fn slot_at(slot: usize) -> usize {
+        64 + slot * 128
+    }
+
+    /// How much room the bits of a slot have that take `bytes`.
+    #[must_use]
+    pub const fn stride(bytes: usize) -> usize {
+        bytes.next_multiple_of(4096)
+    }
+
+    /// Whether a file has any bitmap.
+    #[must_use]
+    pub fn has_any(file: &[u8]) -> bool {
+        let in_use = |slot| file.get(slot_at(slot) + IN_USE_AT..)?.first_chunk().copied();
+        let mut slots = (0..BITMAPS_MAX).filter_map(in_use);
+        file.starts_with(&MAGIC) && slots.any(|word| u64::from_ne_bytes(word) == 1)
     }
 }
 

@@ -54,7 +54,7 @@ pub struct ControlPlane {
 
 impl ControlPlane {
     /// Starts it: it monitors the hosts, resumes the tasks, renews its certificate and deletes events older than
-    /// `keep_events_days`. Credentials are in `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
+    /// `keep_events_days`. `hold_steps` is for tests ([`Engine::holding_steps`]). Credentials are in `credentials_dir` (systemd's `$CREDENTIALS_DIRECTORY`).
     ///
     /// # Errors
     /// [`StartError`].
@@ -63,6 +63,7 @@ impl ControlPlane {
         data_dir: &Path,
         credentials_dir: Option<PathBuf>,
         keep_events_days: u32,
+        hold_steps: Option<PathBuf>,
     ) -> Result<Self, StartError> {
         // What a backup left whose server was killed.
         make::sweep(data_dir);
@@ -78,13 +79,14 @@ impl ControlPlane {
         let hosts = Arc::new(hosts);
         let connector = Arc::new(HttpsRemotes);
         let remotes = Arc::new(Remotes::new(Arc::clone(&store), data_dir, connector));
-        let engine = Arc::new(Engine::new(
+        let engine = Engine::new(
             Arc::clone(&store),
             Arc::clone(&providers),
             Arc::clone(&hosts),
             Arc::clone(&remotes),
             Retry::USUAL,
-        ));
+        );
+        let engine = Arc::new(engine.holding_steps(hold_steps));
         engine.resume().await?;
         let renewing =
             tokio::spawn(renew(Arc::clone(&identity), Arc::clone(&authority), Arc::clone(&store)));

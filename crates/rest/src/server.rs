@@ -47,6 +47,8 @@ pub struct ServerOptions {
     pub credentials_dir: Option<PathBuf>,
     /// How many days events are kept.
     pub keep_events_days: u32,
+    /// Where each step of a task is held until its file is removed, for tests.
+    pub hold_steps: Option<PathBuf>,
 }
 
 /// Why the server cannot run.
@@ -95,6 +97,7 @@ impl Server {
             &options.data_dir,
             options.credentials_dir,
             options.keep_events_days,
+            options.hold_steps,
         )
         .await?;
         let tls = TlsAcceptor::from(Arc::new(tls(control.identity())?));

@@ -52,6 +52,7 @@ impl Installation {
             names: Vec::new(),
             credentials_dir: Some(self.directory.path().join("credentials")),
             keep_events_days: vmseal_control::retention::DAYS,
+            hold_steps: None,
         };
         self.server = Some(Server::start(options).await.unwrap());
     }

@@ -1,4 +1,4 @@
-//! Dirty bitmaps: the operations on them, and that none outlives its filter.
+//! Dirty bitmaps: the operations on them, and that they outlive filters, agents, and runs of the VM.
 
 use vmseal_api::filter::{BITMAP_NAME_MAX, BITMAPS_MAX, BitmapChange};
 use vmseal_api::host::HostAgent;

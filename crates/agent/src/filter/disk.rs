@@ -175,6 +175,8 @@ pub enum Work {
         limits: DiskLimits,
         /// The size of the read cache, in bytes.
         cache: Option<u64>,
+        /// What keeps the disk's dirty bitmaps from one filter to the next; none where they end with it.
+        bitmaps: Option<File>,
     },
     /// Serves a guest's firmware over NBD.
     ServeFirmware {
@@ -355,6 +357,12 @@ impl Work {
         cache.map(|bytes| CacheSpec { bytes })
     }
 
+    /// The file that keeps the disk's dirty bitmaps.
+    fn bitmaps(&self) -> Option<&File> {
+        let Self::Serve { bitmaps, .. } = self else { return None };
+        bitmaps.as_ref()
+    }
+
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let merge = match self {
             Self::Merge { lower, lock } => Some((lower, lock)),
@@ -392,7 +400,9 @@ impl Work {
                 (Some(target.as_fd()), format.key().map(AsFd::as_fd))
             }
         };
-        one.into_iter().chain(other).chain(merge).chain(convert).chain(sums.map(AsFd::as_fd))
+        let bitmaps = self.bitmaps().map(AsFd::as_fd);
+        let sums = sums.map(AsFd::as_fd);
+        one.into_iter().chain(other).chain(merge).chain(convert).chain(sums).chain(bitmaps)
     }
 }
 
@@ -483,6 +493,7 @@ impl Disk {
                 .beside
                 .as_ref()
                 .map(|socket| BesideSpec { listen: fd(socket.as_fd()), peer_uid: Some(peer) }),
+            bitmaps: self.work.bitmaps().map(|file| fd(file.as_fd())),
             import: match &self.work {
                 Work::Import { source, format, from } => {
                     Some(ImportSpec { source: fd(source.as_fd()), format: *format, from: *from })
@@ -631,6 +642,7 @@ mod tests {
                 read_only: false,
                 limits,
                 cache: Some(1 << 20),
+                bitmaps: Some(tempfile::tempfile().unwrap()),
             },
             beside: None,
             replica: Some(Replica {
@@ -642,7 +654,7 @@ mod tests {
         };
         assert_eq!(
             disk.descriptors().count(),
-            6,
+            7,
             "the filter lacks a descriptor of its configuration"
         );
         let chain = disk.config(0).chain;

@@ -68,13 +68,15 @@ use crate::storage::timed;
 use crate::storage::transfer::TransferDirectories;
 use crate::vm::state_store::StateStore;
 use crate::vm::vms::Vms;
-use crate::vm::{self, Call, Change, Initial, Shared, Vm};
+use crate::vm::{self, BitmapFiles, Call, Change, Initial, Shared, Vm};
 
 /// The settings of an agent.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
     /// Where sockets and process records are; emptied by a reboot.
     pub run_dir: PathBuf,
+    /// Where is what outlives a reboot.
+    pub state_dir: PathBuf,
     /// The `vmseal-filter` program.
     pub filter: PathBuf,
     /// The QEMU program, by path or name.
@@ -191,6 +193,7 @@ impl RealHost {
             key_box: KeyBox::new()?,
             run_dir,
             died,
+            bitmaps: BitmapFiles::in_state_directory(&options.state_dir),
             transfer,
             users: Users::new(root.then_some(options.uid_base)),
             filter: Arc::new(filter),

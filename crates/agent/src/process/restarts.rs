@@ -73,7 +73,7 @@ impl Restarts {
                 let (count, minutes) = (self.0.len(), WINDOW.as_secs() / 60);
                 let milliseconds = waited.as_millis();
                 let detail = format!(
-                    "{why}. Another one has served the disks since {at:.0}; the guest waited {milliseconds} ms and lost nothing. Dirty bitmaps, where it had any, ended with the last one: make a full backup then. That was {count} of the {RESTARTS_MAX} restarts that are allowed in {minutes} minutes; check the host's kernel log if it was killed for memory"
+                    "{why}. Another one has served the disks since {at:.0}; the guest waited {milliseconds} ms and lost nothing. That was {count} of the {RESTARTS_MAX} restarts that are allowed in {minutes} minutes; check the host's kernel log if it was killed for memory"
                 );
                 (NoticeCode::FilterRestarted, detail)
             }

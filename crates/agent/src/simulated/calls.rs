@@ -373,8 +373,6 @@ impl Inside {
                 known.power = guest.power();
                 known.panics = guest.panics.clone();
                 known.in_use.clone_from(&guest.disks);
-                // Left by an earlier run.
-                self.persisted.bitmaps.remove(&vm);
                 self.persisted.guests.insert(vm, guest);
             }
             Err(problem) => {

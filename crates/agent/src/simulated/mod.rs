@@ -108,7 +108,7 @@ struct Persisted {
     dumps: BTreeSet<DumpId>,
     /// The core dumps that it has written by itself, and whose they are.
     panic_dumps: Vec<(VmId, PanicDump)>,
-    /// The bitmaps of running guests, lost when the filter ends.
+    /// The bitmaps of disks. Nobody else writes to these.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
     copies: Copies,
@@ -452,7 +452,6 @@ impl SimulatedHost {
     pub fn kill_filter(&self, vm: VmId) {
         let now = Instant::now();
         let mut inside = self.inside();
-        inside.persisted.bitmaps.remove(&vm);
         let Some(known) = inside.agent.vms.get_mut(&vm) else { return };
         if known.restarts.died("the simulated filter was killed".to_owned(), now) {
             known.restarts.served(now);

@@ -16,7 +16,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The short timeout.
-const SHORT_TIMEOUT: Duration = Duration::from_secs(2);
+pub const SHORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Places that have not answered yet: no second thread is started for them.
 static SILENT: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());

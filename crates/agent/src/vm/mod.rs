@@ -23,6 +23,7 @@ mod arriving;
 mod arriving_disks;
 mod arriving_parts;
 mod arriving_server;
+mod bitmap_files;
 mod convergence;
 mod converting;
 mod departing_disks;
@@ -91,6 +92,7 @@ use crate::vm::state_store::StateStore;
 
 pub use adopt::adopt;
 pub(crate) use arriving_disks::give_up as give_up_copies;
+pub use bitmap_files::BitmapFiles;
 use left_running::LeftRunning;
 use receiving::Receiving;
 pub(crate) use receiving::expect;
@@ -111,6 +113,8 @@ pub struct Shared {
     pub run_dir: RunDir,
     /// The records of VMs that died.
     pub died: DiedVms,
+    /// The dirty bitmaps of VMs that are off.
+    pub bitmaps: BitmapFiles,
     /// The users that processes run as.
     pub users: Users,
     /// Where images may be imported from and exported to.

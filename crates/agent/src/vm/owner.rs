@@ -535,6 +535,9 @@ impl Owner {
         tracing::info!(%vm, ?reason, detail, "the VM is off");
         metrics::vm_ended(reason);
         self.state = State::Off;
+        if reason != StopReason::Migrated {
+            self.keep_bitmaps().await;
+        }
         self.fail_keeping().await;
         if let Some(next) = self.next.take() {
             self.spec = next;
@@ -631,6 +634,7 @@ impl Owner {
             self.workers.cancel(disk).await;
         }
         self.until_described().await?;
+        self.spec.disks().for_each(|disk| self.shared.bitmaps.forget(disk.disk));
         self.shared.died.forget(self.spec.vm).map_err(internal)
     }
 

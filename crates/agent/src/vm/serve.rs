@@ -1,6 +1,7 @@
 //! The filter of a VM: its disks opened, the process started, and QEMU connected to it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
+use super::bitmap_files::BitmapFiles;
 use super::suspend::Resume;
 use super::{Shared, images, internal};
 use crate::filter::{self, Connection, Control, FilterError, NewLayers};
@@ -84,8 +86,13 @@ pub async fn filter(
     plan: &Arc<Plan>,
     slot: &Slot,
 ) -> Result<(Process, Vec<Notice>), Problem> {
-    let to_open = plan.clone();
-    let opened = spawn_blocking(move || open_disks(&to_open)).await.map_err(internal)??;
+    let (to_open, run, bitmaps) = (plan.clone(), directory.clone(), shared.bitmaps.clone());
+    let open = move || {
+        let opened = open_disks(&to_open)?;
+        let bitmaps = open_bitmaps(&bitmaps, &run, &to_open, &opened)?;
+        Ok::<_, Problem>((opened, bitmaps))
+    };
+    let (opened, mut bitmaps) = spawn_blocking(open).await.map_err(internal)??;
     if !matches!(plan.memory, Memory::Arriving(_)) {
         note_images(directory, plan, &opened)?;
     }
@@ -105,7 +112,10 @@ pub async fn filter(
         // An earlier filter may have used it.
         directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
         let listener = directory.listen(&beside(in_use.socket)).map_err(internal)?;
-        let work = work(directory, disk, in_use, slot, &mut connections).map_err(internal)?;
+        let mut work = work(directory, disk, in_use, slot, &mut connections).map_err(internal)?;
+        if let filter::Work::Serve { bitmaps: of_disk, .. } = &mut work {
+            *of_disk = bitmaps.remove(&disk.disk);
+        }
         let mut served = open.into_disk(disk, work);
         served.shared.key |= plan.shared_out.contains(&disk.disk);
         disks.push(filter::Disk { beside: Some(listener), replica, mirror, ..served });
@@ -151,6 +161,7 @@ fn work(
                 read_only: !disk.role.is_data(),
                 limits: disk.limits,
                 cache: disk.cache,
+                bitmaps: None,
             }
         }
         Attachment::Firmware => filter::Work::ServeFirmware {
@@ -182,6 +193,22 @@ fn open_disks(plan: &Plan) -> Result<Vec<GuestDisk>, Problem> {
             _ => mirror::open_for_guest(spec, disk, facts, kek),
         })
         .collect()
+}
+
+/// The files that keep the dirty bitmaps of disks.
+fn open_bitmaps(
+    kept: &BitmapFiles,
+    directory: &ProcessDir,
+    plan: &Plan,
+    opened: &[GuestDisk],
+) -> Result<BTreeMap<DiskId, File>, Problem> {
+    let arrives = matches!(plan.memory, Memory::Arriving(_));
+    let disks = plan.disks.iter().zip(opened).filter(|((disk, _), _)| disk.role.is_data());
+    let open = |((disk, _), opened): (&(DiskSpec, DiskFacts), &GuestDisk)| {
+        let file = kept.open(directory, disk.disk, &opened.open, arrives);
+        file.map(|file| file.map(|file| (disk.disk, file))).transpose()
+    };
+    disks.filter_map(open).collect()
 }
 
 /// Opens the disks of a plan, with their locks, and has a filter serve them in place of placeholders. Blocks.

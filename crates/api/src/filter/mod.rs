@@ -126,6 +126,10 @@ pub struct DiskConfig {
     /// Serves the disk to others at the same time, read-only, for backups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub beside: Option<BesideSpec>,
+    /// The file that keeps its dirty bitmaps from one filter to the next ([`crate::bitmap::file`]), empty at first; none where they
+    /// end with this filter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmaps: Option<Handle>,
     /// An image to write through the chain once, before anything else happens to the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub import: Option<ImportSpec>,

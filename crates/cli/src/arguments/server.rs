@@ -81,6 +81,9 @@ pub struct RunServer {
     /// The process that started this one: it ends when that one does
     #[arg(long, value_name = "PID", hide = true)]
     pub parent: Option<i32>,
+    /// For tests: each step of a task is held, before and after it is done, until its file in this directory is removed
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub hold_steps: Option<PathBuf>,
 }
 
 #[derive(Args)]

@@ -22,7 +22,7 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
     vmseal_log::start();
     report(hardening);
     let credentials_dir = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
-    let RunServer { data_dir, listen, names, keep_events, parent } = options;
+    let RunServer { data_dir, listen, names, keep_events, parent, hold_steps } = options;
     end_with(parent)?;
     vmseal_rest::serve(ServerOptions {
         data_dir,
@@ -30,6 +30,7 @@ pub async fn server(options: RunServer, hardening: Hardening) -> anyhow::Result<
         names,
         credentials_dir,
         keep_events_days: keep_events,
+        hold_steps,
     })
     .await?;
     Ok(())
@@ -56,6 +57,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
     };
     let host = AgentOptions {
         run_dir: options.run_dir,
+        state_dir: options.state_dir.clone(),
         filter,
         qemu: options.qemu,
         firmware_directory: options.firmware_directory,

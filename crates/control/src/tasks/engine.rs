@@ -2,6 +2,7 @@
 //! each one, [`super::pacing`] has them go slower.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
@@ -17,6 +18,7 @@ use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
 use super::environment::{Environment, Retry};
+use super::held_steps::HeldSteps;
 use super::migrate_vm::watched::migrated;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
@@ -72,6 +74,13 @@ impl Engine {
             running: Mutex::default(),
             pacing: tokio::sync::Mutex::default(),
         }
+    }
+
+    /// The same, which holds each step until its file in a directory is removed ([`super::held_steps`]).
+    #[must_use]
+    pub fn holding_steps(mut self, directory: Option<PathBuf>) -> Self {
+        self.environment.held = directory.map(HeldSteps::in_directory);
+        self
     }
 
     fn running(&self) -> MutexGuard<'_, HashMap<TaskId, Running>> {

@@ -12,6 +12,7 @@ use vmseal_api::model::TaskState;
 use vmseal_api::problem::Problem;
 
 use super::alarms;
+use super::held_steps::HeldSteps;
 use super::limits::Limits;
 use super::run::Context;
 use crate::metrics;
@@ -78,6 +79,8 @@ pub(super) struct Environment {
     pub(super) context: Context,
     pub(super) retry: Retry,
     pub(super) limits: Limits,
+    /// For tests of whole systems.
+    pub(super) held: Option<HeldSteps>,
     #[cfg(test)]
     pub(super) faults: Option<Faults>,
 }
@@ -88,6 +91,7 @@ impl Environment {
             context,
             retry,
             limits: Limits::default(),
+            held: None,
             #[cfg(test)]
             faults: None,
         }

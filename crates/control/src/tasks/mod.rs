@@ -28,6 +28,7 @@ pub mod engine;
 mod environment;
 mod export_disk;
 mod grow_disk;
+mod held_steps;
 mod job;
 mod limits;
 pub(crate) mod migrate_vm;

@@ -37,6 +37,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::environment::{Environment, Retry};
 #[cfg(test)]
 use super::environment::{Fault, FaultPoint};
+use super::held_steps::Moment;
 use super::run::{LiveProgress, Requests, Run, StepError};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use super::waits::{self, FailureKind};
@@ -408,7 +409,13 @@ impl Runner<'_> {
         if let Some(interfered) = self.interfere(run, step, cause, FaultPoint::Before).await? {
             return Ok(interfered);
         }
+        if let Some(held) = &self.environment.held {
+            held.hold(run, step, cause.is_some(), Moment::Before).await;
+        }
         let outcome = perform(run, step, cause).await;
+        if let Some(held) = &self.environment.held {
+            held.hold(run, step, cause.is_some(), Moment::After).await;
+        }
         #[cfg(test)]
         if outcome.is_ok()
             && let Some(interfered) = self.interfere(run, step, cause, FaultPoint::After).await?

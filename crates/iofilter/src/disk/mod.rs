@@ -5,6 +5,7 @@ pub mod current;
 pub mod pacing;
 pub mod status;
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
@@ -54,6 +55,15 @@ impl Disk {
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
         let bitmaps = Arc::new(Bitmaps::new(stack.boundary(0).size));
         Self { stack, read_only, pool_bytes, cipher_time: Arc::default(), bitmaps }
+    }
+
+    /// The same disk, with the dirty bitmaps that a file keeps.
+    ///
+    /// # Errors
+    /// Those of the file.
+    pub fn with_bitmaps_in(self, file: File) -> io::Result<Self> {
+        let bitmaps = Arc::new(Bitmaps::kept_in(file, self.size())?);
+        Ok(Self { bitmaps, ..self })
     }
 
     /// A disk of `size` bytes with no layer but encryption.

@@ -9,11 +9,13 @@
 //! while the change was in flight: every change that lands after the start is marked. A change that
 //! failed is marked too, as parts of it may have been done.
 //!
-//! Bitmaps are kept in memory only. When the process ends they are lost, and nothing is reported as
-//! clean: a client that asks for a missing bitmap gets none.
+//! Bitmaps are in memory. Where the disk has a file for them, that memory is the file's (`kept`): they outlive the process, however
+//! it ends, and the next one goes on with them. Else they end with it, and nothing is reported as clean: a client that asks for a
+//! missing bitmap gets none.
 //!
 //! The queues of a disk mark without locks (`marks`).
 
+mod kept;
 mod marks;
 
 use std::fs::File;
@@ -29,6 +31,7 @@ use vmseal_api::filter::{
     EXTENTS_MAX, Extent,
 };
 
+use self::kept::Kept;
 use self::marks::Marks;
 
 /// The limit for the bitmaps of all disks of the process, in bytes.
@@ -70,6 +73,7 @@ pub struct Bitmaps {
     bytes: usize,
     names: Mutex<[Option<NamedBitmap>; BITMAPS_MAX]>,
     taken: &'static BitmapMemory,
+    kept: Option<Kept>,
 }
 
 impl Bitmaps {
@@ -80,13 +84,41 @@ impl Bitmaps {
         Self::within(size, &TAKEN)
     }
 
+    /// Those that a file keeps of a disk of `size` bytes; none where it is empty or of a disk of another size.
+    ///
+    /// # Errors
+    /// Those of the file.
+    pub fn kept_in(file: File, size: u64) -> io::Result<Self> {
+        let mut bitmaps = Self::new(size);
+        let kept = Kept::open(file, size, bitmaps.granule().trailing_zeros(), bitmaps.bytes)?;
+        bitmaps.go_on_with(&kept);
+        bitmaps.kept = Some(kept);
+        Ok(bitmaps)
+    }
+
     fn within(size: u64, taken: &'static BitmapMemory) -> Self {
         let mut shift = BITMAP_GRANULE.trailing_zeros();
         while marks::bytes(size, shift) > BITMAP_BYTES_MAX {
             shift += 1;
         }
         let (marks, bytes) = (Marks::new(size, shift), marks::bytes(size, shift));
-        Self { marks, bytes, names: Mutex::default(), taken }
+        Self { marks, bytes, names: Mutex::default(), taken, kept: None }
+    }
+
+    /// Has the bitmaps that a file keeps.
+    fn go_on_with(&self, kept: &Kept) {
+        let mut names = self.names();
+        for (slot, named) in names.iter_mut().enumerate() {
+            let Some((name, since)) = kept.noted(slot) else { continue };
+            if !self.taken.take(self.bytes) {
+                // It would not be marked.
+                kept.forget(slot);
+                continue;
+            }
+            self.marks.place(slot, kept.words(slot));
+            self.marks.use_slot(slot);
+            *named = Some(NamedBitmap { name, since, readers: 0 });
+        }
     }
 
     /// The size of a granule, in bytes.
@@ -116,14 +148,26 @@ impl Bitmaps {
         if named.readers > 0 {
             return Err(BitmapError::Read(name.into()));
         }
+        if let Some(kept) = &self.kept {
+            // Who is killed in the middle leaves none, instead of one that is partly clear.
+            kept.forget(slot);
+        }
         if change == BitmapChange::Clear {
             self.marks.clear(slot);
             named.since = Timestamp::now();
+            self.note(slot, named);
         } else {
             self.marks.stop(slot);
             names[slot] = None;
         }
         Ok(())
+    }
+
+    /// Has the file, if there is one, name a bitmap that is marked from now on.
+    fn note(&self, slot: usize, named: &NamedBitmap) {
+        if let Some(kept) = &self.kept {
+            kept.note(slot, &named.name, named.since);
+        }
     }
 
     fn start(
@@ -132,13 +176,23 @@ impl Bitmaps {
         name: &str,
     ) -> Result<(), BitmapError> {
         let slot = names.iter().position(Option::is_none).ok_or(BitmapError::TooMany)?;
-        if !self.marks.is_made(slot) && !self.taken.take(self.bytes) {
+        let made = self.marks.is_made(slot);
+        if !made && !self.taken.take(self.bytes) {
             return Err(BitmapError::Memory);
+        }
+        if let Some(kept) = self.kept.as_ref().filter(|_| !made) {
+            if let Err(error) = kept.reserve(slot) {
+                tracing::warn!(%error, "the file of the dirty bitmaps has no room for another one");
+                self.taken.give(self.bytes);
+                return Err(BitmapError::Memory);
+            }
+            self.marks.place(slot, kept.words(slot));
         }
         self.marks.start(slot);
         // Afterwards: every change after that time is marked.
-        let since = Timestamp::now();
-        names[slot] = Some(NamedBitmap { name: name.into(), since, readers: 0 });
+        let named = NamedBitmap { name: name.into(), since: Timestamp::now(), readers: 0 };
+        self.note(slot, &named);
+        names[slot] = Some(named);
         Ok(())
     }
 
@@ -338,6 +392,43 @@ mod tests {
                 bitmaps.change(name, Remove).unwrap();
             }
         }
+    }
+
+    #[test]
+    fn what_a_killed_process_has_marked_is_dirty_for_the_next_one() {
+        let size = 300 * GRANULE;
+        let file = tempfile::tempfile().unwrap();
+        let open = |size| Arc::new(Bitmaps::kept_in(file.try_clone().unwrap(), size).unwrap());
+        // Nothing is done when a process is killed.
+        let killed = |bitmaps: Arc<Bitmaps>| std::mem::forget(bitmaps);
+
+        let first = open(size);
+        for name in ["one", "two", "gone"] {
+            first.change(name, Start).unwrap();
+        }
+        first.changed(0, 1);
+        first.change("two", Clear).unwrap();
+        first.change("gone", Remove).unwrap();
+        first.changed(299 * GRANULE, GRANULE);
+        let before = first.status();
+        killed(first);
+
+        let second = open(size);
+        assert_eq!(second.status(), before);
+        let one = [(true, GRANULE), (false, 299 * GRANULE), (true, size)];
+        assert_eq!(extents(&second.read("one").unwrap(), size), one);
+        let two = [(false, 299 * GRANULE), (true, size)];
+        assert_eq!(extents(&second.read("two").unwrap(), size), two);
+        second.change("gone", Start).unwrap();
+        second.changed(100 * GRANULE, 1);
+        killed(second);
+
+        let third = open(size);
+        let gone = [(false, 100 * GRANULE), (true, 101 * GRANULE), (false, size)];
+        assert_eq!(extents(&third.read("gone").unwrap(), size), gone);
+        assert_eq!(third.status().len(), 3);
+        killed(third);
+        assert!(open(size + GRANULE).status().is_empty(), "those of a disk of another size");
     }
 
     #[test]

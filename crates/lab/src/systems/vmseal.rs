@@ -77,6 +77,7 @@ impl Vmseal {
             backend: self.backend(place, offset),
             front_end: Some(self.front_end(Handle::Path(place.socket()))),
             beside: None,
+            bitmaps: None,
             import: None,
             export: None,
             merge: None,

@@ -4,8 +4,9 @@
 //!   backup 1: [bitmap 1 starts] ─► snapshot ─► ...        backup 2: [bitmap 2 starts] ─► snapshot ─► bitmap 1 is read ─► ... ─► named: bitmap 1 ends
 //! ```
 //! A bitmap is a hint: who finds none reads the disks. What it says is believed, so it is only ever started just before the
-//! snapshot of its backup is taken, never after that; only its filter keeps it, and it ends with that. What it notes too much, before
-//! the snapshot of its own backup and after that of the next one, is only read. So nothing here fails.
+//! snapshot of its backup is taken, never after that. It goes on with each filter of the disk, as long as nobody else writes to that
+//! ([`crate::vm::bitmap_files`]). What it notes too much, before the snapshot of its own backup and after that of the next one, is only
+//! read. So nothing here fails.
 
 use std::collections::BTreeMap;
 use std::fs::File;

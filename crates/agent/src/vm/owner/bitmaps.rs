@@ -1,5 +1,5 @@
-//! The dirty bitmaps of a disk in use. Its filter alone keeps them: nothing is stored here, so that no bitmap
-//! is reported that was lost with a filter.
+//! The dirty bitmaps of a disk in use. Its filter alone says which there are: none is reported that it does not mark. Files keep them
+//! for the next filter ([`crate::vm::bitmap_files`]).
 
 use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::id::DiskId;
@@ -10,6 +10,7 @@ use super::{Owner, State};
 use crate::filter::{Control, FilterError};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::timed;
 use crate::vm::service::Service;
 use crate::vm::{Reply, internal};
 
@@ -50,9 +51,24 @@ impl Owner {
             return Err(internal("a VM that runs has no processes"));
         };
         if !matches!(running.service, Service::Served(_)) {
-            return Err(rules::bitmaps_lost(&self.spec));
+            return Err(rules::bitmaps_wait(&self.spec));
         }
         Ok((running.control.clone(), rules::disk_of(&self.spec, disk)))
+    }
+}
+
+impl Owner {
+    /// Keeps the bitmaps of a VM whose processes have ended.
+    pub(super) async fn keep_bitmaps(&self) {
+        for disk in self.spec.disks().filter(|disk| disk.role.is_data()) {
+            let (bitmaps, spec, of) =
+                (self.shared.bitmaps.clone(), self.spec.clone(), disk.clone());
+            let directory = self.shared.run_dir.vm(spec.vm);
+            let keep = move || bitmaps.keep(&directory, &spec, &of);
+            if let Err(problem) = timed::quick_call(disk.datastore.location.path(), keep).await {
+                tracing::warn!(disk = %disk.disk, %problem, "the dirty bitmaps of a disk are lost");
+            }
+        }
     }
 }
 

@@ -31,6 +31,7 @@ impl Owner {
         };
         spawn_blocking(others).await.map_err(internal)??;
         replica::delete_with(self.spec.vm, &disk).await?;
+        self.shared.bitmaps.forget(disk.disk);
         self.made.remove(&disk.disk);
         self.exposed_errors.remove(&disk.disk);
         self.exchanged.retain(|notice| notice.disk != Some(disk.disk));

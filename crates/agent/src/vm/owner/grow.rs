@@ -3,9 +3,10 @@
 //! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
 //! size, and then QEMU is told. An agent that ends in between finds the new size on record, or is asked again.
 
-use vmseal_api::host::VmSpec;
+use vmseal_api::host::backup::TRACKING_PREFIX;
+use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
 use crate::rules::exclusion::Action;
@@ -15,6 +16,22 @@ use crate::storage::timed;
 use crate::vm::{images, internal};
 
 impl Owner {
+    /// Refuses where operators have dirty bitmaps of a disk: those of a longer disk would be others. vmseal's own are only hints.
+    async fn has_no_bitmaps(&mut self, disk: &DiskSpec) -> Result<(), Problem> {
+        let Some(running) = self.running() else { return Ok(()) };
+        let status = running.control.status().await.map_err(internal)?;
+        let served = status.disks.iter().find(|served| served.disk == disk.disk);
+        let mut bitmaps = served.into_iter().flat_map(|served| &served.bitmaps);
+        if bitmaps.all(|bitmap| bitmap.name.starts_with(TRACKING_PREFIX)) {
+            return Ok(());
+        }
+        let (vm, name) = (&self.spec.name, &disk.name);
+        let detail = format!(
+            "VM '{vm}' has dirty bitmaps of its disk '{name}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM"
+        );
+        Err(Problem::new(ErrorCode::InUse, detail))
+    }
+
     /// Makes a disk `size` bytes long; one that is, stays so.
     pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
@@ -25,6 +42,7 @@ impl Owner {
         let used = self.running().is_some_and(|running| running.live.disk(disk.disk).is_some());
         if used && disk.size != size {
             self.may_replace_filter().await?;
+            self.has_no_bitmaps(&disk).await?;
         }
         let directory = self.shared.run_dir.vm(self.spec.vm);
         let (spec, of) = (self.spec.clone(), disk.clone());

@@ -8,9 +8,8 @@ use std::pin::pin;
 
 use serde_json::Value;
 use tokio::time::timeout;
-use vmseal_api::filter::{BitmapStatus, DiskStatus};
+use vmseal_api::filter::DiskStatus;
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{Device, DiskSpec, GuestControl, NicSpec, Power, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::NicLink;
@@ -339,7 +338,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Whether the filter can be replaced without a loss: dirty bitmaps and exposures end with it.
+    /// Whether the filter can be replaced without a loss: exposures end with it.
     pub(super) async fn may_replace_filter(&mut self) -> Result<(), Problem> {
         let spec = self.spec.clone();
         if spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
@@ -377,16 +376,6 @@ impl Owner {
                 disk.name
             );
             return Err(refusal(ErrorCode::TimedOut, &spec, &what));
-        }
-        // Those of vmseal's own are only hints.
-        let of_others = |bitmap: &BitmapStatus| !bitmap.name.starts_with(TRACKING_PREFIX);
-        let marked = status.disks.iter().find(|disk| disk.bitmaps.iter().any(of_others));
-        if let Some(disk) = marked.and_then(|disk| spec.disk(disk.disk)) {
-            let name = &disk.name;
-            let what = format!(
-                "has dirty bitmaps of its disk '{name}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM"
-            );
-            return Err(refusal(ErrorCode::InUse, &spec, &what));
         }
         Ok(())
     }

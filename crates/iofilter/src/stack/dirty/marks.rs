@@ -12,6 +12,7 @@
 //! Nothing is locked: slots and their words stay where they are, and one word says which slots are in use.
 //! The caller that starts, clears or stops a bitmap makes sure that no other does so at the same time.
 
+use std::fmt::Debug;
 use std::sync::OnceLock;
 
 use vmseal_api::filter::BITMAPS_MAX;
@@ -21,6 +22,18 @@ use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
 /// Bits per word.
 const WORD: u64 = 64;
 
+/// Where the bits of a slot are.
+pub trait Words: Debug + Send + Sync {
+    /// The word at this index; none beyond the last one.
+    fn word(&self, index: usize) -> Option<&AtomicU64>;
+}
+
+impl Words for Box<[AtomicU64]> {
+    fn word(&self, index: usize) -> Option<&AtomicU64> {
+        self.get(index)
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Marks {
@@ -29,7 +42,7 @@ pub struct Marks {
     /// The slots that are in use, as bits.
     used: AtomicU64,
     /// One bit per granule; made when a slot is first used, and kept.
-    words: [OnceLock<Box<[AtomicU64]>>; BITMAPS_MAX],
+    words: [OnceLock<Box<dyn Words>>; BITMAPS_MAX],
 }
 
 /// The size of one slot's words, in bytes, for a disk of `size` bytes in granules of 2 to the power `shift`.
@@ -70,8 +83,8 @@ impl Marks {
         let (first, last) = (offset >> self.shift, (end - 1) >> self.shift);
         for (slot, words) in self.words.iter().enumerate() {
             let Some(words) = words.get().filter(|_| used & 1 << slot != 0) else { continue };
-            for (index, word) in (first / WORD..=last / WORD).zip(&words[(first / WORD) as usize..])
-            {
+            for index in first / WORD..=last / WORD {
+                let Some(word) = words.word(index as usize) else { break };
                 let from = first.saturating_sub(index * WORD);
                 let until = (last - index * WORD).min(WORD - 1);
                 let mask = (u64::MAX << from) & (u64::MAX >> (WORD - 1 - until));
@@ -89,16 +102,31 @@ impl Marks {
 
     /// Puts a slot into use, all clean. Its words are made if it has none.
     pub fn start(&self, slot: usize) {
-        let clean = || (0..words(self.size, self.shift)).map(|_| AtomicU64::new(0)).collect();
-        self.words[slot].get_or_init(clean);
+        let count = words(self.size, self.shift);
+        let clean = || (0..count).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
+        self.words[slot].get_or_init(|| Box::new(clean()));
         self.clear(slot);
+        self.use_slot(slot);
+    }
+
+    /// Has a slot that was not used yet have its bits there, which has one for each granule.
+    pub fn place(&self, slot: usize, words: Box<dyn Words>) {
+        self.words[slot].get_or_init(|| words);
+    }
+
+    /// Puts a slot into use that has its words, dirty where they say so.
+    pub fn use_slot(&self, slot: usize) {
         self.used.fetch_or(1 << slot, SeqCst);
     }
 
     /// Makes all of it clean.
     pub fn clear(&self, slot: usize) {
-        let words = self.words[slot].get().into_iter().flatten();
-        words.for_each(|word| word.store(0, SeqCst));
+        self.all(slot).for_each(|word| word.store(0, SeqCst));
+    }
+
+    fn all(&self, slot: usize) -> impl Iterator<Item = &AtomicU64> {
+        let words = self.words[slot].get();
+        words.into_iter().flat_map(|words| (0..).map_while(|index| words.word(index)))
     }
 
     /// Takes a slot out of use.
@@ -108,7 +136,7 @@ impl Marks {
 
     /// How much of the disk is in dirty granules of this slot, in bytes.
     pub fn dirty_bytes(&self, slot: usize) -> u64 {
-        let words = self.words[slot].get().into_iter().flatten();
+        let words = self.all(slot);
         let granules: u64 = words.map(|word| u64::from(word.load(SeqCst).count_ones())).sum();
         (granules << self.shift).min(self.size)
     }
@@ -118,7 +146,7 @@ impl Marks {
     pub fn extent(&self, slot: usize, at: u64, end: u64) -> (bool, u64) {
         let Some(words) = self.words[slot].get() else { return (true, end) };
         let word =
-            |granule: u64| words.get((granule / WORD) as usize).map(|word| word.load(SeqCst));
+            |granule: u64| words.word((granule / WORD) as usize).map(|word| word.load(SeqCst));
         let mut granule = at >> self.shift;
         let Some(first) = word(granule) else { return (true, end) };
         let dirty = first >> (granule % WORD) & 1 == 1;

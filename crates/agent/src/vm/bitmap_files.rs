@@ -1,0 +1,264 @@
+//! The files in which the filters of a VM keep the dirty bitmaps of its disks.
+//!
+//! ```text
+//!  the VM runs   <run dir>/vms/<vm>/bitmaps-<disk>   each filter of the guest marks there, and the next one goes on
+//!                   │ its processes have ended         ▲ its first filter is started, the disk's files are as they were left
+//!                   ▼                                  │ (and in any case it is removed here)
+//!  it is off     <state dir>/bitmaps/<disk>          the same, below a line that says how the disk's files were left
+//! ```
+//! What a bitmap calls clean is believed, so one that may lack a change is not offered: another program, or another host, may have
+//! written to the disk while the VM was off, and a host that crashed may have lost marks. The first changes a file's `st_ctime`, of the
+//! second nothing is left here: what is kept is removed, durably, before its VM's first filter is started.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, fstatfs};
+use serde::{Deserialize, Serialize};
+use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::bitmap::file::has_any;
+use vmseal_api::filter::{BITMAP_BYTES_MAX, BITMAPS_MAX};
+use vmseal_api::host::{DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::internal;
+use crate::process::run_dir::ProcessDir;
+use crate::storage::home::Home;
+use crate::storage::layers::{self, Files};
+use crate::storage::locked::Access;
+use crate::storage::opening::Open;
+use crate::storage::timed::SHORT_TIMEOUT;
+
+/// The version of the line.
+const VERSION: u32 = 1;
+
+/// Longer than the clock that file systems take times from goes between two ticks: a file that was written later has a later time.
+const TICK: Duration = Duration::from_millis(20);
+
+/// The longest file of a disk's bitmaps, in bytes, with the line above it: names and identities of a chain of layers.
+const FILE_MAX: u64 = (BITMAPS_MAX * BITMAP_BYTES_MAX) as u64 + (1 << 20);
+
+/// Where the bitmaps of VMs are that are off.
+#[derive(Clone, Debug)]
+pub struct BitmapFiles {
+    directory: PathBuf,
+}
+
+/// How a file of a disk was left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LeftFile {
+    inode: u64,
+    length: u64,
+    /// When it was changed last, in seconds and nanoseconds.
+    changed: (i64, i64),
+}
+
+/// The line above the bitmaps.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Left {
+    version: u32,
+    files: Vec<LeftFile>,
+}
+
+impl BitmapFiles {
+    /// Those in the state directory of this agent.
+    #[must_use]
+    pub fn in_state_directory(state: &Path) -> Self {
+        Self { directory: state.join("bitmaps") }
+    }
+
+    fn path(&self, disk: DiskId) -> PathBuf {
+        self.directory.join(disk.to_string())
+    }
+
+    /// The file for a filter of a VM that runs, or is started: that of the filter before; that which was kept, if the disk, which is
+    /// open, is as it was left; or an empty one. `arrives` says that another host has served the disk since. Blocks.
+    ///
+    /// # Errors
+    /// Those of what was kept: where it stays, it would be believed later.
+    pub fn open(
+        &self,
+        directory: &ProcessDir,
+        disk: DiskId,
+        opened: &Open,
+        arrives: bool,
+    ) -> Result<Option<File>, Problem> {
+        let path = in_run_directory(directory, disk);
+        let kept = self.take(disk).map_err(internal)?;
+        let is_first = !path.exists();
+        let written = match kept.filter(|_| is_first && !arrives) {
+            Some((left, bitmaps)) if is_as_left(opened, &left) => {
+                atomic_file::write(&path, &bitmaps, PRIVATE)
+            }
+            _ => Ok(()),
+        };
+        let options =
+            || OpenOptions::new().read(true).write(true).create(true).mode(PRIVATE).open(&path);
+        match written.and_then(|()| options()) {
+            Ok(file) => Ok(Some(file)),
+            Err(error) => {
+                // Its guest is served all the same.
+                tracing::warn!(%disk, %error, "the dirty bitmaps of a disk end with its filter");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Takes what was kept; it is not there any more.
+    fn take(&self, disk: DiskId) -> io::Result<Option<(Left, Vec<u8>)>> {
+        let path = self.path(disk);
+        let kept = match std::fs::metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Ok(about) if about.len() <= FILE_MAX => std::fs::read(&path),
+            other => other.and(Err(ErrorKind::FileTooLarge.into())),
+        };
+        std::fs::remove_file(&path)?;
+        atomic_file::flush_directory_of(&path)?;
+        let kept = kept.inspect_err(|error| tracing::warn!(%disk, %error, "its bitmaps are lost"));
+        Ok(kept.ok().and_then(|kept| parse(&kept)))
+    }
+
+    /// Keeps the bitmaps of a disk of a VM all of whose processes have ended. Blocks.
+    ///
+    /// # Errors
+    /// Those of the files. `timed-out` where it took so long that others may have written to the disk meanwhile.
+    pub fn keep(
+        &self,
+        directory: &ProcessDir,
+        spec: &VmSpec,
+        disk: &DiskSpec,
+    ) -> Result<(), Problem> {
+        let began = Instant::now();
+        let Ok(bitmaps) = std::fs::read(in_run_directory(directory, disk.disk)) else {
+            return Ok(());
+        };
+        if !has_any(&bitmaps) {
+            return Ok(());
+        }
+        sleep(TICK);
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let Some(image) = home.open_beside_guest(disk.disk)? else { return Ok(()) };
+        let Files { layers, image, own, .. } =
+            layers::open(&home, disk.disk, image, Access::BesideGuest)?;
+        let files = left(own.iter().chain([&image]).chain(&layers)).map_err(internal)?;
+        let Some(files) = files else { return Ok(()) };
+        // Who waits for this has not said yet that the VM is off.
+        if began.elapsed() > SHORT_TIMEOUT {
+            return Err(Problem::new(ErrorCode::TimedOut, "its datastore has answered too late"));
+        }
+        let mut kept = serde_json::to_vec(&Left { version: VERSION, files }).map_err(internal)?;
+        kept.push(b'\n');
+        kept.extend(bitmaps);
+        atomic_file::private_directory(&self.directory).map_err(internal)?;
+        atomic_file::write(&self.path(disk.disk), &kept, PRIVATE).map_err(internal)
+    }
+
+    /// Removes what is kept of a disk that is deleted, or not this host's any more.
+    pub fn forget(&self, disk: DiskId) {
+        if let Err(error) = std::fs::remove_file(self.path(disk))
+            && error.kind() != ErrorKind::NotFound
+        {
+            tracing::warn!(%disk, %error, "the dirty bitmaps of a disk are left");
+        }
+    }
+}
+
+fn in_run_directory(directory: &ProcessDir, disk: DiskId) -> PathBuf {
+    directory.inside(&format!("bitmaps-{disk}"))
+}
+
+fn parse(kept: &[u8]) -> Option<(Left, Vec<u8>)> {
+    let end = kept.iter().position(|byte| *byte == b'\n')?;
+    let left: Left = serde_json::from_slice(&kept[..end]).ok()?;
+    (left.version == VERSION).then(|| (left, kept[end + 1..].to_vec()))
+}
+
+fn is_as_left(opened: &Open, then: &Left) -> bool {
+    let files = opened.shared.own.iter().chain([&opened.file]).chain(&opened.layers);
+    left(files).is_ok_and(|now| now.is_some_and(|now| now == then.files))
+}
+
+/// How files are now; none where a file system does not say when they were changed.
+fn left<'a>(files: impl Iterator<Item = &'a File>) -> io::Result<Option<Vec<LeftFile>>> {
+    files
+        .map(|file| {
+            // The images of a pool of Ceph have the times of their mount.
+            if fstatfs(file)?.filesystem_type() == FUSE_SUPER_MAGIC {
+                return Ok(None);
+            }
+            let about = file.metadata()?;
+            let changed = (about.ctime(), about.ctime_nsec());
+            Ok(Some(LeftFile { inode: about.ino(), length: about.len(), changed }))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::filter::Shared;
+
+    fn opened(image: &Path) -> Open {
+        let file = OpenOptions::new().read(true).write(true).open(image).unwrap();
+        let shared = Shared::default();
+        Open { file, layers: Vec::new(), offset: 0, key: None, notice: None, shared }
+    }
+
+    #[test]
+    fn what_was_kept_is_offered_once_and_only_if_nobody_wrote_to_the_disk() {
+        let root = tempfile::tempdir().unwrap();
+        let (files, disk) = (BitmapFiles::in_state_directory(root.path()), DiskId::new());
+        let image = root.path().join("image");
+        std::fs::write(&image, [0; 4096]).unwrap();
+        let run = crate::process::run_dir::RunDir::open(&root.path().join("run")).unwrap();
+        let vm = run.vm(vmseal_api::id::VmId::new());
+        std::fs::create_dir_all(vm.inside("")).unwrap();
+        let keep = || {
+            sleep(TICK);
+            let now = left([&opened(&image).file].into_iter()).unwrap().expect("no such times");
+            let mut kept = serde_json::to_vec(&Left { version: VERSION, files: now }).unwrap();
+            kept.extend(b"\nmarks");
+            atomic_file::private_directory(&files.directory).unwrap();
+            std::fs::write(files.path(disk), kept).unwrap();
+        };
+        let offered = |arrives| {
+            let file = files.open(&vm, disk, &opened(&image), arrives).unwrap().unwrap();
+            assert!(!files.path(disk).exists(), "what was kept stays, and would be offered again");
+            let mut found = vec![0; 5];
+            let found = file.read_exact_at(&mut found, 0).map(|()| found);
+            found.unwrap_or_default()
+        };
+        let run_ends = || std::fs::remove_file(in_run_directory(&vm, disk)).unwrap();
+
+        keep();
+        assert_eq!(offered(false), b"marks");
+        assert_eq!(offered(false), b"marks", "the next filter of the same run goes on");
+        run_ends();
+        assert_eq!(offered(false), b"", "it is offered once");
+        run_ends();
+
+        keep();
+        assert_eq!(offered(true), b"", "another host has served the disk");
+        run_ends();
+
+        keep();
+        opened(&image).file.write_all_at(b"x", 0).unwrap();
+        assert_eq!(offered(false), b"", "another program has written to the disk");
+        run_ends();
+
+        keep();
+        let copy = root.path().join("copy");
+        std::fs::copy(&image, &copy).unwrap();
+        std::fs::rename(&copy, &image).unwrap();
+        assert_eq!(offered(false), b"", "it is another file");
+    }
+}

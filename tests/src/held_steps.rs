@@ -1,0 +1,96 @@
+//! Processes that die exactly before a step of a task, or after it and before that is recorded.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::installation::Installation;
+use crate::kills::Victim;
+
+/// The longest that a step, or the time between two, may take.
+const STEP_MAX: Duration = Duration::from_secs(300);
+
+/// How often a task that is not held is looked at.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// How a task ended in which something was killed.
+pub struct Ended {
+    /// The step before or after which it was; none where the task has fewer.
+    pub at: Option<String>,
+    /// What `vmseal task wait` says.
+    pub output: Output,
+}
+
+/// Begins a task by a command, kills something at this moment of it, counted from 0 on, before and after each step, and waits until it
+/// has ended. `directory` is that of [`Installation::hold_steps`].
+pub fn killed_at(
+    here: &mut Installation,
+    directory: &Path,
+    vm: &str,
+    command: &[&str],
+    victim: Victim,
+    moment: usize,
+) -> Ended {
+    let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
+    let task = task["id"].as_str().unwrap().to_owned();
+    let file = directory.join(&task);
+    let (mut at, mut seen) = (None, 0);
+    while let Some(step) = next(here, &file, &task) {
+        let is_now = seen == moment;
+        seen += 1;
+        if is_now {
+            eprintln!("{command:?}: {victim:?} is killed at '{}'", step.trim());
+            at = Some(step.trim().to_owned());
+            if let Victim::Server = victim {
+                // Before the file is removed: it would go on.
+                here.kill_server();
+                std::fs::remove_file(&file).unwrap();
+                here.start_server().unwrap();
+                continue;
+            }
+            victim.kill(here, vm);
+        }
+        std::fs::remove_file(&file).unwrap();
+    }
+    Ended { at, output: here.try_vmseal(&["task", "wait", &task]).unwrap() }
+}
+
+/// The step at which a task is held next; none when it has ended.
+fn next(here: &Installation, file: &PathBuf, task: &str) -> Option<String> {
+    let began = Instant::now();
+    let mut looked = Instant::now();
+    loop {
+        if let Ok(step) = std::fs::read_to_string(file) {
+            return Some(step);
+        }
+        if looked.elapsed() > INTERVAL * 10 {
+            looked = Instant::now();
+            let shown = here.json(&["task", "show", task]);
+            if shown.is_ok_and(|shown| !shown["ended"].is_null()) {
+                return None;
+            }
+        }
+        assert!(began.elapsed() < STEP_MAX, "task {task} is at a step for ever");
+        sleep(INTERVAL);
+    }
+}
+
+/// Lets every step of all tasks go on meanwhile that are held in a directory.
+pub fn without_holding<T>(directory: &Path, work: impl FnOnce() -> T) -> T {
+    std::thread::scope(|scope| {
+        let (done, until) = std::sync::mpsc::channel::<()>();
+        scope.spawn(move || {
+            while until.recv_timeout(INTERVAL) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+                    let _ = std::fs::remove_file(entry.path());
+                }
+            }
+        });
+        let worked = work();
+        drop(done);
+        worked
+    })
+}
