@@ -18,6 +18,7 @@ mod filter_and_migration;
 mod filter_program;
 mod firmware;
 mod first_boot;
+mod guest_addresses;
 mod in_place;
 mod init;
 mod kills;
