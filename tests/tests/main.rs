@@ -19,6 +19,7 @@ mod filter_program;
 mod firmware;
 mod first_boot;
 mod held_steps;
+mod guest_addresses;
 mod in_place;
 mod init;
 mod kills;

@@ -570,7 +570,7 @@ pub struct Nic {
     /// The interface of the host that the guest's frames come out of now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// The guest's addresses, as far as its host has seen them.
+    /// The guest's addresses, as far as its host has seen them or its agent says them; a guest can say any.
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<String>))]
     pub addresses: Vec<IpAddr>,

@@ -402,7 +402,7 @@ pub struct NicState {
     /// The interface of the host that the guest's frames come out of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// The guest's addresses, as far as the host has seen them.
+    /// The guest's addresses, as far as the host has seen them or the guest's agent says them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
 }

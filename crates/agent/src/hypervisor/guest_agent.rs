@@ -5,6 +5,11 @@
 //! ```
 //! Each command has a connection of its own, so that an answer that came too late is never taken for that of the next
 //! one. What the guest sends is not trusted: lines and times are bounded, and the text is decoded as data.
+//!
+//! Commands are people's, and wait for each other. A question is vmseal's own: it begins only while there is no command, and
+//! one that comes ends it.
+
+mod interfaces;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,10 +20,13 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, sleep, timeout};
 use vmseal_api::guest::{GuestAnswer, GuestCommand, OUTPUT_MAX};
+use vmseal_api::nic::MacAddress;
 use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::network::addresses::Said;
 
 /// What QEMU calls its end of the port.
 pub const CHARDEV: &str = "guest";
@@ -38,11 +46,18 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(40);
 /// How long a command waits for the one before it.
 const TURN_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The longest that a question may take, with the synchronisation before it.
+const QUESTION_TIMEOUT: Duration = Duration::from_secs(8);
+
 /// The pause between questions whether a program has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The longest line that is taken from a guest, in bytes: more than both outputs in base64.
 const LINE_MAX: usize = 4 * 1024 * 1024;
+
+/// The most that is taken from a guest for a question, in bytes: it is asked again and again, and says some 600 bytes of each
+/// of its interfaces, of which one with containers has hundreds.
+const QUESTION_BYTES_MAX: usize = 512 * 1024;
 
 /// What begins an answer after a synchronisation, and has an agent drop half a line.
 const SENTINEL: u8 = 0xff;
@@ -52,15 +67,33 @@ const SENTINEL: u8 = 0xff;
 pub struct GuestAgent {
     vm: String,
     socket: PathBuf,
-    /// One command at a time, as there is one port.
+    /// One command or question at a time, as there is one port.
     turn: Arc<Mutex<()>>,
+    /// How many commands are executed or wait.
+    commands: Arc<watch::Sender<usize>>,
+}
+
+/// A command that is executed or waits.
+struct Counted<'a>(&'a watch::Sender<usize>);
+
+impl<'a> Counted<'a> {
+    fn new(commands: &'a watch::Sender<usize>) -> Self {
+        commands.send_modify(|count| *count += 1);
+        Self(commands)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
 }
 
 impl GuestAgent {
     /// The agent behind this socket of QEMU's.
     #[must_use]
     pub fn at(vm: &str, socket: PathBuf) -> Self {
-        Self { vm: vm.to_owned(), socket, turn: Arc::default() }
+        Self { vm: vm.to_owned(), socket, turn: Arc::default(), commands: Arc::default() }
     }
 
     /// The same for a VM that may have got another name since it was started.
@@ -76,10 +109,11 @@ impl GuestAgent {
     /// `timed-out` where it is not known whether a command was done; `in-use` while another one is being executed;
     /// `unsupported` for a VM that has no such port; what the agent refuses.
     pub async fn ask(&self, command: GuestCommand) -> Result<GuestAnswer, Problem> {
+        let _counted = Counted::new(&self.commands);
         let Ok(_turn) = timeout(TURN_TIMEOUT, self.turn.lock()).await else {
-            return Err(self.problem(ErrorCode::InUse, "executes another command: wait for it"));
+            return Err(self.in_use());
         };
-        let mut talk = self.connect().await?;
+        let mut talk = self.connect(usize::MAX).await?;
         match command {
             GuestCommand::Ping => {
                 talk.execute("guest-ping", Value::Null).await?;
@@ -99,14 +133,49 @@ impl GuestAgent {
         }
     }
 
-    async fn connect(&self) -> Result<Talk<'_>, Problem> {
+    /// Asks which addresses these cards of its VM have: what it says, in the order of use.
+    ///
+    /// # Errors
+    /// `in-use` where there is a command, or one came meanwhile; `limit-exceeded` where it says too much; `timed-out` or
+    /// `unreachable` where it does not answer; what it refuses.
+    pub async fn addresses(&self, cards: &[MacAddress]) -> Result<Vec<Said>, Problem> {
+        let Ok(_turn) = self.turn.try_lock() else { return Err(self.in_use()) };
+        let question = async {
+            let mut talk = self.connect(QUESTION_BYTES_MAX).await?;
+            let answer = talk.execute("guest-network-get-interfaces", Value::Null).await?;
+            Ok::<_, Problem>(interfaces::addresses(&answer, cards))
+        };
+        tokio::select! {
+            // A command that waits already comes first.
+            biased;
+            () = self.is_commanded() => Err(self.in_use()),
+            asked = timeout(QUESTION_TIMEOUT, question) => asked.unwrap_or_else(|_| {
+                let what = format!("has not answered within {} s", QUESTION_TIMEOUT.as_secs());
+                Err(self.problem(ErrorCode::TimedOut, &what))
+            }),
+        }
+    }
+
+    /// Waits until there is a command.
+    async fn is_commanded(&self) {
+        let mut commands = self.commands.subscribe();
+        // The sender is there as long as this.
+        let _ = commands.wait_for(|count| *count > 0).await;
+    }
+
+    fn in_use(&self) -> Problem {
+        self.problem(ErrorCode::InUse, "executes another command: wait for it")
+    }
+
+    /// Connects, to take at most so many bytes.
+    async fn connect(&self, left: usize) -> Result<Talk<'_>, Problem> {
         let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
             tracing::debug!(%error, "the port of a guest's agent");
             let what =
                 "has no port for a guest agent: an earlier vmseal started it. Stop and start it";
             self.problem(ErrorCode::Unsupported, what)
         })?;
-        let mut talk = Talk { agent: self, stream, read: Vec::new() };
+        let mut talk = Talk { agent: self, stream, read: Vec::new(), left };
         match timeout(SYNC_TIMEOUT, talk.synchronise()).await {
             Ok(Ok(())) => Ok(talk),
             Ok(Err(problem)) => Err(problem),
@@ -131,6 +200,8 @@ struct Talk<'a> {
     stream: UnixStream,
     /// What was read behind the last line.
     read: Vec<u8>,
+    /// How many more bytes are taken.
+    left: usize,
 }
 
 impl Talk<'_> {
@@ -154,7 +225,7 @@ impl Talk<'_> {
 
     /// Drops what is left of earlier commands, on both sides.
     async fn synchronise(&mut self) -> Result<(), Problem> {
-        let id = u64::from(std::process::id()) << 20 | u64::from(rand_bits());
+        let id = u64::from(std::process::id()) << 32 | u64::from(rand_bits());
         self.send(&[SENTINEL], "guest-sync-delimited", json!({ "id": id })).await?;
         loop {
             self.until(SENTINEL).await?;
@@ -185,7 +256,13 @@ impl Talk<'_> {
             let mut chunk = [0; 16 * 1024];
             match self.stream.read(&mut chunk).await {
                 Ok(0) => return Err(self.lost(&std::io::ErrorKind::UnexpectedEof.into())),
-                Ok(count) => self.read.extend_from_slice(&chunk[..count]),
+                Ok(count) => {
+                    self.left = self.left.checked_sub(count).ok_or_else(|| {
+                        let what = "says more than an answer may have";
+                        self.agent.problem(ErrorCode::LimitExceeded, what)
+                    })?;
+                    self.read.extend_from_slice(&chunk[..count]);
+                }
                 Err(error) => return Err(self.lost(&error)),
             }
         }
@@ -243,11 +320,11 @@ impl Talk<'_> {
 }
 
 /// A number that the answer to another connection does not have.
-fn rand_bits() -> u16 {
-    let mut bytes = [0; 2];
+fn rand_bits() -> u32 {
+    let mut bytes = [0; 4];
     // Without random bytes the process id is left, which is enough against a mistake.
     let _ = aws_lc_rs::rand::fill(&mut bytes);
-    u16::from_le_bytes(bytes)
+    u32::from_le_bytes(bytes)
 }
 
 fn ended(status: &Value) -> GuestAnswer {
@@ -275,6 +352,7 @@ fn ended(status: &Value) -> GuestAnswer {
 mod tests {
     use tokio::io::{AsyncBufReadExt, BufReader};
     use tokio::net::UnixListener;
+    use tokio::sync::mpsc;
 
     use super::*;
 
@@ -377,5 +455,43 @@ mod tests {
         let (_directory, agent) = guest(|_, _| Some("x".repeat(LINE_MAX + 64 * 1024)));
         let flood = agent.ask(GuestCommand::Ping).await.unwrap_err();
         assert_eq!(flood.code, ErrorCode::LimitExceeded, "{flood}");
+    }
+
+    fn card() -> MacAddress {
+        "52:54:00:12:34:56".parse().unwrap()
+    }
+
+    #[tokio::test]
+    async fn addresses_are_what_the_guest_says_within_bounds() {
+        let answer = json!({"return": [{
+            "hardware-address": card().to_string(),
+            "ip-addresses": [{"ip-address": "192.0.2.7"}],
+        }]});
+        let (_directory, agent) = guest(move |_, _| Some(answer.to_string()));
+        let said = agent.addresses(&[card()]).await.unwrap();
+        assert_eq!(said, [Said { card: card(), address: [192, 0, 2, 7].into() }]);
+
+        let (_directory, agent) = guest(|_, _| Some("x".repeat(QUESTION_BYTES_MAX + 64 * 1024)));
+        let flood = agent.addresses(&[card()]).await.unwrap_err();
+        assert_eq!(flood.code, ErrorCode::LimitExceeded, "{flood}");
+    }
+
+    #[tokio::test]
+    async fn a_question_gives_way_to_a_command() {
+        let (heard, mut asked) = mpsc::unbounded_channel();
+        let (_directory, agent) = guest(move |command, _| {
+            let _ = heard.send(command.to_owned());
+            (command == "guest-ping").then(|| r#"{"return": {}}"#.to_owned())
+        });
+        let begun = Instant::now();
+        let asks = agent.clone();
+        let question = tokio::spawn(async move { asks.addresses(&[card()]).await });
+        assert_eq!(asked.recv().await.as_deref(), Some("guest-network-get-interfaces"));
+        assert_eq!(agent.ask(GuestCommand::Ping).await.unwrap(), GuestAnswer::Pong);
+        assert_eq!(question.await.unwrap().unwrap_err().code, ErrorCode::InUse);
+        assert!(begun.elapsed() < QUESTION_TIMEOUT, "the command waited for the question");
+        // None begins beside a command.
+        let _turn = agent.turn.lock().await;
+        assert_eq!(agent.addresses(&[card()]).await.unwrap_err().code, ErrorCode::InUse);
     }
 }

@@ -77,9 +77,6 @@ pub async fn takes_filters_at_any_time(qmp: &Qmp) -> Result<bool, QmpError> {
     Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= 9))
 }
 
-/// Whether QEMU has a connection to the filter of a disk.
-///
-/// # Errors
 /// Whether a program in the guest has the port of the guest agent open.
 pub async fn guest_agent_listens(qmp: &Qmp) -> bool {
     let listed = qmp.execute("query-chardev", Value::Null).await.unwrap_or_default();
@@ -87,6 +84,9 @@ pub async fn guest_agent_listens(qmp: &Qmp) -> bool {
     listed.any(|it| it["label"] == guest_agent::CHARDEV && it["frontend-open"] == true)
 }
 
+/// Whether QEMU has a connection to the filter of a disk.
+///
+/// # Errors
 /// QEMU's.
 pub async fn has_connection(qmp: &Qmp, socket: u32) -> Result<bool, QmpError> {
     let listed = qmp.execute("query-chardev", Value::Null).await?;

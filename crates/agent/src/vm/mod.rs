@@ -30,6 +30,7 @@ mod departing_disks;
 mod departing_parts;
 mod dumping;
 mod exposed;
+mod guest_addresses;
 mod images;
 mod left_running;
 mod merging;

@@ -404,6 +404,7 @@ impl Owner {
                 request_id::during(self.request.clone(), self.sending(event)).await;
             }
             Event::Process(ProcessEvent::PanicDumped(dumped)) => self.panic_dumped(dumped).await,
+            Event::Process(ProcessEvent::Addresses) => self.note_addresses(),
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::ShutdownTimedOut => {
@@ -424,6 +425,7 @@ impl Owner {
                     self.troubles = running.look_after(&self.spec).await;
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
+                self.ask_for_addresses();
                 self.restarts.forget(Instant::now().into_std());
                 self.serve_again();
                 self.note_missing_devices().await;

@@ -11,6 +11,7 @@ use vmseal_api::host::{Notice, NoticeCode, StopReason, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use super::guest_addresses::GuestAddresses;
 use super::panicking::PanicDumping;
 use super::sending::{Sending, SendingEvent};
 use super::serve::stays_connected;
@@ -20,7 +21,7 @@ use super::tpm::Tpm;
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
 use crate::hypervisor::guest_agent::GuestAgent;
-use crate::hypervisor::network::neighbours;
+use crate::hypervisor::network::addresses;
 use crate::hypervisor::qemu;
 use crate::hypervisor::qmp::{Event, Qmp, ShutdownReason};
 use crate::process::live::Live;
@@ -45,6 +46,8 @@ pub struct Running {
     pub events: mpsc::Receiver<Event>,
     pub console: Console,
     pub guest: GuestAgent,
+    /// The addresses that its guest says it has.
+    pub addresses: GuestAddresses,
     pub control: Control,
     pub tpm: Tpm,
     /// Released when the processes are gone.
@@ -106,6 +109,8 @@ pub enum ProcessEvent {
     Sending(SendingEvent),
     /// The core dump of a guest that panicked is written or is not, for people.
     PanicDumped(String),
+    /// The guest has said its addresses, or will not.
+    Addresses,
     /// QEMU reports something.
     Reported(Event),
     /// The connection to QEMU's monitor ended; QEMU ends, or must be ended.
@@ -158,6 +163,7 @@ impl Running {
             }
             event = self.service.next() => ProcessEvent::Service(event),
             exit = self.tpm.ended() => ProcessEvent::TpmEnded(exit),
+            () = self.addresses.answered() => ProcessEvent::Addresses,
         }
     }
 
@@ -295,11 +301,25 @@ impl Running {
         Ok(())
     }
 
+    /// Begins to ask the guest for its addresses, by its agent, where it is time to.
+    pub fn ask_for_addresses(&mut self, agent: GuestAgent, spec: &VmSpec) {
+        let cards = addresses::cards(spec, &self.live.nics);
+        // A guest that stands still does not answer.
+        if !cards.is_empty() && !self.panicked && self.addresses.are_due() {
+            self.addresses.ask(agent, Arc::clone(&self.qmp), cards);
+        }
+    }
+
+    /// Notes the addresses of the guest that are known now.
+    pub fn note_addresses(&mut self, spec: &VmSpec) {
+        addresses::note(spec, &mut self.live.nics, self.addresses.said());
+    }
+
     /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
     /// that another one can replace it.
     pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
         self.directory.bound_logs();
-        neighbours::note(spec, &mut self.live.nics);
+        self.note_addresses(spec);
         let Service::Served(filter) = &self.service else { return Vec::new() };
         let Ok(status) = self.control.status().await else { return Vec::new() };
         let live = &self.live;

@@ -13,6 +13,7 @@ use vmseal_api::id::NicId;
 use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::guest_addresses::GuestAddresses;
 use super::panicking::{self, PANICKED};
 use super::placing;
 use super::running::{QemuEnd, Running};
@@ -169,6 +170,7 @@ pub async fn boot(
         events,
         console,
         guest: guest_of(directory, spec),
+        addresses: GuestAddresses::default(),
         control,
         tpm,
         slot,
@@ -329,6 +331,7 @@ pub async fn reconnect(
         events,
         console,
         guest: guest_of(directory, spec),
+        addresses: GuestAddresses::default(),
         control,
         tpm,
         slot,

@@ -185,18 +185,20 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
             );
             return Err(Ended::new(Exit::Failed, message).into());
         }
-        let at = ssh::find(&vm);
-        if let Some(at) = at
-            && tokio::task::spawn_blocking(move || ssh::answers(at)).await?
-        {
+        let places = ssh::places(&vm.nics);
+        if ssh::answering(&places).await.is_some() {
             return Ok(vm);
         }
         if begun.elapsed() > timeout {
-            let what = match at {
-                Some(at) => format!(
+            let what = match &places[..] {
+                [] => ssh::NOT_KNOWN.to_owned(),
+                [at] => format!(
                     "nothing answers as an SSH server at {at} (if its host is another machine, forward the port there to an address of its own)"
                 ),
-                None => "no address of it is known".to_owned(),
+                several => {
+                    let all: Vec<_> = several.iter().map(ToString::to_string).collect();
+                    format!("nothing answers as an SSH server at any of {}", all.join(", "))
+                }
             };
             let message =
                 format!("VM '{name}' runs, but {what}; look at it: vmseal vm console {name}");

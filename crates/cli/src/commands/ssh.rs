@@ -4,8 +4,7 @@
 //! forwarded ports are used again by other VMs, and the user's own `known_hosts` is left alone.
 
 use std::ffi::OsString;
-use std::io::Read;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,12 +12,16 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::id::VmId;
 use vmseal_api::model::Vm;
-use vmseal_api::nic::Protocol;
+use vmseal_api::nic::{Nic, Protocol};
 
 use crate::arguments::Ssh;
 use crate::connection;
@@ -32,6 +35,12 @@ pub const USER: &str = "debian";
 
 /// How long a guest may take to answer one connection.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What is said where no place is known, with where places come from.
+pub const NOT_KNOWN: &str = "no address of it is known (on a bridge or a tap qemu-guest-agent in the guest says it; a card 'user' needs forward=tcp:22)";
+
+/// The most addresses of a VM that are tried: a guest can say any, and they are connected to from here.
+const PLACES_MAX: usize = 8;
 
 /// What SSH servers say first (RFC 4253).
 const BANNER: &[u8; 4] = b"SSH-";
@@ -50,7 +59,7 @@ pub async fn run(server: &ServerClient, options: Ssh) -> anyhow::Result<()> {
     let (address, port) = match &options.address {
         Some(address) => (address.clone(), options.port),
         None => {
-            let found = endpoint(&vm)?;
+            let found = endpoint(&vm).await?;
             (found.ip().to_string(), found.port())
         }
     };
@@ -100,24 +109,30 @@ fn arguments(
 }
 
 /// Where the SSH server of a running VM is reached: at a forwarded port, else at an address of its own.
-pub fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
+async fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
     if vm.power != Some(Power::Running) {
         let message = format!("VM '{0}' does not run: start it (vmseal vm start {0})", vm.name);
         return Err(Ended::new(Exit::Conflict, message).into());
     }
-    find(vm).ok_or_else(|| {
-        let message = if vm.nics.is_empty() {
-            format!("VM '{}' has no network card: use vmseal vm console {0}", vm.name)
-        } else {
-            format!("no address of VM '{}' is known yet: wait for it, or give --address", vm.name)
-        };
-        Ended::new(Exit::NoAnswer, message).into()
-    })
+    let places = places(&vm.nics);
+    match places[..] {
+        [] => {
+            let message = if vm.nics.is_empty() {
+                format!("VM '{}' has no network card: use vmseal vm console {0}", vm.name)
+            } else {
+                format!("VM '{}': {NOT_KNOWN}; wait for it, or give --address", vm.name)
+            };
+            Err(Ended::new(Exit::NoAnswer, message).into())
+        }
+        // ssh says itself why it does not get there.
+        [one] => Ok(one),
+        [first, ..] => Ok(answering(&places).await.unwrap_or(first)),
+    }
 }
 
-/// The same; none where nothing is known.
-pub fn find(vm: &Vm) -> Option<SocketAddr> {
-    let forwards = vm.nics.iter().flat_map(|nic| &nic.forwards);
+/// Where the SSH server of a VM may be: at a forwarded port, else at the addresses of its own, in their order.
+pub fn places(nics: &[Nic]) -> Vec<SocketAddr> {
+    let forwards = nics.iter().flat_map(|nic| &nic.forwards);
     let mut to_ssh =
         forwards.filter(|it| it.protocol == Protocol::Tcp && it.guest_port == SSH_PORT);
     if let Some(forward) = to_ssh.find(|it| it.host_port != 0) {
@@ -126,22 +141,40 @@ pub fn find(vm: &Vm) -> Option<SocketAddr> {
             IpAddr::V6(any) if any.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
             one => one,
         };
-        return Some(SocketAddr::new(address, forward.host_port));
+        return vec![SocketAddr::new(address, forward.host_port)];
     }
-    let address = vm.nics.iter().flat_map(|nic| &nic.addresses).next()?;
-    Some(SocketAddr::new(*address, SSH_PORT))
+    let addresses = nics.iter().flat_map(|nic| &nic.addresses);
+    // Which of this machine's links an address of IPv6 for a link is on, nobody knows.
+    let reached = addresses.filter(|address| match address {
+        IpAddr::V4(_) => true,
+        IpAddr::V6(address) => !address.is_unicast_link_local(),
+    });
+    reached.map(|address| SocketAddr::new(*address, SSH_PORT)).take(PLACES_MAX).collect()
+}
+
+/// The first of these places at which an SSH server answers.
+pub async fn answering(places: &[SocketAddr]) -> Option<SocketAddr> {
+    let mut asked = JoinSet::new();
+    for &at in places {
+        asked.spawn(async move { answers(at).await.then_some(at) });
+    }
+    while let Some(answer) = asked.join_next().await {
+        if let Ok(Some(at)) = answer {
+            return Some(at);
+        }
+    }
+    None
 }
 
 /// Whether an SSH server answers there. A forwarded port takes connections before there is one.
-pub fn answers(at: SocketAddr) -> bool {
-    let begins = || -> std::io::Result<bool> {
-        let mut stream = TcpStream::connect_timeout(&at, ANSWER_TIMEOUT)?;
-        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+async fn answers(at: SocketAddr) -> bool {
+    let begins = async {
+        let mut stream = timeout(ANSWER_TIMEOUT, TcpStream::connect(at)).await??;
         let mut first = [0; BANNER.len()];
-        stream.read_exact(&mut first)?;
-        Ok(first == *BANNER)
+        timeout(ANSWER_TIMEOUT, stream.read_exact(&mut first)).await??;
+        Ok::<_, std::io::Error>(first == *BANNER)
     };
-    begins().unwrap_or(false)
+    begins.await.unwrap_or(false)
 }
 
 /// Where the keys of guests are, and who logs in to them.
@@ -207,6 +240,9 @@ mod tests {
     use std::io::Write;
     use std::net::TcpListener;
 
+    use vmseal_api::id::NicId;
+    use vmseal_api::nic::{NicBackend, NicLink, NicModel, PortForward};
+
     use super::*;
 
     #[test]
@@ -225,8 +261,8 @@ mod tests {
         assert_eq!(files(stays).each_ref().map(left), [true, true]);
     }
 
-    #[test]
-    fn a_server_is_there_when_it_says_so_and_not_when_it_takes_connections() {
+    #[tokio::test]
+    async fn a_server_is_there_when_it_says_so_and_not_when_it_takes_connections() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = listener.local_addr().unwrap();
         let said = std::thread::spawn(move || {
@@ -234,9 +270,53 @@ mod tests {
                 listener.accept().unwrap().0.write_all(text.as_bytes()).unwrap();
             }
         });
-        assert_eq!([answers(at), answers(at), answers(at)], [false, false, true]);
+        let answered = [answers(at).await, answers(at).await, answers(at).await];
+        assert_eq!(answered, [false, false, true]);
         said.join().unwrap();
-        assert!(!answers(at), "nobody listens any more");
+        assert!(!answers(at).await, "nobody listens any more");
+    }
+
+    #[tokio::test]
+    async fn of_several_addresses_the_one_is_taken_that_answers() {
+        let [silent, speaks] = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let places = [&silent, &speaks].map(|listener| listener.local_addr().unwrap());
+        let said = std::thread::spawn(move || {
+            speaks.accept().unwrap().0.write_all(b"SSH-2.0-x\r\n").unwrap();
+        });
+        assert_eq!(answering(&places).await, Some(places[1]));
+        said.join().unwrap();
+        assert_eq!(answering(&[]).await, None);
+    }
+
+    #[test]
+    fn places_are_a_forwarded_port_or_addresses_of_either_kind() {
+        let mut nic = Nic {
+            id: NicId::new(),
+            name: "lan".to_owned(),
+            mac: "52:54:00:12:34:56".parse().unwrap(),
+            model: NicModel::Virtio,
+            backend: NicBackend::Bridge { bridge: "br0".to_owned() },
+            link: NicLink::Up,
+            forwards: Vec::new(),
+            interface: Some("vmseal0".to_owned()),
+            addresses: Vec::new(),
+        };
+        let shown = |nic: &Nic| {
+            let places = places(std::slice::from_ref(nic));
+            places.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(shown(&nic), [""; 0]);
+        nic.addresses = ["fe80::1", "10.0.0.7", "fd00::7"].map(|it| it.parse().unwrap()).to_vec();
+        assert_eq!(shown(&nic), ["10.0.0.7:22", "[fd00::7]:22"]);
+        nic.addresses = (0..99).map(|last| IpAddr::from([10, 0, 0, last])).collect();
+        assert_eq!(shown(&nic).len(), PLACES_MAX);
+        nic.forwards = vec![PortForward {
+            protocol: Protocol::Tcp,
+            host_address: Ipv4Addr::UNSPECIFIED,
+            host_port: 2222,
+            guest_port: SSH_PORT,
+        }];
+        assert_eq!(shown(&nic), ["127.0.0.1:2222"]);
     }
 
     #[test]

@@ -7,10 +7,11 @@
 //! ```
 //! QEMU opens nothing of them itself, and has no right to: see docs/network.md and docs/decisions/083.
 
+pub(crate) mod addresses;
 pub(crate) mod announce;
 pub(crate) mod backlog;
 mod forwards;
-pub(crate) mod neighbours;
+mod neighbours;
 mod tap;
 
 use std::fs::{File, OpenOptions};

@@ -1,10 +1,8 @@
 //! Which addresses guests have, as far as the host has exchanged packets with them: the kernel's table of neighbours.
-//! A guest may claim any address there; it is shown, and nothing is decided by it.
 
 use std::fs;
 use std::net::IpAddr;
 
-use vmseal_api::host::{NicState, VmSpec};
 use vmseal_api::nic::MacAddress;
 
 /// The table of IPv4's neighbours (proc(5)).
@@ -13,24 +11,13 @@ const TABLE: &str = "/proc/net/arp";
 /// An entry that is known to be so (ATF_COM of linux/if_arp.h).
 const COMPLETE: u32 = 0x2;
 
-/// The most addresses of a card that are shown.
-const ADDRESSES_MAX: usize = 16;
-
-/// Notes the addresses of the cards of a VM that runs.
-pub fn note(spec: &VmSpec, states: &mut [NicState]) {
-    if !states.iter().any(|state| state.interface.is_some()) {
-        return;
-    }
-    let table = fs::read_to_string(TABLE).unwrap_or_default();
-    for state in states.iter_mut().filter(|state| state.interface.is_some()) {
-        let nic = spec.nics().find(|nic| nic.nic == state.nic);
-        if let Some(nic) = nic {
-            state.addresses = addresses(&table, nic.mac);
-        }
-    }
+/// The table as it is now.
+pub fn table() -> String {
+    fs::read_to_string(TABLE).unwrap_or_default()
 }
 
-fn addresses(table: &str, mac: MacAddress) -> Vec<IpAddr> {
+/// The addresses that a table has for a card, in order.
+pub fn addresses(table: &str, mac: MacAddress) -> Vec<IpAddr> {
     let mut found: Vec<IpAddr> = table
         .lines()
         .skip(1)
@@ -45,7 +32,6 @@ fn addresses(table: &str, mac: MacAddress) -> Vec<IpAddr> {
         .collect();
     found.sort_unstable();
     found.dedup();
-    found.truncate(ADDRESSES_MAX);
     found
 }
 

@@ -1,11 +1,11 @@
-//! What reaches into a running guest: its screen, and its agent.
+//! What reaches into a running guest: its screen, and its agent, which also says its addresses.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream as StdStream;
 
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
-use vmseal_api::host::ConsoleStream;
+use vmseal_api::host::{ConsoleStream, Power};
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -31,6 +31,24 @@ impl Owner {
     /// The way to the guest's agent; the caller waits for it without the owner.
     pub(super) fn guest_agent(&self) -> Result<GuestAgent, Problem> {
         Ok(self.reach(Action::Guest)?.guest.clone().called(&self.spec.name))
+    }
+
+    /// Begins to ask a guest that runs for its addresses, where it is time to; its answer is an event.
+    pub(super) fn ask_for_addresses(&mut self) {
+        if self.power() != Power::Running {
+            return;
+        }
+        let Ok(agent) = self.guest_agent() else { return };
+        if let State::Running(running) = &mut self.state {
+            running.ask_for_addresses(agent, &self.spec);
+        }
+    }
+
+    /// Notes the addresses of the guest, which has said them.
+    pub(super) fn note_addresses(&mut self) {
+        if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
+            running.note_addresses(&self.spec);
+        }
     }
 
     /// A new connection to the guest's screen.
