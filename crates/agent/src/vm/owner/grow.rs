@@ -3,20 +3,31 @@
 //! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
 //! size, and then QEMU is told. An agent that ends in between finds the new size on record, or is asked again.
 
+use std::fs::File;
+
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::Owner;
+use crate::process::run_dir::ProcessDir;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::storage::grow::{Holder, grow};
+use crate::storage::grow::{Growth, Holder};
 use crate::storage::timed;
 use crate::vm::{images, internal};
 
+/// Checks that a file is the image that the guest's filter has.
+fn check_file(growth: &Growth, directory: &ProcessDir, file: &File) -> Result<(), Problem> {
+    match growth.holder {
+        Holder::Filter => images::check(directory, &[(&growth.disk, file)]),
+        Holder::Nobody => Ok(()),
+    }
+}
+
 impl Owner {
-    /// Makes a disk `size` bytes long; one that is, stays so.
-    pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+    /// Checks that a disk may grow, as far as that can be told without its image.
+    async fn may_grow(&mut self, disk: DiskId, size: u64) -> Result<Growth, Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
         self.situation().may(Action::GrowDisk, Some(&disk))?;
         let facts = self.facts(&disk);
@@ -26,17 +37,26 @@ impl Owner {
         if used && disk.size != size {
             self.may_replace_filter().await?;
         }
-        let directory = self.shared.run_dir.vm(self.spec.vm);
-        let (spec, of) = (self.spec.clone(), disk.clone());
         let holder = if used { Holder::Filter } else { Holder::Nobody };
+        Ok(Growth { spec: self.spec.clone(), disk, facts, size, holder })
+    }
+
+    /// Checks that a disk could be made `size` bytes long now.
+    pub(super) async fn examine_growth(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let growth = self.may_grow(disk, size).await?;
+        let directory = self.shared.run_dir.vm(self.spec.vm);
+        let path = growth.disk.datastore.location.path().to_owned();
+        let look = move || growth.examine(|file| check_file(&growth, &directory, file));
+        timed::call(&path, look).await
+    }
+
+    /// Makes a disk `size` bytes long; one that is, stays so.
+    pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let growth = self.may_grow(disk, size).await?;
+        let (disk, used) = (growth.disk.clone(), growth.holder == Holder::Filter);
+        let directory = self.shared.run_dir.vm(self.spec.vm);
         let path = disk.datastore.location.path().to_owned();
-        let growing = move || {
-            let same = |file: &std::fs::File| match holder {
-                Holder::Filter => images::check(&directory, &[(&of, file)]),
-                Holder::Nobody => Ok(()),
-            };
-            grow(&spec, &of, &facts, size, holder, same)
-        };
+        let growing = move || growth.make(|file| check_file(&growth, &directory, file));
         timed::call(&path, growing).await?;
         let longer = |spec: &VmSpec| {
             let mut spec = spec.clone();
