@@ -114,8 +114,11 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
     }
     // Growing goes on after that, and is not done while bitmaps would be lost.
     here.vmseal(&["disk", "bitmap", "add", VM, "hot.disk_1", "since"]).unwrap();
-    let kept = here.refused(&["disk", "resize", VM, "hot.disk_1", "--size", "48MiB"]).unwrap();
-    assert!(kept.contains("dirty bitmaps"), "{kept}");
+    let resize = ["disk", "resize", VM, "hot.disk_1", "--size", "48MiB"];
+    for dry in [&["--dry-run"][..], &[]] {
+        let kept = here.refused(&[&resize[..], dry].concat()).unwrap();
+        assert!(kept.contains("dirty bitmaps"), "{kept}");
+    }
     here.vmseal(&["disk", "bitmap", "remove", VM, "hot.disk_1", "since"]).unwrap();
     here.vmseal(&["disk", "resize", VM, "hot.disk_1", "--size", "48MiB"]).unwrap();
     holds(&mut console, "[ $(cat /sys/block/vdb/size) = 98304 ]");
@@ -131,8 +134,11 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
     assert_eq!(here.vm(VM).unwrap()["nics"].as_array().unwrap().len(), 1);
 
     // The first disk stays; the added one goes.
-    let first = here.refused(&["disk", "remove", VM, &disk]).unwrap();
-    assert!(first.contains("Stop it first"), "{first}");
+    for dry in [&["--dry-run"][..], &[]] {
+        let first = here.refused(&[&["disk", "remove", VM, &disk], dry].concat()).unwrap();
+        assert!(first.contains("Stop it first"), "{first}");
+    }
+    here.vmseal(&["disk", "remove", VM, "hot.disk_1", "--dry-run"]).unwrap();
     here.vmseal(&["disk", "remove", VM, "hot.disk_1"]).unwrap();
     holds(&mut console, "[ ! -e /sys/block/vdb ]");
     assert_eq!(here.images(VM).unwrap().len(), 1);

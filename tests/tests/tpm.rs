@@ -171,8 +171,10 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
     let (kept, others) = (state(&here, "web"), state(&here, "other"));
     let aside = here.path("aside");
     std::fs::rename(&kept, &aside).unwrap();
-    let told = here.refused(&["vm", "start", "web"]).unwrap();
-    assert!(told.contains("what the VM's TPM keeps is not there"), "{told}");
+    for dry in [&["--dry-run"][..], &[]] {
+        let told = here.refused(&[&["vm", "start", "web"], dry].concat()).unwrap();
+        assert!(told.contains("what the VM's TPM keeps is not there"), "{told}");
+    }
     // That of another VM is of another key.
     std::fs::rename(&others, &kept).unwrap();
     let told = here.refused(&["vm", "start", "web"]).unwrap();

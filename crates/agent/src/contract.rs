@@ -9,6 +9,7 @@ mod cdrom;
 mod cloud_init;
 mod convert;
 mod dumps;
+mod examine;
 mod exclusion;
 mod jobs;
 mod keys;
@@ -271,6 +272,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     dumps::off(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
+    examine::off(agent, &session).await;
     running(agent, &session).await;
     session
 }
@@ -666,6 +668,7 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
         (&told, &told),
         "the death is not reported as before"
     );
+    refused(examine::start(agent, vm).await, ErrorCode::Locked, "asking about it");
     refused(agent.power_on(vm).await, ErrorCode::Locked, "starting without the key");
     assert_eq!(session.now(agent).await.died, told, "a start that failed cleared it");
     session.key_box = done(agent.describe().await, "describe").key_box;
@@ -677,6 +680,7 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");
     console(agent, &session).await;
+    examine::running(agent, &session).await;
     running::grown(agent, &mut session).await;
     let plugged = running::plugged(agent, &session).await;
     console(agent, &session).await;

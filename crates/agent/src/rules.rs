@@ -4,6 +4,7 @@
 pub mod boot;
 pub mod exclusion;
 mod jobs;
+pub mod plugging;
 pub mod set_running;
 
 pub use self::jobs::{check_copied, check_job, check_pace, check_session};

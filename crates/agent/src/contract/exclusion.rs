@@ -7,7 +7,7 @@ use vmseal_api::expose::LET_GO;
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
-    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff, SendJob,
+    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff, SendJob, VmChange,
 };
 use vmseal_api::id::{BackupId, DumpId, SnapshotId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -312,14 +312,20 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             release(agent, session, Ongoing::Stream(stream)).await;
             Ok(())
         }
-        Action::PowerOn => agent.power_on(vm).await,
+        Action::PowerOn => {
+            let start = VmChange::Start { first: None, discard_memory: false };
+            let examined = agent.examine_change(vm, start).await;
+            foretold(examined, agent.power_on(vm).await)
+        }
         Action::ShutDown => {
             agent.power_off(vm, PowerOff::Shutdown { seconds: STOPPING_SECONDS }).await
         }
         Action::Suspend => agent.suspend(vm).await,
         Action::GrowDisk => {
             // Where it is allowed, the disk has the size already.
-            agent.grow_disk(vm, disk, session.disk(0).size).await
+            let size = session.disk(0).size;
+            let examined = agent.examine_change(vm, VmChange::GrowDisk { disk, size }).await;
+            foretold(examined, agent.grow_disk(vm, disk, size).await)
         }
         Action::Pause => agent.control_guest(vm, GuestControl::Pause).await,
         Action::Unpause => agent.control_guest(vm, GuestControl::Unpause).await,
@@ -334,6 +340,16 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         Action::Bitmaps => agent.bitmaps(vm, disk).await.map(drop),
         Action::Replica => agent.replica(vm, session.disk(1).disk).await.map(drop),
     }
+}
+
+/// The answer to an action that was asked about just before: that may not be refused where the question was not.
+fn foretold(examined: Result<(), Problem>, answer: Result<(), Problem>) -> Result<(), Problem> {
+    // The activity may have ended in between.
+    examined?;
+    answer.map_err(|problem| {
+        let what = format!("it was not refused when it was asked about: {problem}");
+        Problem::new(ErrorCode::Internal, what)
+    })
 }
 
 /// Whether the activity is still in progress.

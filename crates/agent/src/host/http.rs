@@ -118,6 +118,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
+        .route("/v1/vms/{vm}/examine-change", post(examine_change))
         .route("/v1/vms/{vm}/jobs/{task}", put(put_job).get(job))
         .route("/v1/vms/{vm}/jobs/{task}/pace", put(set_pace))
         .route("/v1/vms/{vm}/jobs/{task}/commit", post(commit_job))
@@ -365,6 +366,15 @@ async fn examine_job(
     request: Body,
 ) -> Answer<Response> {
     agent.examine_job(id("vm", &vm)?, job_spec(request).await?).await?;
+    done()
+}
+
+async fn examine_change(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.examine_change(id("vm", &vm)?, body(request).await?).await?;
     done()
 }
 

@@ -28,7 +28,8 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, ReceiveJob, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
+    OtherKey, PowerOff, ReceiveJob, SealedKey, Sharing, ShowsCertificate, StateChange, VmChange,
+    VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -432,6 +433,10 @@ impl HostAgent for RealHost {
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
         self.vm(vm).await?.ask(vm, |reply| Call::ExamineJob(spec, reply)).await
+    }
+
+    async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |reply| Call::ExamineChange(change, reply)).await
     }
 
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

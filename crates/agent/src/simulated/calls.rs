@@ -16,7 +16,7 @@ use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
     KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, Sharing,
-    ShowsCertificate, StateChange, StopReason, VmSpec,
+    ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -27,7 +27,7 @@ use vmseal_api::request_id;
 use vmseal_api::usage::HostUsage;
 use vmseal_luks::Facts;
 
-use super::running::{RunningGuest, open_medium};
+use super::running::open_medium;
 use super::storage::Left;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::filter::log_level;
@@ -209,7 +209,7 @@ impl Inside {
         let vm = spec.vm;
         if let Some(known) = self.agent.vms.get(&vm) {
             // Repeating the same is always allowed.
-            if known.next.as_ref().unwrap_or(&known.spec) == &spec {
+            if known.registered() == &spec {
                 return Ok(());
             }
             if self.persisted.guests.contains_key(&vm) {
@@ -218,11 +218,8 @@ impl Inside {
                 self.agent.publish(vm);
                 return Ok(());
             }
-            self.situation(vm)?.may(Action::Register, None)?;
+            self.may_register(&spec)?;
             let known = self.known(vm)?;
-            if known.power == Power::Suspended {
-                rules::check_devices_stay(&known.spec, &spec)?;
-            }
             if known.spec.key != spec.key {
                 known.key_held = false;
                 known.kek = None;
@@ -246,6 +243,16 @@ impl Inside {
         self.describe_on_datastores(vm)?;
         self.agent.publish(vm);
         Ok(())
+    }
+
+    /// Checks that a VM that does not run may be registered anew.
+    pub(super) fn may_register(&mut self, spec: &VmSpec) -> Result<(), Problem> {
+        self.situation(spec.vm)?.may(Action::Register, None)?;
+        let known = self.known(spec.vm)?;
+        match known.power {
+            Power::Suspended => rules::check_devices_stay(&known.spec, spec),
+            _ => Ok(()),
+        }
     }
 
     fn unregister(&mut self, vm: VmId) -> Result<(), Problem> {
@@ -332,75 +339,6 @@ impl Inside {
         }
         self.agent.publish(vm);
         Ok(())
-    }
-
-    fn power_on(&mut self, vm: VmId, first: Option<BootDevice>) -> Result<Later, Problem> {
-        if self.situation(vm)?.may(Action::PowerOn, None)? == Permission::Already {
-            return Ok(None);
-        }
-        let disks: Vec<_> = self.known(vm)?.spec.disks().map(|disk| disk.disk).collect();
-        self.check_no_conversion(vm, &disks)?;
-        let known = self.known(vm)?;
-        let key = rules::key_state(&known.spec, known.key_held);
-        rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
-        rules::boot::check_once(&known.spec, first)?;
-        if known.power == Power::Suspended {
-            rules::check_resume(&known.spec, first)?;
-        }
-        let known = self.known(vm)?;
-        known.boot_once = first;
-        known.power = Power::Starting;
-        known.request = request_id::current();
-        self.numbered(vm, Work::Power, self.work)
-    }
-
-    fn started(&mut self, vm: VmId, _: Work) {
-        let opened = self.open_disks(vm);
-        let resumed = match opened {
-            Ok(()) => self.persisted.suspended.remove(&vm),
-            Err(_) => None,
-        };
-        let is_suspended = self.persisted.suspended.contains_key(&vm);
-        let Ok(known) = self.known(vm) else { return };
-        match opened {
-            Ok(()) => {
-                known.power = Power::Running;
-                known.died = None;
-                let guest = resumed.unwrap_or_else(|| RunningGuest {
-                    boot_once: known.boot_once,
-                    ..RunningGuest::new(known.spec.clone())
-                });
-                known.power = guest.power();
-                known.panics = guest.panics.clone();
-                known.in_use.clone_from(&guest.disks);
-                self.persisted.guests.insert(vm, guest);
-            }
-            Err(problem) => {
-                known.stop(StopReason::FailedToStart, &problem.detail);
-                if is_suspended {
-                    known.power = Power::Suspended;
-                }
-            }
-        }
-    }
-
-    fn open_disks(&mut self, vm: VmId) -> Result<(), Problem> {
-        let spec = self.known(vm)?.spec.clone();
-        open_medium(&spec.hardware)?;
-        spec.disks().try_for_each(|disk| self.open_disk(&spec, disk))
-    }
-
-    pub fn open_disk(&self, spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-        self.check_place(&disk.datastore)?;
-        let there = self.persisted.disks.get(&disk.disk).ok_or_else(|| {
-            Problem::new(ErrorCode::NotFound, format!("disk '{}' has no image", disk.name))
-        })?;
-        if disk.facts.as_ref().is_some_and(|facts| *facts != there.facts) {
-            let what = format!("disk '{}' is not as the inventory has it", disk.name);
-            return Err(Problem::new(ErrorCode::Damaged, what));
-        }
-        let reference = spec.key.as_ref().filter(|_| disk.encrypted);
-        check_key(disk, there, reference.map(|reference| reference.check.as_str()))
     }
 
     fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
@@ -535,7 +473,11 @@ pub(super) fn facts(disk: &DiskSpec) -> Result<DiskFacts, Problem> {
     Ok(crate::storage::facts::to_api(&facts))
 }
 
-fn check_key(disk: &DiskSpec, there: &SimulatedDisk, check: Option<&str>) -> Result<(), Problem> {
+pub(super) fn check_key(
+    disk: &DiskSpec,
+    there: &SimulatedDisk,
+    check: Option<&str>,
+) -> Result<(), Problem> {
     if check.map_or(there.checks.is_empty(), |check| there.checks.contains(check)) {
         return Ok(());
     }
@@ -663,6 +605,10 @@ impl HostAgent for SimulatedHost {
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
         self.call(Call::ExamineJob, |inside| inside.ready(vm, TaskId::new(), &spec))
+    }
+
+    async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem> {
+        self.call(Call::ExamineChange, |inside| inside.examine_change(vm, &change))
     }
 
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

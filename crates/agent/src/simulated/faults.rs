@@ -54,6 +54,8 @@ pub enum Call {
     ExamineNic,
     /// `examine_job`
     ExamineJob,
+    /// `examine_change`
+    ExamineChange,
     /// `put_job`
     PutJob,
     /// `job`

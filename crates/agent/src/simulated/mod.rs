@@ -13,6 +13,7 @@ mod bitmaps;
 mod calls;
 mod console;
 mod convert;
+mod examine;
 mod exposed;
 mod faults;
 mod jobs;
@@ -24,6 +25,7 @@ mod proofs;
 mod replica;
 mod running;
 mod snapshots;
+mod starting;
 mod storage;
 mod survey;
 
@@ -233,6 +235,11 @@ impl Known {
             Power::Suspending | Power::Migrating => spec.nics().map(nic).collect(),
             Power::Off | Power::Starting | Power::Suspended | Power::Unknown => Vec::new(),
         }
+    }
+
+    /// What it is registered as.
+    fn registered(&self) -> &VmSpec {
+        self.next.as_ref().unwrap_or(&self.spec)
     }
 
     /// Whether a disk is made.
@@ -518,8 +525,7 @@ impl SimulatedHost {
     #[must_use]
     pub fn registered_as(&self, vm: VmId) -> Option<VmSpec> {
         let inside = self.inside();
-        let known = inside.agent.vms.get(&vm)?;
-        Some(known.next.as_ref().unwrap_or(&known.spec).clone())
+        inside.agent.vms.get(&vm).map(|known| known.registered().clone())
     }
 
     /// The VMs whose key is held.

@@ -4,15 +4,19 @@ use std::collections::BTreeSet;
 
 use vmseal_api::boot::BootDevice;
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::{DiskSettings, DiskSpec, GuestControl, Power, StartedWith, VmSpec};
+use vmseal_api::host::{
+    Allocation, DiskSettings, DiskSpec, GuestControl, Power, StartedWith, VmSpec,
+};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::console::Guest;
-use super::{Inside, Known, SimulatedHost};
+use super::{CAPACITY, Inside, Known, SimulatedHost};
+use crate::hypervisor::qemu::PORTS;
 use crate::process::panics::Panics;
 use crate::rules::exclusion::{Action, Permission};
-use crate::rules::{self, set_running};
+use crate::rules::set_running::{self, Difference};
+use crate::rules::{self, plugging};
 use crate::storage::medium;
 use crate::storage::transfer::TransferDirectories;
 
@@ -136,6 +140,22 @@ pub fn open_medium(hardware: &Hardware) -> Result<(), Problem> {
     medium::open_file(path, &TransferDirectories::anywhere()).map(drop)
 }
 
+/// Checks that the devices that a guest gets find ports.
+fn check_ports(
+    known: &VmSpec,
+    guest: &RunningGuest,
+    difference: &Difference,
+) -> Result<(), Problem> {
+    let Difference { new_nics, gone_nics, new_disks, gone_disks, .. } = difference;
+    let new = new_nics.len() + new_disks.len();
+    let plugged = known.nics().count() + guest.disks.difference(&guest.first_disks).count();
+    let left = plugged.saturating_sub(gone_nics.len() + gone_disks.len());
+    match new > 0 && u32::try_from(left + new).is_ok_and(|all| all > PORTS) {
+        true => Err(plugging::no_free_port(known, PORTS)),
+        false => Ok(()),
+    }
+}
+
 impl Inside {
     pub fn control_guest(&mut self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
         let action = match what {
@@ -166,9 +186,9 @@ impl Inside {
         Ok(())
     }
 
-    /// Registers a VM anew while it runs.
-    pub fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
-        let (vm, keeps) = (new.vm, self.keeps_devices);
+    /// Checks that a VM may be registered anew while it runs, before its guest is asked to let devices go.
+    pub fn may_set_running(&mut self, new: &VmSpec) -> Result<Difference, Problem> {
+        let vm = new.vm;
         let known = self.known(vm)?;
         let (known, in_use) = (known.spec.clone(), known.in_use.clone());
         let encrypted = || known.disks().filter(|disk| disk.encrypted);
@@ -179,15 +199,28 @@ impl Inside {
             })
         });
         let in_use = |disk| in_use.contains(&disk);
-        let difference = set_running::difference(&known, &new, in_use, both)?;
-        let Some(guest) = self.persisted.guests.get_mut(&vm) else {
+        let difference = set_running::difference(&known, new, in_use, both)?;
+        let Some(guest) = self.persisted.guests.get(&vm) else {
             return Err(rules::wrong_state(&known, "has ended"));
         };
         if let Some(disk) = difference.gone_disks.iter().find(|it| guest.first_disks.contains(it)) {
-            let name = known.disk(*disk).map_or("", |disk| disk.name.as_str());
-            let what = format!("was started with its disk '{name}'. Stop it first");
-            return Err(rules::wrong_state(&known, &what));
+            return Err(plugging::stays_plugged(&known, *disk));
         }
+        if !(difference.gone_disks.is_empty() && difference.new_disks.is_empty()) {
+            self.may_replace_filter(vm)?;
+        }
+        check_ports(&known, guest, &difference)?;
+        Ok(difference)
+    }
+
+    /// Registers a VM anew while it runs.
+    pub fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
+        let (vm, keeps) = (new.vm, self.keeps_devices);
+        let known = self.known(vm)?.spec.clone();
+        let difference = self.may_set_running(&new)?;
+        let Some(guest) = self.persisted.guests.get_mut(&vm) else {
+            return Err(rules::wrong_state(&known, "has ended"));
+        };
         if keeps && !(difference.gone_disks.is_empty() && difference.gone_nics.is_empty()) {
             let what = "the simulated guest does not let the device go";
             return Err(Problem::new(ErrorCode::TimedOut, what));
@@ -213,18 +246,44 @@ impl Inside {
         Ok(())
     }
 
-    pub fn grow_disk(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+    /// Whether the filter of a guest can be replaced without a loss.
+    fn may_replace_filter(&self, vm: VmId) -> Result<(), Problem> {
+        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        let spec = &known.spec;
+        if spec.disks().any(|disk| disk.encrypted) && !known.key_held {
+            return Err(rules::locked(spec));
+        }
+        let exposed =
+            spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has(*disk));
+        plugging::check_exposed(spec, exposed)
+    }
+
+    /// Checks that a disk may be made so long, and returns it.
+    pub fn may_grow(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<DiskSpec, Problem> {
         let known = self.known(vm)?;
         let of = rules::find_disk(&known.spec, disk)?.clone();
-        let made = known.has_made(&of);
+        let (made, grows) = (known.has_made(&of), of.size != size);
         self.situation(vm)?.may(Action::GrowDisk, Some(&of))?;
-        rules::check_growth(&self.known(vm)?.spec, &of, made, size)?;
-        if of.size != size && self.has_snapshots(disk) {
+        let known = self.known(vm)?;
+        rules::check_growth(&known.spec, &of, made, size)?;
+        if grows && known.in_use.contains(&disk) {
+            self.may_replace_filter(vm)?;
+            let kept = self.persisted.bitmaps.get(&vm).and_then(|disks| disks.get(&disk));
+            plugging::check_bitmaps(&self.known(vm)?.spec, disk, kept.map_or(&[], |kept| kept))?;
+        }
+        self.check_place(&of.datastore)?;
+        if grows && self.has_snapshots(disk) {
             return Err(rules::has_snapshots(&self.known(vm)?.spec, &of));
         }
-        if self.full {
+        let more = size.saturating_sub(of.size);
+        if self.full || of.allocation == Allocation::Preallocated && more > CAPACITY {
             return Err(Problem::new(ErrorCode::NoSpace, "the simulated datastore is full"));
         }
+        Ok(of)
+    }
+
+    pub fn grow_disk(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let of = self.may_grow(vm, disk, size)?;
         let grow = |spec: &mut VmSpec| {
             spec.disks_mut().filter(|known| known.disk == disk).for_each(|it| it.size = size);
         };

@@ -49,7 +49,7 @@ impl Inside {
         let there = |disk| self.persisted.disks.contains_key(disk);
         let with_disks = known.spec.disks().filter(|disk| there(&disk.disk));
         let places: Vec<_> = with_disks.map(|disk| disk.datastore.datastore).collect();
-        let spec = known.next.as_ref().unwrap_or(&known.spec);
+        let spec = known.registered();
         for here in places {
             if let (Some(key), Some(kek)) = (&spec.key, &known.kek) {
                 let before = self.persisted.descriptors.get(&(here, vm));

@@ -3,6 +3,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
 
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -25,57 +26,93 @@ pub enum Holder {
     Filter,
 }
 
-/// Makes the image long enough for a disk of `size` bytes; one that is, stays as it is. `check` sees the open file before
-/// it is changed. Blocks.
-///
-/// # Errors
-/// `not-found`, `no-space`, `in-use` where another process has it; nothing is changed then, but for room that is taken.
-pub fn grow(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    size: u64,
-    holder: Holder,
-    check: impl FnOnce(&File) -> Result<(), Problem>,
-) -> Result<(), Problem> {
-    let home = Home::of(&disk.datastore, spec.vm)?;
-    mirror::as_it_is(spec, disk, facts, Access::Write)?;
-    if size != disk.size {
-        layers::read(&home, disk.disk)?.are_none(spec, disk)?;
-    }
-    let path = home.image(disk.disk);
-    let file = match holder {
-        Holder::Nobody if let Some(refused) = conversion::refusal(&home, &spec.name, disk)? => {
-            return Err(refused);
+/// A disk that is to be longer.
+#[derive(Clone, Debug)]
+pub struct Growth {
+    /// Its VM.
+    pub spec: VmSpec,
+    /// The disk, as it is.
+    pub disk: DiskSpec,
+    /// Its facts.
+    pub facts: DiskFacts,
+    /// Its new size, in bytes.
+    pub size: u64,
+    /// Who has its image.
+    pub holder: Holder,
+}
+
+/// The image of a disk that is to be longer.
+struct Image {
+    home: Home,
+    file: File,
+    path: PathBuf,
+    /// How long it is, in bytes.
+    length: u64,
+    /// How long it has to be.
+    needed: u64,
+}
+
+impl Growth {
+    /// Makes the image long enough; one that is, stays as it is. `check` sees the open file before it is changed. Blocks.
+    ///
+    /// # Errors
+    /// `not-found`, `no-space`, `in-use` where another process has it; nothing is changed then, but for room that is taken.
+    pub fn make(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
+        let Image { home, file, path, length, needed } = self.open(check)?;
+        if is_preallocated(&self.disk) {
+            home.allocate(self.disk.disk, &file, 0..needed)?;
+        } else if length < needed {
+            file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
         }
-        Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {
-            let what = format!("disk '{}' has no image: {}", disk.name, path.display());
-            Problem::new(ErrorCode::NotFound, what)
-        })?,
-        Holder::Filter => OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&path)
-            .map_err(|error| failed(&path, "opened", &error))?,
-    };
-    check(&file)?;
-    let length = file.metadata().map_err(internal)?.len();
-    let needed = opening::data_offset(facts).saturating_add(size);
-    if is_preallocated(disk) {
-        if length < needed {
+        file.sync_all().map_err(|error| failed(&path, "flushed", &error))
+    }
+
+    /// Checks that this could be done. Nothing is changed. Blocks.
+    ///
+    /// # Errors
+    /// As [`Growth::make`].
+    pub fn examine(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
+        self.open(check).map(drop)
+    }
+
+    /// Opens the image, and checks that it may grow and has room.
+    fn open(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<Image, Problem> {
+        let Self { spec, disk, facts, .. } = self;
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        mirror::as_it_is(spec, disk, facts, Access::Write)?;
+        if self.size != disk.size {
+            layers::read(&home, disk.disk)?.are_none(spec, disk)?;
+        }
+        let path = home.image(disk.disk);
+        let file = match self.holder {
+            Holder::Nobody if let Some(refused) = conversion::refusal(&home, &spec.name, disk)? => {
+                return Err(refused);
+            }
+            Holder::Nobody => home.open(disk.disk)?.ok_or_else(|| {
+                let what = format!("disk '{}' has no image: {}", disk.name, path.display());
+                Problem::new(ErrorCode::NotFound, what)
+            })?,
+            Holder::Filter => OpenOptions::new()
+                .read(true)
+                .write(true)
+                .custom_flags(libc::O_NOFOLLOW)
+                .open(&path)
+                .map_err(|error| failed(&path, "opened", &error))?,
+        };
+        check(&file)?;
+        let length = file.metadata().map_err(internal)?.len();
+        let needed = opening::data_offset(facts).saturating_add(self.size);
+        if is_preallocated(disk) && length < needed {
             home.check_room(needed - length)?;
         }
-        home.allocate(disk.disk, &file, 0..needed)?;
-    } else if length < needed {
-        file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
+        Ok(Image { home, file, path, length, needed })
     }
-    file.sync_all().map_err(|error| failed(&path, "flushed", &error))
 }
 
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, Device};
+    use vmseal_api::request::DISK_SIZE_MAX;
 
     use super::*;
 
@@ -98,12 +135,21 @@ mod tests {
         home.image(disk.disk).metadata().unwrap().len()
     }
 
+    fn growth((spec, disk): (&VmSpec, &DiskSpec), size: u64) -> Growth {
+        let (spec, disk, facts) = (spec.clone(), disk.clone(), DiskFacts::Raw);
+        Growth { spec, disk, facts, size, holder: Holder::Nobody }
+    }
+
     #[test]
     fn an_image_grows_once_and_never_shrinks() {
         for allocation in [Allocation::Thin, Allocation::Preallocated] {
             let (_directory, spec, disk) = made(allocation);
             for (size, expected) in [(4 << 20, 4 << 20), (4 << 20, 4 << 20), (1 << 20, 4 << 20)] {
-                grow(&spec, &disk, &DiskFacts::Raw, size, Holder::Nobody, |_| Ok(())).unwrap();
+                let before = length(&spec, &disk);
+                let growth = growth((&spec, &disk), size);
+                growth.examine(|_| Ok(())).unwrap();
+                assert_eq!(length(&spec, &disk), before, "a question has made it longer");
+                growth.make(|_| Ok(())).unwrap();
                 assert_eq!(length(&spec, &disk), expected, "{allocation:?}");
             }
         }
@@ -112,15 +158,25 @@ mod tests {
     #[test]
     fn another_file_or_one_in_use_is_left_as_it_is() {
         let (_directory, spec, disk) = made(Allocation::Thin);
+        let growth = growth((&spec, &disk), 2 << 20);
         let wrong = |_: &File| Err(Problem::new(ErrorCode::Damaged, "another file"));
-        let grow = |check: fn(&File) -> Result<(), Problem>| {
-            grow(&spec, &disk, &DiskFacts::Raw, 2 << 20, Holder::Nobody, check)
-        };
-        assert_eq!(grow(wrong).unwrap_err().code, ErrorCode::Damaged);
+        for refused in [growth.examine(wrong), growth.make(wrong)] {
+            assert_eq!(refused.unwrap_err().code, ErrorCode::Damaged);
+        }
         let home = Home::of(&disk.datastore, spec.vm).unwrap();
         let held = home.open(disk.disk).unwrap();
-        assert_eq!(grow(|_| Ok(())).unwrap_err().code, ErrorCode::InUse);
+        assert_eq!(growth.make(|_| Ok(())).unwrap_err().code, ErrorCode::InUse);
         drop(held);
+        assert_eq!(length(&spec, &disk), 1 << 20);
+    }
+
+    #[test]
+    fn a_preallocated_disk_that_has_no_room_is_refused_when_that_is_asked() {
+        let (_directory, spec, disk) = made(Allocation::Preallocated);
+        let growth = growth((&spec, &disk), DISK_SIZE_MAX);
+        for refused in [growth.examine(|_| Ok(())), growth.make(|_| Ok(()))] {
+            assert_eq!(refused.unwrap_err().code, ErrorCode::NoSpace);
+        }
         assert_eq!(length(&spec, &disk), 1 << 20);
     }
 }

@@ -1,12 +1,14 @@
 //! Opening a disk for anything but its guest: as it is, which may be as its copy ([`super::mirror`]).
 
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use crate::storage::home::Home;
 use crate::storage::locked::Access;
 use crate::storage::mirror::as_it_is;
 use crate::storage::opening::{self, Open};
+use crate::storage::tpm_state;
 
 /// Opens a disk as the inventory pins it, or as its copy if it has pivoted. Blocks.
 ///
@@ -34,4 +36,23 @@ pub fn open_sealed(
 ) -> Result<(Open, u64), Problem> {
     let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
     opening::open_sealed(spec, &disk, &facts)
+}
+
+/// Checks that a disk of a VM that is off is there, that nobody writes it, and that it opens with its key; and of that of a
+/// TPM that what the TPM keeps is there. Blocks.
+///
+/// # Errors
+/// As [`opening::open`].
+pub fn examine(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<(), Problem> {
+    open(spec, disk, facts, kek, Access::Read)?;
+    if disk.role == DiskRole::Tpm {
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        tpm_state::read(&home.tpm_state(disk.disk))?;
+    }
+    Ok(())
 }

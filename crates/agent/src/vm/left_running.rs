@@ -203,6 +203,7 @@ impl LeftRunning {
             Call::ChangeKeys(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::DeleteDisk(_, to)
             | Call::ExamineJob(_, to)
+            | Call::ExamineChange(_, to)
             | Call::PutJob(_, _, _, to)
             | Call::SetPace(_, _, to)
             | Call::CommitJob(_, _, to)

@@ -68,7 +68,7 @@ use vmseal_api::boot::BootDevice;
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::host::{
     Accelerator, ConsoleClaim, ConsoleStream, CopyOf, Exposing, GuestControl, JobSpec, JobStatus,
-    KeyReference, PowerOff, SealedKey, Stopped, VmSpec,
+    KeyReference, PowerOff, SealedKey, Stopped, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
@@ -165,6 +165,8 @@ pub enum Call {
     DeleteDisk(DiskId, Reply<()>),
     /// Check whether a job could begin.
     ExamineJob(JobSpec, Reply<()>),
+    /// Check whether it could be changed so.
+    ExamineChange(VmChange, Reply<()>),
     /// Begin a task's job, or continue it, with the disks of other VMs that it reads.
     PutJob(TaskId, JobSpec, Vec<Lent>, Reply<()>),
     /// Lend a disk to the owner of another VM, to be read.

@@ -7,6 +7,7 @@ mod convert;
 mod delete_disk;
 mod described;
 mod dumps;
+mod examine;
 mod exposures;
 mod grow;
 mod guest;
@@ -19,6 +20,7 @@ mod mirror_served;
 mod pace;
 mod panics;
 mod power_off;
+mod power_on;
 mod proofs;
 mod replicas;
 mod send;
@@ -37,7 +39,6 @@ use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
-use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{
     Attachment, ConsoleClaim, ConsoleStream, DiskFacts, DiskState, KeyState, NicState, Notice,
     Power, SealedKey, StopReason, Stopped, VmSpec, VmState,
@@ -53,7 +54,6 @@ use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
 use super::service::{Attempt, Service, ServiceEvent};
-use super::start::{go_on, start};
 use super::workers::Workers;
 use super::{Call, Initial, Request, Shared, convergence::Convergence, images, internal};
 use crate::filter;
@@ -65,8 +65,7 @@ use crate::process::live::Live;
 use crate::process::restarts::Restarts;
 use crate::process::{Exit, Process};
 use crate::rules;
-use crate::rules::exclusion::{Action, Activity, Permission, Situation};
-use crate::storage::builder;
+use crate::rules::exclusion::{Action, Activity, Situation};
 
 /// How often running processes are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -337,6 +336,7 @@ impl Owner {
             },
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
             Call::ExamineJob(spec, to) => reply!(to, self.examine_job(spec).await),
+            Call::ExamineChange(change, to) => reply!(to, self.examine_change(change).await),
             Call::PutJob(task, spec, lent, to) => {
                 reply!(to, self.put_job(task, spec, lent).await)
             }
@@ -591,22 +591,12 @@ impl Owner {
 
     async fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         // Repeating the same is always allowed.
-        if self.next.as_ref().unwrap_or(&self.spec) == &spec {
+        if self.registered() == &spec {
             return Ok(());
         }
-        if matches!(self.power(), Power::Running | Power::Paused | Power::Stopping) {
-            if self.jobs.sender().is_some() {
-                let what = "is being sent to another host: it cannot be changed meanwhile. Wait, or cancel the task";
-                return Err(Problem::new(
-                    ErrorCode::InUse,
-                    format!("VM '{}' {what}", self.spec.name),
-                ));
-            }
+        self.may_register(&spec)?;
+        if self.has_guest() {
             return self.set_running(spec).await;
-        }
-        self.situation().may(Action::Register, None)?;
-        if self.suspended {
-            rules::check_devices_stay(&self.spec, &spec)?;
         }
         if self.spec.key != spec.key {
             self.kek = None;
@@ -616,6 +606,33 @@ impl Owner {
         self.spec = spec;
         self.describe();
         Ok(())
+    }
+
+    /// What it is registered as.
+    fn registered(&self) -> &VmSpec {
+        self.next.as_ref().unwrap_or(&self.spec)
+    }
+
+    /// Whether to register it anew is to change what its guest has.
+    fn has_guest(&self) -> bool {
+        matches!(self.power(), Power::Running | Power::Paused | Power::Stopping)
+    }
+
+    /// Checks that it may be registered anew; what its guest can have is another question.
+    fn may_register(&self, new: &VmSpec) -> Result<(), Problem> {
+        if !self.has_guest() {
+            self.situation().may(Action::Register, None)?;
+            return if self.suspended {
+                rules::check_devices_stay(&self.spec, new)
+            } else {
+                Ok(())
+            };
+        }
+        if self.jobs.sender().is_none() {
+            return Ok(());
+        }
+        let what = "is being sent to another host: it cannot be changed meanwhile. Wait, or cancel the task";
+        Err(Problem::new(ErrorCode::InUse, format!("VM '{}' {what}", self.spec.name)))
     }
 
     /// The state of the VM, and the work in progress on it.
@@ -674,59 +691,6 @@ impl Owner {
         let shared_out = self.shared_out.clone();
         let (boot_once, memory) = (None, Memory::New);
         Ok(Plan { spec, disks, kek, shared_out, nics_before, live, tpm, boot_once, memory })
-    }
-
-    async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
-        if matches!(self.state, State::Off) {
-            self.look_for_memory().await;
-        }
-        if self.situation().may(Action::PowerOn, None)? == Permission::Already {
-            return Ok(());
-        }
-        rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
-        rules::boot::check_once(&self.spec, boot_once)?;
-        let plan = if self.suspended {
-            rules::check_resume(&self.spec, boot_once)?;
-            let (spec, live, resume) = self.open_memory().await?;
-            // Until it stops, it is what it was when it was suspended.
-            let registered = std::mem::replace(&mut self.spec, spec);
-            self.next = (registered != self.spec).then_some(registered);
-            Plan { memory: Memory::Saved(resume), ..self.plan_with(live)? }
-        } else {
-            Plan { boot_once, ..self.plan()? }
-        };
-        let (shared, directory) = (self.shared.clone(), self.shared.run_dir.vm(self.spec.vm));
-        // The users are released for another VM only after the last process of this one has ended.
-        let slot = Arc::new(self.shared.users.take().ok_or_else(builder::too_many)?);
-        self.stop_copying().await;
-        self.stop_merging().await;
-        let (cancel, cancelled) = oneshot::channel();
-        tracing::info!(vm = %self.spec.vm, name = self.spec.name, "the VM is being started");
-        let plan = Arc::new(plan);
-        let work = async move {
-            let mut result = tokio::select! {
-                result = start(&shared, &directory, plan.clone(), slot.clone()) => result,
-                _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "the start was cancelled")),
-            };
-            if let Ok((running, _)) = &result
-                && let Err(problem) = go_on(&plan, running).await
-            {
-                result = Err(problem);
-            }
-            if result.is_err()
-                && let Err(error) = directory.sweep().await
-            {
-                tracing::warn!(directory = directory.name(), %error, "cannot remove a run directory");
-            }
-            result
-        };
-        let task = tokio::spawn(request_id::inherit(work));
-        self.header_notices.clear();
-        self.exposed_errors.clear();
-        self.exchanged.clear();
-        self.request = request_id::current();
-        self.state = State::Starting { task, cancel };
-        Ok(())
     }
 
     async fn console(&mut self, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -314,6 +314,7 @@ impl Receiving {
             | Call::ChangeKeys(_, _, to)
             | Call::DeleteDisk(_, to)
             | Call::ExamineJob(_, to)
+            | Call::ExamineChange(_, to)
             | Call::SetPace(_, _, to)
             | Call::CommitJob(_, _, to)
             | Call::CancelJob(_, _, to)

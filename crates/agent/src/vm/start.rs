@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
+use vmseal_api::boot::BootDevice;
 use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{Attachment, Notice, VmSpec};
 use vmseal_api::id::NicId;
@@ -101,8 +102,7 @@ pub async fn boot(
     let control = Control::of(directory);
     let cards = open_cards(&plan, &slot).await?;
     let firmware = open_firmware(shared, directory, &plan)?;
-    hardware::check_memory(&plan.spec.hardware, plan.spec.memory)?;
-    shared.qemu.check_start(&plan.spec, plan.boot_once)?;
+    check_machine(shared, &plan.spec, plan.boot_once)?;
     let medium = medium::open(&plan.spec.hardware, &shared.transfer).await?;
     let (tpm, tpm_control, tpm_notice) = tpm::start(shared, directory, &plan, &slot).await?;
     let (filter, mut notices) = filter(shared, directory, &plan, &slot).await?;
@@ -183,6 +183,28 @@ pub async fn boot(
         dumping: None,
     };
     Ok((running, notices))
+}
+
+/// Checks that the host has what the machine of a VM that is about to start takes.
+fn check_machine(
+    shared: &Shared,
+    spec: &VmSpec,
+    boot_once: Option<BootDevice>,
+) -> Result<(), Problem> {
+    hardware::check_memory(&spec.hardware, spec.memory)?;
+    shared.qemu.check_start(spec, boot_once)
+}
+
+/// Checks what a start takes of the host beside disks and network cards. Nothing is started.
+pub async fn examine(
+    shared: &Shared,
+    spec: &VmSpec,
+    boot_once: Option<BootDevice>,
+) -> Result<(), Problem> {
+    drop(shared.firmware.code(spec.hardware.firmware)?);
+    check_machine(shared, spec, boot_once)?;
+    medium::open(&spec.hardware, &shared.transfer).await?;
+    if spec.hardware.tpm { shared.swtpm.examine() } else { Ok(()) }
 }
 
 /// Opens the network cards. Nothing has been started that a refusal would have to end.

@@ -30,7 +30,8 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, Sharing, ShowsCertificate, StateChange, VmSpec,
+    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, Sharing, ShowsCertificate, StateChange,
+    VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -268,6 +269,10 @@ impl HostAgent for HostClient {
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/examine-job"), &spec).await
+    }
+
+    async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/examine-change"), &change).await
     }
 
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

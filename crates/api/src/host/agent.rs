@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::change::VmChange;
 use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
@@ -200,6 +201,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// Those of [`HostAgent::put_job`].
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem>;
+
+    /// Checks whether a change of a registered VM could be made now. Nothing is changed, and no guest is asked whether it
+    /// lets a device go. Agents without the feature [`EXAMINE_CHANGE`](super::version::EXAMINE_CHANGE) do not know it.
+    ///
+    /// # Errors
+    /// The error that the change would end with.
+    async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem>;
 
     /// Begins a job of a registered VM, or continues it; follow [`JobStatus`].
     ///

@@ -32,6 +32,7 @@
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
 //! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
+//! POST   /v1/vms/{vm}/examine-change       examine_change
 //! PUT    /v1/vms/{vm}/jobs/{task}          put_job
 //! GET    /v1/vms/{vm}/jobs/{task}          job
 //! PUT    /v1/vms/{vm}/jobs/{task}/pace     set_pace
@@ -67,6 +68,7 @@
 #[cfg(feature = "client")]
 mod agent;
 pub mod backup;
+mod change;
 mod description;
 pub mod descriptor;
 mod disk;
@@ -81,6 +83,7 @@ mod vm;
 
 use std::time::Duration;
 
+pub use self::change::VmChange;
 pub use self::description::HostDescription;
 pub use self::disk::{
     Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,

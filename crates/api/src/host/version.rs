@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 44] = [
+pub const FEATURES: [&str; 45] = [
     "job-create",
     "job-export",
     NICS,
@@ -69,6 +69,7 @@ pub const FEATURES: [&str; 44] = [
     MIGRATE_SNAPSHOTS,
     MIGRATE_COMPRESSED,
     MIGRATE_APART,
+    EXAMINE_CHANGE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -189,6 +190,9 @@ pub const MIGRATE_COMPRESSED: &str = "job-migrate-compressed";
 
 /// The feature of agents that copy disks to a host that has another key of the VM.
 pub const MIGRATE_APART: &str = "job-migrate-apart";
+
+/// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
+pub const EXAMINE_CHANGE: &str = "examine-change";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

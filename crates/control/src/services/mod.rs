@@ -39,6 +39,7 @@ pub mod disks;
 pub mod drain;
 pub mod dumps;
 pub mod events;
+mod examine_change;
 mod features;
 pub mod guest;
 pub mod guests;

@@ -55,31 +55,39 @@ pub(super) fn understood(vm: &vms::Vm, made: &[Disk]) -> String {
     )
 }
 
+/// Says where the VMs that run on a VM's host leave less memory than it has.
+pub(super) async fn memory_beside(
+    services: &Services,
+    vm: &vms::Vm,
+) -> Result<Option<String>, Problem> {
+    let view = services.hosts.view(vm.host);
+    let Some(description) = &view.description else { return Ok(None) };
+    let room = usage::room(&mut *services.store.read().await?, vm.host, &view).await?;
+    Ok(room.memory_left.is_some_and(|left| left < vm.memory).then(|| {
+        format!(
+            "the VMs that run on host '{}' have {} of its {} of memory: there is not enough for {} beside them",
+            vm.host_name,
+            Size(room.memory_running),
+            Size(description.memory),
+            Size(vm.memory)
+        )
+    }))
+}
+
 /// Checks that the VM's disks have room together, and says what its host does not have beside its other VMs.
 pub(super) async fn examine(
     services: &Services,
     vm: &vms::Vm,
     made: &[Disk],
 ) -> Result<Vec<String>, Problem> {
-    let view = services.hosts.view(vm.host);
-    let mut warnings = Vec::new();
-    if let Some(description) = &view.description {
-        let room = usage::room(&mut *services.store.read().await?, vm.host, &view).await?;
-        let host = &vm.host_name;
-        if room.memory_left.is_some_and(|left| left < vm.memory) {
-            warnings.push(format!(
-                "the VMs that run on host '{host}' have {} of its {} of memory: there is not enough for {} beside them",
-                Size(room.memory_running),
-                Size(description.memory),
-                Size(vm.memory)
-            ));
-        }
-        if vm.vcpus > description.cpus {
-            warnings.push(format!(
-                "host '{host}' has {} processors, which {} virtual ones would share",
-                description.cpus, vm.vcpus
-            ));
-        }
+    let mut warnings: Vec<String> = memory_beside(services, vm).await?.into_iter().collect();
+    if let Some(description) = &services.hosts.view(vm.host).description
+        && vm.vcpus > description.cpus
+    {
+        warnings.push(format!(
+            "host '{}' has {} processors, which {} virtual ones would share",
+            vm.host_name, description.cpus, vm.vcpus
+        ));
     }
     let agent = services.hosts.connected(vm.host)?;
     for store in stores(made.iter().map(|disk| (disk, disk.encrypted))) {

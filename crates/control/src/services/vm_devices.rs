@@ -4,7 +4,7 @@
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
 use vmseal_api::host::version::{GROW_DISK, SET_RUNNING};
-use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power};
+use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -14,7 +14,7 @@ use vmseal_api::size::Size;
 use super::caller::{Caller, Privilege};
 use super::create_vm::{ChosenHost, check_disk, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
-use super::{Outcome, Services};
+use super::{Outcome, Services, examine_change};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::vms::Vm;
@@ -66,9 +66,12 @@ pub async fn add_disk(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        let source = disk.image.clone();
-        agent.examine_disk(NewDisk { disk: crate::hosts::spec_of_disk(&disk), source }).await?;
-        return Ok(Outcome::Planned(super::vms::plan(&task, &vm)));
+        let (spec, source) = (crate::hosts::spec_of_disk(&disk), disk.image.clone());
+        agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
+        let change = VmChange::AddDisk { disk: Box::new(spec) };
+        let mut plan = super::vms::plan(&task, &vm);
+        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
 }
@@ -178,7 +181,14 @@ pub async fn remove_disk(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let operation = Operation::RemoveDisk { vm: vm.id, disk: disk.id };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let change = VmChange::RemoveDisk { disk: disk.id };
+    let known_to_host = !disk.detached;
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    // What an earlier attempt has taken from the VM is deleted without a word to its guest.
+    match known_to_host {
+        true => examine_change::of_plan(services, &vm, change, begun).await,
+        false => Ok(begun),
+    }
 }
 
 /// Makes a disk longer.
@@ -226,7 +236,9 @@ pub async fn resize_disk(
     super::features::require(services, &vm, GROW_DISK, "resize disks")?;
     let write = services.store.write().await?;
     let operation = Operation::GrowDisk { vm: vm.id, disk: disk.id, size };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let change = VmChange::GrowDisk { disk: disk.id, size };
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    examine_change::of_plan(services, &vm, change, begun).await
 }
 
 /// Adds a network card to a VM.

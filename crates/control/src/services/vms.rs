@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
-use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmState};
+use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmChange, VmState};
 use vmseal_api::id::{HostId, VmId, check_name};
 use vmseal_api::model::{
     self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
@@ -15,13 +15,15 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, page_of};
+use super::{Outcome, PageRequest, Services, examine_change, page_of, room};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
-use crate::store::{StoreError, Write, disks, free_name, hosts, nics, providers, tasks, vms};
+use crate::store::{
+    StoreError, Write, disks, free_name, hosts, nics, policies, providers, tasks, vms,
+};
 use crate::tasks::{Engine, steps};
 
 /// How long a guest may take to shut down by default, in seconds.
@@ -355,7 +357,7 @@ pub async fn start(
     dry_run: bool,
 ) -> Result<Outcome<model::Task>, Problem> {
     caller.require(Privilege::VmPower)?;
-    let (vm, _) = find(services, name).await?;
+    let (vm, disks) = find(services, name).await?;
     require_ready(&vm)?;
     require_no_template(&vm)?;
     require_active_host(services, &vm).await?;
@@ -380,13 +382,31 @@ pub async fn start(
         check_key(services, &vm)?;
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
+        require_messenger(services, &vm, &disks).await?;
     }
     if is_suspended && discard_memory && !dry_run {
         super::saved_memory::discard(services, caller, &vm).await?;
     }
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    let change = VmChange::Start { first: boot_once, discard_memory };
+    let mut begun = examine_change::of_plan(services, &vm, change, begun).await?;
+    if let Outcome::Planned(plan) = &mut begun {
+        plan.warnings.extend(room::memory_beside(services, &vm).await?);
+    }
+    Ok(begun)
+}
+
+/// Refuses a VM of which a disk goes over connections that its policy does not allow, as its start would.
+async fn require_messenger(
+    services: &Services,
+    vm: &vms::Vm,
+    disks: &[disks::Disk],
+) -> Result<(), Problem> {
+    let mut read = services.store.read().await?;
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    policy.map_or(Ok(()), |policy| policy.require_messenger(disks))
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.

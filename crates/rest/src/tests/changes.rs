@@ -111,7 +111,6 @@ async fn dry_runs_of_changes_change_nothing() {
             "disk.resize",
             "longer",
         ),
-        (Method::DELETE, "vms/web/disks/data", Value::Null, "disk.remove", "take it from the VM"),
         (Method::PATCH, "policies/encrypted", json!({ "iops": 9 }), "policy.set", "VM 'web'"),
     ] {
         let answer = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;

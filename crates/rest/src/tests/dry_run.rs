@@ -1,5 +1,7 @@
 //! Dry runs.
 
+use std::path::Path;
+
 use super::*;
 
 /// Everything that a request could have changed: the inventory, the events, and the files of providers.
@@ -92,6 +94,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         "ExamineDisk",
         "ExamineNic",
         "ExamineJob",
+        "ExamineChange",
         "MeasureDatastore",
         "SurveyDatastore",
     ];
@@ -208,6 +211,11 @@ async fn what_the_host_has_no_room_for_is_refused_or_said() {
     let beside = dry(larger(30 << 30, 1, &[DISK])).await;
     warned(&beside, "have 40 GiB of its 64 GiB of memory: there is not enough for 30 GiB");
     assert_eq!(dry(larger(24 << 30, 1, &[DISK])).await.body.get("warnings"), None);
+    let mut second = larger(30 << 30, 1, &[DISK]);
+    second["name"] = json!("second");
+    api.done(api.post("vms", second).await).await;
+    let started = api.post("vms/second/start?dry_run=true", Value::Null).await;
+    warned(&started, "there is not enough for 30 GiB");
     warned(&dry(larger(1 << 30, 9, &[DISK])).await, "has 8 processors, which 9 virtual ones");
     // Each disk has room, and both have not, with the headers of encrypted ones.
     api.fixture.agent.set_free(20 << 20);
@@ -230,4 +238,80 @@ async fn what_the_host_has_no_room_for_is_refused_or_said() {
         assert_eq!(both.status.as_u16(), 507, "{}", both.body);
         assert!(both.body["detail"].to_string().contains(both_take), "{}", both.body);
     }
+}
+
+/// The dry run of a request is refused, and for the same its task fails.
+async fn refused_alike(api: &Api, (method, path, body): (Method, &str, Value), code: &str) {
+    let dry = format!("{path}?dry_run=true");
+    let planned = api.raw(method.clone(), &dry, body.to_string()).await;
+    assert_eq!(planned.body["code"], code, "{path}: {}", planned.body);
+    let said = planned.body["detail"].as_str().unwrap();
+    let task = api.done(api.raw(method, path, body.to_string()).await).await;
+    let told = task["problem"]["detail"].as_str().unwrap_or_default();
+    assert!(told.contains(said), "{path}: '{said}' is not in {task}");
+}
+
+#[tokio::test]
+async fn what_the_host_refuses_is_refused_by_dry_runs_in_the_same_words() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    let agent = &api.fixture.agent;
+    let start = || (Method::POST, "vms/web/start", Value::Null);
+    let grow = || (Method::POST, "vms/web/disks/root/resize", json!({ "size": 1 << 22 }));
+    let disk = json!({ "name": "more", "datastore": "local", "size": 1 << 20 });
+    let add = || (Method::POST, "vms/web/disks", disk.clone());
+
+    agent.set_full(true);
+    refused_alike(&api, grow(), "no-space").await;
+    agent.set_full(false);
+    let place = Path::new("/store");
+    let local = agent.mark(place).unwrap();
+    agent.change_mark(place);
+    refused_alike(&api, start(), "wrong-state").await;
+    refused_alike(&api, grow(), "wrong-state").await;
+    agent.mount(place, local);
+
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+    // The guest was started with it.
+    let first = (Method::DELETE, "vms/web/disks/data", Value::Null);
+    refused_alike(&api, first, "wrong-state").await;
+    let bitmaps = "vms/web/disks/data/bitmaps";
+    assert_eq!(api.post(bitmaps, json!({ "name": "sunday" })).await.status, 201);
+    refused_alike(&api, grow(), "in-use").await;
+    refused_alike(&api, add(), "in-use").await;
+    assert_eq!(api.delete(&format!("{bitmaps}/sunday")).await.status, 204);
+
+    // One that was added goes, and so does a dry run.
+    api.done(api.raw(Method::POST, "vms/web/disks", disk.to_string()).await).await;
+    let added = api.delete("vms/web/disks/more?dry_run=true").await;
+    assert_eq!((added.status.as_u16(), added.body.get("warnings")), (200, None), "{}", added.body);
+    api.done(api.delete("vms/web/disks/more").await).await;
+
+    // All ports of the guest are taken.
+    let cards = async || api.get("vms/web").await.body["nics"].as_array().map_or(0, Vec::len);
+    for _ in cards().await..8 {
+        api.done(api.post("vms/web/nics", json!({ "backend": { "kind": "user" } })).await).await;
+    }
+    assert_eq!(cards().await, 8);
+    refused_alike(&api, add(), "limit-exceeded").await;
+    let left = api.get("vms/web").await.body["disks"].as_array().unwrap().len();
+    assert_eq!(left, 2, "a disk is left of what was refused");
+}
+
+#[tokio::test]
+async fn a_dry_run_says_what_an_earlier_agent_was_not_asked() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    api.fixture.agent.lack_features(&[vmseal_api::host::version::EXAMINE_CHANGE]);
+    api.fixture.agent.restart();
+    let said = async |path: &str, body: Value| {
+        let planned = api.post(path, body).await;
+        let warnings = planned.body["warnings"].to_string();
+        let told = warnings.contains("was not asked") && warnings.contains("earlier vmseal");
+        (planned.status == 200 && told).then_some(())
+    };
+    let start = async || said("vms/web/start?dry_run=true", Value::Null).await;
+    api.fixture.eventually("the server sees that the agent cannot say it", start).await;
+    let grown = said("vms/web/disks/root/resize?dry_run=true", json!({ "size": 1 << 22 })).await;
+    assert_eq!(grown, Some(()));
 }

@@ -3,37 +3,40 @@
 //! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
 //! size, and then QEMU is told. An agent that ends in between finds the new size on record, or is asked again.
 
-use vmseal_api::host::backup::TRACKING_PREFIX;
-use vmseal_api::host::{DiskSpec, VmSpec};
+use std::fs::File;
+
+use vmseal_api::host::VmSpec;
 use vmseal_api::id::DiskId;
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 
 use super::Owner;
+use crate::process::run_dir::ProcessDir;
 use crate::rules::exclusion::Action;
+use crate::rules::plugging::check_bitmaps;
 use crate::rules::{self, find_disk};
-use crate::storage::grow::{Holder, grow};
+use crate::storage::grow::{Growth, Holder};
 use crate::storage::timed;
 use crate::vm::{images, internal};
 
+/// Checks that a file is the image that the guest's filter has.
+fn check_file(growth: &Growth, directory: &ProcessDir, file: &File) -> Result<(), Problem> {
+    match growth.holder {
+        Holder::Filter => images::check(directory, &[(&growth.disk, file)]),
+        Holder::Nobody => Ok(()),
+    }
+}
+
 impl Owner {
-    /// Refuses where operators have dirty bitmaps of a disk: those of a longer disk would be others. vmseal's own are only hints.
-    async fn has_no_bitmaps(&mut self, disk: &DiskSpec) -> Result<(), Problem> {
+    async fn has_no_bitmaps(&mut self, disk: DiskId) -> Result<(), Problem> {
+        let spec = self.spec.clone();
         let Some(running) = self.running() else { return Ok(()) };
         let status = running.control.status().await.map_err(internal)?;
-        let served = status.disks.iter().find(|served| served.disk == disk.disk);
-        let mut bitmaps = served.into_iter().flat_map(|served| &served.bitmaps);
-        if bitmaps.all(|bitmap| bitmap.name.starts_with(TRACKING_PREFIX)) {
-            return Ok(());
-        }
-        let (vm, name) = (&self.spec.name, &disk.name);
-        let detail = format!(
-            "VM '{vm}' has dirty bitmaps of its disk '{name}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM"
-        );
-        Err(Problem::new(ErrorCode::InUse, detail))
+        let served = status.disks.iter().find(|served| served.disk == disk);
+        check_bitmaps(&spec, disk, served.map_or(&[], |served| &served.bitmaps))
     }
 
-    /// Makes a disk `size` bytes long; one that is, stays so.
-    pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+    /// Checks that a disk may grow, as far as that can be told without its image.
+    async fn may_grow(&mut self, disk: DiskId, size: u64) -> Result<Growth, Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
         self.situation().may(Action::GrowDisk, Some(&disk))?;
         let facts = self.facts(&disk);
@@ -42,19 +45,28 @@ impl Owner {
         let used = self.running().is_some_and(|running| running.live.disk(disk.disk).is_some());
         if used && disk.size != size {
             self.may_replace_filter().await?;
-            self.has_no_bitmaps(&disk).await?;
+            self.has_no_bitmaps(disk.disk).await?;
         }
-        let directory = self.shared.run_dir.vm(self.spec.vm);
-        let (spec, of) = (self.spec.clone(), disk.clone());
         let holder = if used { Holder::Filter } else { Holder::Nobody };
+        Ok(Growth { spec: self.spec.clone(), disk, facts, size, holder })
+    }
+
+    /// Checks that a disk could be made `size` bytes long now.
+    pub(super) async fn examine_growth(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let growth = self.may_grow(disk, size).await?;
+        let directory = self.shared.run_dir.vm(self.spec.vm);
+        let path = growth.disk.datastore.location.path().to_owned();
+        let look = move || growth.examine(|file| check_file(&growth, &directory, file));
+        timed::call(&path, look).await
+    }
+
+    /// Makes a disk `size` bytes long; one that is, stays so.
+    pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
+        let growth = self.may_grow(disk, size).await?;
+        let (disk, used) = (growth.disk.clone(), growth.holder == Holder::Filter);
+        let directory = self.shared.run_dir.vm(self.spec.vm);
         let path = disk.datastore.location.path().to_owned();
-        let growing = move || {
-            let same = |file: &std::fs::File| match holder {
-                Holder::Filter => images::check(&directory, &[(&of, file)]),
-                Holder::Nobody => Ok(()),
-            };
-            grow(&spec, &of, &facts, size, holder, same)
-        };
+        let growing = move || growth.make(|file| check_file(&growth, &directory, file));
         timed::call(&path, growing).await?;
         let longer = |spec: &VmSpec| {
             let mut spec = spec.clone();

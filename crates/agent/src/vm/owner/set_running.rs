@@ -22,8 +22,10 @@ use crate::hypervisor::network;
 use crate::hypervisor::plug;
 use crate::hypervisor::qemu::{self, PORTS};
 use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
+use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
-use crate::rules::{self, set_running};
+use crate::rules::plugging::{check_exposed, no_free_port, stays_plugged};
+use crate::rules::set_running::{self, Difference};
 use crate::storage::disk_keys;
 use crate::storage::medium;
 use crate::vm::internal;
@@ -61,11 +63,8 @@ impl Owner {
     /// Registers the VM anew while it runs.
     pub(super) async fn set_running(&mut self, new: VmSpec) -> Result<(), Problem> {
         let known = self.spec.clone();
-        let both = set_running::needs_both_keys(&known, &new) && self.named_by_disks(&new).await?;
-        let in_use = self.in_use();
-        let difference = set_running::difference(&known, &new, &in_use, both)?;
-        let now = set_running::before_plugging(&known, &new, &in_use);
-        drop(in_use);
+        let difference = self.difference(&new).await?;
+        let now = set_running::before_plugging(&known, &new, self.in_use());
         if known.key != new.key {
             self.kek = None;
         }
@@ -101,6 +100,31 @@ impl Owner {
         self.next = (self.spec != new).then_some(new);
         self.describe();
         Ok(())
+    }
+
+    /// What registering the VM anew would change of what runs.
+    pub(super) async fn difference(&self, new: &VmSpec) -> Result<Difference, Problem> {
+        let known = &self.spec;
+        let both = set_running::needs_both_keys(known, new) && self.named_by_disks(new).await?;
+        set_running::difference(known, new, self.in_use(), both)
+    }
+
+    /// Checks that disks can be plugged in and out, as far as that can be told before the guest is asked.
+    pub(super) async fn may_plug(&mut self, difference: &Difference) -> Result<(), Problem> {
+        let Difference { gone_disks, new_disks, .. } = difference;
+        for disk in gone_disks {
+            self.may_unplug(*disk)?;
+        }
+        if gone_disks.is_empty() && new_disks.is_empty() {
+            return Ok(());
+        }
+        self.may_replace_filter().await?;
+        if new_disks.is_empty() {
+            return Ok(());
+        }
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        free_place(&spec, running).map(drop)
     }
 
     /// Whether a recryption has added the key of this specification to all disks.
@@ -208,9 +232,7 @@ impl Owner {
         self.may_replace_filter().await?;
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        // From the other end than network cards, whose names in guests follow their ports.
-        let port = free_port(&spec, running, (0..PORTS).rev())?;
-        let queues = free_queues(&spec, running)?;
+        let (port, queues) = free_place(&spec, running)?;
         let socket =
             running.live.disks.iter().map(|disk| disk.socket.saturating_add(1)).max().unwrap_or(0);
         let id = disk.disk;
@@ -301,14 +323,7 @@ impl Owner {
     async fn unplug_disk(&mut self, disk: DiskId, kept: Option<DiskSpec>) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let what = format!("disk '{}'", spec.disk(disk).map_or("", |disk| disk.name.as_str()));
-        let Some(running) = self.running() else { return Err(not_there()) };
-        let Some(&DiskInUse { socket, port, .. }) = running.live.disk(disk) else { return Ok(()) };
-        if port.is_none() {
-            let what = format!(
-                "was started with its {what}, and only a disk that was added while it runs can be unplugged from its guest. Stop it first"
-            );
-            return Err(rules::wrong_state(&spec, &what));
-        }
+        let Some(DiskInUse { socket, .. }) = self.may_unplug(disk)? else { return Ok(()) };
         self.may_replace_filter().await?;
         let Some(running) = self.running() else { return Err(not_there()) };
         let gone = plug::out(&running.qmp, &qemu::disk_device(disk)).await.map_err(internal)?;
@@ -317,6 +332,16 @@ impl Owner {
         }
         plug::drop_listener(&running.qmp, socket).await;
         self.forget_disk(disk, kept).await
+    }
+
+    /// Checks that a disk can be unplugged, and says how QEMU has it; none where the guest does not have it.
+    fn may_unplug(&mut self, disk: DiskId) -> Result<Option<DiskInUse>, Problem> {
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        match running.live.disk(disk) {
+            Some(DiskInUse { port: None, .. }) => Err(stays_plugged(&spec, disk)),
+            in_use => Ok(in_use.copied()),
+        }
     }
 
     /// Takes a disk that QEMU does not have off the record, and has a filter serve the others. `kept` is what is known
@@ -344,13 +369,7 @@ impl Owner {
         if spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
             return Err(rules::locked(&spec));
         }
-        if let Some(disk) = self.exposed.keys().find_map(|disk| spec.disk(*disk)) {
-            let what = format!(
-                "has its disk '{}' exposed, which would end. End the 'vmseal disk expose' first",
-                disk.name
-            );
-            return Err(refusal(ErrorCode::InUse, &spec, &what));
-        }
+        check_exposed(&spec, self.exposed.keys().copied())?;
         let Some(running) = self.running() else { return Err(not_there()) };
         if !matches!(running.service, Service::Served(_)) {
             // In a moment it runs: the caller asks again.
@@ -529,12 +548,14 @@ fn free_port(
         live.nic_ports.values().any(|taken| taken == port)
             || live.disks.iter().any(|disk| disk.port == Some(*port))
     };
-    wanted.find(|port| !taken(port)).ok_or_else(|| {
-        let what = format!(
-            "has no room for another device while it runs: its network cards, and disks that were added since it was started, are {PORTS} at most. Stop it first"
-        );
-        refusal(ErrorCode::LimitExceeded, spec, &what)
-    })
+    wanted.find(|port| !taken(port)).ok_or_else(|| no_free_port(spec, PORTS))
+}
+
+/// The port and the queues of another disk.
+fn free_place(spec: &VmSpec, running: &Running) -> Result<(u32, u16), Problem> {
+    // From the other end than network cards, whose names in guests follow their ports.
+    let port = free_port(spec, running, (0..PORTS).rev())?;
+    Ok((port, free_queues(spec, running)?))
 }
 
 /// How many queues another disk may have.

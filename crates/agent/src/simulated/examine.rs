@@ -1,0 +1,43 @@
+//! Whether a VM could be changed now.
+
+use vmseal_api::host::{VmChange, VmSpec};
+use vmseal_api::id::VmId;
+use vmseal_api::problem::Problem;
+
+use super::Inside;
+use crate::rules::exclusion::Action;
+use crate::rules::plugging::{with_disk, without_disk};
+use crate::rules::{self, find_disk};
+
+impl Inside {
+    pub fn examine_change(&mut self, vm: VmId, change: &VmChange) -> Result<(), Problem> {
+        match change {
+            VmChange::AddDisk { disk } => {
+                let known = self.known(vm)?;
+                let key = rules::key_state(&known.spec, known.key_held);
+                let new = with_disk(known.registered(), disk, key)?;
+                self.examine_registration(&new)
+            }
+            VmChange::RemoveDisk { disk } => {
+                let registered = self.known(vm)?.registered().clone();
+                let disk = find_disk(&registered, *disk)?;
+                self.examine_registration(&without_disk(&registered, disk))?;
+                // A guest that runs does not have it any more when it is deleted.
+                let mut situation = self.situation(vm)?;
+                situation.unused.push(disk.disk);
+                situation.may(Action::DeleteDisk, Some(disk)).map(drop)
+            }
+            VmChange::GrowDisk { disk, size } => self.may_grow(vm, *disk, *size).map(drop),
+            VmChange::Start { first, discard_memory } => {
+                self.examine_start(vm, *first, *discard_memory)
+            }
+        }
+    }
+
+    fn examine_registration(&mut self, new: &VmSpec) -> Result<(), Problem> {
+        match self.persisted.guests.contains_key(&new.vm) {
+            true => self.may_set_running(new).map(drop),
+            false => self.may_register(new),
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! A change of a VM that its host may be asked about before it is asked for.
+
+use serde::{Deserialize, Serialize};
+
+use super::disk::DiskSpec;
+use crate::boot::BootDevice;
+use crate::id::DiskId;
+
+/// A change of a registered VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "change", rename_all = "snake_case", deny_unknown_fields)]
+pub enum VmChange {
+    /// Another disk is made, and the VM registered with it: a guest that runs gets it. Its image and its room are asked
+    /// about with `examine_disk`.
+    AddDisk {
+        /// The disk, which is not made yet.
+        disk: Box<DiskSpec>,
+    },
+    /// The VM is registered without a disk, which a guest that runs lets go, and the disk is deleted.
+    RemoveDisk {
+        /// Which.
+        disk: DiskId,
+    },
+    /// A disk is made longer, as `grow_disk` does.
+    GrowDisk {
+        /// Which.
+        disk: DiskId,
+        /// Its new size, in bytes.
+        size: u64,
+    },
+    /// The VM is started, as `power_on` does. Its network cards are asked about with `examine_nic`, and what its machine
+    /// is with `examine_hardware`.
+    Start {
+        /// What its firmware tries first this time.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        first: Option<BootDevice>,
+        /// Whether memory that is saved is given up before.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        discard_memory: bool,
+    },
+}
