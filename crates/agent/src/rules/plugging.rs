@@ -72,11 +72,7 @@ pub fn check_exposed(
 ///
 /// # Errors
 /// `in-use`.
-pub fn check_bitmaps(
-    spec: &VmSpec,
-    disk: DiskId,
-    bitmaps: &[BitmapStatus],
-) -> Result<(), Problem> {
+pub fn check_bitmaps(spec: &VmSpec, disk: DiskId, bitmaps: &[BitmapStatus]) -> Result<(), Problem> {
     // Those of vmseal's own are only hints.
     let of_others = |bitmap: &BitmapStatus| !bitmap.name.starts_with(TRACKING_PREFIX);
     let marked = bitmaps.iter().any(of_others);

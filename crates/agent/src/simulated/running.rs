@@ -269,7 +269,8 @@ impl Inside {
         if grows && known.in_use.contains(&disk) {
             self.may_replace_filter(vm)?;
             let kept = self.persisted.bitmaps.get(&vm).and_then(|disks| disks.get(&disk));
-            plugging::check_bitmaps(&self.known(vm)?.spec, disk, kept.map_or(&[], |kept| kept))?;
+            let kept = kept.cloned().unwrap_or_default();
+            plugging::check_bitmaps(&self.known(vm)?.spec, disk, &kept)?;
         }
         self.check_place(&of.datastore)?;
         if grows && self.has_snapshots(disk) {

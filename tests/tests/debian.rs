@@ -1,0 +1,78 @@
+//! A real Debian, by the commands that the README has first: what only a guest shows that has cloud-init, an SSH server and QEMU's guest
+//! agent.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::process::{Command, Output};
+
+use vmseal_tests::installation::{Installation, text};
+
+const VM: &str = "web1";
+
+/// The image of `scripts/build-debian-image --cloud`, which is the one that `vmseal image build debian` makes.
+fn debian() -> String {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/build-debian-image");
+    let built = Command::new(script).arg("--cloud").output().unwrap();
+    String::from_utf8(built.stdout).unwrap().lines().last().unwrap().to_owned()
+}
+
+/// A guest that was launched, and lets its owner in by a key.
+fn launched(here: &Installation) {
+    let (image, key) = (debian(), here.path("key"));
+    let key = text(&key).unwrap();
+    let made =
+        Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f", key]).status();
+    assert!(made.unwrap().success());
+    let public = format!("{key}.pub");
+    let launch = ["vm", "launch", VM, "--image", &image, "--format", "raw", "--ssh-key", &public];
+    here.vmseal(&[&launch[..], &["--timeout", "15m"]].concat()).unwrap();
+    let said = here.vmseal(&["vm", "ssh", VM, "--", "hostname; sudo id -u"]).unwrap();
+    assert_eq!(said, format!("{VM}\n0\n"));
+}
+
+fn in_guest(here: &Installation, command: &[&str]) -> Output {
+    here.try_vmseal(&[&["vm", "guest", "exec", VM, "--"], command].concat()).unwrap()
+}
+
+/// Programs run in the guest, and their outputs come back, up to a limit.
+fn runs_programs(here: &Installation) {
+    let run = |command: &[&str]| in_guest(here, command);
+    let said = run(&["/bin/sh", "-c", "echo out; echo err >&2"]);
+    assert_eq!((&said.stdout[..], &said.stderr[..]), (&b"out\n"[..], &b"err\n"[..]));
+    let failed = run(&["/bin/false"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&failed.stderr).contains("ended with status 1"));
+    let flood = run(&["/usr/bin/head", "-c", "1000000", "/dev/zero"]);
+    assert_eq!(flood.stdout.len(), 256 * 1024);
+    let none = run(&["/no/such/program"]);
+    assert!(String::from_utf8_lossy(&none.stderr).contains("refuses guest-exec"));
+}
+
+/// File systems are frozen and thawed, by command, for a snapshot and for a backup.
+fn freezes_its_file_systems(here: &Installation) {
+    let frozen = here.vmseal(&["vm", "guest", "fsfreeze", VM]).unwrap();
+    assert!(frozen.contains("are frozen"), "{frozen}");
+    let thawed = here.vmseal(&["vm", "guest", "fsthaw", VM]).unwrap();
+    assert!(thawed.contains("are thawed"), "{thawed}");
+    here.vmseal(&["snapshot", "create", VM, "quiet"]).unwrap();
+    let quiet = here.json(&["snapshot", "show", VM, "quiet"]).unwrap();
+    assert_eq!(quiet["quiesced"], true, "{quiet}");
+    let wrote = in_guest(here, &["/bin/sh", "-c", "echo goes on >/root/a && sync && cat /root/a"]);
+    assert_eq!(&wrote.stdout[..], b"goes on\n");
+    here.vmseal(&["snapshot", "delete", VM, "quiet"]).unwrap();
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    here.vmseal(&["backup", "create", VM, "first", "--to", text(&to).unwrap()]).unwrap();
+    let backup = here.json(&["backup", "show", VM, "first"]).unwrap();
+    assert_eq!(backup["quiesced"], true, "{backup}");
+}
+
+#[test]
+fn a_debian_is_launched_reached_by_ssh_and_served_by_its_guest_agent() {
+    let here = Installation::new().unwrap();
+    launched(&here);
+    here.vmseal(&["vm", "guest", "ping", VM]).unwrap();
+    runs_programs(&here);
+    freezes_its_file_systems(&here);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
