@@ -86,9 +86,8 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" | "vms" => named(arg, "vms"),
-        "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
-        "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
-        "disks" => arg.add(ArgValueCompleter::new(disk_option)),
+        "disk" | "disks" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
+        "disk" | "disks" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "snapshot" => arg.add(ArgValueCandidates::new(|| kept_of_vm("snapshots"))),
         "backup" => arg.add(ArgValueCandidates::new(|| kept_of_vm("backups"))),
         "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
@@ -230,6 +229,8 @@ mod tests {
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
         assert!(asks("vm", "encrypt", "vms") && asks("vm", "decrypt", "vms"));
         assert!(asks("vm", "move", "vms") && asks("vm", "move", "datastore"));
+        assert!(asks("vm", "move", "disks") && asks("vm", "recrypt", "disks"));
+        assert!(!asks("vm", "create", "disks") && !asks("disk", "add", "disk"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));
