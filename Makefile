@@ -1,5 +1,5 @@
 # The targets for building and testing; the work is in scripts/.
-.PHONY: help prerequisites build test soak demo bench bench-network install deb man fmt clippy images clean
+.PHONY: help prerequisites build test soak demo bench bench-network install uninstall deb man fmt clippy images clean
 
 PREFIX ?= /usr/local
 
@@ -30,6 +30,9 @@ bench-network: prerequisites ## measure a guest's network card beside QEMU start
 install: prerequisites ## programs, manual pages, completions, systemd units; PREFIX=/usr/local, DESTDIR=
 	cargo build --release --locked -p vmseal -p vmseal-iofilter -p vmseal-rbd
 	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/install
+
+uninstall: ## remove what install has put there; disks, inventory and keys stay; PREFIX=/usr/local, DESTDIR=
+	PREFIX=$(PREFIX) DESTDIR=$(DESTDIR) scripts/uninstall
 
 deb: prerequisites ## a Debian package in target/
 	cargo build --release --locked -p vmseal -p vmseal-iofilter -p vmseal-rbd

@@ -189,6 +189,7 @@ fn a_shell_is_given_names(here: &Installation) {
     has(&["disk", "show", "a", ""], "disk0");
     has(&["policy", "show", "enc"], "encrypted");
     has(&["vm", "import", "--datastore", ""], "local");
+    bash_completes_what_is_typed(here);
     // A server that does not answer says nothing that would disturb the line.
     let mut command = here.command().unwrap();
     command.args(["--", "vmseal", "vm", "show", ""]).env("VMSEAL_SERVER", "https://127.0.0.1:1");
@@ -196,6 +197,58 @@ fn a_shell_is_given_names(here: &Installation) {
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     assert!(!printed.split_whitespace().any(|word| word == "a"), "{printed}");
+}
+
+/// The Tab key in bash itself, which splits the value of `--disk` at each `=`.
+fn bash_completes_what_is_typed(here: &Installation) {
+    let typed = "\
+        vmseal disk add a --disk d\tl\t,s\t1MiB,na\tlogs\n\
+        vmseal disk add a --disk=size=1G,fo\tq\t\n\
+        vmseal disk add a --disk \"datastore=local,si\t\n\
+        vmseal policy sh\tenc\t-w\n\
+        exit\n";
+    assert_eq!(
+        run_by_bash(here, typed),
+        [
+            "disk add a --disk datastore=local,size=1MiB,name=logs",
+            "disk add a --disk=size=1G,format=qcow2",
+            "disk add a --disk datastore=local,size=",
+            "policy show encrypted -w",
+        ]
+    );
+}
+
+/// What bash would have given to vmseal, command by command, after this was typed on its terminal.
+fn run_by_bash(here: &Installation, typed: &str) -> Vec<String> {
+    let (setup, given) = (here.path("setup.bash"), here.path("given"));
+    let script = here.vmseal(&["completion", "bash"]).unwrap();
+    let vmseal = here.command().unwrap();
+    let program = vmseal.get_program().to_str().unwrap();
+    // The program completes; what would be run is written down.
+    let written_down = format!(
+        "vmseal() {{ if [[ -n ${{COMPLETE-}} ]]; then '{program}' \"$@\"; else echo \"$*\" >> '{}'; fi; }}\n",
+        given.display()
+    );
+    std::fs::write(&setup, written_down + &script).unwrap();
+
+    let pair = nix::pty::openpty(&SCREEN, None).unwrap();
+    let mut terminal = std::fs::File::from(pair.master);
+    terminal.write_all(typed.as_bytes()).unwrap();
+    // A session of its own: bash takes the terminal of the one that it is in.
+    let mut bash = std::process::Command::new("setsid");
+    bash.args(["--ctty", "bash", "--noprofile", "--rcfile"]).arg(&setup).arg("-i");
+    bash.envs(vmseal.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    bash.envs([("TERM", "dumb"), ("INPUTRC", "/dev/null"), ("HISTFILE", "/dev/null")]);
+    let end = || Stdio::from(pair.slave.try_clone().unwrap());
+    let mut shell = bash.stdin(end()).stdout(end()).stderr(end()).spawn().unwrap();
+    drop((bash, pair.slave));
+    // Its end is an error of the terminal.
+    let mut screen = Vec::new();
+    let _ = terminal.read_to_end(&mut screen);
+    shell.wait().unwrap();
+    let given = std::fs::read_to_string(given);
+    let given = given.unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&screen)));
+    given.lines().map(str::to_owned).collect()
 }
 
 /// The format of an image is never detected: a person is asked until it is given, a script is refused.
@@ -348,6 +401,12 @@ fn dry_runs_change_nothing_and_watches_show_changes() {
     let running = here.json(&["task", "list", "--state", "running"]).unwrap();
     let task = running[0]["id"].as_str().unwrap().to_owned();
     assert!(said.contains(&task), "{said}");
+    // Others have ended.
+    for verb in ["cancel", "pause", "wait", "watch"] {
+        let mut offered = completed(&here, &["task", verb, ""]);
+        offered.retain(|it| !it.starts_with('-'));
+        assert_eq!(offered, [task.as_str()], "after task {verb}");
+    }
 
     // On a terminal there is a bar for it. Ctrl-C leaves it running as well.
     let pair = nix::pty::openpty(&SCREEN, None).unwrap();
@@ -487,4 +546,10 @@ fn consoles_put_the_terminal_back(here: &Installation, vm: &str) {
     assert!(screen.contains("taken over the console"), "{screen}");
     second.keyboard.write_all(b"\x1d").unwrap();
     assert_eq!(second.code(), Some(0));
+
+    // What a script types has an end, and so has the console.
+    let mut script = here.command().unwrap();
+    script.args(["vm", "console", vm, "--force"]).stdin(Stdio::null());
+    let output = script.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
 }

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use clap::{Arg, Command, CommandFactory};
 use clap_complete::engine::{ArgValueCandidates, ArgValueCompleter, CompletionCandidate};
-use clap_complete::env::{CompleteEnv, Shells};
+use clap_complete::env::{CompleteEnv, EnvCompleter, Fish};
+use serde::Deserialize;
 use serde_json::Value;
+use vmseal_api::model::TaskState;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::arguments::{Arguments, Global, Shell};
@@ -15,6 +17,13 @@ use crate::disk_option::DISK_KEYS;
 
 /// The variable by which a shell asks for completions.
 const VARIABLE: &str = "COMPLETE";
+
+/// The script for bash. clap's own hands over the words as bash splits them, at `=` too, and so knows nothing of the
+/// values of `--disk`. The variables are those of clap, which answers.
+const BASH: &str = include_str!("completion/vmseal.bash");
+
+/// The script for zsh. clap's own puts a space after a key of `--disk`, and answers nothing the first time.
+const ZSH: &str = include_str!("completion/vmseal.zsh");
 
 /// The longest time to wait for names.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(2);
@@ -35,10 +44,7 @@ const NOUNS: [(&str, &str); 11] = [
 ];
 
 /// The verbs about tasks that have not ended.
-const UNFINISHED: [&str; 5] = ["cancel", "pause", "resume", "set", "wait"];
-
-/// The states of tasks that have ended.
-const ENDED: [&str; 4] = ["done", "failed", "cancelled", "unknown"];
+const UNFINISHED: [&str; 6] = ["cancel", "pause", "resume", "set", "wait", "watch"];
 
 /// The verbs that take a new name.
 const NEW: [&str; 6] = ["add", "clone", "create", "dump", "import", "launch"];
@@ -50,17 +56,15 @@ pub fn answer() {
 
 /// The script that a shell loads.
 pub fn script(shell: Shell) -> anyhow::Result<String> {
-    let name = match shell {
-        Shell::Bash => "bash",
-        Shell::Zsh => "zsh",
-        Shell::Fish => "fish",
-    };
-    let shells = Shells::builtins();
-    let mut script = Vec::new();
-    if let Some(completer) = shells.completer(name) {
-        completer.write_registration(VARIABLE, "vmseal", "vmseal", "vmseal", &mut script)?;
+    match shell {
+        Shell::Bash => Ok(BASH.to_owned()),
+        Shell::Zsh => Ok(ZSH.to_owned()),
+        Shell::Fish => {
+            let mut script = Vec::new();
+            Fish.write_registration(VARIABLE, "vmseal", "vmseal", "vmseal", &mut script)?;
+            Ok(String::from_utf8(script)?)
+        }
     }
-    Ok(String::from_utf8(script)?)
 }
 
 /// The command line, with completion of names.
@@ -82,9 +86,8 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" | "vms" => named(arg, "vms"),
-        "disk" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
-        "disk" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
-        "disks" => arg.add(ArgValueCompleter::new(disk_option)),
+        "disk" | "disks" if takes_new => arg.add(ArgValueCompleter::new(disk_option)),
+        "disk" | "disks" => arg.add(ArgValueCandidates::new(|| of_vms("disks"))),
         "snapshot" => arg.add(ArgValueCandidates::new(|| kept_of_vm("snapshots"))),
         "backup" => arg.add(ArgValueCandidates::new(|| kept_of_vm("backups"))),
         "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
@@ -140,13 +143,17 @@ fn typed_words() -> Vec<String> {
 
 /// The ids of the tasks that have not ended.
 fn unfinished_tasks() -> Vec<CompletionCandidate> {
-    let tasks = fetched("tasks");
-    let unfinished = tasks.iter().filter(|task| !ENDED.iter().any(|state| task["state"] == *state));
-    let about = |task: &Value| {
-        let help = format!("{} {}", task["kind"].as_str()?, task["target"].as_str()?);
-        Some(CompletionCandidate::new(task["id"].as_str()?).help(Some(help.into())))
-    };
-    unfinished.filter_map(about).collect()
+    fetched("tasks").iter().filter(|task| is_unfinished(task)).filter_map(of_task).collect()
+}
+
+fn is_unfinished(task: &Value) -> bool {
+    TaskState::deserialize(&task["state"]).is_ok_and(TaskState::is_open)
+}
+
+/// A task's id, and what the task is.
+fn of_task(task: &Value) -> Option<CompletionCandidate> {
+    let help = format!("{} {}", task["kind"].as_str()?, task["target"].as_str()?);
+    Some(CompletionCandidate::new(task["id"].as_str()?).help(Some(help.into())))
 }
 
 /// The next part of the value of `--disk`.
@@ -222,6 +229,8 @@ mod tests {
         assert!(asks("vm", "create", "policy") && asks("task", "wait", "tasks"));
         assert!(asks("vm", "encrypt", "vms") && asks("vm", "decrypt", "vms"));
         assert!(asks("vm", "move", "vms") && asks("vm", "move", "datastore"));
+        assert!(asks("vm", "move", "disks") && asks("vm", "recrypt", "disks"));
+        assert!(!asks("vm", "create", "disks") && !asks("disk", "add", "disk"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));
@@ -258,6 +267,103 @@ mod tests {
         assert_eq!(parts("datastore=fast,"), more);
         assert_eq!(parts("size=1G,format=q"), ["size=1G,format=qcow2"]);
         assert!(parts("size=1").is_empty());
+    }
+
+    /// What bash asks of the program, and what it then offers, once it has split the line so. The cursor is at its end;
+    /// `replaced` is what bash is going to replace.
+    fn in_bash(line: &str, split: &[&str], replaced: &str, answers: &[&str]) -> Vec<String> {
+        // A function stands for the program.
+        const COMPLETE: &str = r#"
+            vmseal() {
+                printf '%s|' "$@" >&3
+                echo "$COMPLETE $_CLAP_COMPLETE_INDEX" >&3
+                printf '%s' "$answers"
+            }
+            exec 3>&1
+            eval "$script"
+            registered=$(complete -p vmseal)
+            name=${registered##*-F }
+            COMP_LINE=$1 COMP_POINT=${#1} replaced=$2
+            shift 2
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+            "${name% *}" vmseal "$replaced" "${COMP_WORDS[COMP_CWORD - 1]}"
+            printf '%s\n' "${COMPREPLY[@]}"
+        "#;
+        let mut bash = std::process::Command::new("bash");
+        bash.args(["--norc", "-c", COMPLETE, "bash", line, replaced]).args(split);
+        bash.env("script", script(Shell::Bash).unwrap()).env("answers", answers.join("\n"));
+        let output = bash.output().unwrap();
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    /// As bash 5.2 splits with its usual `COMP_WORDBREAKS`.
+    #[test]
+    fn bash_asks_for_the_word_that_was_typed_and_replaces_its_end() {
+        let add = ["vmseal", "disk", "add", "web"];
+        let of = |typed: &str, split: &[&str], replaced: &str, answers: &[&str]| {
+            let line = format!("vmseal disk add web {typed}");
+            in_bash(&line, &[&add[..], split].concat(), replaced, answers)
+        };
+        assert_eq!(
+            of("--disk d", &["--disk", "d"], "d", &["datastore="]),
+            ["--|vmseal|disk|add|web|--disk|d|bash 5", "datastore="]
+        );
+        let names = ["datastore=fast", "datastore=bulk"];
+        assert_eq!(
+            of("--disk datastore=", &["--disk", "datastore", "="], "", &names),
+            ["--|vmseal|disk|add|web|--disk|datastore=|bash 5", "fast", "bulk"]
+        );
+        let split = ["--disk", "datastore", "=", "local,si"];
+        assert_eq!(
+            of("--disk datastore=local,si", &split, "local,si", &["datastore=local,size="]),
+            ["--|vmseal|disk|add|web|--disk|datastore=local,si|bash 5", "local,size="]
+        );
+        let split = ["--disk", "size", "=", "1G,format", "=", "q"];
+        assert_eq!(
+            of("--disk  size=1G,format=q", &split, "q", &["size=1G,format=qcow2"]),
+            ["--|vmseal|disk|add|web|--disk|size=1G,format=q|bash 5", "qcow2"]
+        );
+        let split = ["--disk", "=", "size", "=", "1G,fo"];
+        assert_eq!(
+            of("--disk=size=1G,fo", &split, "1G,fo", &["--disk=size=1G,format="]),
+            ["--|vmseal|disk|add|web|--disk=size=1G,fo|bash 4", "1G,format="]
+        );
+        // Quotes that are still open: bash replaces all that is in them.
+        assert_eq!(
+            of(
+                "--disk \"size=1G,fo",
+                &["--disk", "\"size=1G,fo"],
+                "size=1G,fo",
+                &["size=1G,format="]
+            ),
+            ["--|vmseal|disk|add|web|--disk|size=1G,fo|bash 5", "size=1G,format="]
+        );
+        // Another word begins after a blank.
+        assert_eq!(
+            of("--disk datastore= ", &["--disk", "datastore", "=", ""], "", &["--nic"]),
+            ["--|vmseal|disk|add|web|--disk|datastore=||bash 6", "--nic"]
+        );
+        // Colons split words too.
+        assert_eq!(
+            of("--to host:84", &["--to", "host", ":", "84"], "84", &["host:8443"]),
+            ["--|vmseal|disk|add|web|--to|host:84|bash 5", "8443"]
+        );
+    }
+
+    #[test]
+    fn tasks_that_have_ended_are_not_offered_to_those_who_want_to_change_them() {
+        let offered = |state: &str| is_unfinished(&serde_json::json!({"state": state}));
+        for state in ["queued", "running", "waiting", "rolling_back"] {
+            assert!(offered(state), "{state}");
+        }
+        for state in ["done", "failed", "cancelled", "unknown", "of a newer server"] {
+            assert!(!offered(state), "{state}");
+        }
+        let task = serde_json::json!({"id": "7", "kind": "vm.stop", "target": "web"});
+        let offered = of_task(&task).unwrap();
+        assert_eq!(offered.get_value(), "7");
+        assert_eq!(offered.get_help().unwrap().to_string(), "vm.stop web");
     }
 
     #[test]

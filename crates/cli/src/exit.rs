@@ -2,6 +2,8 @@
 //!
 //! The codes are part of the interface: they are added to, never changed.
 
+use std::fmt;
+
 use vmseal_api::client::CUT_OFF;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -54,11 +56,61 @@ impl Ended {
     }
 }
 
+/// Tasks that did not end well. The program ends as for the first of them.
+#[derive(Debug)]
+pub struct FailedTasks(Vec<FailedTask>);
+
+/// One of them.
+#[derive(Debug)]
+pub struct FailedTask {
+    /// How the program ends for it.
+    pub exit: Exit,
+    /// What did not end well, and how far it had come.
+    pub what: String,
+    /// Why, as far as that is known.
+    pub problem: Option<Problem>,
+    /// How to find out more, where there is more.
+    pub trace: String,
+}
+
+impl FailedTasks {
+    /// None where no task failed.
+    pub fn new(tasks: Vec<FailedTask>) -> Option<Self> {
+        (!tasks.is_empty()).then_some(Self(tasks))
+    }
+
+    /// What is said of each, as far as it is known.
+    pub fn problems(&mut self) -> impl Iterator<Item = &mut Problem> {
+        self.0.iter_mut().filter_map(|task| task.problem.as_mut())
+    }
+}
+
+impl fmt::Display for FailedTasks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let said: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&said.join("\n"))
+    }
+}
+
+impl fmt::Display for FailedTask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { what, problem, trace, .. } = self;
+        match problem {
+            Some(problem) => write!(f, "{what}: {problem}{trace}"),
+            None => write!(f, "{what}{trace}"),
+        }
+    }
+}
+
+impl std::error::Error for FailedTasks {}
+
 impl Exit {
     /// How the program ends with an error.
     pub fn of(error: &anyhow::Error) -> Self {
         if let Some(ended) = error.downcast_ref::<Ended>() {
             ended.exit
+        } else if let Some(FailedTasks(tasks)) = error.downcast_ref() {
+            tasks.first().map_or(Self::Failed, |task| task.exit)
         } else if let Some(problem) = error.downcast_ref::<Problem>() {
             if problem.in_doubt { Self::OutcomeUnknown } else { problem.code.into() }
         } else {

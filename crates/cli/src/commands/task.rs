@@ -13,7 +13,7 @@ use super::list;
 use super::progress::Progress;
 use super::reconnect::{self, across, answers, is_temporary, until_answer, within};
 use crate::arguments::{self, DryRun, Output, Wait};
-use crate::exit::{self, Ended, Exit};
+use crate::exit::{self, Ended, Exit, FailedTask, FailedTasks};
 use crate::print::{self, plan};
 use crate::rows::word;
 
@@ -367,34 +367,31 @@ async fn while_answered(
 
 /// The program's end for tasks that have ended: that of the first problem.
 fn outcome(tasks: &[Task]) -> anyhow::Result<()> {
-    let failures: Vec<_> = tasks.iter().filter_map(failure).collect();
-    let Some((exit, _)) = failures.first() else { return Ok(()) };
-    let messages: Vec<_> = failures.iter().map(|(_, message)| message.as_str()).collect();
-    Err(Ended::new(*exit, messages.join("\n")).into())
+    match FailedTasks::new(tasks.iter().filter_map(failure).collect()) {
+        Some(failed) => Err(failed.into()),
+        None => Ok(()),
+    }
 }
 
-fn failure(task: &Task) -> Option<(Exit, String)> {
+fn failure(task: &Task) -> Option<FailedTask> {
     let Task { kind, target, step, problem, request_id, .. } = task;
-    let text = |problem: &Problem| {
-        let inside = exit::failed_inside(problem, request_id.as_deref()).unwrap_or_default();
-        format!("{problem}{inside}")
-    };
-    let because = problem.as_ref().map(text).unwrap_or_default();
-    match task.state {
+    let (exit, what) = match task.state {
         TaskState::Failed | TaskState::Cancelled => {
             let exit = problem.as_ref().map_or(Exit::Failed, |problem| problem.code.into());
-            Some((exit, format!("{kind} {target} failed at step '{step}': {because}")))
+            (exit, format!("{kind} {target} failed at step '{step}'"))
         }
-        TaskState::Unknown => Some((
+        TaskState::Unknown => (
             Exit::OutcomeUnknown,
-            format!("{kind} {target}: the outcome is not known at step '{step}': {because}"),
-        )),
+            format!("{kind} {target}: the outcome is not known at step '{step}'"),
+        ),
         TaskState::Done
         | TaskState::Queued
         | TaskState::Running
         | TaskState::Waiting
-        | TaskState::RollingBack => None,
-    }
+        | TaskState::RollingBack => return None,
+    };
+    let trace = problem.as_ref().and_then(|it| exit::failed_inside(it, request_id.as_deref()));
+    Some(FailedTask { exit, what, problem: problem.clone(), trace: trace.unwrap_or_default() })
 }
 
 #[cfg(test)]
