@@ -1,12 +1,17 @@
-//! Clones of a VM that is off, and of a snapshot of one that runs: they hold the same, and share no key.
+//! Clones of a VM that is off, of one that runs, and of a snapshot: they hold the same, and share no key.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::collections::BTreeSet;
+use std::thread::sleep;
+use std::time::Duration;
 
 use vmseal_tests::guest::Console;
-use vmseal_tests::installation::Installation;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::some_of;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
+use vmseal_tests::tpm_guest::{self, DONE, ask, define, keeps};
 
 /// A place of the guest's disk that its system does not use, in MiB from the beginning.
 const TEXT_AT: u32 = 60;
@@ -47,9 +52,6 @@ fn a_clone_holds_the_same_under_keys_of_its_own() {
     shell_guest::start(&here, "web", "encrypted", &[]).unwrap();
     let mut console = booted(&here, "web").unwrap();
     write(&mut console, "TEXT-OF-ONE");
-    let running = here.try_vmseal(&["vm", "clone", "web", "copy"]).unwrap();
-    let said = String::from_utf8_lossy(&running.stderr).into_owned();
-    assert!(!running.status.success() && said.contains("--snapshot"), "{said}");
     here.vmseal(&["snapshot", "create", "web", "one"]).unwrap();
     write(&mut console, "TEXT-OF-TWO");
 
@@ -92,6 +94,154 @@ fn a_clone_holds_the_same_under_keys_of_its_own() {
     here.vmseal(&["vm", "start", "first"]).unwrap();
     reads(&mut booted(&here, "first").unwrap(), "TEXT-OF-FIRST");
     here.vmseal(&["vm", "stop", "first", "--force"]).unwrap();
+}
+
+/// A VM has no snapshots, and no file of a layer.
+fn has_no_snapshots(here: &Installation, vm: &str) {
+    let snapshots = here.json(&["snapshot", "list", vm]).unwrap();
+    assert_eq!(snapshots.as_array().unwrap().len(), 0, "{snapshots}");
+    let files = here.home_files(vm).unwrap();
+    let is_layer = |file: &&std::path::PathBuf| file.to_string_lossy().contains(".layer-");
+    assert_eq!(files.iter().find(is_layer), None, "a layer of {vm} is left");
+}
+
+#[test]
+fn a_vm_that_runs_is_cloned_and_no_snapshot_is_left() {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, "web", "encrypted", &[]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    let linked = here.refused(&["vm", "clone", "web", "copy", "--linked"]).unwrap();
+    assert!(linked.contains("a linked clone stands on what a snapshot keeps"), "{linked}");
+    let planned = here.try_vmseal(&["vm", "clone", "web", "copy", "--dry-run"]).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
+    assert!(planned.status.success(), "{warned}");
+    assert!(warned.contains("VM 'web' runs: a snapshot of it is taken"), "{warned}");
+    has_no_snapshots(&here, "web");
+
+    here.vmseal(&["vm", "clone", "web", "copy"]).unwrap();
+    has_no_snapshots(&here, "web");
+    // The guest has no agent that could freeze anything.
+    let events = here.json(&["events"]).unwrap().to_string();
+    assert!(events.contains("of a VM that ran, as after a power cut"), "{events}");
+    write(&mut console, "TEXT-OF-TWO");
+    here.vmseal(&["vm", "start", "copy"]).unwrap();
+    let mut copy = booted(&here, "copy").unwrap();
+    reads(&mut copy, "TEXT-OF-ONE");
+    reads(&mut console, "TEXT-OF-TWO");
+    for vm in ["copy", "web"] {
+        here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    }
+    assert_eq!(of(&here, &["web", "copy"]).len(), 4, "VMs share a key or an address");
+    assert_eq!(beginnings(&here, &["web", "copy"]).len(), 4, "VMs share a data key");
+    // What the guest has written since is in the disk itself.
+    assert!(here.disk_has("web", "disk0", TEXT_AT, "TEXT-OF-TWO").unwrap());
+}
+
+/// Agent and server die while a VM that runs is cloned: the clone is whole, the guest goes on, and no snapshot is left.
+#[test]
+fn the_clone_of_a_vm_that_runs_is_whole_whatever_dies() {
+    let mut here = Installation::new().unwrap();
+    shell_guest::start(&here, "web", "encrypted", &[]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    for (round, milliseconds) in some_of(&[40, 80, 120, 200, 300, 400]).into_iter().enumerate() {
+        let name = format!("clone{round}");
+        here.vmseal(&["vm", "clone", "web", &name, "--no-wait"]).unwrap();
+        sleep(Duration::from_millis(milliseconds));
+        if round % 2 == 0 {
+            here.kill_agent();
+            here.start_agent().unwrap();
+        } else {
+            here.kill_server();
+            here.start_server().unwrap();
+        }
+        here.wait_host().unwrap();
+        here.wait_made(&name).unwrap();
+        has_no_snapshots(&here, "web");
+        assert!(here.disk_has(&name, "disk0", TEXT_AT, "TEXT-OF-ONE").unwrap(), "{name}");
+        here.vmseal(&["vm", "delete", &name]).unwrap();
+    }
+    drop(console);
+    let mut console = here.console("web").unwrap();
+    reads(&mut console, "TEXT-OF-ONE");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
+
+/// The guest finds this on its disk for cloud-init. Files there end with zeroes, at which its grep would end, too.
+fn finds(guest: &mut Console, pattern: &str, found: &str) {
+    let find = format!("tr '\\0' '\\n' </dev/vdb | grep -ao '{pattern}'");
+    run(guest, &find, found).unwrap();
+}
+
+/// What is on the disk for cloud-init of a VM that is off.
+fn told(here: &Installation, vm: &str) -> Vec<u8> {
+    let file = here.path("told");
+    let export = ["disk", "export", vm, "cloud-init", "--format", "raw", "--plaintext", "--to"];
+    here.vmseal(&[&export[..], &[text(&file).unwrap()]].concat()).unwrap();
+    let content = std::fs::read(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    content
+}
+
+/// The clone of a VM that runs, with cloud-init and a TPM: it is told the same, is another instance, and has an empty TPM.
+#[test]
+fn a_clone_is_told_the_same_as_another_instance_and_has_a_tpm_of_its_own() {
+    let here = Installation::new().unwrap();
+    let (user, network) = (here.path("user-data"), here.path("network"));
+    std::fs::write(&user, "#cloud-config\n# VMSEAL-TOLD-77\n").unwrap();
+    std::fs::write(&network, "version: 2 # VMSEAL-NET-78\n").unwrap();
+    let documents =
+        format!("user-data={},network-config={}", text(&user).unwrap(), text(&network).unwrap());
+    tpm_guest::create(&here, "web", &["--cloud-init", &documents]);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut web = booted(&here, "web").unwrap();
+    assert_eq!(ask(&mut web, &define(), DONE.len()), DONE);
+    assert_eq!(ask(&mut web, &tpm_guest::write(), DONE.len()), DONE);
+    keeps(&mut web);
+
+    here.vmseal(&["vm", "clone", "web", "copy"]).unwrap();
+    has_no_snapshots(&here, "web");
+    let shown = here.vm("copy").unwrap();
+    let disks = shown["disks"].as_array().unwrap();
+    let names: Vec<_> = disks.iter().map(|disk| disk["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["disk0", "cloud-init", "tpm"], "{shown}");
+    assert_eq!(of(&here, &["web", "copy"]).len(), 4, "VMs share a key or an address");
+    for file in here.home_files("copy").unwrap().into_iter().filter(|file| file.is_file()) {
+        let clear = contains(&std::fs::read(&file).unwrap(), "VMSEAL-TOLD-77");
+        assert!(!clear, "{} is in the clear", file.display());
+    }
+
+    here.vmseal(&["vm", "start", "copy"]).unwrap();
+    let mut copy = booted(&here, "copy").unwrap();
+    for (guest, vm) in [(&mut copy, "copy"), (&mut web, "web")] {
+        let id = here.vm(vm).unwrap()["id"].as_str().unwrap().to_owned();
+        let instance = format!("instance-id: {id}");
+        finds(guest, "instance-id: [0-9a-f-]*", &instance);
+        let host = format!("local-hostname: \"{vm}\"");
+        finds(guest, "local-hostname: .*", &host);
+        finds(guest, "VMSEAL-TOLD-[0-9]*", "VMSEAL-TOLD-77");
+        finds(guest, "VMSEAL-NET-[0-9]*", "VMSEAL-NET-78");
+    }
+    assert_ne!(ask(&mut copy, &tpm_guest::read(), DONE.len()), DONE, "its TPM has a marker");
+    keeps(&mut web);
+    for vm in ["copy", "web"] {
+        here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    }
+
+    // So has one that is linked, and one that is told something else has that alone.
+    here.vmseal(&["snapshot", "create", "web", "base"]).unwrap();
+    here.vmseal(&["vm", "clone", "web", "linked", "--linked", "--snapshot", "base"]).unwrap();
+    let id = here.vm("linked").unwrap()["id"].as_str().unwrap().to_owned();
+    let content = told(&here, "linked");
+    assert!(contains(&content, format!("instance-id: {id}\n")), "it is another instance");
+    assert!(contains(&content, "VMSEAL-TOLD-77") && contains(&content, "VMSEAL-NET-78"));
+    std::fs::write(&user, "#cloud-config\n# VMSEAL-TOLD-79\n").unwrap();
+    let other = format!("user-data={}", text(&user).unwrap());
+    here.vmseal(&["vm", "clone", "copy", "other", "--cloud-init", &other]).unwrap();
+    let content = told(&here, "other");
+    assert!(contains(&content, "VMSEAL-TOLD-79") && !contains(&content, "VMSEAL-TOLD-77"));
+    assert!(!contains(&content, "VMSEAL-NET-78"), "it has the network of the other VM");
 }
 
 /// What cannot be cloned is refused, and nothing of it is left.

@@ -7,7 +7,7 @@ mod jobs;
 pub mod plugging;
 pub mod set_running;
 
-pub use self::jobs::{check_copied, check_job, check_pace, check_session};
+pub use self::jobs::{check_copied, check_copy, check_job, check_pace, check_session, lending};
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -10,6 +10,10 @@ use zeroize::Zeroize;
 
 use crate::id::{DiskId, VmId};
 
+mod clone;
+
+pub use self::clone::{made_user_data_begin, meta_data};
+
 /// The name of the disk that holds the documents.
 pub const CLOUD_INIT_DISK: &str = "cloud-init";
 
@@ -117,6 +121,18 @@ impl Documents {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The documents of a clone: the same but for what names the VM. The instance id is the clone's, so that cloud-init sets the
+    /// guest up as at a first boot, and so is the host name in meta-data, and in user-data that vmseal has made. Meta-data that is
+    /// not one `key: value` below the other is replaced as a whole.
+    #[must_use]
+    pub fn for_clone(&self, vm: VmId, name: &str) -> Self {
+        Self {
+            user_data: clone::user_data(self.user_data.expose(), name),
+            meta_data: clone::meta_data_of(self.meta_data.expose(), vm, name),
+            network_config: self.network_config.clone(),
+        }
     }
 
     /// As they are sealed: each document's length (4 bytes, little-endian; all ones for one that there is not),

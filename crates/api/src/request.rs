@@ -425,16 +425,23 @@ pub struct AddBitmap {
 pub struct CloneVm {
     /// The clone's name.
     pub name: String,
-    /// The snapshot whose disks are copied, by name or id; none means what the disks hold now, and that the VM is off.
+    /// The snapshot whose disks are copied, by name or id; none means what the disks hold now. Of a VM that runs the task takes a
+    /// snapshot then, and drops it at its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
     /// Whether the clone stands on what the snapshot, which is named then, keeps, instead of having a copy: it shares the data and
     /// the data key (DEK) of its disks with the other VM, under a key-encryption key (KEK) of its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub linked: bool,
-    /// What cloud-init in the clone reads at its next boot, which counts as its first one; without it the guest is as it was.
+    /// What cloud-init in the clone reads at its next boot, which counts as its first one. Without it that is what the other VM's
+    /// reads, with an instance id and a host name of the clone's; where that reads nothing, the guest is as it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+    /// Whether the file systems of a guest that runs are frozen for the instant of the snapshot that the task takes, if its agent
+    /// answers.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    #[cfg_attr(feature = "openapi", schema(default = true))]
+    pub quiesce: bool,
     /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At least 1 MiB
     /// otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -480,6 +487,11 @@ impl Default for TakeSnapshot {
 
 fn yes() -> bool {
     true
+}
+
+/// What earlier servers do not know is left out where it asks for nothing.
+fn is_yes(asked: &bool) -> bool {
+    *asked
 }
 
 /// Backs up a VM, which may run, to a directory of its host.

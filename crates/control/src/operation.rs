@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
-use vmseal_api::host::{CopyOf, DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::host::{CopyOf, DatastoreSpec, DiskRole, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
     TaskId, VmId,
@@ -39,6 +39,9 @@ pub struct Copies {
     /// What its disks held then; none means what they hold now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<SnapshotId>,
+    /// That the task takes this snapshot, whose row is there, and drops it at its end; none where it was there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temporary: Option<Temporary>,
     /// Its disks, by those of the clone.
     pub disks: BTreeMap<DiskId, DiskId>,
     /// The disks of the clone that stand on what the snapshot keeps.
@@ -46,11 +49,19 @@ pub struct Copies {
     pub linked: BTreeSet<DiskId>,
 }
 
+/// A snapshot of a VM that runs, for its clone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Temporary {
+    /// Whether the guest's file systems are frozen for its instant.
+    pub quiesce: bool,
+}
+
 impl Copies {
-    /// What a disk of the clone is copied from.
+    /// What a disk of the clone is copied from. Snapshots keep nothing of what cloud-init reads, to which no guest writes.
     #[must_use]
-    pub fn of(&self, disk: DiskId) -> Option<CopyOf> {
-        let (vm, snapshot) = (self.vm, self.snapshot);
+    pub fn of(&self, disk: DiskId, role: DiskRole) -> Option<CopyOf> {
+        let vm = self.vm;
+        let snapshot = self.snapshot.filter(|_| role != DiskRole::CloudInit);
         let linked = self.linked.contains(&disk);
         self.disks.get(&disk).map(|from| CopyOf { vm, disk: *from, snapshot, linked })
     }

@@ -10,6 +10,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::transfer::ExportFormat;
 use vmseal_seal::wire::STREAMS_MAX;
 
+use super::exclusion::Action;
 use super::{
     check_export, find_disk, holds_data, locked, needs_key, needs_to_be_made, wrong_state,
 };
@@ -203,6 +204,30 @@ pub fn check_copied(
     needs_key(spec, disk, key)
 }
 
+/// What it is to lend a disk as it is now, so that another one is filled from it: [`exclusion`] says when that may be.
+#[must_use]
+pub fn lending(disk: &DiskSpec) -> Action {
+    match disk.role {
+        // No guest writes to it: its file is only read, whatever its VM does.
+        DiskRole::CloudInit => Action::Prove,
+        DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm => Action::ExportDisk,
+    }
+}
+
+/// Whether a disk may be filled from another one: those for cloud-init have documents, which are read.
+///
+/// # Errors
+/// `invalid-request`.
+pub fn check_copy(disk: &DiskSpec, of: &DiskSpec) -> Result<(), Problem> {
+    let is_told = |disk: &DiskSpec| disk.role == DiskRole::CloudInit;
+    if is_told(disk) == is_told(of) {
+        return Ok(());
+    }
+    let what =
+        format!("disk '{}' is one for cloud-init, or '{}', and not both", disk.name, of.name);
+    Err(Problem::invalid("copy_of", what))
+}
+
 /// Whether a disk is one that no guest writes to, which is backed up without a snapshot.
 fn is_not_written(disk: &DiskSpec) -> Result<(), Problem> {
     if matches!(disk.role, DiskRole::CloudInit | DiskRole::Tpm) {
@@ -292,8 +317,7 @@ fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static s
             );
         }
         let alone = wanted.source.is_none() && wanted.cloud_init.is_none();
-        let copied = matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables);
-        return if alone && copied {
+        return if alone && disk.role != DiskRole::Tpm {
             Ok(())
         } else {
             Err("is not given together with another disk")

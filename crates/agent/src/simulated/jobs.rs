@@ -63,7 +63,7 @@ impl Inside {
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
         self.ready_for_snapshots(vm, job)?;
         self.ready_for_backups(vm, job)?;
-        self.ready_to_copy(job)?;
+        self.ready_to_copy(vm, job)?;
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
             JobSpec::Convert(job) => return self.ready_to_convert(vm, job),

@@ -7,7 +7,6 @@ use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Inside, SimulatedHost};
-use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 
 /// The snapshots of each disk, in the order in which they were taken; and those that other hosts will send with a disk.
@@ -97,18 +96,21 @@ impl Inside {
     }
 
     /// Checks the disks of other VMs that new ones are filled from.
-    pub fn ready_to_copy(&mut self, job: &JobSpec) -> Result<(), Problem> {
+    pub fn ready_to_copy(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
         let JobSpec::Create(create) = job else { return Ok(()) };
-        for of in create.disks.iter().filter_map(|disk| disk.copy_of) {
+        let into = self.known(vm)?.spec.clone();
+        for wanted in &create.disks {
+            let Some(of) = wanted.copy_of else { continue };
             let known = self.known(of.vm)?;
             let (spec, key) = (known.spec.clone(), rules::key_state(&known.spec, known.key_held));
             let disk = find_disk(&spec, of.disk)?;
             let made = known.has_made(disk);
             rules::check_copied(&spec, disk, key, made)?;
+            rules::check_copy(find_disk(&into, wanted.disk)?, disk)?;
             let kept = self.persisted.snapshots.0.get(&of.disk);
             match of.snapshot {
                 None => {
-                    self.situation(of.vm)?.may(Action::ExportDisk, Some(disk))?;
+                    self.situation(of.vm)?.may(rules::lending(disk), Some(disk))?;
                 }
                 Some(snapshot) if !kept.is_some_and(|kept| kept.contains(&snapshot)) => {
                     return Err(rules::no_snapshot(&spec.name, disk, snapshot));

@@ -1,5 +1,9 @@
 //! The disk that cloud-init in a guest reads (data source NoCloud): a small FAT file system, labelled `cidata`, with
-//! the documents as files. It is made in locked memory, and imported into its disk as any other image.
+//! the documents as files. It is made in locked memory, and imported into its disk as any other image. That of a clone is made of
+//! the documents of the other VM's disk ([`copied`]).
+
+mod copying;
+mod reading;
 
 use std::io::{self, Cursor, Write};
 
@@ -8,6 +12,7 @@ use vmseal_api::cloud_init::Documents;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{LockedFile, SecretBytes};
 
+pub use self::copying::copied;
 use crate::storage::image::Image;
 
 /// By which cloud-init finds it, filled up as FAT has labels.
@@ -23,6 +28,10 @@ const VOLUME_ID: u32 = 0x766d_7365;
 pub fn image(packed: &SecretBytes, size: u64) -> Result<Image, Problem> {
     let documents = Documents::unpacked(packed.expose())
         .map_err(|error| Problem::invalid("cloud_init", error.to_string()))?;
+    image_of(&documents, size)
+}
+
+fn image_of(documents: &Documents, size: u64) -> Result<Image, Problem> {
     let failed = |error: String| {
         Problem::new(
             ErrorCode::Internal,
@@ -31,7 +40,7 @@ pub fn image(packed: &SecretBytes, size: u64) -> Result<Image, Problem> {
     };
     let length = usize::try_from(size).map_err(|error| failed(error.to_string()))?;
     let mut memory = LockedFile::zeroed(length).map_err(|error| failed(error.to_string()))?;
-    write(memory.expose_mut(), &documents).map_err(|error| failed(error.to_string()))?;
+    write(memory.expose_mut(), documents).map_err(|error| failed(error.to_string()))?;
     Image::in_memory(memory, "the disk for cloud-init")
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::{DiskFacts, DiskSpec, ImageSource, KeyReference, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, ImageSource, KeyReference, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, Identity};
@@ -64,7 +64,7 @@ pub enum Source {
     Variables(FirmwareFiles, Firmware),
     /// Nothing; beside it is made what the VM's TPM keeps.
     Tpm(Swtpm),
-    /// A disk of another VM.
+    /// A disk of another VM; of one for cloud-init, its documents.
     Copy(Box<Lent>),
 }
 
@@ -144,6 +144,15 @@ async fn make(
             (Some(made.await.map_err(internal)??), None)
         }
         Some(Source::CloudInit(Err(problem))) => (None, Some(problem)),
+        Some(Source::Copy(of)) if of.disk.role == DiskRole::CloudInit => {
+            let (spec, size) = (new_disk.spec.clone(), new_disk.disk.size);
+            let made = spawn_blocking(move || cloud_init::copied(&of, &spec, size));
+            match made.await.map_err(internal)? {
+                Ok(image) => (Some(image), None),
+                // A disk that is made already does not need it.
+                Err(problem) => (None, Some(problem)),
+            }
+        }
         Some(Source::Copy(of)) => {
             lent = Some(of);
             (None, None)

@@ -238,11 +238,7 @@ pub fn open(
     let Some(pinned) = from_api(disk, facts) else {
         // An encrypted disk is never opened as a plain one, whatever the datastore holds.
         if disk.encrypted {
-            let what = format!(
-                "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
-                disk.name
-            );
-            return Err(Problem::new(ErrorCode::Damaged, what));
+            return Err(must_be_encrypted(disk));
         }
         check_length(&file, disk, 0)?;
         return Ok(Open::plain(open_layers(spec, disk, file, access)?, false));
@@ -253,6 +249,14 @@ pub fn open(
     let shared = sharing::has_other_names(&files.image).map_err(internal)?;
     let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
     Ok(Open { offset, key: Some((dek, holes)), notice, ..Open::plain(files, shared) })
+}
+
+fn must_be_encrypted(disk: &DiskSpec) -> Problem {
+    let what = format!(
+        "disk '{}' must be encrypted, and the inventory says that its image is raw: was an old inventory restored?",
+        disk.name
+    );
+    Problem::new(ErrorCode::Damaged, what)
 }
 
 /// The DEK of a disk that may be in use, and what holes mean; none of a plain one. Blocks.
@@ -290,6 +294,26 @@ pub fn open_layer(
     let home = Home::of(&disk.datastore, spec.vm)?;
     let files = layers::open_from(&home, disk.disk, layer)?;
     with_key(spec, disk, facts, kek, files)
+}
+
+/// Opens a disk that no guest writes to, as it is now, for reading and without a lock: its guest may run. Blocks.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_beside(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Open, Problem> {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let active = layers::read(&home, disk.disk)?.active();
+    let open = with_key(spec, disk, facts, kek, layers::open_from(&home, disk.disk, active)?)?;
+    if disk.encrypted && open.key.is_none() {
+        return Err(must_be_encrypted(disk));
+    }
+    check_length(&open.file, disk, open.offset)?;
+    Ok(open)
 }
 
 /// Opens what a snapshot keeps of a disk, for reading and without a lock: nobody writes there. Blocks.

@@ -92,7 +92,9 @@ pub struct DiskToCreate {
     /// agent's key box ([`crate::cloud_init::cloud_init_info`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<SealedKey>,
-    /// The disk of another VM to fill it from, of the same size.
+    /// The disk of another VM to fill it from, of the same size. One for cloud-init gets the documents of that one, with meta-data
+    /// that names its own VM ([`crate::cloud_init::Documents::for_clone`]); agents without the feature
+    /// [`CLOUD_INIT_COPIES`](super::version::CLOUD_INIT_COPIES) refuse that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy_of: Option<CopyOf>,
 }
@@ -105,7 +107,8 @@ pub struct CopyOf {
     pub vm: VmId,
     /// The disk.
     pub disk: DiskId,
-    /// What the disk held then; none means what it holds now, and that its VM is off.
+    /// What the disk held then; none means what it holds now, and that its VM is off, unless it is a disk for cloud-init, to which
+    /// no guest writes and of which snapshots keep nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<SnapshotId>,
     /// Whether the new disk stands on what the snapshot keeps, and has its data key (DEK), instead of being filled from it. Until

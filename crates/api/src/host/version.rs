@@ -42,6 +42,7 @@ pub const FEATURES: [&str; 45] = [
     MOVE,
     SNAPSHOTS,
     COPIES,
+    CLOUD_INIT_COPIES,
     PROVE,
     SUSPEND,
     DUMP,
@@ -121,6 +122,9 @@ pub const SNAPSHOTS: &str = "job-snapshot";
 
 /// The feature of agents that fill new disks from those of other VMs.
 pub const COPIES: &str = "disk-copies";
+
+/// The feature of agents that make a disk for cloud-init from that of another VM, with meta-data that names the new one.
+pub const CLOUD_INIT_COPIES: &str = "cloud-init-copies";
 
 /// The feature of agents that make disks which stand on what a snapshot of another VM keeps.
 pub const LINKED_CLONES: &str = "linked-clones";

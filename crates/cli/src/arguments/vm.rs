@@ -160,11 +160,16 @@ pub enum Vm {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Clone a VM that is off, or a snapshot of one that may run
+    /// Clone a VM, off or running, or a snapshot of one
     ///
     /// The clone has disks of its own that hold the same, encrypted with keys of its own, other addresses of its network
-    /// cards and an empty TPM. Forwarded ports of the host are chosen when it starts. Its guest is what the other one was,
-    /// with its host name and keys: data for cloud-init makes new ones in images that use it.
+    /// cards and an empty TPM. Forwarded ports of the host are chosen when it starts. Of a VM that runs a snapshot is taken,
+    /// copied and dropped: what the guest's disks hold at one instant, with its file systems frozen for a moment if its agent
+    /// answers.
+    ///
+    /// If cloud-init in the VM has a disk to read, the clone gets one with the same data and an instance id of its own, so that
+    /// cloud-init sets its guest up anew (host name, SSH host keys); or one with the data that is given here. Otherwise its
+    /// guest is what the other one was, with its host name and keys.
     Clone {
         /// The VM's name or id
         vm: String,
@@ -173,11 +178,14 @@ pub enum Vm {
         /// Clone what this snapshot keeps
         #[arg(long, value_name = "NAME")]
         snapshot: Option<String>,
-        /// Share the data, and the data key, of the snapshot: the clone takes room only for what it writes
+        /// Do not freeze the file systems of a guest that runs
+        #[arg(long, conflicts_with = "snapshot")]
+        no_quiesce: bool,
+        /// Share the data, and the data key, of the snapshot (--snapshot): the clone takes room only for what it writes
         ///
         /// It has a key-encryption key of its own. The snapshot cannot be deleted while the clone stands on it, nor the other VM
         /// encrypted, decrypted, moved or deeply recrypted; `vm recrypt --deep` of the clone gives it data and keys of its own
-        #[arg(long, requires = "snapshot")]
+        #[arg(long)]
         linked: bool,
         #[command(flatten)]
         first_boot: FirstBoot,

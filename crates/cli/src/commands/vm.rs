@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::Power;
+use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
     CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, SetVm,
@@ -18,8 +18,18 @@ use crate::print::{self, plan};
 use crate::stream::say;
 use crate::{disk_option, first_boot, libvirt, nic_option};
 
-/// What a clone is that got no data for cloud-init.
+/// What a clone is that has no data for cloud-init.
 const SAME_GUEST: &str = "Its guest has the host name, SSH host keys and machine id of the other one. Data for cloud-init (--ssh-key, --cloud-init) makes new ones in images that use it; else change them in the guest.";
+
+/// What a clone is that has the data for cloud-init of the other VM.
+const TOLD_THE_SAME: &str = "Cloud-init in it is told what it is told in the other VM, with another instance id: it sets the guest up anew, as at a first boot. If that is not wanted, remove the disk before the clone starts (vmseal disk remove VM cloud-init).";
+
+/// What the guest of a clone is, for which nothing was given to cloud-init; none where the server does not say.
+async fn of_guest(server: &ServerClient, clone: &str) -> Option<&'static str> {
+    let shown: Vm = server.get(&format!("vms/{clone}")).await.ok()?;
+    let is_told = shown.disks.iter().any(|disk| disk.role == DiskRole::CloudInit);
+    Some(if is_told { TOLD_THE_SAME } else { SAME_GUEST })
+}
 
 pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> anyhow::Result<()> {
     if let arguments::Vm::Vnc(options) = &verb {
@@ -114,7 +124,17 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &format!("vms/{name}/stop"), &request, &dry_run, &wait)
                 .await
         }
-        arguments::Vm::Clone { vm, name, snapshot, linked, first_boot, rate, dry_run, wait } => {
+        arguments::Vm::Clone {
+            vm,
+            name,
+            snapshot,
+            no_quiesce,
+            linked,
+            first_boot,
+            rate,
+            dry_run,
+            wait,
+        } => {
             let cloud_init = first_boot::asked(&first_boot)?;
             let of = snapshot.clone().filter(|_| linked && !dry_run.dry_run);
             let shares = of.map(|of| {
@@ -122,12 +142,15 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                     "'{name}' shares the data, and the data key of what is encrypted, of VM '{vm}', snapshot '{of}'"
                 )
             });
-            let same_guest = (cloud_init.is_none() && !dry_run.dry_run).then_some(SAME_GUEST);
-            let request = CloneVm { name, snapshot, linked, cloud_init, rate: rate.rate };
+            let is_given_none = cloud_init.is_none() && !dry_run.dry_run;
+            let (quiesce, rate, clone) = (!no_quiesce, rate.rate, name.clone());
+            let request = CloneVm { name, snapshot, linked, cloud_init, quiesce, rate };
             let path = format!("vms/{vm}/clone");
             task::begin(server, output, &path, &request, &dry_run, &wait).await?;
             shares.into_iter().for_each(say);
-            same_guest.into_iter().for_each(say);
+            if is_given_none {
+                of_guest(server, &clone).await.into_iter().for_each(say);
+            }
             Ok(())
         }
         arguments::Vm::Suspend { name, dry_run, wait } => {

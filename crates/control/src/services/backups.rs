@@ -8,8 +8,8 @@ use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
 use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
-use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX, SNAPSHOTS_MAX};
-use vmseal_api::model::{self, BackupState, Lifecycle, Page, SnapshotState, Task};
+use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX};
+use vmseal_api::model::{self, BackupState, Lifecycle, Page, Task};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{CreateBackup, RestoreBackup};
@@ -23,15 +23,15 @@ use super::vms::{
     begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
     require_ready,
 };
-use super::{Outcome, PageRequest, Services, features};
+use super::{Outcome, PageRequest, Services, features, temporary_snapshot};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
-use crate::store::snapshots::Snapshot;
 use crate::store::vms::Vm;
-use crate::store::{Write, datastores, policies, snapshots, vms};
+use crate::store::{Write, datastores, policies, vms};
 use crate::tasks::adopt_vm;
-use crate::tasks::backups::{digest_of, is_beside, place, snapshot_name};
+use crate::tasks::backups::{digest_of, is_beside, place};
+use crate::tasks::temporary_snapshot::Purpose;
 
 /// The backups of a VM, which may be deleted.
 struct OfVm {
@@ -204,7 +204,7 @@ pub async fn create(
     let directory = directory(&vm, &all, request.directory)?;
     let parent = if request.full { None } else { parent(&vm, &all, &directory) };
     let name = new_name(request.name, "backup", all.iter().map(|it| it.name.as_str()))?;
-    let snapshot = temporary_snapshot(&mut write, &vm).await?;
+    let snapshot = kept_for_it(&mut write, &vm).await?;
     let backup = Backup {
         id: BackupId::new(),
         vm: vm.id,
@@ -301,37 +301,15 @@ fn parent(vm: &Vm, all: &[Backup], directory: &Path) -> Option<BackupId> {
 }
 
 /// The row of the snapshot that keeps what is backed up.
-async fn temporary_snapshot(write: &mut Write<'_>, vm: &Vm) -> Result<SnapshotId, Problem> {
+async fn kept_for_it(write: &mut Write<'_>, vm: &Vm) -> Result<SnapshotId, Problem> {
     let disks = crate::store::disks::of_vm(write, vm.id).await?;
     let kept = keepable(vm, &disks)?;
     if kept.is_empty() {
         let detail = format!("VM '{}' has no disk that can be backed up", vm.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let known = snapshots::of_vm(write, vm.id).await?;
-    if known.len() >= SNAPSHOTS_MAX {
-        let detail = format!(
-            "VM '{}' has {SNAPSHOTS_MAX} snapshots, and a backup takes one for a while: delete one first",
-            vm.name
-        );
-        return Err(Problem::new(ErrorCode::LimitExceeded, detail));
-    }
-    let id = SnapshotId::new();
-    let snapshot = Snapshot {
-        id,
-        vm: vm.id,
-        name: snapshot_name(id),
-        description: "kept while a backup is written".to_owned(),
-        parent: known.iter().find(|known| known.current).map(|known| known.id),
-        created: Timestamp::now(),
-        state: SnapshotState::Taking,
-        quiesced: None,
-        current: false,
-        memory: false,
-        disks: kept,
-    };
-    snapshots::insert(write, &snapshot).await?;
-    Ok(id)
+    let snapshot = temporary_snapshot::reserve(write, vm, Purpose::Backup, kept).await?;
+    Ok(snapshot.id)
 }
 
 fn require_whole(of: &OfVm, backup: &Backup) -> Result<(), Problem> {

@@ -1,8 +1,9 @@
-//! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own.
+//! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own. Of one
+//! that runs the task takes a snapshot, and drops it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use vmseal_api::host::version::{COPIES, LINKED_CLONES};
+use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS};
 use vmseal_api::host::{Allocation, DiskRole, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
@@ -12,14 +13,17 @@ use vmseal_api::request::{CloneVm, CreateNic};
 
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
+use super::saved_memory;
+use super::snapshots::{chosen, keepable};
 use super::vms::{begin_paced, find, plan, power, require_ready, word};
-use super::{Outcome, Services, cloud_init, features, hardware, room};
-use crate::operation::{Copies, Operation};
+use super::{Outcome, Services, cloud_init, features, hardware, room, temporary_snapshot};
+use crate::operation::{Copies, Operation, Temporary};
 use crate::store::disks::{self, Disk};
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
-use crate::store::{nics, policies, vms};
+use crate::store::{Write, nics, policies, vms};
 use crate::tasks::Engine;
+use crate::tasks::temporary_snapshot::Purpose;
 
 /// Clones a VM.
 pub async fn clone(
@@ -48,22 +52,29 @@ pub async fn clone(
     if request.linked {
         features::require(services, &origin, LINKED_CLONES, "make linked clones")?;
     }
-    let pace = super::tasks::work_pace(services, &origin, request.rate)?;
-    if request.snapshot.is_none() {
-        if request.linked {
-            return Err(Problem::invalid("snapshot", needs_snapshot(&origin)));
-        }
-        require_off(services, &origin).await?;
+    if request.linked && request.snapshot.is_none() {
+        return Err(Problem::invalid("snapshot", needs_snapshot(&origin)));
     }
+    let pace = super::tasks::work_pace(services, &origin, request.rate)?;
+    let runs = request.snapshot.is_none() && runs_now(services, &origin).await?;
     let mut write = services.store.write().await?;
     let known = disks::of_vm(&mut write, origin.id).await?;
-    let snapshot =
-        super::snapshots::chosen(&mut write, &origin, request.snapshot.as_deref()).await?;
+    let snapshot = match runs {
+        true => Some(kept_for_it(services, &mut write, &origin, &known).await?),
+        false => chosen(&mut write, &origin, request.snapshot.as_deref()).await?,
+    };
+    let temporary = runs.then_some(Temporary { quiesce: request.quiesce });
     let policy = policies::find(&mut write, &origin.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
     let provider = provider_of(services, &mut write, &policy).await?;
     room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
-    let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref())?;
+    let told = if documents.is_some() { Told::Anew } else { Told::TheSame };
+    let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref(), told)?;
+    copies.temporary = temporary;
+    if made.iter().any(is_for_cloud_init) {
+        let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
+        features::require(services, &origin, CLOUD_INIT_COPIES, cannot)?;
+    }
     let link = match (&snapshot, request.linked) {
         (Some(snapshot), true) => Some(linked(&origin, snapshot, &made, &mut copies)?),
         _ => None,
@@ -71,7 +82,7 @@ pub async fn clone(
     if documents.is_some() {
         made.extend(cloud_init::disk(&made));
     }
-    let for_cloud_init = made.iter().find(|disk| disk.role == DiskRole::CloudInit).map(|it| it.id);
+    let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
     let cards: Vec<_> = nics::of_vm(&mut write, origin.id).await?.into_iter().map(card).collect();
     let cards = super::nics::place(&mut write, &cards).await?;
@@ -105,7 +116,6 @@ pub async fn clone(
         }
         _ => None,
     };
-    let cloud_init = sealed.is_some();
     let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: Some(copies) };
     if dry_run {
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
@@ -117,9 +127,10 @@ pub async fn clone(
         if let Some(link) = &link {
             planned.warnings.push(shares(&origin, link));
         }
-        if !cloud_init {
-            planned.warnings.push(SAME_GUEST.to_owned());
+        if runs {
+            planned.warnings.push(takes_snapshot(&origin, request.quiesce));
         }
+        planned.warnings.extend(of_guest(&origin, for_cloud_init, told));
         return Ok(Outcome::Planned(planned));
     }
     begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
@@ -128,7 +139,7 @@ pub async fn clone(
 /// Why there is no linked clone of what a VM holds now.
 fn needs_snapshot(origin: &vms::Vm) -> String {
     format!(
-        "is needed: a linked clone stands on what a snapshot keeps, which nobody writes (vmseal snapshot create {} NAME, then --snapshot NAME)",
+        "is needed: a linked clone stands on what a snapshot keeps, for as long as the clone is there, and none is taken for it (vmseal snapshot create {} NAME, then --snapshot NAME)",
         origin.name
     )
 }
@@ -167,16 +178,52 @@ fn linked(
     })
 }
 
+/// That a VM runs, and what is done about it.
+fn takes_snapshot(origin: &vms::Vm, quiesce: bool) -> String {
+    let frozen = match quiesce {
+        true => "its guest's file systems are frozen for a moment, if its agent answers",
+        false => "its guest's file systems are not frozen",
+    };
+    format!("VM '{}' runs: a snapshot of it is taken, copied and dropped; {frozen}", origin.name)
+}
+
+/// What cloud-init in a clone is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Told {
+    /// What the request has.
+    Anew,
+    /// What the other VM's is, if that is told anything.
+    TheSame,
+}
+
 /// What a clone without data for cloud-init is.
 const SAME_GUEST: &str = "the guest keeps its host name, SSH host keys and machine id: give data for cloud-init (--ssh-key, --cloud-init), which makes new ones in images that use it, or change them in the guest";
 
-/// What a running guest's disks hold changes while it is copied.
-async fn require_off(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+fn is_for_cloud_init(disk: &Disk) -> bool {
+    disk.role == DiskRole::CloudInit
+}
+
+/// What the guest of a clone is, where the request has nothing for cloud-init.
+fn of_guest(origin: &vms::Vm, for_cloud_init: Option<DiskId>, told: Told) -> Option<String> {
+    match (for_cloud_init, told) {
+        (_, Told::Anew) => None,
+        (None, Told::TheSame) => Some(SAME_GUEST.to_owned()),
+        (Some(_), Told::TheSame) => Some(format!(
+            "cloud-init in the clone is told what it is told in VM '{}', with an instance id of the clone's: it sets the guest up anew, as at a first boot",
+            origin.name
+        )),
+    }
+}
+
+/// Whether a VM runs: what its disks hold changes while they are copied.
+async fn runs_now(services: &Services, vm: &vms::Vm) -> Result<bool, Problem> {
     match power(services, vm).await? {
-        None | Some(Power::Off) => Ok(()),
+        None | Some(Power::Off) => Ok(false),
+        Some(Power::Running | Power::Paused) => Ok(true),
+        Some(Power::Suspended) => Err(saved_memory::refusal(vm)),
         Some(now) => {
             let detail = format!(
-                "VM '{0}' is {1}: clone a snapshot of it (vmseal snapshot create {0} NAME, then --snapshot NAME), or stop it first",
+                "VM '{}' is {}: wait until it runs or is off, or clone a snapshot of it (--snapshot NAME)",
                 vm.name,
                 word(now)
             );
@@ -185,15 +232,40 @@ async fn require_off(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
     }
 }
 
+/// The snapshot that the task takes of a VM that runs.
+async fn kept_for_it(
+    services: &Services,
+    write: &mut Write<'_>,
+    origin: &vms::Vm,
+    known: &[Disk],
+) -> Result<Snapshot, Problem> {
+    features::require(services, origin, SNAPSHOTS, "take snapshots")?;
+    if let Some(disk) = known.iter().find(|disk| disk.replica.is_some()) {
+        let detail = format!(
+            "VM '{0}' runs, and has a replica of its disk '{1}', of which no snapshot is taken: stop it first (vmseal vm stop {0})",
+            origin.name, disk.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let kept = keepable(origin, known)?;
+    temporary_snapshot::reserve(write, origin, Purpose::Clone, kept).await
+}
+
 /// The disks of the clone, and what each is copied from.
 fn copied(
     origin: &vms::Vm,
     known: &[Disk],
     snapshot: Option<&Snapshot>,
+    told: Told,
 ) -> Result<(Vec<Disk>, Copies), Problem> {
     let is_copied = |disk: &&Disk| {
         let kept = snapshot.is_none_or(|snapshot| snapshot.disks.contains(&disk.id));
-        matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables) && !disk.detached && kept
+        let holds = match disk.role {
+            DiskRole::Data | DiskRole::UefiVariables => kept,
+            DiskRole::CloudInit => told == Told::TheSame,
+            DiskRole::Tpm => false,
+        };
+        holds && !disk.detached
     };
     let mut of = BTreeMap::new();
     let made = known.iter().filter(is_copied).map(|disk| {
@@ -202,12 +274,13 @@ fn copied(
         Disk { id, facts: None, image: None, deleting: false, ..disk.clone() }
     });
     let made: Vec<Disk> = made.collect();
-    if made.is_empty() {
+    if made.iter().all(is_for_cloud_init) {
         let detail = format!("VM '{}' has no disk to clone", origin.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let snapshot = snapshot.map(|snapshot| snapshot.id);
-    Ok((made, Copies { vm: origin.id, snapshot, disks: of, linked: BTreeSet::new() }))
+    let (vm, linked, temporary) = (origin.id, BTreeSet::new(), None);
+    Ok((made, Copies { vm, snapshot, temporary, disks: of, linked }))
 }
 
 /// A card like another one: with an address of its own, and ports of the host that are chosen when it starts.

@@ -7,7 +7,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::cloud_init::{
     CLOUD_INIT_DISK, CLOUD_INIT_DISK_SIZE, CLOUD_INIT_MAX, CloudInit, Documents, SSH_KEYS_MAX,
-    SecretText, cloud_init_info,
+    SecretText, cloud_init_info, made_user_data_begin, meta_data,
 };
 use vmseal_api::host::version::CLOUD_INIT;
 use vmseal_api::host::{Allocation, DiskLimits, DiskRole, SealedKey};
@@ -44,12 +44,7 @@ pub(super) fn documents(asked: &CloudInit, vm: VmId, name: &str) -> Result<Docum
         Some(given) => given_user_data(asked, given)?,
         None => made_user_data(asked, name)?,
     };
-    let meta_data = asked.meta_data.clone().unwrap_or_else(|| {
-        SecretText::from(format!(
-            "instance-id: {vm}\nlocal-hostname: {}\n",
-            quoted(&host_name(name))
-        ))
-    });
+    let meta_data = asked.meta_data.clone().unwrap_or_else(|| meta_data(vm, name));
     let network_config = asked.network_config.clone();
     let documents = Documents { user_data, meta_data, network_config };
     if documents.len() > CLOUD_INIT_MAX {
@@ -88,13 +83,11 @@ fn made_user_data(asked: &CloudInit, name: &str) -> Result<SecretText, Problem> 
     let keys_length: usize = ssh_keys.iter().map(|key| key.len() + 16).sum();
     // At once as long as it gets: no copy is left behind by growing.
     let mut text = String::with_capacity(512 + hash.len() + 2 * keys_length);
+    text.push_str(&made_user_data_begin(name));
     let mut line = |line: std::fmt::Arguments<'_>| {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{line}");
     };
-    line(format_args!("#cloud-config"));
-    line(format_args!("hostname: {}", quoted(&host_name(name))));
-    line(format_args!("manage_etc_hosts: true"));
     if let Some(user) = user {
         line(format_args!("user: {}", quoted(user)));
     }
@@ -182,11 +175,6 @@ fn is_hash(hash: &str) -> bool {
     kind.iter().any(|begin| hash.starts_with(begin))
         && (20..=256).contains(&hash.len())
         && hash.bytes().all(allowed)
-}
-
-/// The host name that a guest gets: its VM's, but for underscores, which host names do not have.
-fn host_name(vm: &str) -> String {
-    vm.replace('_', "-")
 }
 
 /// A text as a YAML scalar: in double quotes JSON is YAML.

@@ -69,6 +69,7 @@ pub mod sharing;
 pub mod snapshots;
 pub mod suspend;
 pub mod tasks;
+mod temporary_snapshot;
 pub mod usage;
 pub mod users;
 pub mod vm_devices;

@@ -20,7 +20,7 @@ use vmseal_api::host::backup::{BackupContents, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{TRACKED_BACKUP, WHOLE_BACKUP};
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskRole, HostAgent, JobKind, JobSpec, Power,
-    RestoreBackupJob, SnapshotJob, Tracked, VerifyBackupJob,
+    RestoreBackupJob, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
 use vmseal_api::model::{BackupState, FailedVerification, Lifecycle};
@@ -28,11 +28,12 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
 
-use self::dropping::{drop_left, drop_snapshot, remove_written};
+use self::dropping::{drop_snapshot, remove_written};
 use super::job::{first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, internal, register, state_of};
 use super::start_vm::{locked, prepare};
 use super::step::{Limit, Output, Step, WaitPolicy};
+use super::temporary_snapshot::{self, drop_left};
 use crate::hosts::keys::{self as delivery, Purpose};
 use crate::operation::Operation;
 use crate::store::backups::{self, Backup};
@@ -273,13 +274,16 @@ pub(crate) fn place(of: &Backup) -> BackupPlace {
     BackupPlace { directory: of.directory.clone(), vm: of.vm, backup: of.id }
 }
 
+fn snapshot_id(run: &Run<'_>) -> Result<SnapshotId, StepError> {
+    match run.task.operation {
+        Operation::BackUpVm { snapshot, .. } => Ok(snapshot),
+        _ => Err(internal("the task takes no snapshot")),
+    }
+}
+
 /// The snapshot of the task; none if it is dropped.
 async fn snapshot(run: &Run<'_>) -> Result<Option<Snapshot>, StepError> {
-    let Operation::BackUpVm { snapshot, .. } = run.task.operation else {
-        return Err(internal("the task takes no snapshot"));
-    };
-    let known = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
-    Ok(known.into_iter().find(|known| known.id == snapshot))
+    temporary_snapshot::find(run, snapshot_id(run)?).await
 }
 
 /// When the snapshot was taken, and whether the guest's file systems were frozen.
@@ -293,16 +297,13 @@ async fn take(run: &Run<'_>) -> Result<Taken, StepError> {
     let vm = run.vm().await?;
     let kept = snapshot(run).await?.ok_or_else(|| internal("the task has lost its snapshot"))?;
     let quiesce = matches!(run.task.operation, Operation::BackUpVm { quiesce: true, .. });
-    let (snapshot, disks, memory) = (kept.id, kept.disks, false);
     let tracked = if host_has(run, &vm, TRACKED_BACKUP).await? {
         let Backup { id, parent, .. } = backup(run).await?;
         Some(Tracked { backup: id, parent })
     } else {
         None
     };
-    let job = SnapshotJob { snapshot, quiesce, memory, tracked, disks };
-    put(run, &vm, JobSpec::Snapshot(job)).await?;
-    let quiesced = follow(run, &vm, JobKind::Snapshot).await?;
+    let quiesced = temporary_snapshot::take(run, kept, quiesce, tracked).await?;
     Ok(Taken { at: Timestamp::now(), quiesced })
 }
 
@@ -740,10 +741,4 @@ pub(crate) fn digest_of(manifest: &BackupManifest) -> String {
     // A manifest of ours is always written.
     let digest = sha256(&manifest.authenticated().unwrap_or_default());
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The name of the snapshot that lasts as long as a backup is written.
-pub(crate) fn snapshot_name(snapshot: SnapshotId) -> String {
-    let digits = snapshot.0.simple().to_string();
-    format!("backup-{}", &digits[digits.len() - 12..])
 }

@@ -18,7 +18,7 @@ use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
 use crate::store::{datastores, key_requests, keys};
 
-/// The steps, in order. The request has already reserved the names and ids.
+/// The steps, in order; [`super::clone_vm`] has those of clones. The request has already reserved the names and ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CreateVmStep {
     Reserve,
@@ -35,17 +35,6 @@ pub(crate) const STEPS: &[&dyn super::step::Step] = &[
     &CreateVmStep::MakeKey,
     &CreateVmStep::Register,
     &CreateVmStep::DeliverKey,
-    &CreateVmStep::CreateDisks,
-    &CreateVmStep::Finish,
-];
-
-/// The same of a VM whose disks are copied from another one's.
-pub(crate) const CLONE: &[&dyn super::step::Step] = &[
-    &CreateVmStep::Reserve,
-    &CreateVmStep::MakeKey,
-    &CreateVmStep::Register,
-    &CreateVmStep::DeliverKey,
-    &CreateVmStep::PrepareOrigin,
     &CreateVmStep::CreateDisks,
     &CreateVmStep::Finish,
 ];
@@ -191,7 +180,7 @@ pub(super) async fn create_disks(run: &Run<'_>) -> Result<(), StepError> {
         disk: disk.id,
         source: disk.image.clone(),
         cloud_init: cloud_init.clone().filter(|_| disk.role == DiskRole::CloudInit),
-        copy_of: copies.as_ref().and_then(|copies| copies.of(disk.id)),
+        copy_of: copies.as_ref().and_then(|copies| copies.of(disk.id, disk.role)),
     };
     let job = JobSpec::Create(CreateJob { disks: disks.iter().map(wanted).collect() });
     begin(run, &vm, &*agent, job).await?;
@@ -249,6 +238,11 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
+    finish_made(run, "").await
+}
+
+/// The same, with more for the event.
+pub(super) async fn finish_made(run: &Run<'_>, how: &str) -> Result<(), StepError> {
     register(run).await?;
     {
         let _unchanged = run.hosts().lock(run.vm_id).await;
@@ -257,7 +251,7 @@ pub(super) async fn finish(run: &Run<'_>) -> Result<(), StepError> {
             let mut write = run.store().write().await?;
             vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
             let (kind, actor) = ("vm.created", run.task.actor.as_str());
-            let detail = format!("on host '{}', policy '{}'", vm.host_name, vm.policy_name);
+            let detail = format!("on host '{}', policy '{}'{how}", vm.host_name, vm.policy_name);
             write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
             write.commit().await?;
         }

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
-//! | `create_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `migrate_vm`, `change_host`, `receive_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | `create_vm`, `clone_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `migrate_vm`, `change_host`, `receive_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | `temporary_snapshot` | snapshots that a task takes for itself, and drops |
 //! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
@@ -21,6 +22,7 @@ pub mod autostart;
 pub(crate) mod backups;
 mod change_host;
 mod change_nics;
+mod clone_vm;
 mod create_vm;
 mod delete_vm;
 mod dumps;
@@ -47,6 +49,7 @@ mod step;
 pub(crate) mod steps;
 mod stop_vm;
 mod suspend_vm;
+pub(crate) mod temporary_snapshot;
 mod waits;
 
 pub use engine::Engine;

@@ -186,6 +186,20 @@ pub(crate) struct Run<'a> {
 }
 
 impl Run<'_> {
+    /// The same, about another VM that the task holds.
+    pub(super) fn for_vm(&self, vm: VmId) -> Run<'_> {
+        Run {
+            context: self.context,
+            task: self.task,
+            vm_id: vm,
+            requests: self.requests.clone(),
+            paces: self.paces.clone(),
+            heard: self.heard.clone(),
+            live: self.live,
+            sent: AtomicBool::new(false),
+        }
+    }
+
     pub(super) fn store(&self) -> &Store {
         &self.context.store
     }

@@ -90,7 +90,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long processes may take to end when their VM's power is cut.
 const OFF_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Ensures that the host has the VM's key; for an export, any key that opens the disk.
+/// Ensures that the host has the VM's key; for what only reads its disks, any key that opens them.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let state = run.host_state(vm.host, None).await?;
@@ -103,7 +103,9 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     let purpose = match run.task.operation {
         Operation::ExportDisk { .. }
         | Operation::BackUpVm { .. }
-        | Operation::VerifyBackup { .. } => Purpose::Open,
+        | Operation::VerifyBackup { .. }
+        // Of the VM that is cloned.
+        | Operation::CreateVm { .. } => Purpose::Open,
         _ => Purpose::Encrypt,
     };
     Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)

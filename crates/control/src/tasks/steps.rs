@@ -6,7 +6,7 @@ use vmseal_api::problem::Problem;
 use super::mirror_vm::in_place;
 use super::step::Step;
 use super::{
-    add_disk, adopt_vm, backups, change_host, change_nics, create_vm, delete_vm, dumps,
+    add_disk, adopt_vm, backups, change_host, change_nics, clone_vm, create_vm, delete_vm, dumps,
     export_disk, grow_disk, migrate_vm, mirror_vm, prove_vm, reboot_vm, receive_vm, recrypt_vm,
     remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
 };
@@ -16,7 +16,7 @@ use crate::store::tasks::Task;
 /// The steps of an operation, in order.
 pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
     match operation {
-        Operation::CreateVm { copies: Some(_), .. } => create_vm::CLONE,
+        Operation::CreateVm { copies: Some(copies), .. } => clone_vm::steps(copies),
         Operation::CreateVm { .. } => create_vm::STEPS,
         Operation::StartVm { .. } => start_vm::STEPS,
         Operation::AutostartVm { .. } => start_vm::AUTOSTART,
@@ -75,6 +75,9 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             remove_disk::unfinished(operation, target, cause)
         }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
+        Operation::CreateVm { copies: Some(copies), .. } => {
+            clone_vm::unfinished(copies, target, cause)
+        }
         Operation::MigrateVm { .. } => migrate_vm::unfinished(target, cause),
         Operation::MigrateAway { .. } => migrate_vm::away::unfinished(target, cause),
         Operation::ChangeHost { .. } => change_host::unfinished(target, cause),

@@ -18,6 +18,7 @@ mod backups;
 mod cdrom;
 mod change_host;
 mod changes;
+mod clones;
 mod cloud_init;
 mod defects;
 mod dumps;
@@ -121,8 +122,7 @@ enum Kind {
     Snapshot(snapshots::Snapshot),
     Dump(dumps::Dump),
     Backup(backups::Backup),
-    Clone,
-    LinkedClone,
+    Clone(clones::Cloned),
     Adopt,
     Migrate(migrate::Disks),
     ChangeHost(change_host::Rest),
@@ -133,13 +133,8 @@ impl Kind {
     async fn before(self, fixture: &Fixture) -> Option<VmId> {
         match self {
             Self::Create | Self::FirstBoot => None,
-            Self::Clone => {
-                fixture.made("origin", "encrypted").await;
-                None
-            }
-            Self::LinkedClone => {
-                let origin = fixture.made("origin", "encrypted").await;
-                snapshots::taken(fixture, origin, "base").await;
+            Self::Clone(what) => {
+                what.before(fixture).await;
                 None
             }
             Self::Start | Self::Delete | Self::Export | Self::Prove | Self::Recrypt => {
@@ -166,12 +161,12 @@ impl Kind {
         let Some(vm) = vm else {
             return match self {
                 Self::FirstBoot => cloud_init::create(fixture, "web").await,
-                Self::Clone | Self::LinkedClone => snapshots::clone(fixture).await,
+                Self::Clone(what) => what.begin(fixture).await,
                 _ => fixture.create("web", "encrypted").await,
             };
         };
         let operation = match self {
-            Self::Create | Self::FirstBoot | Self::Clone | Self::LinkedClone => {
+            Self::Create | Self::FirstBoot | Self::Clone(_) => {
                 unreachable!("it has no VM yet")
             }
             Self::Adopt => return (vm, adopt::begin(fixture).await),
@@ -199,7 +194,7 @@ impl Kind {
             Self::Create | Self::FirstBoot => {
                 steps::of(&Operation::CreateVm { vm, cloud_init: None, copies: None })
             }
-            Self::Clone | Self::LinkedClone => steps::of(&snapshots::cloning(vm, VmId::new())),
+            Self::Clone(what) => what.steps(),
             Self::Start | Self::Resume => steps::of(&Operation::StartVm { vm, boot_once: None }),
             Self::Suspend => steps::of(&Operation::SuspendVm { vm }),
             Self::Prove => steps::of(&proving(vm)),
@@ -232,6 +227,7 @@ impl Kind {
             Self::Snapshot(what) => return what.is_past_commit(step),
             Self::Dump(what) => return what.is_past_commit(step),
             Self::Backup(what) => return what.is_past_commit(step),
+            Self::Clone(what) => return what.is_past_commit(step),
             _ => return false,
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
@@ -241,13 +237,10 @@ impl Kind {
     /// Checks the state after the operation has succeeded.
     async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
-            Self::Create | Self::FirstBoot | Self::Stop | Self::Clone | Self::Prove => {
+            Self::Create | Self::FirstBoot | Self::Stop | Self::Prove => {
                 fixture.assert_whole(vm, Power::Off, what).await
             }
-            Self::LinkedClone => {
-                fixture.assert_whole(vm, Power::Off, what).await;
-                snapshots::assert_linked(fixture, vm, what).await;
-            }
+            Self::Clone(of) => of.assert_done(fixture, vm, what).await,
             Self::Start | Self::Resume => fixture.assert_whole(vm, Power::Running, what).await,
             Self::Suspend => fixture.assert_whole(vm, Power::Suspended, what).await,
             Self::Delete => fixture.assert_nothing_left(vm, what).await,
@@ -271,7 +264,7 @@ impl Kind {
     async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         match self {
             Self::Create | Self::FirstBoot => fixture.assert_nothing_left(vm, what).await,
-            Self::Clone | Self::LinkedClone => snapshots::assert_no_clone(fixture, vm, what).await,
+            Self::Clone(of) => of.assert_undone(fixture, vm, what).await,
             Self::Start | Self::Delete | Self::Prove => {
                 fixture.assert_whole(vm, Power::Off, what).await
             }
@@ -418,6 +411,9 @@ async fn assert_failed_truly(
                 return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Dump(of) = kind {
+                return of.assert_unfinished(fixture, vm, &problem, what).await;
+            }
+            if let Kind::Clone(of) = kind {
                 return of.assert_unfinished(fixture, vm, &problem, what).await;
             }
             if let Kind::Backup(of) = kind {

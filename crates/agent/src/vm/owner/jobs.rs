@@ -44,7 +44,7 @@ impl Owner {
         rules::check_copied(&self.spec, &disk, self.key(), facts.is_some())?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         match of.snapshot {
-            None => drop(self.situation().may(Action::ExportDisk, Some(&disk))?),
+            None => drop(self.situation().may(rules::lending(&disk), Some(&disk))?),
             Some(snapshot) => self.keeps(&disk, snapshot).await?,
         }
         if of.linked {
@@ -186,7 +186,9 @@ impl Owner {
             if let Some(of) = wanted.copy_of {
                 let found = lent.iter().position(|lent| lent.disk.disk == of.disk);
                 let found = found.ok_or_else(|| internal("a disk to be read was not lent"))?;
-                let source = Some(Source::Copy(Box::new(lent.swap_remove(found))));
+                let lent = lent.swap_remove(found);
+                rules::check_copy(&disk, &lent.disk)?;
+                let source = Some(Source::Copy(Box::new(lent)));
                 let kek = if disk.encrypted { self.clone_kek()? } else { None };
                 return Ok(NewDisk { spec: self.spec.clone(), disk, kek, source });
             }

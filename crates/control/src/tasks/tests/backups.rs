@@ -64,7 +64,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
         memory: false,
         id: snapshot,
         vm,
-        name: crate::tasks::backups::snapshot_name(snapshot),
+        name: crate::tasks::temporary_snapshot::Purpose::Backup.name(snapshot),
         description: String::new(),
         parent: None,
         created: Timestamp::now(),

@@ -6,11 +6,13 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::cloud_init::CloudInit;
 use vmseal_api::host::DiskRole;
 use vmseal_api::id::TaskId;
-use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::model::{Plan, Task as Shown};
+use vmseal_api::request::{CloneVm, CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, create_vm};
+use crate::operation::Copies;
+use crate::services::{Caller, Outcome, clone_vm, create_vm};
 
 /// What nobody but the guest may read.
 const MARKER: &str = "correct-horse-battery-staple";
@@ -95,4 +97,73 @@ async fn an_agent_that_restarts_before_the_disk_is_made_ends_the_task_and_nothin
     assert_eq!(ended.state, TaskState::Failed, "{problem}");
     assert!(problem.detail.contains("Create the VM again"), "{problem}");
     fixture.assert_nothing_left(vm, "the agent restarted").await;
+}
+
+/// Asks for a clone of the VM `web`.
+async fn ask_for_clone(
+    fixture: &Fixture,
+    (name, cloud_init): (&str, Option<CloudInit>),
+    linked: bool,
+    dry_run: bool,
+) -> Result<Outcome<Shown>, Problem> {
+    let (name, quiesce) = (name.to_owned(), true);
+    let request = CloneVm { name, snapshot: None, linked, cloud_init, quiesce, rate: None };
+    let services = fixture.services(Recipient::generate().unwrap());
+    clone_vm::clone(&services, &Caller::administrator("me"), "web", request, dry_run).await
+}
+
+/// A clone of the VM `web`: whether it was told something anew, and what its disks are copied from.
+async fn cloned(fixture: &Fixture, asked: (&str, Option<CloudInit>)) -> (VmId, bool, Copies) {
+    let begun = ask_for_clone(fixture, asked, false, false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    let operation = fixture.task(task.id).await.operation;
+    let Operation::CreateVm { vm, cloud_init, copies: Some(copies) } = operation else {
+        panic!("it is no clone")
+    };
+    (vm, cloud_init.is_some(), copies)
+}
+
+async fn planned(fixture: &Fixture, name: &str) -> Plan {
+    match ask_for_clone(fixture, (name, None), false, true).await.unwrap() {
+        Outcome::Planned(plan) => plan,
+        Outcome::Done(task) => panic!("{task:?} was begun"),
+    }
+}
+
+#[tokio::test]
+async fn a_clone_is_told_the_same_or_what_it_is_given_also_of_a_vm_that_runs() {
+    let fixture = Fixture::new().await;
+    let (origin, task) = create(&fixture, "web").await;
+    fixture.ends_well(task).await;
+    let given = CloudInit { user_data: Some("#!".to_owned().into()), ..CloudInit::default() };
+    for (name, given, copies_disks) in [("same", None, 2), ("other", Some(given), 1)] {
+        let (vm, anew, copies) = cloned(&fixture, (name, given)).await;
+        let disks = fixture.disks(vm).await;
+        let roles: Vec<_> = disks.iter().map(|disk| disk.role).collect();
+        assert_eq!(roles, [DiskRole::Data, DiskRole::CloudInit], "{name}");
+        assert_eq!((copies.disks.len(), anew), (copies_disks, copies_disks == 1), "{name}");
+        assert_eq!((copies.snapshot, copies.temporary), (None, None), "{name}");
+    }
+    let refused = ask_for_clone(&fixture, ("none", None), true, true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("snapshot"), "{refused}");
+    assert!(planned(&fixture, "none").await.warnings.iter().all(|it| !it.contains("runs")));
+
+    fixture.done(Operation::StartVm { vm: origin, boot_once: None }, "web").await;
+    let plan = planned(&fixture, "none").await;
+    let says = |wanted: &str| plan.warnings.iter().any(|it| it.contains(wanted));
+    assert!(says("VM 'web' runs: a snapshot of it is taken") && says("an instance id"), "{plan:?}");
+    assert!(plan.steps.iter().any(|step| step == "merge what was kept for it"), "{plan:?}");
+    assert_eq!(super::snapshots::rows(&fixture, origin).await, []);
+    let refused = ask_for_clone(&fixture, ("none", None), true, true).await.unwrap_err();
+    assert!(refused.detail.contains("a linked clone stands on what a snapshot keeps"), "{refused}");
+
+    let (vm, _, copies) = cloned(&fixture, ("third", None)).await;
+    assert!(copies.snapshot.is_some() && copies.temporary.is_some(), "{copies:?}");
+    let disks = fixture.disks(vm).await;
+    let of = |index: usize| copies.of(disks[index].id, disks[index].role).unwrap();
+    assert_eq!((of(0).snapshot, of(1).snapshot), (copies.snapshot, None));
+    assert_eq!(super::snapshots::rows(&fixture, origin).await, []);
+    assert_eq!(super::snapshots::on_host(&fixture, origin).await, []);
+    assert_eq!(fixture.vm(vm).await.unwrap().lifecycle, Lifecycle::Ready);
 }

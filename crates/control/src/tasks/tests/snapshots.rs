@@ -1,17 +1,13 @@
 //! Snapshots that are taken, reverted to and deleted.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use jiff::Timestamp;
-use vmseal_api::host::DiskRole;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::SnapshotState;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::operation::Copies;
 use crate::services::{Caller, Outcome, snapshots as service};
-use crate::store::{disks, links, snapshots, vms};
+use crate::store::snapshots;
 
 /// What is done with a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -180,86 +176,6 @@ impl Snapshot {
     }
 }
 
-/// The clone of a VM that is off.
-pub(super) fn cloning(vm: VmId, from: VmId) -> Operation {
-    let (disks, linked) = (BTreeMap::new(), BTreeSet::new());
-    let copies = Copies { vm: from, snapshot: None, disks, linked };
-    Operation::CreateVm { vm, cloud_init: None, copies: Some(copies) }
-}
-
-/// Begins to clone the VM `origin`, linked to its last snapshot where it has one: the rows of the clone are there.
-pub(super) async fn clone(fixture: &Fixture) -> (VmId, vmseal_api::id::TaskId) {
-    let mut write = fixture.store.write().await.unwrap();
-    let origin = vms::find(&mut write, "origin").await.unwrap().unwrap();
-    let (id, lifecycle) = (VmId::new(), Lifecycle::Creating);
-    let vm = vms::Vm { id, name: "web".to_owned(), key: None, lifecycle, ..origin.clone() };
-    vms::insert(&mut write, &vm).await.unwrap();
-    let base = snapshots::of_vm(&mut write, origin.id).await.unwrap().into_iter().next_back();
-    let (mut copies, mut linked) = (BTreeMap::new(), BTreeSet::new());
-    let known = disks::of_vm(&mut write, origin.id).await.unwrap();
-    for (position, from) in known.into_iter().enumerate() {
-        let disk = disks::Disk { id: DiskId::new(), facts: None, ..from.clone() };
-        disks::insert(&mut write, id, position, &disk).await.unwrap();
-        copies.insert(disk.id, from.id);
-        if let Some(base) = base.as_ref().filter(|_| disk.role == DiskRole::Data) {
-            let (vm_name, snapshot_name) = (origin.name.clone(), base.name.clone());
-            let link = links::Link { vm: origin.id, vm_name, snapshot: base.id, snapshot_name };
-            links::insert(&mut write, disk.id, &link).await.unwrap();
-            linked.insert(disk.id);
-        }
-    }
-    write.commit().await.unwrap();
-    let snapshot = base.map(|base| base.id);
-    let copies = Some(Copies { vm: origin.id, snapshot, disks: copies, linked });
-    let operation = Operation::CreateVm { vm: id, cloud_init: None, copies };
-    (id, fixture.begin(operation, "web").await)
-}
-
-/// The clone stands on the snapshot, which cannot be deleted, until its disks are of their own.
-pub(super) async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
-    let (origin, base) = {
-        let mut read = fixture.store.read().await.unwrap();
-        let link = links::of_vm(&mut read, vm).await.unwrap().expect(what);
-        let clones = links::clones_of(&mut read, link.vm, Some(link.snapshot)).await.unwrap();
-        assert_eq!(clones, ["web"], "{what}");
-        (link.vm, link.snapshot)
-    };
-    let delete = || Operation::DeleteSnapshot { vm: origin, snapshot: base };
-    let refused = fixture.begin(delete(), "origin").await;
-    assert_eq!(fixture.ended(refused).await.state, TaskState::Failed, "{what}");
-    let task =
-        fixture.begin(Operation::DeepRecryptVm { vm, in_place: false, disks: vec![] }, "web").await;
-    assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
-    let mut read = fixture.store.read().await.unwrap();
-    assert_eq!(links::of_vm(&mut read, vm).await.unwrap(), None, "{what}");
-    drop(read);
-    let task = fixture.begin(delete(), "origin").await;
-    assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
-}
-
-/// Nothing is left of the clone, and the VM that was to be cloned is as before.
-pub(super) async fn assert_no_clone(fixture: &Fixture, vm: VmId, what: &str) {
-    assert!(fixture.vm(vm).await.is_none(), "{what}: its row is left");
-    assert!(fixture.disks(vm).await.is_empty(), "{what}: rows of disks are left");
-    let origin = {
-        let mut read = fixture.store.read().await.unwrap();
-        vms::find(&mut read, "origin").await.unwrap().unwrap()
-    };
-    assert_eq!(fixture.agent.registered(), [origin.id], "{what}: the host knows the clone");
-    assert_eq!(fixture.agent.disks().len(), 2, "{what}: disks are left");
-    fixture.assert_whole(origin.id, Power::Off, what).await;
-}
-
-#[tokio::test]
-async fn a_vm_is_cloned_or_nothing_of_the_clone_is_left() {
-    matrix(Kind::Clone).await;
-}
-
-#[tokio::test]
-async fn a_vm_is_cloned_as_a_linked_one_or_nothing_of_the_clone_is_left() {
-    matrix(Kind::LinkedClone).await;
-}
-
 #[tokio::test]
 async fn a_snapshot_is_taken_or_nothing_of_it_is_left() {
     matrix(Kind::Snapshot(Snapshot::Take)).await;
@@ -288,7 +204,7 @@ async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_b
     for name in ["first", "second"] {
         taken(&fixture, origin, name).await;
     }
-    let (clone, made) = clone(&fixture).await;
+    let (clone, made) = clones::Cloned::Linked.begin(&fixture).await;
     fixture.ends_well(made).await;
     let (services, me) =
         (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
