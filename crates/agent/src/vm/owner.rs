@@ -589,6 +589,9 @@ impl Owner {
         if self.next.as_ref().unwrap_or(&self.spec) == &spec {
             return Ok(());
         }
+        if self.spec.key.is_some() && spec.key.is_none() {
+            self.require_nothing_sealed().await?;
+        }
         if matches!(self.power(), Power::Running | Power::Paused | Power::Stopping) {
             if self.jobs.sender().is_some() {
                 let what = "is being sent to another host: it cannot be changed meanwhile. Wait, or cancel the task";
