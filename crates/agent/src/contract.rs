@@ -271,6 +271,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     dumps::off(agent, &session).await;
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
+    mirror::suspended(agent, &mut session).await;
     running(agent, &session).await;
     session
 }

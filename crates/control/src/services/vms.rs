@@ -381,11 +381,15 @@ pub async fn start(
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
     }
+    let operation = Operation::StartVm { vm: vm.id, boot_once };
     if is_suspended && discard_memory && !dry_run {
+        // While a task works on the VM, which may copy its memory, it could not start.
+        let mut write = services.store.write().await?;
+        Engine::record(&mut write, operation.clone(), &vm.name, caller.name()).await?;
+        drop(write);
         super::saved_memory::discard(services, caller, &vm).await?;
     }
     let write = services.store.write().await?;
-    let operation = Operation::StartVm { vm: vm.id, boot_once };
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
