@@ -73,6 +73,7 @@ async fn an_agent_of_before_does_not_copy_a_suspended_vm_nor_one_with_core_dumps
     };
     let refused = fixture.eventually("its agent cannot", lacks).await;
     assert!(refused.detail.contains("core dumps"), "{refused}");
+    fixture.assert_whole(vm, Power::Running, "its agent has restarted").await;
     let dump = rows(&fixture, vm).await[0].id;
     fixture.done(Operation::DeleteDump { vm, dump }, "web").await;
     fixture.done(Operation::SuspendVm { vm }, "web").await;
