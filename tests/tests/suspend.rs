@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
-use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::some_of;
+use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::{Victim, during, some_of};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
@@ -51,7 +51,7 @@ fn counts(console: &mut Console, from: u32) {
 }
 
 fn home(here: &Installation) -> PathBuf {
-    here.images(VM).unwrap()[0].parent().unwrap().to_owned()
+    here.home(VM).unwrap()
 }
 
 fn memory(here: &Installation) -> PathBuf {
@@ -314,4 +314,95 @@ fn a_vm_without_a_key_is_suspended_in_the_clear() {
     assert_eq!(key_slot(&here), 2, "the file's key is in the clear");
     let mut console = resume(&here);
     counts(&mut console, 1);
+}
+
+const ENCRYPT: [&str; 5] = ["vm", "encrypt", VM, "--policy", "encrypted"];
+const DECRYPT: [&str; 6] = ["vm", "decrypt", VM, "--policy", "plain", "--yes"];
+
+/// Gives the saved memory another name, under which can be read what becomes of it.
+fn held(here: &Installation) -> PathBuf {
+    let held = here.path("held");
+    let _ = std::fs::remove_file(&held);
+    std::fs::hard_link(memory(here), &held).unwrap();
+    held
+}
+
+/// It is suspended, its memory has its key like this, and nothing is left of a copy or of what was before.
+fn is_saved_as(here: &Installation, slot: u8) {
+    is_off_and_saved(here);
+    assert_eq!(key_slot(here), slot, "its key slot");
+    let names = here.home_files(VM).unwrap().into_iter();
+    let names = names.map(|path| path.file_name().unwrap().to_string_lossy().into_owned());
+    let left =
+        |name: &String| ["copy", "source", "mirror", ".new"].iter().any(|it| name.contains(it));
+    assert_eq!(names.filter(left).collect::<Vec<_>>(), Vec::<String>::new());
+    for disk in here.vm(VM).unwrap()["disks"].as_array().unwrap() {
+        assert_eq!(disk["encrypted"], slot == 1, "{disk}");
+    }
+}
+
+#[test]
+fn a_suspended_vm_is_encrypted_rekeyed_moved_and_decrypted_and_its_guest_goes_on() {
+    let (here, mut console) = started("plain");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    is_saved_as(&here, 2);
+    let was = held(&here);
+    here.vmseal(&ENCRYPT).unwrap();
+    is_saved_as(&here, 1);
+    let left = std::fs::read(&was).unwrap();
+    assert!(left.len() > 1 << 20 && left.iter().all(|byte| *byte == 0), "its former file is left");
+    assert!(!is_in_the_clear(&here), "the memory is in the clear");
+    here.vmseal(&["vm", "prove", VM]).unwrap();
+
+    let (was, before) = (held(&here), std::fs::read(memory(&here)).unwrap());
+    here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
+    is_saved_as(&here, 1);
+    assert!(std::fs::read(&was).unwrap()[..4096].iter().all(|byte| *byte == 0), "its key is left");
+    let after = std::fs::read(memory(&here)).unwrap();
+    let parts = before[4096..].chunks(4096).zip(after[4096..].chunks(4096));
+    assert_eq!(parts.filter(|(one, other)| one == other).count(), 0, "it has the former key");
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+
+    suspend(&here, console);
+    let (former, second) = (home(&here), here.path("second"));
+    std::fs::create_dir(&second).unwrap();
+    let place = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
+    here.vmseal(&place).unwrap();
+    here.vmseal(&["vm", "move", VM, "--datastore", "second"]).unwrap();
+    assert!(home(&here).starts_with(&second) && !former.exists(), "something is left behind");
+    is_saved_as(&here, 1);
+    let mut console = resume(&here);
+    counts(&mut console, 2);
+
+    suspend(&here, console);
+    let planned = here.try_vmseal(&[&DECRYPT[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8(planned.stderr).unwrap();
+    assert!(warned.contains("the saved memory of its guest will be"), "{warned}");
+    here.vmseal(&DECRYPT).unwrap();
+    is_saved_as(&here, 2);
+    let mut console = resume(&here);
+    counts(&mut console, 3);
+    assert!(!memory(&here).exists());
+}
+
+/// Whatever dies meanwhile, the memory is as the VM is, and its guest goes on.
+#[test]
+fn what_dies_while_a_suspended_vm_is_copied_loses_nothing() {
+    let (mut here, mut console) = started("plain");
+    counts(&mut console, 0);
+    let (mut encrypted, mut count) = (false, 1);
+    for (round, milliseconds) in some_of(&[100, 300, 600, 1000]).into_iter().enumerate() {
+        suspend(&here, console);
+        let operation = if encrypted { &DECRYPT[..] } else { &ENCRYPT[..] };
+        let ended = during(&mut here, VM, operation, Victim::of_round(round), milliseconds);
+        here.wait_host().unwrap();
+        here.wait_power(VM, "suspended").unwrap();
+        encrypted ^= ended.status.success();
+        is_saved_as(&here, if encrypted { 1 } else { 2 });
+        console = resume(&here);
+        counts(&mut console, count);
+        count += 1;
+    }
 }

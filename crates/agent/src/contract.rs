@@ -273,6 +273,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     exclusion::walk(agent, &session).await;
     exposed(agent, &session).await;
     examine::off(agent, &session).await;
+    mirror::suspended(agent, &mut session).await;
     running(agent, &session).await;
     session
 }

@@ -180,6 +180,36 @@ pub fn suspended(spec: &VmSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// A VM that is to lose its key has a file that only the key opens.
+#[must_use]
+pub fn needs_its_key(spec: &VmSpec, file: &str) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "has a file under the key that it would lose, {file}: if it is suspended resume it (vmseal vm resume {name}), delete its core dumps (vmseal dump list {name}) and its snapshots with memory (vmseal snapshot list {name}), and begin again"
+    );
+    wrong_state(spec, &what)
+}
+
+/// A core dump was written beside the first disk of a VM since its copy was begun, and does not follow.
+#[must_use]
+pub fn leaves_core(spec: &VmSpec, file: &str) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "has a core dump that was written while its first disk was copied, {file}, and would be lost or not be as its disks are: begin again, and it is copied, or delete it (vmseal dump list {name})"
+    );
+    wrong_state(spec, &what)
+}
+
+/// The memory of a suspended VM does not follow a copy that was begun before it was suspended.
+#[must_use]
+pub fn leaves_memory(spec: &VmSpec) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "was suspended while its first disk was copied, and its memory is not: resume it (vmseal vm resume {name})"
+    );
+    wrong_state(spec, &what)
+}
+
 /// The VM's power was to be cut while it was being resumed, and its guest has gone on already.
 #[must_use]
 pub fn resumed(spec: &VmSpec) -> Problem {

@@ -1,8 +1,10 @@
 //! Disks are copied to other images, and the copies used in their place: each step repeated, every refusal provoked.
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
 use vmseal_api::host::{
-    DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror, DropSourcesJob,
-    HostAgent, JobKind, JobSpec, JobState, MirrorJob,
+    ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror,
+    DropSourcesJob, HostAgent, JobKind, JobSpec, JobState, MirrorJob, Power, PowerOff,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
@@ -83,6 +85,70 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
     disk_mut(session, data).replica = replica;
     done(agent.register_vm(session.spec.clone()).await, "registering with the replica");
+}
+
+/// A VM that is suspended is copied as one that is off, and its memory with its first disk: it stays suspended, and its guest goes on
+/// afterwards. The VM is off before and after.
+pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    done(agent.power_on(vm).await, "starting");
+    session.power(agent, Power::Running).await;
+    suspend(agent, session).await;
+    let before = session.disk(0).facts.clone();
+    let seen = mirrored(agent, session, disk, copy(disk, true)).await;
+    assert_eq!(Some(seen.facts), before, "its facts");
+    assert_eq!(session.now(agent).await.power, Power::Suspended);
+    goes_on(agent, session).await;
+
+    suspend(agent, session).await;
+    let second = second_datastore(agent, session).await;
+    for to in [second, session.place.clone()] {
+        let seen = mirrored(agent, session, disk, moved(disk, true, &to)).await;
+        assert_eq!(seen.datastore, Some(to.datastore));
+        assert_eq!(session.now(agent).await.power, Power::Suspended);
+        disk_mut(session, disk).datastore = to;
+        done(agent.register_vm(session.spec.clone()).await, "registering it where it is");
+    }
+    goes_on(agent, session).await;
+
+    // Resumed in the middle, it runs; what was copied of its memory is of no use.
+    suspend(agent, session).await;
+    let (task, job) = (TaskId::new(), copy_at(disk, true, pace::PAUSED));
+    done(agent.put_job(vm, task, job.clone()).await, "a copy that is paused");
+    goes_on(agent, session).await;
+    done(agent.cancel_job(vm, task, job).await, "cancelling it while the VM runs");
+    assert_eq!(session.now(agent).await.power, Power::Running);
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
+    assert_eq!(
+        session.now(agent).await.power,
+        Power::Off,
+        "it is suspended with a memory of before"
+    );
+}
+
+async fn suspend(agent: &dyn HostAgent, session: &Session) {
+    done(agent.suspend(session.vm()).await, "suspending");
+    session.power(agent, Power::Suspended).await;
+}
+
+/// The guest of a suspended VM goes on: it echoes, and does not boot.
+async fn goes_on(agent: &dyn HostAgent, session: &Session) {
+    done(agent.power_on(session.vm()).await, "resuming");
+    session.power(agent, Power::Running).await;
+    let claimed = agent.console(session.vm(), ConsoleClaim::TakeOver).await;
+    let mut console = done(claimed, "the console");
+    let word = DiskId::new().to_string();
+    console.write_all(word.as_bytes()).await.expect("typing");
+    let echo = async {
+        let mut seen = Vec::new();
+        while !String::from_utf8_lossy(&seen).contains(&word) {
+            let mut chunk = [0; 1024];
+            let length = console.read(&mut chunk).await.expect("reading the console");
+            assert!(length > 0, "the console ended: {}", String::from_utf8_lossy(&seen));
+            seen.extend_from_slice(&chunk[..length]);
+        }
+    };
+    assert!(timeout(session.fixture.timeout, echo).await.is_ok(), "its guest does not go on");
 }
 
 /// Another datastore of the host.

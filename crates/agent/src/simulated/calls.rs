@@ -212,6 +212,9 @@ impl Inside {
             if known.registered() == &spec {
                 return Ok(());
             }
+            if known.spec.key.is_some() && spec.key.is_none() {
+                self.require_nothing_sealed(vm)?;
+            }
             if self.persisted.guests.contains_key(&vm) {
                 self.set_running(spec)?;
                 self.describe_on_datastores(vm)?;

@@ -160,7 +160,7 @@ impl Inside {
         let Work::Job(task) = work else { return };
         let full = self.full;
         let own = self.persisted.panic_dumps.iter().map(|(_, known)| known.dump);
-        let dumps: BTreeSet<_> = self.persisted.dumps.iter().copied().chain(own).collect();
+        let dumps: BTreeSet<_> = self.persisted.dumps.keys().copied().chain(own).collect();
         let Ok(known) = self.known(vm) else { return };
         let Ok(status) = known.jobs.status(task) else { return };
         if !matches!(status.state, JobState::Waiting | JobState::Running) {
@@ -193,7 +193,8 @@ impl Inside {
                 known.jobs.failed(job.disk, problem);
             }
             (Some(JobSpec::Dump(job)), _) => {
-                self.persisted.dumps.insert(job.dump);
+                let sealed = known.spec.key.is_some();
+                self.persisted.dumps.insert(job.dump, (vm, sealed));
                 self.all_made(vm, &[job.disk]);
             }
             (Some(JobSpec::DecryptDump(job)), _) if !dumps.contains(&job.dump) => {

@@ -8,7 +8,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::calls::{Later, facts};
-use super::{Inside, SimulatedHost, Work, gone};
+use super::{Inside, Persisted, SimulatedHost, Work, gone};
 use crate::rules::{self, find_disk};
 
 /// The copies of disks, and their former images.
@@ -137,6 +137,9 @@ impl Inside {
             }
             self.unlink(disk.disk);
             self.use_copy(vm, &spec, disk, wanted)?;
+            if spec.disks().next().is_some_and(|first| first.disk == disk.disk) {
+                self.seal_beside(vm, job.forgets_key)?;
+            }
         }
         self.known(vm)?.jobs.committed(task);
         self.describe_on_datastores(vm)?;
@@ -179,7 +182,38 @@ impl Inside {
         if let Some(guest) = self.persisted.guests.get_mut(&vm) {
             change(&mut guest.spec);
         }
+        if let Some(guest) = self.persisted.suspended.get_mut(&vm) {
+            change(&mut guest.spec);
+        }
         Ok(())
+    }
+
+    /// What is beside the first disk of a VM has followed its copy: under its key, or in the clear.
+    fn seal_beside(&mut self, vm: VmId, forgets_key: bool) -> Result<(), Problem> {
+        let key = self.known(vm)?.spec.key.clone().filter(|_| !forgets_key);
+        let asked = self.persisted.dumps.values_mut();
+        asked.filter(|(of, _)| *of == vm).for_each(|(_, sealed)| *sealed = key.is_some());
+        let own = self.persisted.panic_dumps.iter_mut();
+        own.filter(|(of, _)| *of == vm).for_each(|(_, dump)| dump.encrypted = key.is_some());
+        if let Some(guest) = self.persisted.suspended.get_mut(&vm) {
+            guest.spec.key = key;
+        }
+        self.list_panic_dumps(vm);
+        Ok(())
+    }
+
+    /// Refuses to be rid of the key of what is under it.
+    pub fn require_nothing_sealed(&mut self, vm: VmId) -> Result<(), Problem> {
+        let Persisted { suspended, dumps, panic_dumps, .. } = &self.persisted;
+        let memory = suspended.get(&vm).is_some_and(|guest| guest.spec.key.is_some());
+        let core = dumps.values().any(|(of, sealed)| *of == vm && *sealed)
+            || panic_dumps.iter().any(|(of, dump)| *of == vm && dump.encrypted);
+        let file = match (memory, core) {
+            (true, _) => "vm.memory",
+            (false, true) => "vm.core",
+            (false, false) => return Ok(()),
+        };
+        Err(rules::needs_its_key(&self.known(vm)?.spec, file))
     }
 
     /// Removes what a cancelled job has copied.

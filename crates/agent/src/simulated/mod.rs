@@ -107,7 +107,8 @@ struct Persisted {
     guests: BTreeMap<VmId, RunningGuest>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
-    dumps: BTreeSet<DumpId>,
+    /// The core dumps that were asked for: whose they are, and whether they are under its key.
+    dumps: BTreeMap<DumpId, (VmId, bool)>,
     /// The core dumps that it has written by itself, and whose they are.
     panic_dumps: Vec<(VmId, PanicDump)>,
     /// The bitmaps of disks. Nobody else writes to these.
@@ -506,7 +507,7 @@ impl SimulatedHost {
     pub fn dumps(&self) -> Vec<DumpId> {
         let inside = self.inside();
         let own = inside.persisted.panic_dumps.iter().map(|(_, known)| known.dump);
-        inside.persisted.dumps.iter().copied().chain(own).collect()
+        inside.persisted.dumps.keys().copied().chain(own).collect()
     }
 
     /// The running guests.

@@ -26,7 +26,7 @@ use vmseal_secret::SecretBytes;
 
 use crate::rules;
 use crate::storage::file_error::failed;
-use crate::storage::home::{CORE, Home};
+use crate::storage::home::{CORE, Home, PANIC_CORE};
 use crate::storage::locked::make_locked;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 
@@ -39,9 +39,6 @@ pub struct CoreFile {
     vm: VmId,
     path: PathBuf,
 }
-
-/// How the endings of those begin that the host writes by itself.
-const PANIC: &str = "panic-";
 
 /// The core dumps of a VM that its host has written by itself, oldest first.
 ///
@@ -88,7 +85,7 @@ pub fn sweep_panics(spec: &VmSpec) -> Result<(), Problem> {
 /// The id and format of one that the host wrote by itself, by its name.
 fn named(name: &str) -> Option<(DumpId, DumpFormat)> {
     let (dump, format) = name.strip_prefix(CORE)?.split_once('.')?;
-    let format = match format.strip_prefix(PANIC)? {
+    let format = match format.strip_prefix(PANIC_CORE)? {
         "elf" => DumpFormat::Elf,
         "kdump" => DumpFormat::Kdump,
         _ => return None,
@@ -143,7 +140,7 @@ impl CoreFile {
     /// The same that the host writes by itself.
     #[must_use]
     pub fn of_a_panic(&self, format: DumpFormat) -> Self {
-        let ending = format!("{PANIC}{}", format.name());
+        let ending = format!("{PANIC_CORE}{}", format.name());
         Self { vm: self.vm, path: self.path.with_added_extension(ending) }
     }
 

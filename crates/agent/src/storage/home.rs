@@ -33,11 +33,14 @@
 //! <datastore>/<vm id>/<disk id>.source-layers the note of the layers of what the disk was before
 //! <datastore>/<vm id>/<disk id>.merge         what is locked while a layer is merged into the one below it
 //! <datastore>/<vm id>/<disk id>.copy-memory-<snapshot id>    a snapshot's memory, to take its place with the disk's copy
-//! <datastore>/<vm id>/<disk id>.source-memory-<snapshot id>  what it was before ([`crate::storage::mirror::memory`])
+//! <datastore>/<vm id>/<disk id>.source-memory-<snapshot id>  what it was before ([`crate::storage::mirror::beside`])
+//! <datastore>/<vm id>/<disk id>.copy-memory-vm, .copy-core-<name>      the same of the VM's own memory, and of a core dump
+//! <datastore>/<vm id>/<disk id>.source-memory-vm, .source-core-<name>  what they were before
 //! ```
 //! A disk gets its name when it is complete and flushed. Each process that works on an image holds a lock on
 //! the open file (F_OFD_SETLK); the filter inherits the open file and the lock with it.
 
+mod beside;
 mod places;
 
 use std::collections::BTreeMap;
@@ -60,6 +63,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
+pub use self::beside::Beside;
 use crate::storage::descriptor;
 use crate::storage::file_error::failed;
 use crate::storage::image::ImageIdentity;
@@ -81,6 +85,12 @@ pub const LEASE: &str = "vm.lease";
 
 /// What the names of core dumps begin with.
 pub const CORE: &str = "vm.core-";
+
+/// How the endings of those begin that the host writes by itself.
+pub const PANIC_CORE: &str = "panic-";
+
+/// The memory of a suspended VM.
+pub const MEMORY: &str = "vm.memory";
 
 /// How the names of memories begin that snapshots keep.
 pub const SNAPSHOT_MEMORY: &str = "vm.memory.snapshot-";
@@ -508,10 +518,11 @@ impl Home {
             self.remove_file(&path)?;
         }
         self.remove_base(disk)?;
-        let memories = self.copy_memories(disk)?.into_iter().chain(self.source_memories(disk)?);
-        for (_, path) in memories {
+        let beside = self.copies_beside(disk)?.into_iter().chain(self.sources_beside(disk)?);
+        for (_, path) in beside {
             self.remove_note(&path)?;
         }
+        self.remove_unfinished_beside(disk)?;
         self.remove_note(&self.layers_note(disk))?;
         self.remove_note(&self.copy_layers_note(disk))?;
         self.remove_note(&self.source_layers_note(disk))?;

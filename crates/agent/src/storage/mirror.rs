@@ -6,12 +6,12 @@
 //!                                  └─ give up: note, map, copy removed            former image, map, note removed
 //! ```
 //! The copy may be on another datastore than the disk: then a note beside each of both leads to the other. Where the disk has
-//! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has. The memory that snapshots keep beside it is
-//! copied, too ([`memory`]).
+//! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has. The memory that snapshots keep beside it,
+//! that of a VM that is suspended, and core dumps are copied, too ([`beside`]).
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
-mod memory;
+mod beside;
 mod note;
 pub(crate) mod pace;
 mod pivot_mark;
@@ -32,6 +32,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
 use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 
+pub use self::beside::is_suspended;
 use self::note::Note;
 use self::pivot_mark::PivotMark;
 use crate::filter::{self, CopyPlace};
@@ -176,7 +177,7 @@ impl Mirror {
             );
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
-        memory::take_place(self)?;
+        beside::take_place(self)?;
         if self.note.layers {
             layers::take_place(&target, self.disk)?;
         }
@@ -194,7 +195,7 @@ impl Mirror {
         if self.note.layers {
             layers::set_aside(&source, self.disk, self.moves())?;
         }
-        memory::set_aside(self)
+        beside::set_aside(self)
     }
 
     /// Removes the notes, the one first that others lead to.
@@ -267,8 +268,8 @@ impl NewMirror<'_> {
         let metadata = image.metadata().map_err(internal)?;
         let source = (FileIdentity::in_metadata(&metadata), self.facts.clone());
         let allocated = metadata.blocks().saturating_mul(512);
-        let memory = memory::form(&home, self.spec, disk.disk, self.forgets_key)?;
-        let beside = if memory.is_some() { memory::room(&home)? } else { 0 };
+        let following = beside::following(&home, self.spec, disk.disk, self.forgets_key)?;
+        let beside = if following.is_some() { beside::room(&home)? } else { 0 };
         let room = allocated + layers::room_of_all(&home, disk.disk, &layers) + beside;
         let made = self.make(&target, room);
         // Before the note: from that on the filter of the guest may open the copy.
@@ -276,8 +277,8 @@ impl NewMirror<'_> {
         let noted = made.and_then(|copy| {
             let note = Note::new(task, source, copy);
             let note = if layers.is_empty() { note } else { note.of_layers() };
-            let note = match memory {
-                Some(form) => note.with_memory(form),
+            let note = match following {
+                Some(following) => note.with_beside(following),
                 None => note,
             };
             self.note(&home, &target, note)
@@ -356,7 +357,7 @@ fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem
     home.remove_note(&home.mirror_pace(disk))?;
     target.remove(&target.copy(disk))?;
     layers::drop_copies(target, disk)?;
-    memory::drop_copies(target, disk)?;
+    beside::drop_copies(target, disk)?;
     // Nothing is copied to layers any more.
     home.remove(&home.merge_lock(disk))?;
     if target.path() != home.path() {
@@ -406,8 +407,8 @@ pub fn delete_elsewhere(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, vm)?;
     let Some(note) = note::read(&home, disk.disk)? else { return Ok(()) };
     if let Some(mirror) = Mirror::find(&home, disk.disk)?.filter(|mirror| mirror.pivoted) {
-        // What snapshots kept there goes with the former image.
-        memory::set_aside(&mirror)?;
+        // What was beside the former image goes with it.
+        beside::set_aside(&mirror)?;
     }
     match note.to.as_ref().or(note.from.as_ref()) {
         Some(other) => home.on(other)?.delete(disk.disk),
@@ -584,6 +585,22 @@ pub fn take_place(vm: VmId, disk: &DiskSpec) -> Result<Option<(DiskSpec, File)>,
     let path = mirror.target()?.image(disk.disk);
     let image = File::open(&path).map_err(|error| failed(&path, "opened", &error))?;
     Ok(Some((mirror.pivoted_disk(disk), image)))
+}
+
+/// A VM with its first disk as that is: the copy, with its names put right, where the disk has pivoted. What is saved of the VM is beside it.
+/// Only for its owner. Blocks.
+///
+/// # Errors
+/// As [`Mirror::find`] and [`Mirror::settle`]; `wrong-state` when the datastore is not there.
+pub fn with_first_disk_as_it_is(spec: &VmSpec) -> Result<VmSpec, Problem> {
+    let (vm, mut spec) = (spec.vm, spec.clone());
+    if let Some(first) = spec.disks_mut().next()
+        && let Some(mirror) = of_disk(vm, first)?.filter(|mirror| mirror.pivoted)
+    {
+        mirror.settle()?;
+        *first = mirror.pivoted_disk(first);
+    }
+    Ok(spec)
 }
 
 /// The mirror of a VM's disk; none when it is not mirrored. Blocks.

@@ -101,6 +101,22 @@ fn read(path: &Path, file: &File) -> Result<Header, Problem> {
     header.map_err(|error| sealed::refused(path, &error, REMEDY))
 }
 
+/// A file of a VM that is whole and under its key, if there is one. Blocks.
+///
+/// # Errors
+/// Those of the file system; `wrong-state` where a datastore is not there.
+pub fn first_sealed(spec: &VmSpec) -> Result<Option<PathBuf>, Problem> {
+    for disk in spec.disks() {
+        for path in whole_files(&Home::of(&disk.datastore, spec.vm)?) {
+            let Some(mut file) = open_locked(&path, Access::BesideGuest)? else { continue };
+            if Header::read(&mut file).is_ok_and(|header| !header.keys().is_empty()) {
+                return Ok(Some(path));
+            }
+        }
+    }
+    Ok(None)
+}
+
 /// The sealed files of a home that are whole; what is being written, or was used, is about to go.
 fn whole_files(home: &Home) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(home.path()).into_iter().flatten().flatten();
@@ -164,6 +180,18 @@ mod tests {
 
     fn key<'a>(spec: &'a VmSpec, kek: &'a SecretBytes) -> VmKey<'a> {
         VmKey { kek, context: keys::context(spec.vm, spec.key.as_ref().unwrap()) }
+    }
+
+    #[test]
+    fn what_is_under_the_key_is_found_and_what_is_in_the_clear_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let (spec, _, file) = with_dump(directory.path());
+        assert_eq!(first_sealed(&spec).unwrap().as_deref(), Some(file.path()));
+        file.remove().unwrap();
+        assert_eq!(first_sealed(&spec).unwrap(), None);
+        let plain = VmSpec { key: None, ..spec.clone() };
+        file.finish(file.create(&plain, None).unwrap()).unwrap();
+        assert_eq!(first_sealed(&spec).unwrap(), None, "it needs no key");
     }
 
     #[test]

@@ -595,6 +595,9 @@ impl Owner {
             return Ok(());
         }
         self.may_register(&spec)?;
+        if self.spec.key.is_some() && spec.key.is_none() {
+            self.require_nothing_sealed().await?;
+        }
         if self.has_guest() {
             return self.set_running(spec).await;
         }

@@ -25,6 +25,7 @@ use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::live::Live;
 use crate::process::run_record::Record;
 use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
+use crate::storage::mirror;
 
 /// The saving of a guest's memory, while the VM is being suspended. Dropped, it ends, and nothing is named.
 pub struct Saving(JoinHandle<Result<(), Problem>>);
@@ -103,6 +104,14 @@ pub struct Resume {
     pub machine: String,
 }
 
+/// Where the memory of a VM is saved, also where the copy of its first disk has taken the disk's place. Only for its owner. Blocks.
+///
+/// # Errors
+/// As [`MemoryFiles::of`]; those of the copy.
+pub fn files_of(spec: &VmSpec) -> Result<MemoryFiles, Problem> {
+    MemoryFiles::of(&mirror::with_first_disk_as_it_is(spec)?)
+}
+
 /// A suspended VM: what it is to run as, how QEMU is to have its devices, and its memory. Blocks.
 ///
 /// # Errors
@@ -111,7 +120,7 @@ pub fn open(
     registered: &VmSpec,
     kek: Option<&SecretBytes>,
 ) -> Result<(VmSpec, Live, Resume), Problem> {
-    let files = MemoryFiles::of(registered)?;
+    let files = files_of(registered)?;
     let (saved, reader) = files.open(registered, kek)?;
     let SavedMachine { machine, record } = saved;
     let spec = same_machine(registered, record.spec)?;
@@ -188,6 +197,6 @@ impl Resume {
 /// Whether the memory of the VM's guest is saved; none where its datastore cannot be asked.
 pub async fn is_suspended(spec: &VmSpec) -> Option<bool> {
     let spec = spec.clone();
-    let look = move || MemoryFiles::of(&spec).and_then(|files| files.is_saved()).ok();
+    let look = move || mirror::is_suspended(&spec).ok();
     spawn_blocking(look).await.ok().flatten()
 }

@@ -1,4 +1,4 @@
-//! Copying what nobody writes of a mirrored disk: the memory that snapshots keep beside it, which the agent seals anew; its image,
+//! Copying what nobody writes of a mirrored disk: the files beside it, memory and core dumps, which the agent seals anew; its image,
 //! and its layers but the active one, each by a filter that serves nobody, beside the guest's.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::internal;
 use super::merging::with_filter;
 use super::report::{Progress, Report};
 use crate::storage::builder::DiskBuilder;
-use crate::storage::mirror::tree::{self, KeptMemory, Part, ToNote};
+use crate::storage::mirror::tree::{self, FileBeside, Part, ToNote};
 
 /// A disk whose layers are to be copied.
 pub struct TreeCopying {
@@ -46,17 +46,17 @@ impl TreeCopying {
             }
         };
         tokio::pin!(asked);
-        let memories = async {
+        let beside = async {
             sleep(pause).await;
-            this.copy_memories(&show).await
+            this.copy_beside(&show).await
         };
-        tokio::pin!(memories);
+        tokio::pin!(beside);
         tokio::select! {
-            copied = &mut memories => copied?,
+            copied = &mut beside => copied?,
             () = &mut asked => {
                 // A thread writes, which notices that, and ends.
                 this.builder.gate.close();
-                let _ = memories.await;
+                let _ = beside.await;
                 return Err(stopped());
             }
         }
@@ -73,28 +73,28 @@ impl TreeCopying {
         copied
     }
 
-    /// Copies the memory of each snapshot.
-    async fn copy_memories(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
+    /// Copies each file that is beside the disk.
+    async fn copy_beside(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
         loop {
             let of = Arc::clone(self);
-            let next = move || tree::next_memory(&of.spec, &of.disk);
-            let Some(memory) = spawn_blocking(next).await.map_err(internal)?? else {
+            let next = move || tree::next_beside(&of.spec, &of.disk);
+            let Some(file) = spawn_blocking(next).await.map_err(internal)?? else {
                 return Ok(());
             };
             let (of, show) = (Arc::clone(self), Arc::clone(show));
-            let copy = move || of.copy_memory(&memory, &show);
+            let copy = move || of.copy_file(&file, &show);
             spawn_blocking(copy).await.map_err(internal)??;
         }
     }
 
     /// Blocks.
-    fn copy_memory(&self, memory: &KeptMemory, show: &Progress) -> Result<(), Problem> {
-        let (size, place) = (self.disk.size, memory.place()?);
+    fn copy_file(&self, file: &FileBeside, show: &Progress) -> Result<(), Problem> {
+        let (size, place) = (self.disk.size, file.place()?);
         let progress = |done: u64, total: u64| {
             let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
             show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
         };
-        memory.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.builder.gate, progress)
+        file.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.builder.gate, progress)
     }
 
     async fn copy_layers(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {

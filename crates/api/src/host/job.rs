@@ -153,8 +153,8 @@ pub struct MirrorJob {
     /// do not know it.
     #[serde(default, skip_serializing_if = "CopyPace::is_free")]
     pub pace: CopyPace,
-    /// Whether the VM has no key when the former images are gone: the memory that its snapshots keep is in the clear then. Agents
-    /// without the feature [`MIRROR_MEMORY`](super::version::MIRROR_MEMORY) do not know it.
+    /// Whether the VM has no key when the former images are gone: what is beside its first disk, as the memory that its snapshots keep, is in
+    /// the clear then. Agents without the feature [`MIRROR_MEMORY`](super::version::MIRROR_MEMORY) do not know it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub forgets_key: bool,
 }

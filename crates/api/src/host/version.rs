@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 45] = [
+pub const FEATURES: [&str; 47] = [
     "job-create",
     "job-export",
     NICS,
@@ -54,6 +54,7 @@ pub const FEATURES: [&str; 45] = [
     WHOLE_BACKUP,
     MIRROR_LAYERS,
     MIRROR_MEMORY,
+    MIRROR_BESIDE,
     PACE,
     PACE_OF_WORK,
     LINKED_CLONES,
@@ -161,6 +162,10 @@ pub const MIRROR_LAYERS: &str = "job-mirror-layers";
 
 /// The feature of agents that copy the memory which snapshots keep, with the disk that it is beside.
 pub const MIRROR_MEMORY: &str = "job-mirror-memory";
+
+/// The feature of agents that copy all that is beside a disk with it: the memory of a VM that is suspended, and core dumps. They refuse to
+/// forget a key that any of it is under.
+pub const MIRROR_BESIDE: &str = "job-mirror-beside";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

@@ -196,11 +196,12 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Encrypt VMs that are there, off or running
+    /// Encrypt VMs that are there, off, suspended or running
     ///
     /// The disks are copied to encrypted images, each guest changes to the copies in one instant, and the former images are
-    /// overwritten with zeroes once and removed. Until the change it can be cancelled. On flash, journaled or
-    /// copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.
+    /// overwritten with zeroes once and removed. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
+    /// cancelled. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may
+    /// remain.
     Encrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
@@ -222,11 +223,11 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Decrypt VMs, off or running: their data is on the datastore in the clear after that
+    /// Decrypt VMs, off, suspended or running: their data is on the datastore in the clear after that
     ///
     /// The disks are copied to plain images, each guest changes to the copies in one instant, the former images are
     /// overwritten and removed, and the VM's key is destroyed: older copies of the disks, such as backups, cannot be opened
-    /// any more. A VM with a TPM keeps its key.
+    /// any more. Core dumps and the memory of a suspended VM are in the clear, too. A VM with a TPM keeps its key.
     Decrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
@@ -249,11 +250,11 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Move VMs' disks to another datastore of their host, off or running
+    /// Move VMs' disks to another datastore of their host, off, suspended or running
     ///
     /// The disks are copied, each guest changes to the copies in one instant, and the former images are removed: what was in the
     /// clear is overwritten with zeroes once. Encrypted disks get new data keys under the key that the VM has. Until the
-    /// change it can be cancelled. What a TPM keeps stays where it is.
+    /// change it can be cancelled. Core dumps and the memory of a suspended VM go with its first disk. What a TPM keeps stays where it is.
     Move {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]

@@ -32,7 +32,7 @@ use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
     definition_at, definition_with, for_agent, read as definition, register, register_with,
-    spec_of, spec_of_disk,
+    register_without_key, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

@@ -169,3 +169,17 @@ pub async fn register(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Prob
     hosts.agent(vm.host)?.register_vm(spec).await?;
     Ok(vm)
 }
+
+/// Registers a VM on its host without the key that the inventory has of it. A host where a file is under the key refuses.
+///
+/// # Errors
+/// Those of [`register`]; `wrong-state`.
+pub async fn register_without_key(store: &Store, hosts: &Hosts, vm: VmId) -> Result<(), Problem> {
+    let _unchanged = hosts.lock(vm).await;
+    let Some((vm, spec)) = read(store, vm).await? else {
+        return Err(Problem::not_found("VM", vm));
+    };
+    let spec = VmSpec { key: None, ..spec };
+    let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
+    hosts.agent(vm.host)?.register_vm(spec).await
+}

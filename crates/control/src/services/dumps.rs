@@ -214,6 +214,11 @@ pub async fn delete(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
+/// How many core dumps a VM has.
+pub(super) async fn count(services: &Services, vm: &Vm) -> Result<usize, Problem> {
+    Ok(dumps::of_vm(&mut *services.store.read().await?, vm.id).await?.len())
+}
+
 /// Refuses what would leave core dumps that no key opens.
 pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Result<(), Problem> {
     let known = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;

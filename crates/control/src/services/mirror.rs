@@ -1,7 +1,9 @@
-//! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run; its disks are
-//! copied, and the copies used ([`crate::tasks`]).
+//! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run, be off or be suspended; its
+//! disks are copied, and the copies used ([`crate::tasks`]).
 
-use vmseal_api::host::version::{IN_PLACE, MIRROR, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE};
+use vmseal_api::host::version::{
+    IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE,
+};
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
 use vmseal_api::model::Task;
@@ -250,20 +252,13 @@ async fn begin(
     wanted: Wanted,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    let kept = require_snapshots_follow(services, &wanted).await?;
+    let mut kept = require_snapshots_follow(services, &wanted).await?;
     // The former files, which the copies are to replace, would stay.
     let mut read = services.store.read().await?;
     super::vms::require_no_clones(&mut read, &wanted.vm, None).await?;
     drop(read);
-    if wanted.moves_first_disk() {
-        let what = "they are beside its first disk, and would stay there";
-        super::dumps::require_none(services, &wanted.vm, what).await?;
-    }
-    if wanted.policy.is_some() {
-        let what = "they would not be encrypted as the VM is";
-        super::dumps::require_none(services, &wanted.vm, what).await?;
-    }
-    require_power(services, &wanted).await?;
+    kept.dumps = require_dumps_follow(services, &wanted).await?;
+    kept.suspended = require_power(services, &wanted).await?;
     require_places(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     let pace = super::tasks::pace_of(wanted.rate)?;
@@ -299,27 +294,37 @@ async fn begin(
     Ok(Outcome::Done(shown))
 }
 
-/// The snapshots of a VM, which are copied with it.
+/// What a VM has beside its disks, which is copied with them.
 #[derive(Default)]
 struct Kept {
     snapshots: usize,
     with_memory: usize,
+    dumps: usize,
+    suspended: bool,
 }
 
 impl Kept {
     /// What is to be considered.
     fn warnings(&self, wanted: &Wanted) -> Vec<String> {
-        let Self { snapshots, with_memory } = self;
+        let Self { snapshots, with_memory, dumps, suspended } = self;
         let mut warnings = Vec::new();
         if *snapshots > 0 {
             warnings.push(format!("what its {snapshots} snapshots keep is copied as well"));
         }
+        if *dumps > 0 {
+            warnings.push(format!("its {dumps} core dumps are copied as well"));
+        }
         let decrypts = matches!(wanted.operation, Operation::DecryptVm { .. });
-        if *with_memory > 0 && decrypts && !wanted.known.iter().any(mirror_vm::stays_encrypted) {
-            warnings.push(
-                "the memory that its snapshots keep will be on the datastore in the clear"
-                    .to_owned(),
-            );
+        if !decrypts || wanted.known.iter().any(mirror_vm::stays_encrypted) {
+            return warnings;
+        }
+        let in_the_clear = [
+            (*with_memory > 0, "the memory that its snapshots keep"),
+            (*dumps > 0, "what its core dumps hold"),
+            (*suspended, "the saved memory of its guest"),
+        ];
+        for (_, what) in in_the_clear.into_iter().filter(|(there, _)| *there) {
+            warnings.push(format!("{what} will be on the datastore in the clear"));
         }
         warnings
     }
@@ -345,7 +350,24 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
     if with_memory > 0 {
         features::require(services, vm, MIRROR_MEMORY, "copy the memory that snapshots keep")?;
     }
-    Ok(Kept { snapshots: known.len(), with_memory })
+    Ok(Kept { snapshots: known.len(), with_memory, ..Kept::default() })
+}
+
+/// Refuses what would leave core dumps behind that no key opens, or that are not as the VM's disks are. Returns how many follow.
+async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
+    if !wanted.moves_first_disk() && wanted.policy.is_none() {
+        return Ok(0);
+    }
+    if wanted.operation.is_in_place() {
+        let what = "they would not be encrypted as the VM is";
+        super::dumps::require_none(services, &wanted.vm, what).await?;
+        return Ok(0);
+    }
+    let count = super::dumps::count(services, &wanted.vm).await?;
+    if count > 0 {
+        features::require(services, &wanted.vm, MIRROR_BESIDE, "copy core dumps")?;
+    }
+    Ok(count)
 }
 
 /// Refuses copies in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
@@ -361,17 +383,23 @@ async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Prob
     redundancy::require(&mut read, &policy, &copies).await
 }
 
-/// A VM that is on its way from one state to another is not copied.
-async fn require_power(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
+/// A VM that is on its way from one state to another is not copied. Returns whether it is suspended.
+async fn require_power(services: &Services, wanted: &Wanted) -> Result<bool, Problem> {
     let vm = &wanted.vm;
     match power(services, vm).await? {
-        None | Some(Power::Off) => Ok(()),
+        None | Some(Power::Off) => Ok(false),
+        Some(Power::Suspended) if wanted.operation.is_in_place() => {
+            Err(super::saved_memory::refusal(vm))
+        }
         Some(_) if wanted.operation.is_in_place() => Err(in_place::is_not_off(&vm.name)),
-        Some(Power::Running | Power::Paused) => Ok(()),
-        Some(Power::Suspended) => Err(super::saved_memory::refusal(vm)),
+        Some(Power::Running | Power::Paused) => Ok(false),
+        Some(Power::Suspended) => {
+            features::require(services, vm, MIRROR_BESIDE, "copy the memory of a suspended VM")?;
+            Ok(true)
+        }
         Some(power) => {
             let detail = format!(
-                "VM '{}' is {}: its disks are copied while it runs, is paused or is off",
+                "VM '{}' is {}: its disks are copied while it runs, is paused, suspended or off",
                 vm.name,
                 word(power)
             );

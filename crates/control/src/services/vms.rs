@@ -384,11 +384,15 @@ pub async fn start(
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
         require_messenger(services, &vm, &disks).await?;
     }
+    let operation = Operation::StartVm { vm: vm.id, boot_once };
     if is_suspended && discard_memory && !dry_run {
+        // While a task works on the VM, which may copy its memory, it could not start.
+        let mut write = services.store.write().await?;
+        Engine::record(&mut write, operation.clone(), &vm.name, caller.name()).await?;
+        drop(write);
         super::saved_memory::discard(services, caller, &vm).await?;
     }
     let write = services.store.write().await?;
-    let operation = Operation::StartVm { vm: vm.id, boot_once };
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     let change = VmChange::Start { first: boot_once, discard_memory };
     let mut begun = examine_change::of_plan(services, &vm, change, begun).await?;

@@ -104,6 +104,20 @@ pub async fn set_written(
     Ok(())
 }
 
+/// Records that all core dumps of a VM are encrypted, or are not.
+pub async fn set_encrypted(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    encrypted: bool,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE dumps SET encrypted = $1 WHERE vm_id = $2")
+        .bind(encrypted)
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// Removes a core dump.
 pub async fn delete(to: &mut SqliteConnection, dump: DumpId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM dumps WHERE id = $1").bind(dump.to_string()).execute(to).await?;

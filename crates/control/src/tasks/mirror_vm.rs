@@ -1,5 +1,6 @@
 //! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, to give its disks new
-//! data keys (deep recrypt; its KEK stays), or to move them to another datastore. The VM may run.
+//! data keys (deep recrypt; its KEK stays), or to move them to another datastore. The VM may run, or be suspended: what is beside its first disk,
+//! saved memory and core dumps, is copied with that.
 //!
 //! ```text
 //!   encrypt          clear ─► check ─► make-key ─┐  make-key only where the VM has no key
@@ -23,11 +24,12 @@ pub(crate) mod in_place;
 mod keys;
 
 use async_trait::async_trait;
+use vmseal_api::host::version::MIRROR_BESIDE;
 use vmseal_api::host::{
     DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec,
     MirrorJob, Power,
 };
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -43,7 +45,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::{self, NewEvent};
 use crate::store::tasks::{self, Task};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, datastores, links, policies, snapshots};
+use crate::store::{Write, datastores, dumps, links, policies, snapshots};
 
 /// The steps, in order; each operation has some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -225,7 +227,7 @@ fn mirror_at(operation: &Operation, disks: &[DiskId], known: &[Disk], pace: Copy
     JobSpec::Mirror(MirrorJob { disks: disks.collect(), pace, forgets_key: false })
 }
 
-/// The same, with what becomes of the memory that the VM's snapshots keep.
+/// The same, with what becomes of what is beside the VM's first disk: memory, core dumps.
 async fn mirror_of(
     run: &Run<'_>,
     operation: &Operation,
@@ -238,7 +240,9 @@ async fn mirror_of(
         let snapshots = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
         // Where there is such a snapshot the agent knows it: the service has asked.
         let with_memory = snapshots.iter().any(|snapshot| snapshot.memory);
-        job.forgets_key = with_memory && !known.iter().any(stays_encrypted);
+        let view = run.hosts().view(run.vm().await?.host);
+        let knows = view.description.is_none() || view.has(MIRROR_BESIDE);
+        job.forgets_key = (with_memory || knows) && !known.iter().any(stays_encrypted);
     }
     Ok(job)
 }
@@ -257,7 +261,7 @@ fn copied(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     of_task(run.task).ok_or_else(|| internal("the task does not say which disks it copies"))
 }
 
-/// Checks the preconditions: the VM is complete, and off, running or paused.
+/// Checks the preconditions: the VM is complete, and off, suspended, running or paused.
 async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     let vm = run.vm().await?;
     let refused = |what: &str| {
@@ -269,10 +273,10 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {
-        None | Some(Power::Off | Power::Running | Power::Paused) => {}
+        None | Some(Power::Off | Power::Suspended | Power::Running | Power::Paused) => {}
         Some(_) => {
             return refused(
-                "is starting, stopping or suspended: its disks are copied while it runs, is paused or is off",
+                "is starting, stopping or being suspended: its disks are copied while it runs, is paused, suspended or off",
             );
         }
     }
@@ -459,9 +463,25 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
         set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
     }
+    set_dumps(&mut write, (vm.id, &known), copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
     tell(run, &mut write, &vm, &names, policy).await?;
     Ok(write.commit().await?)
+}
+
+/// Records how the core dumps are beside the first disk, where that is among the copied ones: they have followed it.
+async fn set_dumps(
+    write: &mut Write<'_>,
+    (vm, known): (VmId, &[Disk]),
+    copied: &[DiskId],
+    seen: &[DiskState],
+) -> Result<(), StepError> {
+    let first = known.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+    let copied = first.filter(|first| copied.contains(&first.id));
+    let seen = copied.and_then(|first| seen.iter().find(|seen| seen.disk == first.id));
+    let Some(seen) = seen else { return Ok(()) };
+    let encrypted = is_encrypted(&seen.facts) || known.iter().any(stays_encrypted);
+    Ok(dumps::set_encrypted(write, vm, encrypted).await?)
 }
 
 fn is_encrypted(facts: &DiskFacts) -> bool {
@@ -559,11 +579,12 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError>
     let state = run.host_state(run.vm().await?.host, None).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
-    for seen in state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks) {
-        if copied.contains(&seen.disk) {
-            set_image(&mut write, seen).await?;
-        }
+    let seen = state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks);
+    let known = disks::of_vm(&mut write, run.vm_id).await?;
+    for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
+        set_image(&mut write, disk).await?;
     }
+    set_dumps(&mut write, (run.vm_id, &known), copied, seen).await?;
     Ok(write.commit().await?)
 }
 

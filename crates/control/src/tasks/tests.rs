@@ -27,6 +27,7 @@ mod held;
 mod limits;
 mod migrate;
 mod mirror;
+mod mirror_beside;
 mod outage;
 mod pacing;
 mod proofs;

@@ -8,14 +8,8 @@ use uuid::Uuid;
 use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{CORE, Home, LEASE, SNAPSHOT_MEMORY, is_base};
+use super::{Beside, CORE, Home, LEASE, MEMORY, SNAPSHOT_MEMORY, is_base};
 use crate::storage::file_error::failed;
-
-/// What the names of memories have, behind the disk, that are to take their places with its copy.
-const COPY_MEMORY: &str = "copy-memory-";
-
-/// The same of what they were before.
-const SOURCE_MEMORY: &str = "source-memory-";
 
 impl Home {
     /// A disk's file.
@@ -249,7 +243,7 @@ impl Home {
     /// The memory of a suspended VM.
     #[must_use]
     pub fn memory(&self) -> PathBuf {
-        self.path.join("vm.memory")
+        self.path.join(MEMORY)
     }
 
     /// The memory that a snapshot keeps.
@@ -258,16 +252,10 @@ impl Home {
         self.path.join(format!("{SNAPSHOT_MEMORY}{snapshot}"))
     }
 
-    /// What takes its place with the copy of the disk that it is beside.
+    /// What takes its place with the copy of the disk that it is beside, or comes with that.
     #[must_use]
     pub fn copy_memory(&self, disk: DiskId, snapshot: SnapshotId) -> PathBuf {
-        self.path.join(format!("{disk}.{COPY_MEMORY}{snapshot}"))
-    }
-
-    /// What it was before.
-    #[must_use]
-    pub fn source_memory(&self, disk: DiskId, snapshot: SnapshotId) -> PathBuf {
-        self.path.join(format!("{disk}.{SOURCE_MEMORY}{snapshot}"))
+        self.copy_beside(disk, &Beside::SnapshotMemory(snapshot))
     }
 
     /// All memories that snapshots keep here.
@@ -275,66 +263,21 @@ impl Home {
     /// # Errors
     /// Those of the file system.
     pub fn snapshot_memories(&self) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
-        self.of_snapshots(SNAPSHOT_MEMORY)
+        self.all_beside().map(of_snapshots)
     }
 
-    /// Those that are to take their places with the copy of a disk.
+    /// Those that are to take their places with the copy of a disk, or come with that.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn copy_memories(&self, disk: DiskId) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
-        self.of_snapshots(&format!("{disk}.{COPY_MEMORY}"))
-    }
-
-    /// What they were before the copy of a disk took its place.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn source_memories(&self, disk: DiskId) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
-        self.of_snapshots(&format!("{disk}.{SOURCE_MEMORY}"))
+        self.copies_beside(disk).map(of_snapshots)
     }
 
     /// All that came, whole or not, to take the places of memories with a disk.
     pub(super) fn half_received(&self, disk: DiskId) -> Result<Vec<PathBuf>, Problem> {
         let whole = self.copy_memories(disk)?.into_values();
-        Ok(whole.chain(self.unfinished_memories(disk)).collect())
-    }
-
-    /// Removes memories that were to be those of a disk's copy and are not whole.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn remove_unfinished_memories(&self, disk: DiskId) -> Result<(), Problem> {
-        self.unfinished_memories(disk).iter().try_for_each(|path| self.remove_note(path))
-    }
-
-    fn unfinished_memories(&self, disk: DiskId) -> Vec<PathBuf> {
-        let prefix = format!("{disk}.{COPY_MEMORY}");
-        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
-        let unfinished = entries.filter(|entry| {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            name.starts_with(&prefix) && name.ends_with(".new")
-        });
-        unfinished.map(|entry| entry.path()).collect()
-    }
-
-    /// The files that are named by this and a snapshot.
-    fn of_snapshots(&self, prefix: &str) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
-        let entries = match std::fs::read_dir(&self.path) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
-            Err(error) => return Err(failed(&self.path, "read", &error)),
-        };
-        let mut found = BTreeMap::new();
-        for entry in entries {
-            let entry = entry.map_err(|error| failed(&self.path, "read", &error))?;
-            let name = entry.file_name();
-            let named = name.to_str().and_then(|name| name.strip_prefix(prefix));
-            if let Some(snapshot) = named.and_then(|snapshot| snapshot.parse().ok()) {
-                found.insert(snapshot, entry.path());
-            }
-        }
-        Ok(found)
+        Ok(whole.chain(self.unfinished_beside(disk)).collect())
     }
 
     /// A core dump.
@@ -350,4 +293,13 @@ impl Home {
     pub(super) fn importing(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.raw.importing"))
     }
+}
+
+/// Those that are the memories of snapshots.
+fn of_snapshots(all: BTreeMap<Beside, PathBuf>) -> BTreeMap<SnapshotId, PathBuf> {
+    let of_snapshot = |(what, path): (Beside, PathBuf)| match what {
+        Beside::SnapshotMemory(snapshot) => Some((snapshot, path)),
+        Beside::Memory | Beside::Core(_) => None,
+    };
+    all.into_iter().filter_map(of_snapshot).collect()
 }

@@ -21,10 +21,13 @@ const VERSION_OF_LAYERS: u32 = 3;
 /// The version of notes of a disk with memories that snapshots keep beside it, which follow; with layers or without.
 const VERSION_OF_MEMORY: u32 = 4;
 
-/// The longest note: several times as long as vmseal's.
-const NOTE_MAX: u64 = 4096;
+/// The version of notes of a disk beside which is the memory of a VM that is suspended, or core dumps, which follow as well.
+const VERSION_OF_BESIDE: u32 = 5;
 
-/// How the memories that snapshots keep beside a disk are to be.
+/// The longest note: several times as long as vmseal's, with as many core dumps as a VM has.
+const NOTE_MAX: u64 = 8192;
+
+/// How the sealed files beside a disk are to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryForm {
@@ -58,9 +61,26 @@ pub struct Note {
     /// Whether the disk has layers, and the copy gets them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub layers: bool,
-    /// How the memories are to be that snapshots keep beside the disk, if there are any.
+    /// How what follows from beside the disk is to be, if there is anything: the memory that snapshots keep, and what is below.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryForm>,
+    /// The memory of the VM, if it was suspended when the copy was begun.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspended: Option<FileIdentity>,
+    /// The core dumps that were there then, by what their names have behind `vm.core-`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cores: Vec<String>,
+}
+
+/// What is beside a disk and follows its copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Following {
+    /// How all of it is to be.
+    pub form: MemoryForm,
+    /// The memory of the VM, if it is suspended.
+    pub suspended: Option<FileIdentity>,
+    /// The core dumps, by what their names have behind `vm.core-`.
+    pub cores: Vec<String>,
 }
 
 impl Note {
@@ -70,9 +90,20 @@ impl Note {
         (source, source_facts): (FileIdentity, DiskFacts),
         (copy, copy_facts): (FileIdentity, DiskFacts),
     ) -> Self {
-        let (to, from, layers, memory) = (None, None, false, None);
-        let version = VERSION;
-        Self { version, task, source, source_facts, copy, copy_facts, to, from, layers, memory }
+        Self {
+            version: VERSION,
+            task,
+            source,
+            source_facts,
+            copy,
+            copy_facts,
+            to: None,
+            from: None,
+            layers: false,
+            memory: None,
+            suspended: None,
+            cores: Vec::new(),
+        }
     }
 
     /// The note of a disk with layers.
@@ -80,15 +111,22 @@ impl Note {
         Self { version: VERSION_OF_LAYERS, layers: true, ..self }
     }
 
-    /// The note of a disk with memories beside it.
-    pub fn with_memory(self, memory: MemoryForm) -> Self {
-        Self { version: VERSION_OF_MEMORY, memory: Some(memory), ..self }
+    /// The note of a disk with this beside it.
+    pub fn with_beside(self, Following { form, suspended, cores }: Following) -> Self {
+        let note = Self { memory: Some(form), suspended, cores, ..self };
+        let version = if note.has_more() { VERSION_OF_BESIDE } else { VERSION_OF_MEMORY };
+        Self { version, ..note }
+    }
+
+    /// Whether more than the memory of snapshots follows.
+    fn has_more(&self) -> bool {
+        self.suspended.is_some() || !self.cores.is_empty()
     }
 
     /// The two notes of a copy on another datastore: that beside the image, and that beside the copy.
     pub fn of_move(self, from: DatastoreSpec, to: DatastoreSpec) -> (Self, Self) {
         let version = match (self.layers, self.memory) {
-            (_, Some(_)) => VERSION_OF_MEMORY,
+            (_, Some(_)) => self.version,
             (true, None) => VERSION_OF_LAYERS,
             (false, None) => VERSION_OF_MOVE,
         };
@@ -100,6 +138,8 @@ impl Note {
     fn is_whole(&self) -> bool {
         let places = usize::from(self.to.is_some()) + usize::from(self.from.is_some());
         match self.version {
+            VERSION_OF_BESIDE => places <= 1 && self.memory.is_some() && self.has_more(),
+            _ if self.has_more() => false,
             VERSION_OF_MEMORY => places <= 1 && self.memory.is_some(),
             _ if self.memory.is_some() => false,
             VERSION => places == 0 && !self.layers,
@@ -192,7 +232,9 @@ mod tests {
         assert!(!Note { version: 1, ..layered.clone() }.is_whole());
         let layered_again = layered.clone();
         assert!(!Note { layers: false, ..layered }.is_whole());
-        let remembered = layered_again.with_memory(MemoryForm::InTheClear);
+        let following = |form, suspended, cores| Following { form, suspended, cores };
+        let clear = MemoryForm::InTheClear;
+        let remembered = layered_again.with_beside(following(clear, None, vec![]));
         let text = serde_json::to_string(&remembered).unwrap();
         assert!(text.starts_with(r#"{"version":4,"#), "{text}");
         assert!(text.ends_with(r#","layers":true,"memory":"in-the-clear"}"#), "{text}");
@@ -202,6 +244,23 @@ mod tests {
         );
         assert!(!Note { version: 3, ..remembered.clone() }.is_whole());
         assert!(!Note { memory: None, ..remembered }.is_whole());
+        let sealed =
+            following(MemoryForm::Sealed, Some(identity(9, Some(1))), vec!["d".to_owned()]);
+        let suspended = note.clone().with_beside(sealed);
+        let text = serde_json::to_string(&suspended).unwrap();
+        assert!(text.starts_with(r#"{"version":5,"#), "{text}");
+        let end = r#","memory":"sealed","suspended":{"inode":9,"born":1},"cores":["d"]}"#;
+        assert!(text.ends_with(end), "{text}");
+        assert_eq!(serde_json::from_str::<Note>(&text).unwrap(), suspended);
+        let moved = suspended.clone().of_move(place(1, "/a"), place(2, "/b"));
+        assert!([&suspended, &moved.0, &moved.1].iter().all(|it| it.version == 5 && it.is_whole()));
+        for wrong in [
+            Note { version: 4, ..suspended.clone() },
+            Note { memory: None, ..suspended.clone() },
+            Note { suspended: None, cores: vec![], ..suspended },
+        ] {
+            assert!(!wrong.is_whole(), "{wrong:?}");
+        }
         let neither = [Note { from: whole.1.from, ..whole.0 }, Note { version: 2, ..note.clone() }];
         assert!(neither.iter().chain([&Note { version: 3, ..note }]).all(|it| !it.is_whole()));
     }

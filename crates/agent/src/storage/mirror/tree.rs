@@ -1,4 +1,4 @@
-//! The layers of a mirrored disk, which the copy gets as well, and the memory that snapshots keep beside it, which is copied first.
+//! The layers of a mirrored disk, which the copy gets as well, and the files beside it, memory and core dumps, which are copied first.
 //!
 //! ```text
 //!  begun ─► the image copied ─► each layer that nobody writes copied, those below first ─► an empty active layer: whole
@@ -12,17 +12,16 @@ use std::fs::File;
 
 use vmseal_api::filter::Direct;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
-use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::{Mirror, copy_key, memory};
+use super::{Mirror, beside, copy_key};
 use crate::filter::{self, Lower, Shared, Sums, Volume};
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::file_error::failed;
 use crate::storage::gate::Gate;
-use crate::storage::home::Home;
+use crate::storage::home::{Beside, Home};
 use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::opening::{self, Open, data_offset};
@@ -35,12 +34,12 @@ fn layers_of(mirror: &Mirror) -> Result<Option<CopiedLayers>, Problem> {
     CopiedLayers::read(&mirror.source()?, &mirror.target()?, mirror.disk)
 }
 
-/// Whether what nobody writes of a disk is still being copied, or the memory that snapshots keep beside it. Blocks.
+/// Whether what nobody writes of a disk is still being copied, or a file beside it. Blocks.
 ///
 /// # Errors
 /// Those of the notes.
 pub fn is_incomplete(mirror: &Mirror) -> Result<bool, Problem> {
-    if memory::next(mirror)?.is_some() {
+    if beside::next(mirror)?.is_some() {
         return Ok(true);
     }
     let layers = layers_of(mirror)?;
@@ -56,7 +55,7 @@ pub(super) fn open(mirror: &Mirror) -> Result<Vec<File>, Problem> {
         let what = format!("the snapshots of disk {} are not copied yet", mirror.disk);
         Problem::new(ErrorCode::TimedOut, what)
     };
-    if memory::next(mirror)?.is_some() {
+    if beside::next(mirror)?.is_some() {
         return Err(not_yet());
     }
     let Some(layers) = layers_of(mirror)? else { return Ok(Vec::new()) };
@@ -71,31 +70,31 @@ fn under_way(spec: &VmSpec, disk: &DiskSpec) -> Result<Mirror, Problem> {
     })
 }
 
-/// A memory that a snapshot keeps beside a mirrored disk, and that is to be copied.
-pub struct KeptMemory {
+/// A file beside a mirrored disk that is to be copied.
+pub struct FileBeside {
     mirror: Mirror,
-    snapshot: SnapshotId,
+    what: Beside,
 }
 
-/// The memory to copy next, if there is one. Blocks.
+/// The file beside a disk to copy next, if there is one. Blocks.
 ///
 /// # Errors
 /// Those of the notes.
-pub fn next_memory(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<KeptMemory>, Problem> {
+pub fn next_beside(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<FileBeside>, Problem> {
     let mirror = under_way(spec, disk)?;
-    let next = memory::next(&mirror)?;
-    Ok(next.map(|snapshot| KeptMemory { mirror, snapshot }))
+    let next = beside::next(&mirror)?;
+    Ok(next.map(|what| FileBeside { mirror, what }))
 }
 
-impl KeptMemory {
+impl FileBeside {
     /// How many files were copied before this one, and how many are to be copied in all.
     ///
     /// # Errors
     /// Those of the notes.
     pub fn place(&self) -> Result<(usize, usize), Problem> {
-        let (copied, memories) = memory::progress(&self.mirror)?;
+        let (copied, beside) = beside::progress(&self.mirror)?;
         let files = layers_of(&self.mirror)?.map_or(0, |layers| layers.progress().1);
-        Ok((copied, memories + files))
+        Ok((copied, beside + files))
     }
 
     /// Copies it as fast as `gate` lets it. `show` gets how many bytes are done, and the total. Blocks.
@@ -109,7 +108,7 @@ impl KeptMemory {
         gate: &Gate,
         show: impl Fn(u64, u64),
     ) -> Result<(), Problem> {
-        memory::copy(&self.mirror, disk, kek, self.snapshot, gate, show)
+        beside::copy(&self.mirror, disk, kek, &self.what, gate, show)
     }
 }
 
@@ -118,8 +117,8 @@ pub struct Part {
     disk: filter::Disk,
     layers: CopiedLayers,
     copy: Option<Layer>,
-    /// How many memories were copied before.
-    memories: usize,
+    /// How many files beside the disk were copied before.
+    beside: usize,
 }
 
 /// What to copy next of the layers of a mirrored disk that nobody writes; none if that is nothing. Blocks.
@@ -134,7 +133,7 @@ pub fn next(
 ) -> Result<Option<Part>, Problem> {
     let (home, mirror) = (Home::of(&disk.datastore, spec.vm)?, under_way(spec, disk)?);
     let Some(layers) = layers_of(&mirror)? else { return Ok(None) };
-    let (memories, _) = memory::progress(&mirror)?;
+    let (beside, _) = beside::progress(&mirror)?;
     let layer = match layers.next() {
         NextCopy::Image => None,
         NextCopy::Layer(layer) => Some(layer),
@@ -180,22 +179,22 @@ pub fn next(
         replica: None,
         mirror: None,
     };
-    Ok(Some(Part { disk, layers, copy, memories }))
+    Ok(Some(Part { disk, layers, copy, beside }))
 }
 
 /// What is to be noted when a part is copied.
 pub struct ToNote {
     layers: CopiedLayers,
     copy: Option<Layer>,
-    memories: usize,
+    beside: usize,
 }
 
 impl Part {
     /// What the filter gets, and what is noted afterwards.
     #[must_use]
     pub fn split(self) -> (filter::Disk, ToNote) {
-        let Self { disk, layers, copy, memories } = self;
-        (disk, ToNote { layers, copy, memories })
+        let Self { disk, layers, copy, beside } = self;
+        (disk, ToNote { layers, copy, beside })
     }
 }
 
@@ -204,7 +203,7 @@ impl ToNote {
     #[must_use]
     pub fn place(&self) -> (usize, usize) {
         let (done, all) = self.layers.progress();
-        (self.memories + done, self.memories + all)
+        (self.beside + done, self.beside + all)
     }
 
     /// Notes that the part is copied and flushed. Blocks.

@@ -4,10 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::{CORE, DESCRIPTOR, LEASE, is_base};
-
-/// A suspended VM's memory.
-const MEMORY: &str = "vm.memory";
+use crate::storage::home::{CORE, DESCRIPTOR, LEASE, MEMORY, is_base};
 
 /// What swtpm locks; it is empty.
 const TPM_LOCK: &str = ".lock";
@@ -40,7 +37,8 @@ pub fn name_of(name: &str) -> Named {
     }
     let parts = name.split_once('.').and_then(|(disk, rest)| Some((disk.parse().ok()?, rest)));
     let Some((disk, rest)) = parts else { return Named::Other(FileKind::Unknown) };
-    let is_memory = ["copy-memory-", "source-memory-"].iter().any(|it| rest.starts_with(it));
+    let beside = ["copy-memory-", "source-memory-", "copy-core-", "source-core-"];
+    let is_sealed = beside.iter().any(|it| rest.starts_with(it));
     let is_layer = rest.strip_prefix("layer-").is_some_and(|id| id.parse::<Uuid>().is_ok());
     let image = |kind| Named::Image(kind, disk);
     match rest {
@@ -52,7 +50,7 @@ pub fn name_of(name: &str) -> Named {
         _ if rest.starts_with("tpm-restored-") => Named::Other(FileKind::Tpm),
         "source" => image(ImageKind::Former),
         _ if is_layer || is_base(rest) => image(ImageKind::Layer),
-        _ if is_memory => Named::Other(FileKind::Sealed),
+        _ if is_sealed => Named::Other(FileKind::Sealed),
         "raw.importing" | "map" | "pair" | "mirror" | "mirror-map" | "mirror-pace" | "layers"
         | "copy-layers" | "source-layers" | "merge" | "in-place" | "in-place-header"
         | "in-place-journal" => Named::Other(FileKind::Note),
@@ -98,6 +96,8 @@ mod tests {
             (format!("{disk}.layer-x"), Named::Other(FileKind::Unknown)),
             (format!("{disk}.copy-memory-{disk}"), Named::Other(FileKind::Sealed)),
             (format!("{disk}.source-memory-{disk}"), Named::Other(FileKind::Sealed)),
+            (format!("{disk}.copy-memory-vm"), Named::Other(FileKind::Sealed)),
+            (format!("{disk}.source-core-{disk}.panic-elf"), Named::Other(FileKind::Sealed)),
             (format!("{disk}.layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.source-layers"), Named::Other(FileKind::Note)),
             (format!("{disk}.mirror-map"), Named::Other(FileKind::Note)),

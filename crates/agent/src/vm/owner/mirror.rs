@@ -1,4 +1,4 @@
-//! Disks that are copied to other images, which take their place, of a VM that is off as of one that runs.
+//! Disks that are copied to other images, which take their place, of a VM that is off or suspended as of one that runs.
 //!
 //! ```text
 //!  put ─► copies begun, noted ─┬─ the guest has the disk ──► its filter copies
@@ -23,6 +23,7 @@ use super::Owner;
 use super::stacks::Put;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::memory::MemoryFiles;
 use crate::storage::mirror::{self, Mirror, NewMirror};
 use crate::vm::mirroring::Copying;
 use crate::vm::workers::Workers;
@@ -230,8 +231,28 @@ impl Owner {
     pub(super) async fn go_on_copying(&mut self) {
         for disk in self.jobs.unfinished_copies() {
             self.workers.cancel(disk).await;
-            self.work_on_copy(disk).await;
+            if self.is_left_out(disk).await {
+                self.begin_tree(disk, Duration::ZERO).await;
+            } else {
+                self.work_on_copy(disk).await;
+            }
         }
+    }
+
+    /// Whether the guest's filter was started without a copy that lacked nothing but the memory from which its guest has gone on.
+    async fn is_left_out(&mut self, disk: DiskId) -> bool {
+        let (vm, Ok(spec)) = (self.spec.vm, find_disk(&self.spec, disk).cloned()) else {
+            return false;
+        };
+        let Some(running) = self.running() else { return false };
+        let Ok(status) = running.control.status().await else { return false };
+        let served = status.disks.iter().find(|known| known.disk == disk);
+        if served.is_none_or(|served| served.mirror.is_some()) {
+            return false;
+        }
+        let look = move || mirror::of_disk(vm, &spec).ok().flatten();
+        let known = spawn_blocking(look).await.ok().flatten();
+        known.is_some_and(|known| !known.pivoted)
     }
 
     /// Ends the filters that copy disks of a VM that is off: its guest is about to have them.
@@ -259,12 +280,45 @@ impl Owner {
             return Err(rules::copies_are_paused(&self.spec, task));
         }
         if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
+            self.nothing_is_left_behind(job, &known).await?;
             self.pivot(job).await?;
         } else {
             self.take_copies(job).await?;
         }
         self.jobs.committed(task);
         Ok(())
+    }
+
+    /// Checks that what is beside the first disk follows it, where that is among the copied ones: it may have been written since they were
+    /// begun.
+    async fn nothing_is_left_behind(
+        &mut self,
+        job: &MirrorJob,
+        known: &[Option<Mirror>],
+    ) -> Result<(), Problem> {
+        let is_first = |wanted: &DiskToMirror| MemoryFiles::are_beside(&self.spec, wanted.disk);
+        let first = job.disks.iter().position(is_first);
+        let Some(mirror) = first.and_then(|index| known.get(index)?.clone()) else {
+            return Ok(());
+        };
+        if self.running().is_some_and(|running| running.dumping.is_some()) {
+            let what = format!(
+                "VM '{}' has a guest that panicked, and its core dump is being written: wait a moment",
+                self.spec.name
+            );
+            return Err(Problem::new(ErrorCode::TimedOut, what));
+        }
+        let at_rest = self.running().is_none();
+        let seals = self.spec.key.is_some() && !job.forgets_key;
+        let look = move || {
+            let memory = at_rest && mirror.leaves_memory()?;
+            Ok::<_, Problem>((memory, mirror.leaves_core(seals)?))
+        };
+        match spawn_blocking(look).await.map_err(internal)?? {
+            (true, _) => Err(rules::leaves_memory(&self.spec)),
+            (false, Some(core)) => Err(rules::leaves_core(&self.spec, &core.display().to_string())),
+            (false, None) => Ok(()),
+        }
     }
 
     /// Has all disks of a job pivot, and the guest served from the copies.
@@ -276,7 +330,7 @@ impl Owner {
             _ => None,
         };
         match self.power() {
-            Power::Off => {}
+            Power::Off | Power::Suspended => {}
             Power::Running | Power::Paused => {
                 if served && pivots.is_none() {
                     self.may_replace_filter().await?;
@@ -354,6 +408,8 @@ impl Owner {
             self.spec = spec;
         }
         self.describe();
+        // They have followed, and may not be as they were.
+        self.list_panic_dumps().await;
         Ok(())
     }
 

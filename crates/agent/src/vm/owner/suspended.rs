@@ -12,6 +12,7 @@ use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
 use crate::storage::memory::MemoryFiles;
+use crate::storage::sealed_keys;
 use crate::vm::internal;
 use crate::vm::stream;
 use crate::vm::suspend::{self, Resume, ToSave};
@@ -24,7 +25,7 @@ impl Owner {
         }
         rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
         let spec = self.spec.clone();
-        let look = move || MemoryFiles::of(&spec);
+        let look = move || suspend::files_of(&spec);
         let files = spawn_blocking(look).await.map_err(internal)??;
         tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
         self.not_suspended = None;
@@ -150,7 +151,17 @@ impl Owner {
         work: impl FnOnce(&MemoryFiles) -> Result<(), Problem> + Send + 'static,
     ) -> Result<(), Problem> {
         let spec = self.spec.clone();
-        let work = move || work(&MemoryFiles::of(&spec)?);
+        let work = move || work(&suspend::files_of(&spec)?);
         spawn_blocking(work).await.map_err(internal)?
+    }
+
+    /// Refuses to be rid of the key of files that are under it: memory, core dumps.
+    pub(super) async fn require_nothing_sealed(&self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let look = move || sealed_keys::first_sealed(&spec);
+        match spawn_blocking(look).await.map_err(internal)?? {
+            None => Ok(()),
+            Some(path) => Err(rules::needs_its_key(&self.spec, &path.display().to_string())),
+        }
     }
 }

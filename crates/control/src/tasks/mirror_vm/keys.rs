@@ -8,6 +8,7 @@
 use vmseal_api::host::{DiskFacts, DiskState};
 use vmseal_api::problem::ErrorCode;
 
+use crate::hosts::register_without_key;
 use crate::store::events::NewEvent;
 use crate::store::{backups, disks, key_requests, keys, vms};
 use crate::tasks::run::internal;
@@ -66,8 +67,10 @@ async fn is_needed(run: &Run<'_>) -> Result<bool, StepError> {
     Ok(run.disks().await?.iter().any(|disk| disk.encrypted))
 }
 
-/// Records that the VM has no key, if none of its disks is encrypted.
+/// Records that the VM has no key, if none of its disks is encrypted. Its host is asked first: it refuses while memory or a core dump is under the
+/// key, which could have come since the disks were copied.
 async fn take(run: &Run<'_>) -> Result<(), StepError> {
+    register_without_key(run.store(), run.hosts(), run.vm_id).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, run.vm_id).await?;

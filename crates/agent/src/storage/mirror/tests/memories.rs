@@ -1,11 +1,13 @@
-//! The memory that snapshots keep beside a mirrored disk, from each state that a process may leave.
+//! The memory and the core dumps beside a mirrored disk, from each state that a process may leave.
 
 use std::io::{Read, Write};
 
-use vmseal_api::id::SnapshotId;
-use vmseal_seal::file::{HEADER_LEN, Identity as FileIdentity, Kind};
+use vmseal_api::id::{DumpId, SnapshotId};
+use vmseal_seal::file::{HEADER_LEN, Identity as SealedIdentity, Kind};
 
 use super::*;
+use crate::storage::home::Beside;
+use crate::storage::memory::MemoryFiles;
 use crate::storage::sealed::vm_key;
 
 /// More than a frame, so that there are several.
@@ -24,13 +26,18 @@ impl Bench {
     /// Has a snapshot keep a memory, sealed or not.
     fn keep(&self, sealed: bool) -> SnapshotId {
         let snapshot = SnapshotId::new();
-        let file = File::create(self.home().snapshot_memory(snapshot)).unwrap();
+        self.write(&Beside::SnapshotMemory(snapshot), sealed);
+        snapshot
+    }
+
+    /// Writes a file beside the disk, sealed or not.
+    fn write(&self, what: &Beside, sealed: bool) {
+        let file = File::create(self.home().beside(what)).unwrap();
         let key = vm_key(&self.spec, Some(&self.kek)).unwrap().filter(|_| sealed);
-        let identity = FileIdentity { vm: self.spec.vm.0, kind: Kind::Memory, generation: 0 };
+        let identity = SealedIdentity { vm: self.spec.vm.0, kind: kind_of(what), generation: 0 };
         let mut to = vmseal_seal::file::create(file, identity, key.as_ref()).unwrap();
         to.write_all(&content()).unwrap();
         to.finish().unwrap();
-        snapshot
     }
 
     fn begin_with(&self, forgets_key: bool) {
@@ -46,7 +53,7 @@ impl Bench {
     }
 
     fn copy_next(&self) -> Result<bool, Problem> {
-        let Some(memory) = tree::next_memory(&self.spec, self.disk())? else { return Ok(false) };
+        let Some(memory) = tree::next_beside(&self.spec, self.disk())? else { return Ok(false) };
         let gate = crate::storage::gate::Gate::new(CopyPace::default());
         memory.copy((&self.spec, self.disk()), Some(&self.kek), &gate, |_, _| {}).map(|()| true)
     }
@@ -56,11 +63,22 @@ impl Bench {
     }
 }
 
-/// What a file holds, opened with the key of a VM, or as one of a VM without.
+fn kind_of(what: &Beside) -> Kind {
+    match what {
+        Beside::SnapshotMemory(_) | Beside::Memory => Kind::Memory,
+        Beside::Core(_) => Kind::Core,
+    }
+}
+
+/// What a memory holds, opened with the key of a VM, or as one of a VM without.
 fn read(path: &Path, spec: &VmSpec, kek: &SecretBytes) -> Result<Vec<u8>, String> {
+    read_as(Kind::Memory, path, spec, kek)
+}
+
+fn read_as(kind: Kind, path: &Path, spec: &VmSpec, kek: &SecretBytes) -> Result<Vec<u8>, String> {
     let key = vm_key(spec, Some(kek)).unwrap();
     let file = File::open(path).map_err(|error| error.to_string())?;
-    let opened = vmseal_seal::file::open(file, spec.vm.0, Kind::Memory, key.as_ref());
+    let opened = vmseal_seal::file::open(file, spec.vm.0, kind, key.as_ref());
     let mut content = Vec::new();
     opened
         .map_err(|error| error.to_string())?
@@ -123,7 +141,10 @@ fn the_memory_is_that_of_the_copy_from_every_state_of_the_names() {
         bench.pivot();
         let renames = [
             (home.image(disk), home.source(disk)),
-            (home.snapshot_memory(snapshot), home.source_memory(disk, snapshot)),
+            (
+                home.snapshot_memory(snapshot),
+                home.source_beside(disk, &Beside::SnapshotMemory(snapshot)),
+            ),
             (home.copy_memory(disk, snapshot), home.snapshot_memory(snapshot)),
             (home.copy(disk), home.image(disk)),
         ];
@@ -135,7 +156,7 @@ fn the_memory_is_that_of_the_copy_from_every_state_of_the_names() {
         take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
         let memory = home.snapshot_memory(snapshot);
         assert_eq!(read(&memory, &bench.spec, &bench.kek).unwrap(), content(), "{renamed}");
-        let former = home.source_memory(disk, snapshot);
+        let former = home.source_beside(disk, &Beside::SnapshotMemory(snapshot));
         assert_eq!(read(&former, &without_key(&bench.spec), &bench.kek).unwrap(), content());
         let kept = former.with_extension("kept");
         std::fs::hard_link(&former, &kept).unwrap();
@@ -159,7 +180,7 @@ fn what_was_sealed_gets_a_key_of_its_own_and_the_former_key_is_lost() {
     bench.pivot();
     take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
     let kept = home.path().join("kept");
-    std::fs::hard_link(home.source_memory(disk, snapshot), &kept).unwrap();
+    std::fs::hard_link(home.source_beside(disk, &Beside::SnapshotMemory(snapshot)), &kept).unwrap();
     bench.remove_source().unwrap();
     let left = std::fs::read(&kept).unwrap();
     assert!(left[..HEADER_LEN].iter().all(|byte| *byte == 0));
@@ -221,7 +242,7 @@ fn a_memory_that_is_damaged_or_of_another_key_is_named_and_nothing_is_lost() {
     }
     std::fs::write(&path, &whole).unwrap();
     let other = SecretBytes::random(KEK_LEN).unwrap();
-    let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
+    let memory = tree::next_beside(&bench.spec, bench.disk()).unwrap().unwrap();
     let gate = crate::storage::gate::Gate::new(CopyPace::default());
     let refused = memory.copy((&bench.spec, bench.disk()), Some(&other), &gate, |_, _| {});
     assert_eq!(refused.unwrap_err().code, ErrorCode::Locked);
@@ -239,7 +260,7 @@ fn a_copy_that_is_stopped_in_the_middle_is_made_again_or_given_up() {
         let (home, disk) = (bench.home(), bench.disk().disk);
         let snapshot = bench.keep(false);
         bench.begin_with(false);
-        let memory = tree::next_memory(&bench.spec, bench.disk()).unwrap().unwrap();
+        let memory = tree::next_beside(&bench.spec, bench.disk()).unwrap().unwrap();
         let gate = crate::storage::gate::Gate::new(CopyPace::default());
         gate.close();
         let stopped = memory.copy((&bench.spec, bench.disk()), Some(&bench.kek), &gate, |_, _| {});
@@ -268,7 +289,10 @@ fn a_memory_moves_with_its_disk_from_every_state_of_the_names() {
         bench.pivot();
         let renames = [
             (home.image(disk), home.source(disk)),
-            (home.snapshot_memory(snapshot), home.source_memory(disk, snapshot)),
+            (
+                home.snapshot_memory(snapshot),
+                home.source_beside(disk, &Beside::SnapshotMemory(snapshot)),
+            ),
             (target.copy_memory(disk, snapshot), target.snapshot_memory(snapshot)),
             (target.copy(disk), target.image(disk)),
         ];
@@ -298,7 +322,7 @@ fn a_disk_that_is_deleted_goes_with_the_memory_beside_it_and_its_copy() {
             take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
             *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
         }
-        crate::storage::memory::MemoryFiles::discard_with(&bench.spec, bench.disk().disk).unwrap();
+        MemoryFiles::discard_with(&bench.spec, bench.disk().disk).unwrap();
         delete_elsewhere(bench.spec.vm, bench.disk()).unwrap();
         bench.home().delete(bench.disk().disk).unwrap();
         assert!(!target.path().exists() && !home.path().exists(), "{pivoted}");
@@ -324,4 +348,164 @@ fn a_disk_that_the_memory_is_not_beside_leaves_it() {
     assert_eq!(note::read(&home, second.disk).unwrap().unwrap().memory, None);
     give_up(spec, disk, &wanted, Some(task)).unwrap();
     assert!(home.copy_memory(first, snapshot).exists(), "it went with another disk's copy");
+}
+
+/// The memory of a suspended VM, and core dumps of both kinds.
+fn of_a_vm() -> [Beside; 3] {
+    let (asked, own) = (DumpId::new().to_string(), format!("{}.panic-kdump", DumpId::new()));
+    [Beside::Memory, Beside::Core(asked), Beside::Core(own)]
+}
+
+#[test]
+fn the_memory_of_a_suspended_vm_and_core_dumps_are_those_of_the_copy_from_every_state() {
+    for renamed in 0..10 {
+        let bench = bench();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let mut all = of_a_vm();
+        all.sort();
+        all.iter().for_each(|what| bench.write(what, false));
+        assert!(is_suspended(&bench.spec).unwrap());
+        bench.begin_with(false);
+        assert_eq!(
+            tree::next_beside(&bench.spec, bench.disk()).unwrap().unwrap().place().unwrap(),
+            (0, 3)
+        );
+        bench.copy_all();
+        assert!(is_suspended(&bench.spec).unwrap());
+        bench.pivot();
+        let each = all.iter().flat_map(|what| {
+            let kept = home.beside(what);
+            [(kept.clone(), home.source_beside(disk, what)), (home.copy_beside(disk, what), kept)]
+        });
+        let renames: Vec<_> = [(home.image(disk), home.source(disk))]
+            .into_iter()
+            .chain(each)
+            .chain([(home.copy(disk), home.image(disk))])
+            .collect();
+        for (from, to) in &renames[..renamed.min(renames.len())] {
+            std::fs::rename(from, to).unwrap();
+            // Who only looks sees it suspended all the time.
+            assert!(is_suspended(&bench.spec).unwrap(), "{renamed}");
+        }
+        let first = with_first_disk_as_it_is(&bench.spec).unwrap();
+        assert!(first.disk_at(0).unwrap().encrypted);
+        for what in &all {
+            let read = |path: &Path, spec: &VmSpec| read_as(kind_of(what), path, spec, &bench.kek);
+            assert_eq!(read(&home.beside(what), &bench.spec).unwrap(), content(), "{what:?}");
+            let former = home.source_beside(disk, what);
+            assert_eq!(read(&former, &without_key(&bench.spec)).unwrap(), content(), "{what:?}");
+        }
+        let former = home.source_beside(disk, &Beside::Memory);
+        let kept = former.with_extension("kept");
+        std::fs::hard_link(&former, &kept).unwrap();
+        bench.remove_source().unwrap();
+        assert!(std::fs::read(&kept).unwrap().iter().all(|byte| *byte == 0), "{renamed}");
+        std::fs::remove_file(kept).unwrap();
+        assert_eq!(home.all_beside().unwrap().into_keys().collect::<Vec<_>>(), all);
+        assert_eq!(names(&home, disk).len(), 2 + all.len());
+        assert!(is_suspended(&bench.spec).unwrap());
+    }
+}
+
+#[test]
+fn they_move_with_the_first_disk_from_every_state_of_the_names() {
+    for renamed in 0..9 {
+        let (mut bench, target, _directory) = moving();
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let all = of_a_vm();
+        all.iter().for_each(|what| bench.write(what, true));
+        bench.begin_with(false);
+        bench.copy_all();
+        bench.pivot();
+        let aside = all.iter().map(|what| (home.beside(what), home.source_beside(disk, what)));
+        let placed = all.iter().map(|what| (target.copy_beside(disk, what), target.beside(what)));
+        let renames: Vec<_> = [(home.image(disk), home.source(disk))]
+            .into_iter()
+            .chain(aside)
+            .chain(placed)
+            .chain([(target.copy(disk), target.image(disk))])
+            .collect();
+        for (from, to) in &renames[..renamed.min(renames.len())] {
+            std::fs::rename(from, to).unwrap();
+            // The inventory names the former datastore still.
+            assert!(is_suspended(&bench.spec).unwrap(), "{renamed}");
+        }
+        let moved = with_first_disk_as_it_is(&bench.spec).unwrap();
+        assert_eq!(moved.disk_at(0).unwrap().datastore, bench.moved_disk().datastore);
+        assert!(MemoryFiles::of(&moved).unwrap().is_saved().unwrap());
+        *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        for what in &all {
+            let path = target.beside(what);
+            let read = read_as(kind_of(what), &path, &bench.spec, &bench.kek);
+            assert_eq!(read.unwrap(), content(), "{renamed} {what:?}");
+        }
+        bench.remove_source().unwrap();
+        assert!(!home.path().exists(), "{renamed}: {:?}", names(&home, disk));
+        assert!(is_suspended(&bench.spec).unwrap());
+    }
+}
+
+/// A guest has gone on from the memory, or a core dump was removed, before the disk pivots.
+#[test]
+fn what_is_gone_before_the_disk_pivots_does_not_come_back() {
+    for (moves, copied) in [(false, false), (false, true), (true, false), (true, true)] {
+        let (mut bench, target) = if moves {
+            let (bench, target, directory) = moving();
+            std::mem::forget(directory);
+            (bench, target)
+        } else {
+            let bench = bench();
+            let home = bench.home();
+            (bench, home)
+        };
+        let (home, disk) = (bench.home(), bench.disk().disk);
+        let [memory, core, _] = of_a_vm();
+        bench.write(&memory, true);
+        bench.write(&core, true);
+        bench.begin_with(false);
+        if copied {
+            bench.copy_all();
+        }
+        MemoryFiles::of(&bench.spec).unwrap().use_up().unwrap();
+        MemoryFiles::of(&bench.spec).unwrap().sweep().unwrap();
+        std::fs::remove_file(home.beside(&core)).unwrap();
+        assert!(!tree::is_incomplete(&bench.mirror()).unwrap());
+        assert!(bench.open().unwrap().mirror.is_some(), "its filter does not keep the copy");
+        bench.pivot();
+        assert!(!is_suspended(&bench.spec).unwrap());
+        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        assert!(!is_suspended(&bench.spec).unwrap());
+        if moves {
+            *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        }
+        bench.remove_source().unwrap();
+        assert_eq!(names(&target, disk), ["D.raw", "vm.json"], "moves {moves}, copied {copied}");
+    }
+}
+
+#[test]
+fn what_came_after_the_copy_was_begun_is_told_of_and_stays() {
+    let bench = bench();
+    let [memory, core, late] = of_a_vm();
+    bench.write(&core, false);
+    bench.begin_with(false);
+    assert!(!bench.mirror().leaves_memory().unwrap());
+    assert_eq!(bench.mirror().leaves_core(true).unwrap(), None);
+    bench.copy_all();
+    // One that is as the VM's are to be may stay.
+    bench.write(&late, true);
+    assert_eq!(bench.mirror().leaves_core(true).unwrap(), None);
+    bench.write(&late, false);
+    assert_eq!(bench.mirror().leaves_core(true).unwrap(), Some(bench.home().beside(&late)));
+    bench.write(&memory, true);
+    assert!(bench.mirror().leaves_memory().unwrap());
+    assert!(!tree::is_incomplete(&bench.mirror()).unwrap());
+    bench.give_up(None).unwrap();
+    let left: Vec<_> = bench.home().all_beside().unwrap().into_keys().collect();
+    assert_eq!(left.len(), 3, "{left:?}");
+
+    let (bench, _, _directory) = moving();
+    bench.begin_with(false);
+    bench.write(&late, true);
+    assert_eq!(bench.mirror().leaves_core(true).unwrap(), Some(bench.home().beside(&late)));
 }
