@@ -223,6 +223,7 @@ fn configuration(
                 queues: 2,
             }),
             beside: None,
+            bitmaps: None,
             import: None,
             export: None,
             merge: None,

@@ -129,8 +129,8 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
             let alive = operation[1] != "resume";
             let of_run = || {
                 // Those that cost a boot are tried less often.
-                let victim = victims[random.usize(..if random.u8(..8) == 0 { 4 } else { 3 })];
-                (victim, random.usize(..MOMENTS))
+                let of = if random.u8(..8) == 0 { 4 } else { 3 };
+                (victims[random.usize(..of)], random.usize(..MOMENTS))
             };
             let (victim, moment) = turn.unwrap_or_else(of_run);
             let victim = match victim {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -50,12 +50,20 @@ fn targets(port: u16) -> String {
     String::from_utf8_lossy(&answer.stdout).into_owned()
 }
 
+/// Where Prometheus and its tools are; none where its package cannot be had.
+fn programs() -> Option<PathBuf> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/unpack-prometheus");
+    let unpacked = Command::new(script).output().unwrap();
+    let printed = String::from_utf8(unpacked.stdout).unwrap();
+    unpacked.status.success().then(|| PathBuf::from(printed.trim_end()))
+}
+
 #[test]
 fn prometheus_scrapes_with_the_documented_configuration() {
-    if Command::new("prometheus").arg("--version").output().is_err() {
-        eprintln!("skipped: there is no prometheus (package prometheus)");
+    let Some(programs) = programs() else {
+        eprintln!("skipped: Debian's package prometheus cannot be had");
         return;
-    }
+    };
     let here = Installation::new().unwrap();
     let text = documented();
     for place in [SERVER, TOKEN, CA] {
@@ -67,12 +75,13 @@ fn prometheus_scrapes_with_the_documented_configuration() {
     let text = format!("global: {{ scrape_interval: 1s }}\n{text}");
     std::fs::write(here.path("prometheus.yml"), text).unwrap();
     let file = own("prometheus.yml");
-    let checked = Command::new("promtool").args(["check", "config", &file]).output().unwrap();
+    let checked =
+        Command::new(programs.join("promtool")).args(["check", "config", &file]).output().unwrap();
     let said = String::from_utf8_lossy(&checked.stdout).into_owned();
     assert!(checked.status.success(), "{said}{}", String::from_utf8_lossy(&checked.stderr));
 
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let mut command = Command::new("prometheus");
+    let mut command = Command::new(programs.join("prometheus"));
     command.arg(format!("--config.file={file}"));
     command.arg(format!("--storage.tsdb.path={}", own("prometheus")));
     command.arg(format!("--web.listen-address=127.0.0.1:{port}"));

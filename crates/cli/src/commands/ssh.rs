@@ -20,8 +20,8 @@ use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::id::VmId;
-use vmseal_api::model::Vm;
-use vmseal_api::nic::{Nic, Protocol};
+use vmseal_api::model::{Nic, Vm};
+use vmseal_api::nic::Protocol;
 
 use crate::arguments::Ssh;
 use crate::connection;
