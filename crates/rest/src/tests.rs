@@ -11,6 +11,7 @@ mod privileges;
 mod recrypt;
 mod replicas;
 mod request_ids;
+mod stated;
 mod tasks;
 mod watching;
 
@@ -86,11 +87,14 @@ impl Api {
     }
 
     async fn answer(&self, router: axum::Router, request: Request<Body>) -> Answer {
+        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
         let response = router.oneshot(request).await.unwrap();
         let (parts, body) = response.into_parts();
         let bytes = body.collect().await.unwrap().to_bytes();
         let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-        Answer { status: parts.status, headers: parts.headers, body }
+        let answer = Answer { status: parts.status, headers: parts.headers, body };
+        stated::assert_stated(&method, &path, &answer);
+        answer
     }
 
     async fn raw(&self, method: Method, path: &str, body: impl Into<Body>) -> Answer {

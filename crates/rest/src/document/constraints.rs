@@ -16,7 +16,7 @@ use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
 use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
-use vmseal_api::pace::RATE_MIN;
+use vmseal_api::pace::{RATE_MAX, RATE_MIN};
 use vmseal_api::redundancy::FAILURES_MAX;
 use vmseal_api::request::{
     DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN,
@@ -168,7 +168,7 @@ fn downtime() -> Value {
 
 /// How fast is copied or sent; 0 is no limit.
 fn rate() -> Value {
-    none_or(json!({ "minimum": RATE_MIN }))
+    none_or(json!({ "minimum": RATE_MIN, "maximum": RATE_MAX }))
 }
 
 /// A name of a processor model.

@@ -1,20 +1,25 @@
 //! What the API document (OpenAPI 3.1) has beside what the routes say of themselves: the limits that the services
-//! enforce, the headers of WebSockets, and the errors that each route may give.
+//! enforce, the headers of WebSockets, the errors that each route may give, and ids of operations that differ.
 
+pub(crate) mod causes;
 mod constraints;
 mod errors;
+mod operation_ids;
 mod sockets;
 
 use serde_json::Value;
 use utoipa::openapi::OpenApi;
 
+use self::causes::Causes;
+
 /// The whole document.
 #[must_use]
-pub(crate) fn complete(described: &OpenApi) -> Value {
+pub(crate) fn complete(described: &OpenApi, causes: &Causes) -> Value {
     // It is made by the program alone, of strings and numbers.
     let mut document = serde_json::to_value(described).unwrap_or_default();
     constraints::add(&mut document);
     sockets::add(&mut document);
-    errors::add(&mut document);
+    errors::add(&mut document, causes);
+    operation_ids::set(&mut document);
     document
 }

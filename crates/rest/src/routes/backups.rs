@@ -12,7 +12,7 @@ use vmseal_control::services::{self, Services};
 use crate::answer::{Accepted, Answer};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
-use crate::request::body::{OptionalJson, PathSegment, QueryOf, TwoPathSegments};
+use crate::request::body::{EmptyBody, OptionalJson, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 use crate::request::page::PageQuery;
 
@@ -77,6 +77,7 @@ pub(super) async fn verify(
     Authenticated(caller): Authenticated,
     TwoPathSegments(vm, backup): TwoPathSegments,
     QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     accepted(services::backups::verify(&control, &caller, &vm, &backup, query.dry_run).await)
 }

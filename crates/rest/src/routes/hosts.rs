@@ -59,7 +59,7 @@ pub(super) async fn change(
 /// Has no more VMs placed on a host, and those that run there moved or stopped, as each says. It goes on after the answer: the host
 /// shows how far it is.
 #[utoipa::path(post, path = "/api/v1/hosts/{host}/drain", tag = "hosts",
-    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = DrainHost,
+    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = Option<DrainHost>,
     responses((status = 200, body = HostOrPlan), ProblemResponse))]
 pub(super) async fn drain(
     State(control): State<Arc<Services>>,
@@ -75,7 +75,7 @@ pub(super) async fn drain(
 
 /// Has VMs placed on a host again. None is moved back.
 #[utoipa::path(post, path = "/api/v1/hosts/{host}/undrain", tag = "hosts",
-    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = UndrainHost,
+    params(("host" = String, Path, description = "Its name or id"), DryRunQuery), request_body = Option<UndrainHost>,
     responses((status = 200, body = HostOrPlan), ProblemResponse))]
 pub(super) async fn undrain(
     State(control): State<Arc<Services>>,
