@@ -588,13 +588,19 @@ async fn policy(
     };
     let found = policies::find(write, &name).await?;
     let found = found.ok_or_else(|| refused("is not there"))?;
-    match (found.encryption, backup.key.is_some()) {
+    // A new VM has a key if its disks need one: that of a decrypted VM may have been kept for its TPM alone.
+    let encrypted = match request.new_vm {
+        Some(_) => as_new::is_encrypted(manifest),
+        None => backup.key.is_some(),
+    };
+    match (found.encryption, encrypted) {
         (true, false) => return Err(refused("encrypts, and the backup is in the clear")),
         (false, true) => return Err(refused("does not encrypt, and the backup is encrypted")),
         _ => {}
     }
     if request.policy.is_some() {
-        check_cpu_model(&found, manifest.vm.hardware.cpu_model.as_deref())?;
+        let checked = check_cpu_model(&found, manifest.vm.hardware.cpu_model.as_deref());
+        checked.map_err(|problem| Problem { field: field.clone(), ..problem })?;
     }
     Ok(found)
 }

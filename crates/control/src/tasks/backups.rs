@@ -677,7 +677,7 @@ async fn tell_restored(
     let lacks = lacks.map(|it| format!(", without '{}', which is not in it", it.name));
     let lacks: String = lacks.collect();
     let whose = if is_new { format!(" of VM '{}'", backup.vm_name) } else { String::new() };
-    let shares = if is_new && backup.key.is_some() { ", with the data keys in it" } else { "" };
+    let shares = if is_new && vm.key.is_some() { ", with the data keys in it" } else { "" };
     let detail = format!("backup '{}'{whose} of {}{shares}{lacks}", backup.name, backup.created);
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(())

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::version::RESTORE_AS;
-use vmseal_api::host::{Allocation, Device, DiskLimits, DiskRole, DiskSpec, VmSpec};
+use vmseal_api::host::{Allocation, Device, DiskFacts, DiskLimits, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -81,6 +81,11 @@ fn require_feature(services: &Services, backup: &Backup) -> Result<(), Problem> 
     Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
+/// Whether disks in a backup are encrypted; that of a TPM, which is not restored, always is.
+pub(super) fn is_encrypted(manifest: &BackupManifest) -> bool {
+    manifest.disks.iter().any(|disk| disk.tpm.is_none() && disk.facts != DiskFacts::Raw)
+}
+
 /// Writes the rows of the new VM; returns it, and what makes it.
 pub(crate) async fn reserve(
     services: &Services,
@@ -140,7 +145,7 @@ fn tpm_beside(first: &DiskSpec) -> DiskSpec {
 /// What is not as people may think.
 fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> Vec<String> {
     let mut warnings = Vec::new();
-    if manifest.vm.key.is_some() {
+    if is_encrypted(manifest) {
         warnings.push(format!(
             "the new VM has a key of its own, and shares the data keys in backup '{}' with VM '{}', as far as that has kept them: vmseal vm recrypt {} --deep gives it others",
             backup.name,
@@ -148,8 +153,11 @@ fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> V
             vm.name
         ));
     }
+    let sealed = "what the other one has sealed cannot be opened, and BitLocker and the like ask for their recovery keys";
     if vm.hardware.tpm {
-        warnings.push("the new VM has a new TPM, which is empty: what the other one has sealed cannot be opened, and BitLocker and the like ask for their recovery keys".to_owned());
+        warnings.push(format!("the new VM has a new TPM, which is empty: {sealed}"));
+    } else if manifest.vm.hardware.tpm {
+        warnings.push(format!("the new VM has no TPM, as its policy does not encrypt: {sealed}"));
     }
     let lacks = manifest.contents().lacks;
     let lacks = lacks.iter().filter(|it| it.role != DiskRole::Tpm);
