@@ -49,6 +49,7 @@ mod prove;
 mod refusals;
 mod replicas;
 mod request_ids;
+mod restored_as;
 mod screen;
 mod secrets;
 mod shared_datastore;

@@ -165,6 +165,25 @@ fn what_a_tpm_kept_is_checked() {
     assert!(here.json(&["backup", "show", VM, "one"]).unwrap()["verification_failed"].is_null());
 }
 
+/// As another VM it is told the same, and its TPM is a new one: two VMs with the keys of one TPM there are not.
+#[test]
+fn a_backup_becomes_another_vm_with_a_tpm_of_its_own() {
+    let (here, to) = created();
+    let mut guest = start(&here, VM);
+    keep(&mut guest);
+    backup(&here, &["create", VM, "one", "--to", &to]);
+    let asked = ["backup", "restore", VM, "one", "--as", "other"];
+    let planned = here.try_vmseal(&[&asked[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
+    assert!(planned.status.success() && warned.contains("new TPM"), "{warned}");
+    here.vmseal(&asked).unwrap();
+    let mut other = start(&here, "other");
+    assert!(has_tpm(&mut other));
+    keeps_nothing(&mut other);
+    reads_what_it_is_told(&mut other);
+    keeps(&mut guest);
+}
+
 /// What the agent has taken with the snapshot is lost with it: the backup has what the TPM keeps then, and says so.
 #[test]
 fn an_agent_that_dies_while_a_backup_is_made_loses_no_tpm() {

@@ -692,12 +692,20 @@ pub struct RestoreBackup {
     /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Another host that has the backup's directory, by name or id, for such a VM; without it, the one that has read the backup before.
+    /// The name of a new VM that is made of the backup, beside the one that was backed up and whatever that is: with an id, a key,
+    /// network addresses and a TPM of its own. Its disks keep the data keys (DEKs) that are in the backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_vm: Option<String>,
+    /// Another host that has the backup's directory, by name or id, for a VM that was deleted or is new; without it, the one that has
+    /// read the backup before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
     /// A datastore of that host, by name or id, for all disks of such a VM; without it, they are where they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
+    /// Another policy for such a VM, by name or id, which encrypts if the backup is encrypted; without it, the one that the VM had.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
 }
 
 /// Starts a VM.

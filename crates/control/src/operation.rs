@@ -225,6 +225,17 @@ pub enum Operation {
         /// The SHA-256 of what the manifest says that its rows are made of.
         manifest: String,
     },
+    /// Makes a new VM of a backup of another one, which may be deleted. Its rows are there.
+    RestoreNewVm {
+        /// The new VM.
+        vm: VmId,
+        /// The backup.
+        backup: BackupId,
+        /// The disks that were backed up, by those that are restored from them.
+        disks: BTreeMap<DiskId, DiskId>,
+        /// The SHA-256 of what the manifest says that its rows are made of.
+        manifest: String,
+    },
     /// Removes a backup, and with it keys that nothing else needs. Its VM may be deleted.
     DeleteBackup {
         /// The VM.
@@ -465,7 +476,9 @@ impl Operation {
             Self::DeleteDump { .. } => "dump.delete",
             Self::BackUpVm { .. } => "backup.create",
             Self::VerifyBackup { .. } => "backup.verify",
-            Self::RestoreBackup { .. } | Self::RestoreDeletedVm { .. } => "backup.restore",
+            Self::RestoreBackup { .. }
+            | Self::RestoreDeletedVm { .. }
+            | Self::RestoreNewVm { .. } => "backup.restore",
             Self::DeleteBackup { .. } => "backup.delete",
             Self::AddTpm { .. } => "tpm.add",
             Self::RemoveTpm { .. } => "tpm.remove",
@@ -511,6 +524,7 @@ impl Operation {
             | Self::VerifyBackup { vm, .. }
             | Self::RestoreBackup { vm, .. }
             | Self::RestoreDeletedVm { vm, .. }
+            | Self::RestoreNewVm { vm, .. }
             | Self::DeleteBackup { vm, .. }
             | Self::AddTpm { vm, .. }
             | Self::RemoveTpm { vm, .. }
@@ -570,6 +584,7 @@ impl Operation {
                 | Self::VerifyBackup { .. }
                 | Self::RestoreBackup { .. }
                 | Self::RestoreDeletedVm { .. }
+                | Self::RestoreNewVm { .. }
         )
     }
 
@@ -628,6 +643,7 @@ impl Operation {
         match self {
             Self::CreateVm { vm, .. }
             | Self::RestoreDeletedVm { vm, .. }
+            | Self::RestoreNewVm { vm, .. }
             | Self::StartVm { vm, .. }
             | Self::AutostartVm { vm } => Some(Placed::WhereItIs(*vm)),
             Self::AdoptVm { definition, .. } => Some(Placed::On(definition.host)),
@@ -675,7 +691,13 @@ impl Operation {
             Self::CreateVm { copies: Some(copies), .. } => Some(copies.vm),
             _ => None,
         };
-        self.vm().into_iter().chain(cloned).map(Claim::Vm).collect()
+        // A backup that a VM is made of is not removed meanwhile. The VM that was backed up is free for other tasks.
+        let backup = match self {
+            Self::RestoreNewVm { backup, .. } | Self::DeleteBackup { backup, .. } => Some(*backup),
+            _ => None,
+        };
+        let vms = self.vm().into_iter().chain(cloned).map(Claim::Vm);
+        vms.chain(backup.map(Claim::Backup)).collect()
     }
 }
 
@@ -693,6 +715,8 @@ pub enum Placed {
 pub enum Claim {
     /// A VM with its disks and keys.
     Vm(VmId),
+    /// A backup, whatever becomes of its VM.
+    Backup(BackupId),
 }
 
 impl Claim {
@@ -701,6 +725,7 @@ impl Claim {
     pub fn stored(&self) -> (&'static str, String) {
         match self {
             Self::Vm(vm) => ("vm", vm.to_string()),
+            Self::Backup(backup) => ("backup", backup.to_string()),
         }
     }
 }

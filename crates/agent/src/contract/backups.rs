@@ -1,20 +1,24 @@
 //! Backups of disks: each step repeated, every refusal provoked.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use vmseal_api::host::backup::{BackupManifest, BackupPlace, VERSION};
 use vmseal_api::host::{
-    BackupJob, DiskRole, HostAgent, JobSpec, JobState, RestoreBackupJob, VerifyBackupJob,
+    BackupJob, BackupKey, Device, DiskFacts, DiskRole, DiskSpec, HostAgent, JobSpec, JobState,
+    RestoreBackupJob, RestoredFrom, VerifyBackupJob, VmSpec,
 };
-use vmseal_api::id::{BackupId, SnapshotId, TaskId};
+use vmseal_api::id::{BackupId, DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::limits::BACKUP_CHAIN_MAX;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use super::snapshots::{drop_snapshot, take};
 use super::tpm::added;
 use super::{Session, done, refused};
+use crate::keys::{reference_of, seal_for};
 
 fn directory(session: &Session) -> PathBuf {
     session.fixture.image.parent().expect("a file is in a directory").to_owned()
@@ -51,7 +55,8 @@ pub fn verify(session: &Session, backup: BackupId) -> JobSpec {
 pub fn restore(session: &Session, backup: BackupId) -> JobSpec {
     let (directory, disks) = (directory(session), vec![session.disk(0).disk]);
     let opens_with = session.spec.key.clone();
-    JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key: None })
+    let (key, from) = (None, None);
+    JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key, from })
 }
 
 impl Session {
@@ -140,6 +145,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
         abandoned(agent, session, above).await;
     }
     restored(agent, session, above).await;
+    as_another(agent, session, above, &manifest.disks[0].facts).await;
     for backup in [above, full] {
         done(agent.discard_backup(session.place(backup)).await, "removing a backup");
         done(agent.discard_backup(session.place(backup)).await, "removing what is removed");
@@ -253,6 +259,99 @@ async fn abandoned(agent: &dyn HostAgent, session: &Session, from: BackupId) {
     let strange = JobSpec::RestoreBackup(RestoreBackupJob { opens_with: None, ..of(&job) });
     let refusal = agent.put_job(vm, TaskId::new(), strange).await;
     refused(refusal, ErrorCode::Damaged, "a manifest that names a key, of a backup without one");
+}
+
+/// A VM with a disk like the first one, and with a key of its own if that one's VM has one; registered with it.
+async fn another(agent: &dyn HostAgent, session: &Session, facts: &DiskFacts) -> VmSpec {
+    let (vm, kek) = (VmId::new(), SecretBytes::random(KEK_LEN).expect("locked memory"));
+    let (disk, facts) = (DiskId::new(), Some(facts.clone()));
+    let spec = VmSpec {
+        vm,
+        name: "contract-restored".to_owned(),
+        key: session.spec.key.as_ref().map(|_| reference_of(&kek, vm, "new-key")),
+        devices: vec![Device::Disk(DiskSpec { disk, facts, ..session.disk(0).clone() })],
+        snapshots: Vec::new(),
+        ..session.spec.clone()
+    };
+    done(agent.register_vm(spec.clone()).await, "registering another VM");
+    if let Some(reference) = &spec.key {
+        let sealed = seal_for(&session.key_box, vm, reference, &kek);
+        done(agent.offer_key(vm, sealed).await, "its key");
+    }
+    spec
+}
+
+/// The first disk is restored as that of another VM, under a key of its own.
+async fn as_another(agent: &dyn HostAgent, session: &Session, from: BackupId, facts: &DiskFacts) {
+    let spec = another(agent, session, facts).await;
+    let (vm, disk) = (spec.vm, spec.disk_at(0).expect("it has a disk").disk);
+    let sealed = |of| {
+        let key = session.spec.key.clone()?;
+        let sealed = seal_for(&session.key_box, of, &key, &session.kek);
+        Some(BackupKey { key, sealed })
+    };
+    let origin = RestoredFrom {
+        vm: session.vm(),
+        disks: [(disk, session.disk(0).disk)].into_iter().collect(),
+    };
+    let good = RestoreBackupJob {
+        disks: vec![disk],
+        key: sealed(session.vm()),
+        from: Some(origin.clone()),
+        ..of(&restore(session, from))
+    };
+    let with = |from| RestoreBackupJob { from: Some(from), ..good.clone() };
+    let strange = [(disk, DiskId::new())].into_iter().collect();
+    let unsaid = RestoredFrom { disks: Default::default(), ..origin.clone() };
+    let (absent, invalid) = (ErrorCode::NotFound, ErrorCode::InvalidRequest);
+    for (job, code, what) in [
+        (with(unsaid), invalid, "a disk of which nothing is said"),
+        (with(RestoredFrom { disks: strange, ..origin.clone() }), absent, "a disk not in it"),
+        (with(RestoredFrom { vm, ..origin }), invalid, "the VM itself as another"),
+        (RestoreBackupJob { key: None, from: None, ..good.clone() }, absent, "another's backup"),
+    ] {
+        let put = agent.put_job(vm, TaskId::new(), JobSpec::RestoreBackup(job)).await;
+        refused(put, code, what);
+    }
+    if session.spec.key.is_some() {
+        for (key, code) in [(None, ErrorCode::Locked), (sealed(vm), ErrorCode::KeyMismatch)] {
+            let job = JobSpec::RestoreBackup(RestoreBackupJob { key, ..good.clone() });
+            refused(agent.put_job(vm, TaskId::new(), job).await, code, "without the other's key");
+        }
+    }
+    let (task, job) = (TaskId::new(), JobSpec::RestoreBackup(good.clone()));
+    let keyless = JobSpec::RestoreBackup(RestoreBackupJob { key: None, ..good });
+    for given_up in [true, false] {
+        done(agent.put_job(vm, task, job.clone()).await, "restoring as another");
+        ready_to_commit(agent, vm, task).await;
+        if given_up {
+            done(
+                agent.cancel_job(vm, task, keyless.clone()).await,
+                "giving it up, without the key",
+            );
+        }
+    }
+    for what in ["using what is restored", "using it again"] {
+        done(agent.commit_job(vm, task, job.clone()).await, what);
+    }
+    if let Some(key) = spec.key {
+        done(agent.check_key(vm, key).await, "opening it with the key of its own");
+    }
+    done(agent.delete_disk(vm, disk).await, "removing it");
+    done(agent.unregister_vm(vm).await, "forgetting the other VM");
+}
+
+/// Waits until nothing is left of a VM's job but to commit it.
+async fn ready_to_commit(agent: &dyn HostAgent, vm: VmId, task: TaskId) {
+    loop {
+        match done(agent.job(vm, task).await, "asking for a job").state {
+            JobState::ReadyToCommit => return,
+            JobState::Waiting | JobState::Running => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            ended => panic!("it is not restored: {ended:?}"),
+        }
+    }
 }
 
 fn of(job: &JobSpec) -> RestoreBackupJob {

@@ -2,7 +2,7 @@
 
 use vmseal_api::host::{
     DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, MigrationSession, RevertJob, SendJob, SnapshotJob, VmSpec,
+    JobSpec, KeyState, MigrationSession, RestoreBackupJob, RevertJob, SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -122,6 +122,7 @@ pub fn check_job(
             job.disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
                 check_keepable(spec, disk)?;
+                check_restored_from(spec, disk, job)?;
                 needs_key(spec, disk, key)
             })
         }
@@ -247,6 +248,31 @@ fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
         disk.name
     );
     Err(wrong_state(spec, &what))
+}
+
+/// Whether a disk can be restored from what another VM's had, where it is.
+fn check_restored_from(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    job: &RestoreBackupJob,
+) -> Result<(), Problem> {
+    let Some(from) = &job.from else { return Ok(()) };
+    let wrong = |what: &str| {
+        let what = format!("disk '{}' {what}", disk.name);
+        Err(Problem::invalid("from.disks", what))
+    };
+    if from.vm == spec.vm {
+        return Err(Problem::invalid("from.vm", "is the VM itself"));
+    }
+    if !from.disks.contains_key(&disk.disk) {
+        return wrong("is to hold what another VM's disk held, and which one is not said");
+    }
+    if disk.role == DiskRole::Tpm {
+        return wrong(
+            "is that of a TPM: what another VM's TPM kept opens with that VM's disk alone",
+        );
+    }
+    Ok(())
 }
 
 fn field_of(index: usize, problem: &Problem) -> Option<String> {

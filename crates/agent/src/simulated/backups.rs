@@ -111,7 +111,10 @@ impl Inside {
 
     fn ready_to_restore(&mut self, vm: VmId, job: &RestoreBackupJob) -> Result<(), Problem> {
         let manifest = self.whole_backup(&job.directory, job.backup)?.clone();
-        self.opened_key(vm, job.key.as_ref())?;
+        if manifest.vm.vm != job.backed_up(vm) {
+            return Err(absent(job.backup));
+        }
+        self.opened_key(job.backed_up(vm), job.key.as_ref())?;
         self.check_key_of_backup(vm, &manifest, &job.opens_with, job.key.as_ref())?;
         for id in &job.disks {
             let spec = self.known(vm)?.spec.clone();
@@ -119,7 +122,7 @@ impl Inside {
             if self.has_snapshots(*id) {
                 return Err(rules::has_snapshots(&spec, disk));
             }
-            let entry = manifest.disks.iter().find(|it| it.disk == *id);
+            let entry = manifest.disks.iter().find(|it| it.disk == job.disk_in_backup(*id));
             let encrypted = entry.ok_or_else(|| absent(job.backup))?.facts != DiskFacts::Raw;
             if encrypted != disk.encrypted {
                 let what = format!("disk '{}' is not encrypted as it was", disk.name);
@@ -287,7 +290,7 @@ impl Inside {
             restored.insert(*id, job.backup);
             found = true;
             self.make_disk(vm, *id)?;
-            let entry = manifest.disks.iter().find(|it| it.disk == *id);
+            let entry = manifest.disks.iter().find(|it| it.disk == job.disk_in_backup(*id));
             if let (Some(image), Some(entry)) = (self.persisted.disks.get_mut(id), entry) {
                 let key = key.clone().filter(|_| entry.facts != DiskFacts::Raw);
                 image.facts = entry.facts.clone();

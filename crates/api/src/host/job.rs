@@ -15,6 +15,7 @@
 //! a time; one of another kind may follow a job that has ended. A copy of disks is put again, too, to have it go on at
 //! another pace.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use jiff::Timestamp;
@@ -386,7 +387,7 @@ pub struct VerifyBackupJob {
 }
 
 /// Writes what a backup holds to new images beside those of disks of a VM that is off, and opens them. Nothing is decrypted; a
-/// header whose key is not the VM's is given the VM's. Committing the job puts the images in the place of those of the disks,
+/// header whose key is not the VM's is given the VM's, and one of another VM is replaced ([`RestoredFrom`]). Committing the job puts the images in the place of those of the disks,
 /// one after the other, and what a TPM kept in the place of what it keeps. [`JobStatus::backup`] has the manifest then.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -403,6 +404,35 @@ pub struct RestoreBackupJob {
     /// That key, where it is not the VM's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<BackupKey>,
+    /// The VM that was backed up, where that is another one. For hosts with [`super::version::RESTORE_AS`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<RestoredFrom>,
+}
+
+/// Another VM, whose backup is restored as the disks of one that has none yet. Each image gets a header of its own: of its disk and
+/// under its VM's key, with the data key (DEK) that is in the backup. What a TPM kept is not restored so: its key follows from its
+/// disk's id.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RestoredFrom {
+    /// The VM that was backed up.
+    pub vm: VmId,
+    /// Its disks, by those that are to hold what they held.
+    pub disks: BTreeMap<DiskId, DiskId>,
+}
+
+impl RestoreBackupJob {
+    /// The VM that was backed up, where `vm` is the one that is restored.
+    #[must_use]
+    pub fn backed_up(&self, vm: VmId) -> VmId {
+        self.from.as_ref().map_or(vm, |from| from.vm)
+    }
+
+    /// The disk that was backed up, of one that is restored.
+    #[must_use]
+    pub fn disk_in_backup(&self, disk: DiskId) -> DiskId {
+        self.from.as_ref().and_then(|from| from.disks.get(&disk)).copied().unwrap_or(disk)
+    }
 }
 
 /// How many layers of a disk may be above each other: a read may have to look into the tables of each.
@@ -444,6 +474,16 @@ impl JobSpec {
         match (self, other) {
             (Self::Mirror(one), Self::Mirror(other)) => one.disks == other.disks,
             (Self::Convert(one), Self::Convert(other)) => one.disks == other.disks,
+            // Who only cancels it has not asked for the key.
+            (Self::VerifyBackup(one), Self::VerifyBackup(other)) => {
+                let keyless = |job: &VerifyBackupJob| VerifyBackupJob { key: None, ..job.clone() };
+                keyless(one) == keyless(other)
+            }
+            (Self::RestoreBackup(one), Self::RestoreBackup(other)) => {
+                let keyless =
+                    |job: &RestoreBackupJob| RestoreBackupJob { key: None, ..job.clone() };
+                keyless(one) == keyless(other)
+            }
             // A task has one at a time at each host, however it was begun.
             (Self::Send(_), Self::Send(_)) | (Self::Receive(_), Self::Receive(_)) => true,
             (one, other) => one == other,

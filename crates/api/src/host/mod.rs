@@ -93,7 +93,7 @@ pub use self::job::{
     BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
     DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind,
     JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
-    RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
+    RestoredFrom, RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
 pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
 pub use self::migration::{

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 47] = [
+pub const FEATURES: [&str; 48] = [
     "job-create",
     "job-export",
     NICS,
@@ -52,6 +52,7 @@ pub const FEATURES: [&str; 47] = [
     BACKUP,
     TRACKED_BACKUP,
     WHOLE_BACKUP,
+    RESTORE_AS,
     MIRROR_LAYERS,
     MIRROR_MEMORY,
     MIRROR_BESIDE,
@@ -156,6 +157,9 @@ pub const TRACKED_BACKUP: &str = "tracked-backup";
 
 /// The feature of agents whose backups have what a TPM keeps, and the disk for cloud-init.
 pub const WHOLE_BACKUP: &str = "backup-beside";
+
+/// The feature of agents that restore a backup of one VM as the disks of another.
+pub const RESTORE_AS: &str = "restore-as";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";

@@ -71,24 +71,34 @@ pub enum Backup {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Have the disks of a VM that is off hold what a backup has, or make a deleted VM again
+    /// Restore a backup: as a new VM (--as), into the disks of a VM that is off, or as the VM that was deleted
     ///
-    /// What the disks hold now is lost: back the VM up before, if in doubt. Nothing is encrypted anew. A VM that was deleted is
-    /// made again with its id, name, TPM, disks and network cards.
+    /// With --as the VM that was backed up stays as it is, whatever that is: running, with snapshots, encrypted or decrypted since, or
+    /// deleted. The new one has an id, a key, network addresses and a TPM of its own. Its disks keep the data keys that are in the
+    /// backup: `vmseal vm recrypt NAME --deep` gives it others.
+    ///
+    /// Without it, what the disks hold now is lost: back the VM up before, if in doubt. A VM that was deleted is made again with its
+    /// id, name, TPM, disks and network cards. Nothing is encrypted anew in either case.
     Restore {
         /// The VM's name or id
         vm: String,
         /// The backup's name, or its id
         backup: String,
-        /// Another name for a deleted VM
+        /// The name of a new VM that is made of the backup
+        #[arg(long = "as", value_name = "NAME", conflicts_with = "name")]
+        new_vm: Option<String>,
+        /// Another name for a deleted VM that is made again
         #[arg(long, value_name = "NAME")]
         name: Option<String>,
-        /// Another host that has the backup's directory, for a deleted VM [default: the one that `backup show` names]
+        /// Another host that has the backup's directory, for a new or deleted VM [default: the one that `backup show` names]
         #[arg(long, value_name = "HOST")]
         host: Option<String>,
-        /// A datastore of that host for all disks of a deleted VM [default: those where its disks were]
+        /// A datastore of that host for all disks of a new or deleted VM [default: those where the disks were]
         #[arg(long, value_name = "DATASTORE")]
         datastore: Option<String>,
+        /// A policy for a new or deleted VM, which encrypts if the backup is encrypted [default: the one that the VM had]
+        #[arg(long, value_name = "NAME")]
+        policy: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -226,8 +226,9 @@ pub enum Vm {
     /// Decrypt VMs, off, suspended or running: their data is on the datastore in the clear after that
     ///
     /// The disks are copied to plain images, each guest changes to the copies in one instant, the former images are
-    /// overwritten and removed, and the VM's key is destroyed: older copies of the disks, such as backups, cannot be opened
-    /// any more. Core dumps and the memory of a suspended VM are in the clear, too. A VM with a TPM keeps its key.
+    /// overwritten and removed, and the VM's key is destroyed: older copies of the disks, such as sealed exports, cannot be opened
+    /// any more. A key that backups of vmseal's need is kept until the last of these is deleted. Core dumps and the memory of a
+    /// suspended VM are in the clear, too. A VM with a TPM keeps its key.
     Decrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
@@ -329,7 +330,7 @@ pub enum Vm {
     /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older
-    /// copies of the disks, such as backups, cannot be opened any more.
+    /// copies of the disks, such as sealed exports, cannot be opened any more. It is kept while backups of vmseal's need it.
     ///
     /// With --deep the disks get new keys of their own, and the VM keeps its key: the disks are copied as by `vmseal vm
     /// encrypt`, also while the VM runs. What its TPM keeps is not encrypted again.

@@ -28,9 +28,9 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
             let path = format!("{}/verify", one(&vm, &backup));
             task::begin(server, output, &path, &(), &dry_run, &wait).await
         }
-        Backup::Restore { vm, backup, name, host, datastore, dry_run, wait } => {
+        Backup::Restore { vm, backup, new_vm, name, host, datastore, policy, dry_run, wait } => {
             let path = format!("{}/restore", one(&vm, &backup));
-            let request = RestoreBackup { name, host, datastore };
+            let request = RestoreBackup { name, new_vm, host, datastore, policy };
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         Backup::Delete { vm, backup, dry_run, wait } => {

@@ -63,7 +63,9 @@ pub(super) async fn settle(store: &Store, made: Timestamp) -> Result<InventoryCo
     let number = interrupted.len();
     for mut task in interrupted {
         let being_made = match &task.operation {
-            Operation::CreateVm { vm, .. } => vms::get(&mut write, *vm).await?,
+            Operation::CreateVm { vm, .. }
+            | Operation::RestoreDeletedVm { vm, .. }
+            | Operation::RestoreNewVm { vm, .. } => vms::get(&mut write, *vm).await?,
             _ => None,
         };
         let detail = match being_made.filter(|vm| vm.lifecycle == Lifecycle::Creating) {

@@ -14,10 +14,12 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 
+pub(crate) mod as_new;
 mod reader;
 
 use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
+use super::create_vm::check_cpu_model;
 use super::snapshots::{keepable, require_power};
 use super::vms::{
     begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
@@ -27,6 +29,7 @@ use super::{Outcome, PageRequest, Services, features, temporary_snapshot};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
+use crate::store::policies::Policy;
 use crate::store::vms::Vm;
 use crate::store::{Write, datastores, policies, vms};
 use crate::tasks::adopt_vm;
@@ -346,7 +349,7 @@ pub async fn verify(
     begin(services, write, operation, vm, caller, dry_run).await
 }
 
-/// Has the disks of a VM that is off hold what a backup has, or makes a VM again that was deleted.
+/// Has the disks of a VM that is off hold what a backup has, makes a VM again that was deleted, or makes a new one.
 pub async fn restore(
     services: &Services,
     caller: &Caller,
@@ -368,23 +371,19 @@ pub async fn restore(
     };
     let asked = asked.as_ref().map(|host| Reader { id: host.id, name: &host.name });
     let of_backup = Reader { id: backup.host, name: &backup.host_name };
+    if request.new_vm.is_some() {
+        let by = asked.unwrap_or(of_backup);
+        return as_new::restore(services, caller, (&of, backup, by), &request, dry_run).await;
+    }
     let reader = of.vm.as_ref().map(host_of).or(asked).unwrap_or(of_backup);
     let backup = &read_by(services, backup, reader, caller.name(), dry_run).await?;
-    let agent = services.hosts.connected(backup.host)?;
-    let manifest = agent.read_backup(place(backup)).await?;
-    if manifest.vm.key != backup.key || manifest.vm.vm != of.id {
-        let detail = format!(
-            "the manifest of backup '{}' names another VM or key than the inventory: it was changed",
-            backup.name
-        );
-        return Err(Problem::new(ErrorCode::Damaged, detail));
-    }
+    let manifest = manifest_of(services, backup).await?;
     let Some(vm) = &of.vm else {
         return restore_deleted(services, caller, backup, manifest, &request, dry_run).await;
     };
     if request != RestoreBackup::default() {
         let detail = format!(
-            "VM '{}' is there, and its disks are restored where they are: another name, host or datastore is for a VM that was deleted",
+            "VM '{}' is there, and its disks are restored where they are: another name, host or datastore, or a policy, is for a VM that was deleted, or for a new one (--as NAME)",
             vm.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -392,14 +391,38 @@ pub async fn restore(
     require_ready(vm)?;
     require_no_template(vm)?;
     features::require(services, vm, BACKUP, "back VMs up")?;
-    let remedy = format!("stop it first (vmseal vm stop {})", vm.name);
+    let beside = beside(vm, backup);
+    let remedy = format!("stop it first (vmseal vm stop {}), or {beside}", vm.name);
     require_power(services, vm, &[Power::Off], &remedy).await?;
-    super::snapshots::require_none(services, vm, "its disks would not follow").await?;
-    let disks = restored(&of, vm, &manifest)?;
+    super::snapshots::require_none(services, vm, "its disks would not follow").await.map_err(
+        |problem| Problem { detail: format!("{}, or {beside}", problem.detail), ..problem },
+    )?;
+    let disks = restored(&of, vm, &manifest, &beside)?;
     let write = services.store.write().await?;
     let operation = Operation::RestoreBackup { vm: vm.id, backup: backup.id, disks };
     let begun = begin(services, write, operation, vm, caller, dry_run).await;
     begun.map(|begun| warned(begun, &manifest, "stays as it is"))
+}
+
+/// The manifest of a backup as its host reads it now: of the VM and the key that the inventory has of it.
+async fn manifest_of(services: &Services, backup: &Backup) -> Result<BackupManifest, Problem> {
+    let manifest = services.hosts.connected(backup.host)?.read_backup(place(backup)).await?;
+    if manifest.vm.key == backup.key && manifest.vm.vm == backup.vm {
+        return Ok(manifest);
+    }
+    let detail = format!(
+        "the manifest of backup '{}' names another VM or key than the inventory: it was changed",
+        backup.name
+    );
+    Err(Problem::new(ErrorCode::Damaged, detail))
+}
+
+/// What is possible whatever the VM is now.
+fn beside(vm: &Vm, backup: &Backup) -> String {
+    format!(
+        "restore it as another VM beside this one (vmseal backup restore {} {} --as NAME)",
+        vm.name, backup.name
+    )
 }
 
 /// Has a plan say what is not restored; `then` says what becomes of that.
@@ -414,7 +437,12 @@ fn warned(mut begun: Outcome<Task>, manifest: &BackupManifest, then: &str) -> Ou
 
 /// The disks that are restored: those of the VM that are in the backup. One that its guest writes to and that is not would be of
 /// another time; what no guest writes to stays as it is.
-fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>, Problem> {
+fn restored(
+    of: &OfVm,
+    vm: &Vm,
+    manifest: &BackupManifest,
+    otherwise: &str,
+) -> Result<Vec<DiskId>, Problem> {
     let backed_up: HashSet<DiskId> = manifest.disks.iter().map(|disk| disk.disk).collect();
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
     let kept = keepable(vm, &of.disks)?;
@@ -422,7 +450,7 @@ fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>
     if let Some(newer) = kept.iter().find(|disk| !backed_up.contains(disk)) {
         let name = named(newer).cloned().unwrap_or_default();
         return Err(refused(format!(
-            "disk '{name}' of VM '{}' is not in backup '{}': remove it first, or export what it holds (vmseal disk remove)",
+            "disk '{name}' of VM '{}' is not in backup '{}': remove it first (vmseal disk remove), or {otherwise}",
             vm.name, manifest.name
         )));
     }
@@ -430,7 +458,7 @@ fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>
         let now = of.disks.iter().find(|disk| disk.id == entry.disk);
         let Some(now) = now else {
             return Err(refused(format!(
-                "disk '{}', which is in backup '{}', was removed from VM '{}'. Delete the VM, and restore it as a whole",
+                "disk '{}', which is in backup '{}', was removed from VM '{}'. Delete the VM, and restore it as a whole, or {otherwise}",
                 entry.name, manifest.name, vm.name
             )));
         };
@@ -439,7 +467,7 @@ fn restored(of: &OfVm, vm: &Vm, manifest: &BackupManifest) -> Result<Vec<DiskId>
             let (was, is) =
                 if then { ("encrypted", "is not") } else { ("in the clear", "is encrypted") };
             return Err(refused(format!(
-                "disk '{}' was {was} when it was backed up, and {is} now",
+                "disk '{}' was {was} when it was backed up, and {is} now, and a VM's disks are as its policy has them: {otherwise}",
                 entry.name
             )));
         }
@@ -499,22 +527,7 @@ pub(crate) async fn define(
             backup.name
         )));
     };
-    let name = of.policy.clone().unwrap_or_default();
-    let policy = policies::find(write, &name).await?.ok_or_else(|| {
-        refused(format!(
-            "there is no policy '{name}', which the VM had: make it first (vmseal policy add)"
-        ))
-    })?;
-    if policy.encryption != backup.key.is_some() {
-        let does = if policy.encryption {
-            "encrypts, and the backup is in the clear"
-        } else {
-            "does not encrypt, and the backup is encrypted"
-        };
-        return Err(refused(format!(
-            "policy '{name}' of the VM {does}: change the policy first (vmseal policy set)"
-        )));
-    }
+    let policy = policy(write, backup, manifest, request).await?;
     let known = datastores::of_host(write, backup.host).await?;
     let wanted = request.datastore.as_ref().map(|wanted| {
         let is_it =
@@ -533,13 +546,14 @@ pub(crate) async fn define(
     let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, wanted, backup));
     let disks = disks.collect::<Result<Vec<_>, _>>()?;
     let nics = of.nics.iter().cloned().map(Device::Nic);
+    let name = request.new_vm.as_ref().or(request.name.as_ref());
     let mut hardware = of.hardware.clone();
     // A TPM without what it kept would lock its guest out of what that has sealed.
     hardware.tpm &= manifest.disks.iter().any(|disk| disk.tpm.is_some());
     Ok(Definition {
         spec: VmSpec {
             vm: of.vm,
-            name: request.name.clone().unwrap_or_else(|| of.name.clone()),
+            name: name.cloned().unwrap_or_else(|| of.name.clone()),
             vcpus,
             memory,
             policy: Some(policy.name.clone()),
@@ -554,6 +568,41 @@ pub(crate) async fn define(
         policy_name: policy.name,
         replaces: None,
     })
+}
+
+/// The policy of a VM that is made of a backup: the one that is asked for, else the one that it had.
+async fn policy(
+    write: &mut Write<'_>,
+    backup: &Backup,
+    manifest: &BackupManifest,
+    request: &RestoreBackup,
+) -> Result<Policy, Problem> {
+    let (name, had) = match &request.policy {
+        Some(asked) => (asked.clone(), ""),
+        None => (manifest.vm.policy.clone().unwrap_or_default(), ", which the VM had,"),
+    };
+    let field = request.policy.as_ref().map(|_| "policy".to_owned());
+    let refused = |what: &str| {
+        let what = format!("policy '{name}'{had} {what}: name another one (--policy)");
+        Problem { field: field.clone(), ..Problem::new(ErrorCode::WrongState, what) }
+    };
+    let found = policies::find(write, &name).await?;
+    let found = found.ok_or_else(|| refused("is not there"))?;
+    // A new VM has a key if its disks need one: that of a decrypted VM may have been kept for its TPM alone.
+    let encrypted = match request.new_vm {
+        Some(_) => as_new::is_encrypted(manifest),
+        None => backup.key.is_some(),
+    };
+    match (found.encryption, encrypted) {
+        (true, false) => return Err(refused("encrypts, and the backup is in the clear")),
+        (false, true) => return Err(refused("does not encrypt, and the backup is encrypted")),
+        _ => {}
+    }
+    if request.policy.is_some() {
+        let checked = check_cpu_model(&found, manifest.vm.hardware.cpu_model.as_deref());
+        checked.map_err(|problem| Problem { field: field.clone(), ..problem })?;
+    }
+    Ok(found)
 }
 
 fn disk(

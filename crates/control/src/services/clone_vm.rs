@@ -7,9 +7,8 @@ use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSH
 use vmseal_api::host::{Allocation, DiskRole, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
-use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{CloneVm, CreateNic};
+use vmseal_api::request::CloneVm;
 
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
@@ -84,8 +83,8 @@ pub async fn clone(
     }
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
-    let cards: Vec<_> = nics::of_vm(&mut write, origin.id).await?.into_iter().map(card).collect();
-    let cards = super::nics::place(&mut write, &cards).await?;
+    let cards = nics::of_vm(&mut write, origin.id).await?;
+    let cards = super::nics::place_alike(&mut write, cards).await?;
     let vm = vms::Vm {
         id,
         name,
@@ -281,16 +280,4 @@ fn copied(
     let snapshot = snapshot.map(|snapshot| snapshot.id);
     let (vm, linked, temporary) = (origin.id, BTreeSet::new(), None);
     Ok((made, Copies { vm, snapshot, temporary, disks: of, linked }))
-}
-
-/// A card like another one: with an address of its own, and ports of the host that are chosen when it starts.
-fn card(of: vmseal_api::host::NicSpec) -> CreateNic {
-    let backend = match of.backend {
-        NicBackend::User { mut forwards } => {
-            forwards.iter_mut().for_each(|forward| forward.host_port = 0);
-            NicBackend::User { forwards }
-        }
-        other => other,
-    };
-    CreateNic { name: Some(of.name), mac: None, model: of.model, backend, link: of.link }
 }

@@ -4,7 +4,7 @@ use vmseal_api::host::version::NICS;
 use vmseal_api::host::{HostAgent, NicSpec, VmState};
 use vmseal_api::id::{HostId, NicId, VmId};
 use vmseal_api::model::Nic;
-use vmseal_api::nic::{NicToCheck, check_nics};
+use vmseal_api::nic::{NicBackend, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CreateNic;
 
@@ -58,6 +58,27 @@ pub(super) async fn place(
         });
     }
     Ok(made)
+}
+
+/// Cards like those of another VM, for one that is to be made: with addresses of their own, and ports of the host that are chosen
+/// when it starts.
+pub(super) async fn place_alike(
+    write: &mut Write<'_>,
+    of: impl IntoIterator<Item = NicSpec>,
+) -> Result<Vec<NicSpec>, Problem> {
+    let alike: Vec<_> = of.into_iter().map(alike).collect();
+    place(write, &alike).await
+}
+
+fn alike(of: NicSpec) -> CreateNic {
+    let backend = match of.backend {
+        NicBackend::User { mut forwards } => {
+            forwards.iter_mut().for_each(|forward| forward.host_port = 0);
+            NicBackend::User { forwards }
+        }
+        other => other,
+    };
+    CreateNic { name: Some(of.name), mac: None, model: of.model, backend, link: of.link }
 }
 
 fn random() -> [u8; 3] {

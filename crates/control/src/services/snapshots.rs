@@ -279,7 +279,7 @@ pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Re
     let known = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
     let Some(first) = known.first() else { return Ok(()) };
     let detail = format!(
-        "VM '{0}' has snapshots, '{1}' for one, and {what}: delete them first (vmseal snapshot list {0})",
+        "VM '{0}' has snapshots, '{1}' for one, and {what}: delete them first (vmseal snapshot list {0}, vmseal snapshot delete {0} {1})",
         vm.name, first.name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))

@@ -11,7 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 
 use super::{Part, StoreError, from_json, from_name, parse, to_json, to_name};
-use crate::operation::Operation;
+use crate::operation::{Claim, Operation};
 
 /// How many ended tasks are kept; the events record all of them.
 const ENDED_MAX: i64 = 10_000;
@@ -181,10 +181,12 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
             if !error.as_database_error().is_some_and(|error| error.is_unique_violation()) {
                 return Err(StoreError::from(error).into());
             }
-            let detail = format!(
-                "another task works on VM '{}': wait for it (vmseal task list) or cancel it",
-                task.target
-            );
+            let does = match claim {
+                Claim::Vm(_) => format!("works on VM '{}'", task.target),
+                Claim::Backup(_) => "restores this backup as another VM, or deletes it".to_owned(),
+            };
+            let detail =
+                format!("another task {does}: wait for it (vmseal task list) or cancel it");
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
     }

@@ -6,12 +6,14 @@
 //! verify   prepare ─► read all of it ─► record
 //! restore  check that the VM is off ─► prepare ─► write new images ─► decide (commit) ─► use them ─► record
 //!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
+//!          as a new VM: reserve (rows are there) ─► key ─► register ─► keys ─► its TPM ─► write ─► use ─► record (commit)
 //! delete   mark (commit) ─► remove the files ─► destroy keys that nothing needs ─► remove the row
 //! ```
 //! A backup is undone as a whole: its snapshot is dropped, and its directory is removed, whether it has its name or not. Host
 //! and inventory agree on which backups there are, but for what is done by hand.
 
 mod dropping;
+mod new_tpm;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -20,7 +22,7 @@ use vmseal_api::host::backup::{BackupContents, BackupManifest, BackupPlace};
 use vmseal_api::host::version::{TRACKED_BACKUP, WHOLE_BACKUP};
 use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskRole, HostAgent, JobKind, JobSpec, Power,
-    RestoreBackupJob, Tracked, VerifyBackupJob,
+    RestoreBackupJob, RestoredFrom, Tracked, VerifyBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId};
 use vmseal_api::model::{BackupState, FailedVerification, Lifecycle};
@@ -29,6 +31,7 @@ use vmseal_api::size::Size;
 use vmseal_secret::digest::sha256;
 
 use self::dropping::{drop_snapshot, remove_written};
+use super::create_vm::{self, CreateVmStep};
 use super::job::{first_disk, follow, put};
 use super::run::{Run, StepError, absent_is_fine, internal, register, state_of};
 use super::start_vm::{locked, prepare};
@@ -61,6 +64,7 @@ pub(crate) enum BackupStep {
     UseImages,
     RecordRestored,
     ReserveVm,
+    MakeTpm,
     UseFirstImages,
     RecordVm,
     Mark,
@@ -100,6 +104,17 @@ pub(crate) const RESTORE_DELETED: &[&dyn Step] = &[
     &BackupStep::RecordVm,
 ];
 
+pub(crate) const RESTORE_NEW: &[&dyn Step] = &[
+    &CreateVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &BackupStep::MakeTpm,
+    &BackupStep::WriteImages,
+    &BackupStep::UseFirstImages,
+    &BackupStep::RecordVm,
+];
+
 pub(crate) const DELETE: &[&dyn Step] = &[
     &BackupStep::Mark,
     &BackupStep::RemoveFiles,
@@ -127,6 +142,7 @@ impl Step for BackupStep {
             Self::UseImages => "use-images",
             Self::RecordRestored => "record-restored",
             Self::ReserveVm => "reserve-vm",
+            Self::MakeTpm => "make-tpm",
             Self::UseFirstImages => "use-first-images",
             Self::RecordVm => "record-vm",
             Self::Mark => "mark",
@@ -154,6 +170,7 @@ impl Step for BackupStep {
             Self::UseImages | Self::UseFirstImages => "use the new images",
             Self::RecordRestored => "record what the disks hold",
             Self::ReserveVm => "reserve the name of the VM",
+            Self::MakeTpm => "make its TPM, if it has one",
             Self::RecordVm => "record the VM",
             Self::Mark => "mark the backup as being deleted",
             Self::RemoveFiles => "remove its files",
@@ -163,7 +180,8 @@ impl Step for BackupStep {
     }
 
     fn needs_key(&self) -> bool {
-        matches!(self, Self::DestroyKeys)
+        // What a TPM keeps is never in the clear.
+        matches!(self, Self::DestroyKeys | Self::MakeTpm)
     }
 
     fn commits(&self) -> bool {
@@ -178,6 +196,7 @@ impl Step for BackupStep {
             | Self::DropSnapshot
             | Self::DropLeft
             | Self::Verify
+            | Self::MakeTpm
             | Self::WriteImages
             | Self::UseImages
             | Self::UseFirstImages
@@ -195,6 +214,7 @@ impl Step for BackupStep {
             | Self::DropSnapshot
             | Self::DropLeft
             | Self::Verify
+            | Self::MakeTpm
             | Self::WriteImages => Some(Limit::HostWork),
             _ => None,
         }
@@ -215,6 +235,7 @@ impl Step for BackupStep {
             Self::Verify => verify(run).await,
             Self::RecordVerified => record_verified(run).await,
             Self::CheckOff => check_off(run).await,
+            Self::MakeTpm => new_tpm::make(run).await,
             Self::UseImages | Self::UseFirstImages => use_images(run).await,
             Self::RecordRestored => record_restored(run).await,
             Self::RecordVm => record_vm(run).await,
@@ -237,6 +258,8 @@ impl Step for BackupStep {
             }
             Self::WriteImages => cancel(run, restoration(run, None).await?).await,
             Self::RecordVerified => set_verified(run, None).await,
+            // There are no other disks yet.
+            Self::MakeTpm => create_vm::delete_disks(run).await,
             Self::UseFirstImages => remove_first_images(run).await,
             Self::ReserveVm => unreserve_vm(run).await,
             Self::Mark => set_state(run, BackupState::Ready).await,
@@ -252,6 +275,7 @@ fn id(run: &Run<'_>) -> Result<BackupId, StepError> {
         | Operation::VerifyBackup { backup, .. }
         | Operation::RestoreBackup { backup, .. }
         | Operation::RestoreDeletedVm { backup, .. }
+        | Operation::RestoreNewVm { backup, .. }
         | Operation::DeleteBackup { backup, .. } => Ok(backup),
         _ => Err(internal("the task is about no backup")),
     }
@@ -455,10 +479,15 @@ async fn other_key(run: &Run<'_>, vm: &Vm, of: &Backup) -> Result<Option<BackupK
         return Ok(None);
     };
     let agent = run.agent(vm)?;
-    let kek = delivery::fetch(&run.context.providers, vm, &key, Purpose::Open).await;
+    // It is the key of the VM that was backed up, which may be another one.
+    let owner = match of.vm == vm.id {
+        true => vm.clone(),
+        false => Vm { id: of.vm, name: of.vm_name.clone(), ..vm.clone() },
+    };
+    let kek = delivery::fetch(&run.context.providers, &owner, &key, Purpose::Open).await;
     let kek = kek.map_err(locked)?;
     let key_box = agent.describe().await?.key_box;
-    let sealed = delivery::seal(run.store(), &key_box, vm, &key, kek).await?;
+    let sealed = delivery::seal(run.store(), &key_box, &owner, &key, kek).await?;
     Ok(Some(BackupKey { key, sealed }))
 }
 
@@ -548,21 +577,27 @@ async fn check_off(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// The disks that are restored.
-async fn restored_disks(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
+/// The disks that are restored, each with the one that was backed up.
+fn restored_disks(run: &Run<'_>) -> Result<Vec<(DiskId, DiskId)>, StepError> {
     match &run.task.operation {
         Operation::RestoreBackup { disks, .. } | Operation::RestoreDeletedVm { disks, .. } => {
-            Ok(disks.clone())
+            Ok(disks.iter().map(|disk| (*disk, *disk)).collect())
+        }
+        Operation::RestoreNewVm { disks, .. } => {
+            Ok(disks.iter().map(|(disk, from)| (*disk, *from)).collect())
         }
         _ => Err(internal("the task restores nothing")),
     }
 }
 
 async fn restoration(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, StepError> {
-    let (backup, disks) = (backup(run).await?, restored_disks(run).await?);
-    let Backup { id, directory, key: opens_with, .. } = backup;
+    let (backup, restored) = (backup(run).await?, restored_disks(run)?);
+    let disks = restored.iter().map(|(disk, _)| *disk).collect();
+    let Backup { id, vm, directory, key: opens_with, .. } = backup;
+    let from =
+        (vm != run.vm_id).then(|| RestoredFrom { vm, disks: restored.iter().copied().collect() });
     let backup = id;
-    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key }))
+    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key, from }))
 }
 
 /// Has the host write new images; returns what is to be pinned of them.
@@ -572,16 +607,19 @@ async fn write_images(run: &Run<'_>) -> Result<Vec<(DiskId, DiskFacts)>, StepErr
     put(run, &vm, restoration(run, key).await?).await?;
     follow(run, &vm, JobKind::RestoreBackup).await?;
     let manifest = manifest(run, &vm).await?;
-    if let Operation::RestoreDeletedVm { manifest: known, .. } = &run.task.operation
+    if let Operation::RestoreDeletedVm { manifest: known, .. }
+    | Operation::RestoreNewVm { manifest: known, .. } = &run.task.operation
         && *known != digest_of(&manifest)
     {
         let detail = "the backup's manifest has changed since the restore began: begin it again";
         return Err(StepError::Final(Problem::new(ErrorCode::Conflict, detail)));
     }
     note_contents(run, &backup, &manifest).await?;
-    let disks = restored_disks(run).await?;
-    let restored = manifest.disks.into_iter().filter(|disk| disks.contains(&disk.disk));
-    Ok(restored.map(|disk| (disk.disk, disk.facts)).collect())
+    let facts = |(disk, from): (DiskId, DiskId)| {
+        let entry = manifest.disks.iter().find(|entry| entry.disk == from)?;
+        Some((disk, entry.facts.clone()))
+    };
+    Ok(restored_disks(run)?.into_iter().filter_map(facts).collect())
 }
 
 /// Has the host use the new images. A host that has no job of this task gets it again and writes the images again.
@@ -632,10 +670,15 @@ async fn tell_restored(
     backup: &Backup,
 ) -> Result<(), StepError> {
     let (kind, actor) = ("backup.restored", run.task.actor.as_str());
+    let is_new = backup.vm != vm.id;
     let lacks = backup.contents.as_ref().map_or(&[][..], |it| &it.lacks);
-    let lacks = lacks.iter().map(|it| format!(", without '{}', which is not in it", it.name));
+    // A new VM has a TPM of its own in any case.
+    let lacks = lacks.iter().filter(|it| !(is_new && it.role == DiskRole::Tpm));
+    let lacks = lacks.map(|it| format!(", without '{}', which is not in it", it.name));
     let lacks: String = lacks.collect();
-    let detail = format!("backup '{}' of {}{lacks}", backup.name, backup.created);
+    let whose = if is_new { format!(" of VM '{}'", backup.vm_name) } else { String::new() };
+    let shares = if is_new && vm.key.is_some() { ", with the data keys in it" } else { "" };
+    let detail = format!("backup '{}'{whose} of {}{shares}{lacks}", backup.name, backup.created);
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
     Ok(())
 }
@@ -659,7 +702,7 @@ async fn remove_first_images(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     register(run).await?;
     let agent = run.agent(&vm)?;
-    for disk in restored_disks(run).await? {
+    for (disk, _) in restored_disks(run)? {
         absent_is_fine(agent.delete_disk(vm.id, disk).await)?;
     }
     Ok(())

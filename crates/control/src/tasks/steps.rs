@@ -39,6 +39,7 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::VerifyBackup { .. } => backups::VERIFY,
         Operation::RestoreBackup { .. } => backups::RESTORE,
         Operation::RestoreDeletedVm { .. } => backups::RESTORE_DELETED,
+        Operation::RestoreNewVm { .. } => backups::RESTORE_NEW,
         Operation::DeleteBackup { .. } => backups::DELETE,
         Operation::AddNic { .. } => change_nics::ADD,
         Operation::RemoveNic { .. } => change_nics::REMOVE,
@@ -90,6 +91,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::BackUpVm { .. }
         | Operation::RestoreBackup { .. }
         | Operation::RestoreDeletedVm { .. }
+        | Operation::RestoreNewVm { .. }
         | Operation::DeleteBackup { .. } => backups::unfinished(operation, target, cause),
         _ => delete_vm::unfinished(target, cause),
     }

@@ -33,6 +33,7 @@ mod pacing;
 mod proofs;
 mod recrypt;
 mod remote;
+mod restored_as;
 mod revoked;
 mod snapshots;
 mod tpm;

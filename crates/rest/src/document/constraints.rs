@@ -280,6 +280,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("TakeSnapshot/properties/name", name()),
         ("TakeDump/properties/name", name()),
         ("RestoreBackup/properties/name", name()),
+        ("RestoreBackup/properties/new_vm", name()),
         ("TakeDump/properties/decrypt_to", file()),
         ("DecryptDump/properties/to", file()),
         ("ExportDisk/properties/to", file()),

@@ -82,7 +82,7 @@ pub(super) async fn verify(
     accepted(services::backups::verify(&control, &caller, &vm, &backup, query.dry_run).await)
 }
 
-/// Has the disks of a VM that is off hold what a backup has. A VM that was deleted is made again.
+/// Restores a backup: the disks of a VM that is off hold what it has, a VM that was deleted is made again, or a new one is made.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/backups/{backup}/restore", tag = "backups",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("backup" = String, Path, description = "The backup's name, or its id"), DryRunQuery),

@@ -1,22 +1,28 @@
 //! Restoring disks of a VM that is off from a backup: new images beside the disks', which take their places when they are
 //! whole, flushed and open with the VM's key.
+//!
+//! Of a backup of another VM each image gets a header of its own in the place of the one that came with it: a header is of one disk, whose
+//! id is in its codes. The data stays as it is, and so does its key (DEK).
 
 use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::atomic_file;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
-use vmseal_api::id::TaskId;
+use vmseal_api::host::{DiskSpec, KeyReference, RestoredFrom, VmSpec};
+use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::Identity;
 use vmseal_secret::SecretBytes;
 
 use super::chain::Opened;
 use super::manifest::{Key, check};
 use super::tpm;
-use super::verify::open_header;
+use super::verify::{open_header, unlocked_header};
 use crate::filter::{self, Volume};
 use crate::keys;
 use crate::process::users::Slot;
@@ -24,13 +30,16 @@ use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal, is_preallocated};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
-use crate::storage::facts::from_api;
+use crate::storage::facts::{from_api, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
 use crate::storage::tpm_state;
+
+/// How much of a header is overwritten at a time, in bytes: few calls, and little memory.
+const WIPED_AT_ONCE: usize = 1 << 20;
 
 /// Disks to restore.
 pub struct Restoring {
@@ -42,6 +51,8 @@ pub struct Restoring {
     pub task: TaskId,
     /// Where the backup is.
     pub place: BackupPlace,
+    /// The VM that it is of, where that is another one.
+    pub from: Option<RestoredFrom>,
     /// The key that the backup opens with; none where it is in the clear.
     pub opens_with: Option<KeyReference>,
     /// The VM's KEK, where it has a key.
@@ -72,6 +83,17 @@ impl Restoring {
         Some(Key { reference, kek })
     }
 
+    /// The VM that was backed up.
+    fn backed_up(&self) -> VmId {
+        self.place.vm
+    }
+
+    /// What the backup has of a disk.
+    fn entry<'a>(&self, opened: &'a Opened, disk: DiskId) -> Result<&'a BackedUpDisk, Problem> {
+        let from = self.from.as_ref().and_then(|from| from.disks.get(&disk)).copied();
+        opened.disk(from.unwrap_or(disk))
+    }
+
     /// Checks what can be checked before anything is written. Blocks.
     ///
     /// # Errors
@@ -79,7 +101,7 @@ impl Restoring {
     pub fn check(&self) -> Result<(), Problem> {
         let opened = Opened::open(&self.place, &self.builder.transfer)?;
         check(&opened.manifest, self.opens_with.as_ref(), self.key())?;
-        self.disks.iter().try_for_each(|disk| self.fits(disk, opened.disk(disk.disk)?))
+        self.disks.iter().try_for_each(|disk| self.fits(disk, self.entry(&opened, disk.disk)?))
     }
 
     /// Checks that what the backup has of a disk can be the disk.
@@ -150,7 +172,8 @@ impl Restoring {
             Ok::<_, Problem>(opened)
         });
         let opened = Arc::new(opened.await.map_err(internal)??);
-        let lengths = self.disks.iter().map(|disk| opened.disk(disk.disk).map(|it| it.length));
+        let lengths =
+            self.disks.iter().map(|disk| self.entry(&opened, disk.disk).map(|it| it.length));
         let total = lengths.sum::<Result<u64, _>>()?;
         let mut before = 0;
         for at in 0..self.disks.len() {
@@ -168,7 +191,7 @@ impl Restoring {
     /// Makes the new image of a disk, empty.
     fn begin(&self, opened: &Opened, at: usize) -> Result<Part, Problem> {
         let disk = &self.disks[at];
-        let entry = opened.disk(disk.disk)?.clone();
+        let entry = self.entry(opened, disk.disk)?.clone();
         self.fits(disk, &entry)?;
         let home = Home::of(&disk.datastore, self.spec.vm)?;
         let path = home.restoring(disk.disk);
@@ -231,6 +254,9 @@ impl Restoring {
             let what = format!("disk '{}' is locked: its key is not on this host", disk.name);
             return Err(Problem::new(ErrorCode::Locked, what));
         };
+        if self.from.is_some() {
+            return self.renew_header(disk, entry, file, (key, vm_key));
+        }
         drop(open_header(self.spec.vm, file, entry, key)?);
         let cannot = |error| header_problem(&disk.name, &error);
         let held = (key.kek, &keys::context(self.spec.vm, key.reference));
@@ -242,6 +268,47 @@ impl Restoring {
         }
         vmseal_luks::drop_other_keks(file, &facts, vm_key.kek, &wanted).map_err(cannot)
     }
+
+    /// Has the image of another VM's disk begin with a header of this one's, under this VM's key alone.
+    fn renew_header(
+        &self,
+        disk: &DiskSpec,
+        entry: &BackedUpDisk,
+        file: &mut File,
+        (key, vm_key): (Key<'_>, Key<'_>),
+    ) -> Result<(), Problem> {
+        let opened = unlocked_header(self.backed_up(), file, entry, key)?;
+        let Some(opened) = opened else { return Ok(()) };
+        let path = Home::of(&disk.datastore, self.spec.vm)?.restoring(disk.disk);
+        // The old one has the data key under the other VM's key, and is not overwritten by a new one.
+        wipe(file, data_offset(&entry.facts)).map_err(|error| failed(&path, "written", &error))?;
+        let context = keys::context(self.spec.vm, vm_key.reference);
+        let identity = Identity { disk: disk.disk.0, holes: opened.holes };
+        let (dek, kek) = (&opened.dek, vm_key.kek);
+        let made = vmseal_luks::create(file, disk.size, dek, kek, &context, identity);
+        let made = made.map_err(|error| header_problem(&disk.name, &error))?;
+        if to_api(&made) != entry.facts {
+            let what = format!(
+                "disk '{}' is encrypted in a form of another version of vmseal, whose headers this one does not make: restore it into the VM that was backed up",
+                disk.name
+            );
+            return Err(Problem::new(ErrorCode::Unsupported, what));
+        }
+        let opens = vmseal_luks::open(&*file, &made, kek, &context);
+        opens.map(drop).map_err(|error| header_problem(&disk.name, &error))
+    }
+}
+
+/// Overwrites the first `length` bytes of a file with zeroes.
+fn wipe(file: &File, length: u64) -> io::Result<()> {
+    let zeroes = vec![0; WIPED_AT_ONCE];
+    let mut at = 0;
+    while at < length {
+        let part = usize::try_from(length - at).unwrap_or(WIPED_AT_ONCE).min(WIPED_AT_ONCE);
+        file.write_all_at(&zeroes[..part], at)?;
+        at += part as u64;
+    }
+    Ok(())
 }
 
 /// The room that an image needs: that of all files that it is made of, at most.
@@ -294,4 +361,24 @@ pub fn discard_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem
         let home = Home::of(&disk.datastore, spec.vm)?;
         home.all_restored(disk.disk).iter().try_for_each(|path| home.remove(path))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_wiped_and_nothing_else() {
+        for length in [1, WIPED_AT_ONCE + 1, 2 * WIPED_AT_ONCE] {
+            let file = tempfile::tempfile().unwrap();
+            let all = 3 * WIPED_AT_ONCE;
+            file.write_all_at(&vec![7; all], 0).unwrap();
+            wipe(&file, length as u64).unwrap();
+            let mut read = vec![1; all];
+            file.read_exact_at(&mut read, 0).unwrap();
+            assert!(read[..length].iter().all(|byte| *byte == 0), "{length}");
+            assert!(read[length..].iter().all(|byte| *byte == 7), "{length}");
+            assert_eq!(file.metadata().unwrap().len(), all as u64);
+        }
+    }
 }

@@ -159,8 +159,21 @@ pub(super) fn open_header(
     disk: &BackedUpDisk,
     key: Key<'_>,
 ) -> Result<Option<SecretBytes>, Problem> {
+    unlocked_header(vm, header, disk, key).map(|opened| opened.map(|opened| opened.dek))
+}
+
+/// The same, with what holes mean.
+///
+/// # Errors
+/// As [`open_header`].
+pub(super) fn unlocked_header(
+    vm: VmId,
+    header: &File,
+    disk: &BackedUpDisk,
+    key: Key<'_>,
+) -> Result<Option<vmseal_luks::Opened>, Problem> {
     let size = disk.length - data_offset(&disk.facts);
     let Some(facts) = of_disk(disk.disk, size, &disk.facts) else { return Ok(None) };
     let opened = vmseal_luks::open(header, &facts, key.kek, &keys::context(vm, key.reference));
-    opened.map(|opened| Some(opened.dek)).map_err(|error| header_problem(&disk.name, &error))
+    opened.map(Some).map_err(|error| header_problem(&disk.name, &error))
 }

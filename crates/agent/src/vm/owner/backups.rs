@@ -8,7 +8,7 @@ use vmseal_api::host::{
     BackupJob, BackupKey, DiskFacts, DiskSpec, JobSpec, KeyReference, Power, RestoreBackupJob,
     SnapshotJob, VerifyBackupJob,
 };
-use vmseal_api::id::{BackupId, DiskId, SnapshotId, TaskId};
+use vmseal_api::id::{BackupId, DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
@@ -37,13 +37,14 @@ impl Owner {
         disks.iter().map(with_facts).collect()
     }
 
-    /// The key of a backup, where that is not the VM's.
+    /// The key of a backup of a VM, where that is not the key that this VM has.
     fn backup_key(
         &self,
+        of: VmId,
         key: Option<&BackupKey>,
     ) -> Result<Option<(KeyReference, SecretBytes)>, Problem> {
         let open = |given: &BackupKey| {
-            let kek = self.shared.key_box.open(self.spec.vm, &given.key, &given.sealed)?;
+            let kek = self.shared.key_box.open(of, &given.key, &given.sealed)?;
             Ok((given.key.clone(), kek))
         };
         key.map(open).transpose()
@@ -99,7 +100,7 @@ impl Owner {
             (self.place(&job.directory, job.backup), self.shared.transfer.clone());
         let known = place.clone();
         timed::call(&job.directory, move || backup::read(&known, &allowed)).await?;
-        let key = match self.backup_key(job.key.as_ref())? {
+        let key = match self.backup_key(self.spec.vm, job.key.as_ref())? {
             None => self.spec.key.clone().zip(self.clone_kek()?),
             other => other,
         };
@@ -120,14 +121,16 @@ impl Owner {
         let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
         let disks = disks.collect::<Result<Vec<_>, _>>()?;
         let first = disks.first().map_or_else(DiskId::default, |disk| disk.disk);
+        let backed_up = job.backed_up(self.spec.vm);
         let restoring = Restoring {
             spec: self.spec.clone(),
             disks,
             task,
-            place: self.place(&job.directory, job.backup),
+            place: BackupPlace { vm: backed_up, ..self.place(&job.directory, job.backup) },
+            from: job.from.clone(),
             opens_with: job.opens_with.clone(),
             kek: self.clone_kek()?,
-            other: self.backup_key(job.key.as_ref())?,
+            other: self.backup_key(backed_up, job.key.as_ref())?,
             builder: Workers::builder_of_export(&self.shared, first),
         };
         timed::call(&job.directory, move || restoring.check().map(|()| restoring)).await

@@ -45,7 +45,7 @@ pub(super) async fn read_by(
 }
 
 /// Refuses a host that does not find the same backup in its directory.
-async fn require_found(
+pub(super) async fn require_found(
     services: &Services,
     backup: &Backup,
     reader: Reader<'_>,

@@ -87,8 +87,10 @@ impl<'a> Look<'a> {
         let mut read = read.begin().await.map_err(StoreError::from)?;
         let mut holding = HashMap::new();
         for task in tasks::open(&mut read).await? {
-            for Claim::Vm(vm) in task.operation.claims() {
-                holding.insert(vm, task.clone());
+            for claim in task.operation.claims() {
+                if let Claim::Vm(vm) = claim {
+                    holding.insert(vm, task.clone());
+                }
             }
         }
         let mut here = vms::on_host(&mut read, drain.host).await?;

@@ -1,5 +1,7 @@
 //! Backups that are made, verified, restored and deleted.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use jiff::Timestamp;
 use vmseal_api::cloud_init::CloudInit;
 use vmseal_api::host::KeyReference;
@@ -14,6 +16,7 @@ use vmseal_secret::sealed_box::Recipient;
 use super::*;
 use crate::services::{Caller, Outcome, Services, backups as service, create_vm, migrate, vm_tpm};
 use crate::store::disks::Disk;
+use crate::store::vms::{self, Vm};
 use crate::store::{backups, keys, snapshots};
 
 /// What is done with backups.
@@ -26,13 +29,18 @@ pub(super) enum Backup {
     Restore,
     /// Of a VM that was deleted.
     RestoreDeleted,
+    /// Of one with a TPM, as another one beside it.
+    RestoreAs,
     /// The second of two.
     Delete,
 }
 
 const DIRECTORY: &str = "/backups";
 
-async fn rows(fixture: &Fixture, vm: VmId) -> Vec<backups::Backup> {
+/// The VM that a backup is restored as.
+pub(super) const OTHER: &str = "other";
+
+pub(super) async fn rows(fixture: &Fixture, vm: VmId) -> Vec<backups::Backup> {
     backups::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
 }
 
@@ -84,12 +92,15 @@ async fn made(fixture: &Fixture, vm: VmId, name: &str) {
     fixture.done(reserve(fixture, vm, name).await, "web").await;
 }
 
-async fn living_keys(fixture: &Fixture, vm: VmId) -> Vec<KeyReference> {
+pub(super) async fn living_keys(fixture: &Fixture, vm: VmId) -> Vec<KeyReference> {
     keys::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap()
 }
 
 impl Backup {
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
+        if self == Self::RestoreAs {
+            return with_tpm(fixture).await;
+        }
         let vm = match self {
             Self::Create | Self::Verify => fixture.running("web").await,
             _ => fixture.made("web", "encrypted").await,
@@ -116,6 +127,7 @@ impl Backup {
             Self::Verify => Operation::VerifyBackup { vm, backup: backup.id },
             Self::Restore => Operation::RestoreBackup { vm, backup: backup.id, disks },
             Self::RestoreDeleted => fixture.restoring_deleted(backup).await,
+            Self::RestoreAs => fixture.restoring_as(backup, OTHER).await,
             _ => Operation::DeleteBackup { vm, backup: backup.id },
         }
     }
@@ -131,6 +143,10 @@ impl Backup {
             Self::Restore => Operation::RestoreBackup { vm, backup, disks },
             Self::RestoreDeleted => {
                 Operation::RestoreDeletedVm { vm, backup, disks, manifest: String::new() }
+            }
+            Self::RestoreAs => {
+                let (disks, manifest) = (BTreeMap::new(), String::new());
+                Operation::RestoreNewVm { vm, backup, disks, manifest }
             }
             Self::Delete => Operation::DeleteBackup { vm, backup },
         })
@@ -182,6 +198,7 @@ impl Backup {
                     assert_eq!(fixture.agent.restored(disk.id), (Some(last.id), false), "{what}");
                 }
             }
+            Self::RestoreAs => assert_restored_as(fixture, vm, last, what).await,
             Self::Delete => assert_eq!(living_keys(fixture, vm).await.len(), 1, "{what}"),
         }
     }
@@ -202,6 +219,12 @@ impl Backup {
         fixture.assert_whole(vm, self.power(), what).await;
         for disk in fixture.disks(vm).await {
             assert_eq!(fixture.agent.restored(disk.id), (None, false), "{what}");
+        }
+        if self == Self::RestoreAs {
+            assert!(named(fixture, OTHER).await.is_none(), "{what}: its row is left");
+            assert_eq!(fixture.agent.disks().len(), 2, "{what}: disks are left");
+            assert_eq!(fixture.agent.registered(), [vm], "{what}: the host knows it");
+            assert_eq!(all_living_keys(fixture).await, 1, "{what}: its key is not destroyed");
         }
     }
 
@@ -236,7 +259,64 @@ impl Backup {
     }
 }
 
+/// The request for another VM.
+pub(super) fn as_another(name: &str) -> RestoreBackup {
+    RestoreBackup { new_vm: Some(name.to_owned()), ..RestoreBackup::default() }
+}
+
+/// A VM with a disk and a TPM, and two backups.
+async fn with_tpm(fixture: &Fixture) -> VmId {
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = super::tpm::request("encrypted");
+    done(fixture, create_vm::create(&services, &me, request, false).await).await;
+    back_up(fixture, &services, "first").await;
+    back_up(fixture, &services, "second").await.vm_id
+}
+
+pub(super) async fn named(fixture: &Fixture, name: &str) -> Option<Vm> {
+    vms::find(&mut fixture.store.read().await.unwrap(), name).await.unwrap()
+}
+
+async fn all_living_keys(fixture: &Fixture) -> i64 {
+    let mut read = fixture.store.read().await.unwrap();
+    let count = sqlx::query_scalar("SELECT COUNT(*) FROM keys WHERE destroyed = 0");
+    count.fetch_one(&mut *read).await.unwrap()
+}
+
+/// There is another VM, whose disk holds what the backup has, under a key of its own; its TPM is new. That of the backup is as it was.
+async fn assert_restored_as(fixture: &Fixture, vm: VmId, backup: &backups::Backup, what: &str) {
+    for disk in fixture.disks(vm).await {
+        assert_eq!(fixture.agent.restored(disk.id), (None, false), "{what}");
+    }
+    let other = named(fixture, OTHER).await.unwrap();
+    fixture.assert_whole(other.id, Power::Off, what).await;
+    assert!(other.hardware.tpm && other.key != backup.key, "{what}");
+    let disks = fixture.disks(other.id).await;
+    let from: Vec<_> = disks.iter().map(|it| fixture.agent.restored(it.id)).collect();
+    assert_eq!(from, [(Some(backup.id), false), (None, false)], "{what}");
+    let checks: BTreeSet<_> = other.key.iter().map(|key| key.check.clone()).collect();
+    for disk in &disks {
+        assert_eq!(fixture.agent.disks()[&disk.id].checks, checks, "{what}");
+    }
+    assert_eq!(all_living_keys(fixture).await, 2, "{what}");
+}
+
 impl Fixture {
+    /// The restore of a backup as another VM: its rows are there.
+    async fn restoring_as(&self, backup: &backups::Backup, name: &str) -> Operation {
+        let services = self.services(Recipient::generate().unwrap());
+        let agent: &dyn vmseal_api::host::HostAgent = &self.agent;
+        let manifest = agent.read_backup(crate::tasks::backups::place(backup)).await.unwrap();
+        let request = as_another(name);
+        let mut write = self.store.write().await.unwrap();
+        let reserved =
+            service::as_new::reserve(&services, &mut write, backup, &manifest, &request).await;
+        let (_, operation) = reserved.unwrap();
+        write.commit().await.unwrap();
+        operation
+    }
+
     /// The restore of a VM that was deleted: its rows are there.
     async fn restoring_deleted(&self, backup: &backups::Backup) -> Operation {
         let place = crate::tasks::backups::place(backup);
@@ -277,6 +357,39 @@ async fn a_deleted_vm_is_restored_or_nothing_of_it_is_there() {
     matrix(Kind::Backup(Backup::RestoreDeleted)).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_backup_is_restored_as_another_vm_or_nothing_of_that_is_there() {
+    matrix(Kind::Backup(Backup::RestoreAs)).await;
+}
+
+/// Fails the last step permanently, and injects a fault into the undoing of every step.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn undoing_a_restore_as_another_vm_survives_every_fault_at_every_step() {
+    let kind = Kind::Backup(Backup::RestoreAs);
+    for step in kind.steps() {
+        for (point, fault) in [
+            (FaultPoint::Before, Fault::Crash),
+            (FaultPoint::After, Fault::Crash),
+            (FaultPoint::After, Fault::Fail(silent())),
+            (FaultPoint::After, Fault::Twice),
+        ] {
+            let what = format!("{fault:?} {point:?} undoing {step:?}");
+            let crashes = matches!(fault, Fault::Crash);
+            let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
+            let (failing, _) =
+                at("record-vm", TaskState::Running, FaultPoint::After, Fault::Fail(refused()), 1);
+            let both: Faults =
+                Arc::new(move |step, state, point| match failing(step, state, point) {
+                    Fault::None => undoing(step, state, point),
+                    fault => fault,
+                });
+            let (fixture, vm, task) = carry_out(kind, both, &done, crashes).await;
+            assert_eq!(fixture.task(task).await.state, TaskState::Failed, "{what}");
+            kind.assert_undone(&fixture, vm, &what).await;
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_backup_is_deleted_or_stays() {
     matrix(Kind::Backup(Backup::Delete)).await;
@@ -311,12 +424,12 @@ async fn a_key_lives_as_long_as_a_backup_needs_it() {
 }
 
 /// Does what a service has begun.
-async fn done(fixture: &Fixture, begun: Result<Outcome<model::Task>, Problem>) {
+pub(super) async fn done(fixture: &Fixture, begun: Result<Outcome<model::Task>, Problem>) {
     let Outcome::Done(task) = begun.unwrap() else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
 }
 
-async fn back_up(fixture: &Fixture, services: &Services, name: &str) -> model::VmBackup {
+pub(super) async fn back_up(fixture: &Fixture, services: &Services, name: &str) -> model::VmBackup {
     let me = Caller::administrator("me");
     let (name, directory) = (Some(name.to_owned()), Some(DIRECTORY.into()));
     let request =
