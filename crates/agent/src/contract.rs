@@ -609,14 +609,14 @@ pub async fn second_run(agent: &dyn HostAgent, mut session: Session) -> (Session
     let known = session.now(agent).await;
     assert_eq!((known.power, known.key), (Power::Running, KeyState::Held));
     console(agent, &session).await;
-    assert_eq!(bitmaps::named(agent, &session).await, ["kept"], "the bitmap ended with an agent");
+    assert_eq!(bitmaps::named(agent, &session).await, bitmaps::LEFT, "one ended with an agent");
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     done(agent.power_on(vm).await, "starting");
     session.wait(agent, "running", |state| state.power == Power::Running).await;
     console(agent, &session).await;
     assert_eq!(
         bitmaps::named(agent, &session).await,
-        ["kept"],
+        bitmaps::LEFT,
         "the bitmap ended with its VM's run"
     );
     let dead = filters_die(agent, &session).await;
@@ -648,8 +648,8 @@ async fn filters_die(agent: &dyn HostAgent, session: &Session) -> VmState {
         if death == 1 {
             assert_eq!(
                 bitmaps::named(agent, session).await,
-                ["kept"],
-                "the bitmap ended with its filter"
+                bitmaps::LEFT,
+                "one ended with its filter"
             );
             console(agent, session).await;
         }

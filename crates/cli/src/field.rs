@@ -237,6 +237,7 @@ mod tests {
         ("arguments", "vmseal vm guest exec web -- ls", "COMMAND"),
         ("authorities", "vmseal provider trust k --authority f", "--authority"),
         ("backup", RESTORE, "--restore"),
+        ("new_vm", "vmseal backup restore web b --as w", "--as"),
         ("backup", "vmseal provider verify k --from f", "--from"),
         ("backup_passphrase", RESTORE, "passphrase of the backup"),
         ("boot", "vmseal vm set web --boot disk", "--boot"),

@@ -7,6 +7,9 @@ use vmseal_api::problem::ErrorCode;
 
 use super::{Session, done, refused};
 
+/// The dirty bitmaps of the suite's first disk after [`changed`] and [`start`].
+pub const LEFT: [&str; 2] = ["b0", "kept"];
+
 /// The names of the dirty bitmaps of the suite's first disk.
 pub async fn named(agent: &dyn HostAgent, session: &Session) -> Vec<String> {
     let bitmaps = agent.bitmaps(session.vm(), session.disk(0).disk).await;

@@ -675,7 +675,7 @@ mod tests {
         assert_eq!(*file, Handle::Fd(replica));
         assert!(matches!(disk.config(0).backend, BackendSpec::File { .. }));
         disk.layers = (0..2).map(|_| tempfile::tempfile().unwrap()).collect();
-        assert_eq!(disk.descriptors().count(), 8, "the filter lacks a layer");
+        assert_eq!(disk.descriptors().count(), 9, "the filter lacks a layer");
         let BackendSpec::Qcow2 { file, backing, .. } = disk.config(0).backend else {
             panic!("the layers are not used")
         };
