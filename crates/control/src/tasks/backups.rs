@@ -261,6 +261,7 @@ impl Step for BackupStep {
             // There are no other disks yet.
             Self::MakeTpm => create_vm::delete_disks(run).await,
             Self::UseFirstImages => remove_first_images(run).await,
+            Self::RecordVm => create_vm::unfinish(run).await,
             Self::ReserveVm => unreserve_vm(run).await,
             Self::Mark => set_state(run, BackupState::Ready).await,
             // Nothing was done, or it is past the commit step.

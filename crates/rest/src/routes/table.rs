@@ -128,7 +128,10 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                     [Names, TakesName, NeedsState, AsksHost, NeedsMachine, NeedsRoom, StartsTask],
                 )
                 .with(routes!(vm_devices::remove_disk), [AsksHost, NeedsState, StartsTask])
-                .with(routes!(vm_devices::resize_disk), [AsksHost, NeedsState, StartsTask])
+                .with(
+                    routes!(vm_devices::resize_disk),
+                    [AsksHost, NeedsState, NeedsRoom, StartsTask],
+                )
                 .with(
                     routes!(vm_devices::add_tpm),
                     [TakesName, NeedsState, AsksHost, NeedsMachine, StartsTask],
