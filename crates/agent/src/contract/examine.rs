@@ -12,7 +12,7 @@ use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::DISK_SIZE_MAX;
 
-use super::{DISK_SIZE, Session, bitmaps, done, refused};
+use super::{DISK_SIZE, Session, done, refused};
 
 /// Asks about a start.
 pub async fn start(agent: &dyn HostAgent, vm: VmId) -> Result<(), Problem> {
@@ -124,9 +124,10 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     alike(removed, ErrorCode::WrongState, "removing a disk that was there at the start");
     done(agent.register_vm(session.spec.clone()).await, "as before");
 
-    bitmaps::start(agent, session).await;
+    let started = agent.change_bitmap(vm, disk, "asked".to_owned(), BitmapChange::Start).await;
+    done(started, "starting a bitmap");
     alike(grown(agent, session).await, ErrorCode::InUse, "growing a disk with a bitmap");
-    let removed = agent.change_bitmap(vm, disk, "kept".to_owned(), BitmapChange::Remove).await;
+    let removed = agent.change_bitmap(vm, disk, "asked".to_owned(), BitmapChange::Remove).await;
     done(removed, "removing the bitmap");
 
     let held = exposed(agent, session).await;

@@ -11,7 +11,7 @@
 //! second nothing is left here: what is kept is removed, durably, before its VM's first filter is started.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -42,6 +42,9 @@ const TICK: Duration = Duration::from_millis(20);
 
 /// The longest file of a disk's bitmaps, in bytes, with the line above it: names and identities of a chain of layers.
 const FILE_MAX: u64 = (BITMAPS_MAX * BITMAP_BYTES_MAX) as u64 + (1 << 20);
+
+/// The file, in the run directory of a VM, that says that its last filter has ended in order.
+const ALL_MARKED: &str = "all-marked";
 
 /// Where the bitmaps of VMs are that are off.
 #[derive(Clone, Debug)]
@@ -104,8 +107,9 @@ impl BitmapFiles {
         match written.and_then(|()| options()) {
             Ok(file) => Ok(Some(file)),
             Err(error) => {
-                // Its guest is served all the same.
+                // Its guest is served all the same. What is there would miss what it writes.
                 tracing::warn!(%disk, %error, "the dirty bitmaps of a disk end with its filter");
+                remove_if_there(&path).map_err(internal)?;
                 Ok(None)
             }
         }
@@ -136,10 +140,10 @@ impl BitmapFiles {
         disk: &DiskSpec,
     ) -> Result<(), Problem> {
         let began = Instant::now();
-        let Ok(bitmaps) = std::fs::read(in_run_directory(directory, disk.disk)) else {
-            return Ok(());
-        };
-        if !has_any(&bitmaps) {
+        let mut bitmaps = Vec::new();
+        let Ok(file) = File::open(in_run_directory(directory, disk.disk)) else { return Ok(()) };
+        file.take(FILE_MAX).read_to_end(&mut bitmaps).map_err(internal)?;
+        if !directory.inside(ALL_MARKED).exists() || !has_any(&bitmaps) {
             return Ok(());
         }
         sleep(TICK);
@@ -149,24 +153,47 @@ impl BitmapFiles {
             layers::open(&home, disk.disk, image, Access::BesideGuest)?;
         let files = left(own.iter().chain([&image]).chain(&layers)).map_err(internal)?;
         let Some(files) = files else { return Ok(()) };
-        // Who waits for this has not said yet that the VM is off.
-        if began.elapsed() > SHORT_TIMEOUT {
-            return Err(Problem::new(ErrorCode::TimedOut, "its datastore has answered too late"));
-        }
         let mut kept = serde_json::to_vec(&Left { version: VERSION, files }).map_err(internal)?;
         kept.push(b'\n');
         kept.extend(bitmaps);
         atomic_file::private_directory(&self.directory).map_err(internal)?;
-        atomic_file::write(&self.path(disk.disk), &kept, PRIVATE).map_err(internal)
+        let kept = atomic_file::prepare(&self.path(disk.disk), &kept, PRIVATE).map_err(internal)?;
+        // Who waits for this has not said yet that the VM is off.
+        if began.elapsed() > SHORT_TIMEOUT {
+            return Err(Problem::new(ErrorCode::TimedOut, "its datastore has answered too late"));
+        }
+        kept.put().map_err(internal)
+    }
+
+    /// Removes what is kept of a disk that something else is about to write to. A crash could lose the time of that write, and keep the write
+    /// itself. Blocks.
+    ///
+    /// # Errors
+    /// Those of the file system: it is still believed.
+    pub fn distrust(&self, disk: DiskId) -> Result<(), Problem> {
+        self.take(disk).map(drop).map_err(internal)
     }
 
     /// Removes what is kept of a disk that is deleted, or not this host's any more.
     pub fn forget(&self, disk: DiskId) {
-        if let Err(error) = std::fs::remove_file(self.path(disk))
-            && error.kind() != ErrorKind::NotFound
-        {
+        if let Err(error) = remove_if_there(&self.path(disk)) {
             tracing::warn!(%disk, %error, "the dirty bitmaps of a disk are left");
         }
+    }
+}
+
+/// Notes that the last filter of a VM has ended in order: nothing that it had begun is left to be done, unmarked.
+///
+/// # Errors
+/// Those of the file system.
+pub fn note_all_marked(directory: &ProcessDir) -> io::Result<()> {
+    File::create(directory.inside(ALL_MARKED)).map(drop)
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -194,6 +221,10 @@ fn left<'a>(files: impl Iterator<Item = &'a File>) -> io::Result<Option<Vec<Left
                 return Ok(None);
             }
             let about = file.metadata()?;
+            // Some file systems have whole seconds: two changes in one of them look alike.
+            if about.ctime_nsec() == 0 {
+                return Ok(None);
+            }
             let changed = (about.ctime(), about.ctime_nsec());
             Ok(Some(LeftFile { inode: about.ino(), length: about.len(), changed }))
         })

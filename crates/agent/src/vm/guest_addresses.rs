@@ -18,6 +18,9 @@ use crate::hypervisor::qmp::Qmp;
 /// wait for it.
 const GOOD_FOR: Duration = Duration::from_secs(60);
 
+/// How long they are shown where the guest does not answer any more.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(300);
+
 /// See the module.
 #[derive(Default)]
 pub struct GuestAddresses {
@@ -87,6 +90,10 @@ impl GuestAddresses {
         let said = match answer {
             Answer::Said(said) => said,
             Answer::NotThere => Vec::new(),
+            // Another machine may have the address by now.
+            Answer::None if self.said_at.is_some_and(|then| then.elapsed() >= FORGOTTEN_AFTER) => {
+                Vec::new()
+            }
             Answer::None => return,
         };
         let reached = said.iter().any(|said| !is_link_local(said.address));
@@ -128,6 +135,12 @@ mod tests {
         known.begin(async { Answer::None });
         known.answered().await;
         assert_eq!((known.said(), known.are_due()), (&said("192.0.2.7")[..], true));
+        advance(FORGOTTEN_AFTER).await;
+        known.begin(async { Answer::None });
+        known.answered().await;
+        assert!(known.said().is_empty(), "it says nothing for minutes");
+        known.begin(async { Answer::Said(said("192.0.2.7")) });
+        known.answered().await;
         known.begin(async { Answer::NotThere });
         known.answered().await;
         assert!(known.said().is_empty());

@@ -597,6 +597,11 @@ impl Owner {
         self.may_register(&spec)?;
         if self.spec.key.is_some() && spec.key.is_none() {
             self.require_nothing_sealed().await?;
+            if self.running().is_some_and(|running| running.dumping.is_some()) {
+                let what = "has a core dump written under its key: try again when that is done";
+                let detail = format!("VM '{}' {what}", self.spec.name);
+                return Err(Problem::new(ErrorCode::TimedOut, detail));
+            }
         }
         if self.has_guest() {
             return self.set_running(spec).await;

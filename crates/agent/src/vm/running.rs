@@ -11,6 +11,7 @@ use vmseal_api::host::{Notice, NoticeCode, StopReason, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use super::bitmap_files;
 use super::guest_addresses::GuestAddresses;
 use super::panicking::PanicDumping;
 use super::sending::{Sending, SendingEvent};
@@ -273,7 +274,13 @@ impl Running {
         };
         let result = self.control.shut_down().await;
         match &result {
-            Ok(()) => filter.end_within(filter::SHUTDOWN_TIMEOUT).await,
+            Ok(()) => {
+                let ended = filter.end_within(filter::SHUTDOWN_TIMEOUT).await;
+                if let Err(error) = bitmap_files::note_all_marked(&self.directory) {
+                    tracing::warn!(%error, "the dirty bitmaps of the VM are not kept");
+                }
+                ended
+            }
             Err(error) => {
                 tracing::warn!(%error, "the filter did not end cleanly");
                 filter.kill();

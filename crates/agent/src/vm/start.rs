@@ -3,6 +3,7 @@
 //! Every process is on record before it runs, and the guest runs only when all disks are connected. When a
 //! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -41,6 +42,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record};
 use crate::process::users::Slot;
 use crate::storage::medium;
+use crate::storage::timed;
 
 /// QEMU's status of a guest that has not run yet.
 const NOT_STARTED: &str = "prelaunch";
@@ -203,7 +205,12 @@ pub async fn examine(
 ) -> Result<(), Problem> {
     drop(shared.firmware.code(spec.hardware.firmware)?);
     check_machine(shared, spec, boot_once)?;
-    medium::open(&spec.hardware, &shared.transfer).await?;
+    if let Some(path) = spec.hardware.medium() {
+        // What waits here is the owner of the VM.
+        let (path, transfer) = (path.to_owned(), shared.transfer.clone());
+        let open = move |path: &Path| medium::open_file(path, &transfer).map(drop);
+        timed::call(&path.clone(), move || open(&path)).await?;
+    }
     if spec.hardware.tpm { shared.swtpm.examine() } else { Ok(()) }
 }
 

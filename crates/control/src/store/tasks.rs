@@ -182,7 +182,16 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
                 return Err(StoreError::from(error).into());
             }
             let does = match claim {
-                Claim::Vm(_) => format!("works on VM '{}'", task.target),
+                // Of a clone that may be the VM that it is made of.
+                Claim::Vm(vm) => {
+                    let name: Option<String> =
+                        sqlx::query_scalar("SELECT name FROM vms WHERE id = $1")
+                            .bind(vm.to_string())
+                            .fetch_optional(&mut *to)
+                            .await
+                            .map_err(StoreError::from)?;
+                    format!("works on VM '{}'", name.as_ref().unwrap_or(&task.target))
+                }
                 Claim::Backup(_) => "restores this backup as another VM, or deletes it".to_owned(),
             };
             let detail =

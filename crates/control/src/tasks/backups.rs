@@ -256,6 +256,8 @@ impl Step for BackupStep {
                 cancel(run, verification(run, None).await?).await?;
                 record_failed(run, cause).await
             }
+            // Of a backup that was deleted meanwhile nothing was read.
+            Self::WriteImages if find(run).await?.is_none() => Ok(()),
             Self::WriteImages => cancel(run, restoration(run, None).await?).await,
             Self::RecordVerified => set_verified(run, None).await,
             // There are no other disks yet.

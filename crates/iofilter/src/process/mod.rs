@@ -381,7 +381,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         None => None,
     };
     let queues = config::queues(config);
-    let disk = with_bitmaps(Disk::of(stack, read_only, all), config, handles);
+    let disk = with_bitmaps(Disk::of(stack, read_only, all), config, handles)?;
     let convert = config.convert.as_ref();
     let convert = convert.map(|spec| convert::open(config, spec, &disk, handles)).transpose()?;
     let mirrored = copy.map(|copy| copy.between(&disk, queues, all)).transpose()?;
@@ -493,17 +493,25 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     })
 }
 
-/// The disk with the bitmaps that its file keeps. One whose file cannot be used has none: that is no reason not to serve it.
-fn with_bitmaps(disk: Disk, config: &DiskConfig, handles: &mut Handles) -> Disk {
-    let Some(handle) = &config.bitmaps else { return disk };
-    let file = handles.file(handle, true).map_err(|error| error.to_string());
-    let kept = file.and_then(|file| {
-        disk.clone().with_bitmaps_in(file.into()).map_err(|error| error.to_string())
-    });
-    kept.unwrap_or_else(|why| {
-        tracing::warn!(disk = %config.disk, why, "the dirty bitmaps of a disk end with this process");
-        disk
-    })
+/// The disk with the bitmaps that its file keeps. One whose file cannot be used has none, and the file is emptied: it would miss what is
+/// written.
+fn with_bitmaps(
+    disk: Disk,
+    config: &DiskConfig,
+    handles: &mut Handles,
+) -> Result<Disk, StartError> {
+    let Some(handle) = &config.bitmaps else { return Ok(disk) };
+    let what = || format!("disk {}, the file of its dirty bitmaps", config.disk);
+    let file = handles.file(handle, true);
+    let file = File::from(file.map_err(|error| StartError::Handle { what: what(), error })?);
+    match disk.clone().with_bitmaps_in(file.try_clone()?) {
+        Ok(kept) => Ok(kept),
+        Err(error) => {
+            tracing::warn!(disk = %config.disk, %error, "the dirty bitmaps of a disk end with this process");
+            file.set_len(0)?;
+            Ok(disk)
+        }
+    }
 }
 
 /// The file that a disk is exported to.

@@ -70,7 +70,7 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
             new()
                 .with(
                     routes!(vms::start),
-                    [AsksHost, NeedsState, NeedsKey, NeedsMachine, StartsTask],
+                    [AsksHost, NeedsState, NeedsKey, NeedsMachine, OpensDisk, StartsTask],
                 )
                 .with(routes!(vms::stop), [AsksHost, NeedsState, StartsTask])
                 .with(routes!(vms::suspend), [AsksHost, NeedsState, NeedsKey, StartsTask])
@@ -127,10 +127,13 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                     routes!(vm_devices::add_disk),
                     [Names, TakesName, NeedsState, AsksHost, NeedsMachine, NeedsRoom, StartsTask],
                 )
-                .with(routes!(vm_devices::remove_disk), [AsksHost, NeedsState, StartsTask])
+                .with(
+                    routes!(vm_devices::remove_disk),
+                    [AsksHost, NeedsState, NeedsUnused, StartsTask],
+                )
                 .with(
                     routes!(vm_devices::resize_disk),
-                    [AsksHost, NeedsState, NeedsRoom, StartsTask],
+                    [AsksHost, NeedsState, NeedsUnused, NeedsRoom, StartsTask],
                 )
                 .with(
                     routes!(vm_devices::add_tpm),
@@ -146,7 +149,17 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 .with(routes!(backups::verify), [AsksHost, NeedsState, StartsTask])
                 .with(
                     routes!(backups::restore),
-                    [Names, TakesName, NeedsState, AsksHost, ReadsFiles, StartsTask],
+                    [
+                        Names,
+                        TakesName,
+                        NeedsState,
+                        AsksHost,
+                        AsksProvider,
+                        NeedsMachine,
+                        NeedsRoom,
+                        ReadsFiles,
+                        StartsTask,
+                    ],
                 )
                 .with(routes!(backups::delete), [NeedsUnused, StartsTask])
                 .with(routes!(dumps::delete), [AsksHost, NeedsState, StartsTask])

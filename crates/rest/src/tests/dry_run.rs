@@ -257,7 +257,7 @@ async fn what_the_host_refuses_is_refused_by_dry_runs_in_the_same_words() {
     api.done(api.post("vms", vm()).await).await;
     let agent = &api.fixture.agent;
     let start = || (Method::POST, "vms/web/start", Value::Null);
-    let grow = || (Method::POST, "vms/web/disks/root/resize", json!({ "size": 1 << 22 }));
+    let grow = || (Method::POST, "vms/web/disks/data/resize", json!({ "size": 1 << 22 }));
     let disk = json!({ "name": "more", "datastore": "local", "size": 1 << 20 });
     let add = || (Method::POST, "vms/web/disks", disk.clone());
 

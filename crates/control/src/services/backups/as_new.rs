@@ -9,7 +9,7 @@ use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::version::RESTORE_AS;
 use vmseal_api::host::{Allocation, Device, DiskFacts, DiskLimits, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId, check_name};
-use vmseal_api::model::{Lifecycle, Task};
+use vmseal_api::model::{BackupState, Lifecycle, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RestoreBackup;
 
@@ -20,7 +20,7 @@ use crate::services::caller::{Caller, Privilege};
 use crate::services::create_vm::provider_of;
 use crate::services::vms::begin;
 use crate::services::{Outcome, Services, hardware, nics, room};
-use crate::store::backups::Backup;
+use crate::store::backups::{self, Backup};
 use crate::store::vms::Vm;
 use crate::store::{Write, disks, policies};
 use crate::tasks::adopt_vm;
@@ -43,11 +43,20 @@ pub(super) async fn restore(
     let manifest = manifest_of(services, backup).await?;
     if manifest.vm.key.is_some() {
         caller.require(Privilege::Clone)?;
+        // That host gets the key of a VM which another one runs.
+        if of.vm.as_ref().is_some_and(|vm| vm.host != backup.host) {
+            caller.require(Privilege::Migrate)?;
+        }
     }
     require_feature(services, backup)?;
     let machine = &manifest.vm.hardware;
     hardware::examine(services, backup.host, &backup.host_name, machine).await?;
     let mut write = services.store.write().await?;
+    // It may have been deleted meanwhile.
+    let known = backups::get(&mut write, backup.id).await?;
+    if known.is_none_or(|known| known.state != BackupState::Ready) {
+        return Err(Problem::not_found("backup", &backup.name));
+    }
     let (vm, operation) = reserve(services, &mut write, backup, &manifest, request).await?;
     room::check_memory(services, vm.host, &vm.host_name, vm.memory)?;
     let made = disks::of_vm(&mut write, vm.id).await?;

@@ -70,6 +70,8 @@ async fn is_needed(run: &Run<'_>) -> Result<bool, StepError> {
 /// Records that the VM has no key, if none of its disks is encrypted. Its host is asked first: it refuses while memory or a core dump is under the
 /// key, which could have come since the disks were copied.
 async fn take(run: &Run<'_>) -> Result<(), StepError> {
+    // An agent that has just started knows the key then, and what is under it.
+    register(run).await?;
     register_without_key(run.store(), run.hosts(), run.vm_id).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
