@@ -1,6 +1,6 @@
 //! What dies exactly before a step of what an operator does to a VM that runs, or after it and before that is recorded: server, agent,
 //! filter and QEMU, while fio in the guest writes and verifies. Each operation goes on or is undone, a retry works, and no write is
-//! lost. A run tries one moment of each operation, chosen by a seed that is printed; with `VMSEAL_ALL`, all of them.
+//! lost. A run tries one moment of some of the operations, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -125,6 +125,10 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     for turn in turns {
         let mut reached = false;
         for operation in operations(&to) {
+            if turn.is_none() && !random.bool() {
+                without_holding(&held, || here.vmseal(&operation).unwrap());
+                continue;
+            }
             // A guest that is suspended has neither.
             let alive = operation[1] != "resume";
             let of_run = || {

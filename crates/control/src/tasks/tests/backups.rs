@@ -13,6 +13,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::{CreateBackup, CreateVm, MigrateVm, RestoreBackup};
 use vmseal_secret::sealed_box::Recipient;
 
+use super::mirror::one_of;
 use super::*;
 use crate::services::{Caller, Outcome, Services, backups as service, create_vm, migrate, vm_tpm};
 use crate::store::disks::Disk;
@@ -347,19 +348,10 @@ async fn a_backup_is_verified_or_not() {
     matrix(Kind::Backup(Backup::Verify)).await;
 }
 
-#[tokio::test]
-async fn a_restore_is_done_or_nothing_has_changed() {
-    matrix(Kind::Backup(Backup::Restore)).await;
-}
-
-#[tokio::test]
-async fn a_deleted_vm_is_restored_or_nothing_of_it_is_there() {
-    matrix(Kind::Backup(Backup::RestoreDeleted)).await;
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_backup_is_restored_as_another_vm_or_nothing_of_that_is_there() {
-    matrix(Kind::Backup(Backup::RestoreAs)).await;
+async fn a_backup_is_restored_or_nothing_has_changed() {
+    let kinds = [Backup::Restore, Backup::RestoreDeleted, Backup::RestoreAs];
+    one_of(&kinds, Kind::Backup).await;
 }
 
 /// Fails the last step permanently, and injects a fault into the undoing of every step.

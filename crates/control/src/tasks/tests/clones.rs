@@ -7,6 +7,7 @@ use vmseal_api::host::DiskRole;
 use vmseal_api::id::{SnapshotId, TaskId};
 use vmseal_api::model::SnapshotState;
 
+use super::mirror::one_of;
 use super::snapshots::{on_host, rows, taken};
 use super::*;
 use crate::operation::{Copies, Temporary};
@@ -187,19 +188,9 @@ async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
     assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
 }
 
-#[tokio::test]
-async fn a_vm_is_cloned_or_nothing_of_the_clone_is_left() {
-    matrix(Kind::Clone(Cloned::Off)).await;
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_vm_that_runs_is_cloned_or_nothing_of_the_clone_and_its_snapshot_is_left() {
-    matrix(Kind::Clone(Cloned::Running)).await;
-}
-
-#[tokio::test]
-async fn a_vm_is_cloned_as_a_linked_one_or_nothing_of_the_clone_is_left() {
-    matrix(Kind::Clone(Cloned::Linked)).await;
+async fn a_vm_that_is_off_or_runs_is_cloned_or_nothing_of_the_clone_is_left() {
+    one_of(&[Cloned::Off, Cloned::Running, Cloned::Linked], Kind::Clone).await;
 }
 
 /// Fails the commit step permanently, and injects a fault into the undoing of every step before it.
