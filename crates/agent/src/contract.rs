@@ -680,6 +680,8 @@ pub async fn third_run(agent: &dyn HostAgent, (mut session, died): (Session, Sto
     done(agent.power_on(vm).await, "starting");
     let runs = session.wait(agent, "running", |state| state.power == Power::Running).await;
     assert_eq!(runs.died, None, "it runs");
+    let kept = bitmaps::named(agent, &session).await;
+    assert!(kept.is_empty(), "those of a VM that ended without its filter are kept: {kept:?}");
     console(agent, &session).await;
     examine::running(agent, &session).await;
     running::grown(agent, &mut session).await;

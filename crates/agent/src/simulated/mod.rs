@@ -465,6 +465,8 @@ impl SimulatedHost {
             known.restarts.served(now);
             return inside.agent.publish(vm);
         }
+        // Nobody knows what the last one had begun.
+        inside.persisted.bitmaps.remove(&vm);
         drop(inside);
         self.stop_guest(vm, StopReason::FilterDied);
     }
