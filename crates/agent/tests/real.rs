@@ -423,7 +423,10 @@ async fn a_guest_waits_for_its_disks_until_they_can_be_served() {
         let down = wait(&*agent, vm, |state| told(state, NoticeCode::DisksDown).is_some()).await;
         assert_eq!(down.power, Power::Running);
         let lost = agent.bitmaps(vm, disk).await.unwrap_err();
-        assert!(lost.code == ErrorCode::WrongState && lost.detail.contains("are lost"), "{lost}");
+        assert!(
+            lost.code == ErrorCode::WrongState && lost.detail.contains("waits for another filter"),
+            "{lost}"
+        );
         if ending {
             agent.power_off(vm, PowerOff::Force).await.unwrap();
             bench.nothing_runs();
