@@ -10,7 +10,7 @@ use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
-use super::{Session, done, pace, refused};
+use super::{Session, console, done, pace, refused};
 
 /// The job that moves one disk, which stays as it is.
 pub fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
@@ -93,6 +93,8 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     done(agent.power_on(vm).await, "starting");
     session.power(agent, Power::Running).await;
+    // A guest that boots does not hear what is typed.
+    console(agent, session).await;
     suspend(agent, session).await;
     let before = session.disk(0).facts.clone();
     let seen = mirrored(agent, session, disk, copy(disk, true)).await;
