@@ -93,7 +93,7 @@ pub fn check<'a>(
 ///
 /// ```text
 ///    0  magic | 8  the disk's size in bytes | 16  the granule, as a power of 2
-///   64  for each of the 4 bitmaps, 128 bytes: in use 0 or 1 | since, in microseconds from 1970 on | the name's length | the name
+///   64  for each of the 4 bitmaps, 128 bytes: in use 0 or 1 | since, in nanoseconds from 1970 on | the name's length | the name
 /// 4096  for each of them: a bit for each granule, 1 if it is dirty, in words of 64 bits, the lowest first; up to a multiple of 4096
 /// ```
 pub mod file {

@@ -338,13 +338,13 @@ mod tests {
 
     /// Fields that no command has an option for.
     const UNTOLD: [&str; 8] = [
-        // Its caller says which disk it is about.
+        // The caller of the check adds the field.
         "",
-        // An older host: what is asked of it is in the message.
+        // The host is too old for a device: the message names the device.
         "hardware",
-        // Of the program itself, when a machine joins.
+        // The agent sends it when its machine joins.
         "certificate_request",
-        // Of another control plane that sends a VM.
+        // Another control plane sends these with a VM.
         "arrival",
         "key",
         "vm.disks",

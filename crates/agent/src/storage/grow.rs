@@ -72,7 +72,10 @@ impl Growth {
     /// # Errors
     /// As [`Growth::make`].
     pub fn examine(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
-        self.open(check).map(drop)
+        match mirror::has_its_names(&self.spec, &self.disk)? {
+            true => self.open(check).map(drop),
+            false => Ok(()),
+        }
     }
 
     /// Opens the image, and checks that it may grow and has room.

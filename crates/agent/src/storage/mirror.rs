@@ -527,6 +527,16 @@ pub fn as_it_is(
     }
 }
 
+/// Whether the files of a disk have their names: not yet where its copy has pivoted a moment ago, which its VM's owner puts right. Who only
+/// asks, or reads beside that owner, renames nothing. Blocks.
+///
+/// # Errors
+/// Those of the notes.
+pub fn has_its_names(spec: &VmSpec, disk: &DiskSpec) -> Result<bool, Problem> {
+    let mirror = Mirror::find(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
+    Ok(mirror.is_none_or(|mirror| !mirror.pivoted || mirror.is_settled()))
+}
+
 fn open_copy(
     mirror: &Mirror,
     spec: &VmSpec,

@@ -6,7 +6,7 @@ use vmseal_secret::SecretBytes;
 
 use crate::storage::home::Home;
 use crate::storage::locked::Access;
-use crate::storage::mirror::as_it_is;
+use crate::storage::mirror::{as_it_is, has_its_names};
 use crate::storage::opening::{self, Open};
 use crate::storage::tpm_state;
 
@@ -49,7 +49,9 @@ pub fn examine(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<(), Problem> {
-    open(spec, disk, facts, kek, Access::Read)?;
+    if has_its_names(spec, disk)? {
+        open(spec, disk, facts, kek, Access::Read)?;
+    }
     if disk.role == DiskRole::Tpm {
         let home = Home::of(&disk.datastore, spec.vm)?;
         tpm_state::read(&home.tpm_state(disk.disk))?;

@@ -60,8 +60,8 @@ pub(super) async fn place(
     Ok(made)
 }
 
-/// Cards like those of another VM, for one that is to be made: with addresses of their own, and ports of the host that are chosen
-/// when it starts.
+/// Gives a new VM cards like those of another VM. Each gets a MAC address of its own; the ports of the host that are forwarded are chosen when
+/// the VM starts.
 pub(super) async fn place_alike(
     write: &mut Write<'_>,
     of: impl IntoIterator<Item = NicSpec>,

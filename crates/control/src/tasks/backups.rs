@@ -201,6 +201,7 @@ impl Step for BackupStep {
             | Self::UseImages
             | Self::UseFirstImages
             | Self::RecordRestored
+            | Self::RecordVm
             | Self::RemoveFiles
             | Self::DestroyKeys => WaitPolicy::BOTH,
             _ => WaitPolicy::NONE,

@@ -80,7 +80,8 @@ impl Step for CloneVmStep {
 
     fn wait_policy(&self) -> WaitPolicy {
         match self {
-            Self::DropSnapshot => WaitPolicy::BOTH,
+            // Hours of copying are not thrown away because the host is away for a while.
+            Self::Record | Self::DropSnapshot => WaitPolicy::BOTH,
             _ => WaitPolicy::NONE,
         }
     }
@@ -162,6 +163,14 @@ async fn unreserve(run: &Run<'_>) -> Result<(), StepError> {
         write.commit().await?;
     }
     create_vm::remove_rows(run).await
+}
+
+/// What a task may have left that could not be undone, for people.
+pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
+    let (of, snapshot) = (copies.vm, copies.snapshot.filter(|_| copies.temporary.is_some())?);
+    Some(format!(
+        "snapshot {snapshot} of VM {of}, which was taken for the clone, may be left (vmseal snapshot list {of}); the next clone or backup of that VM drops it"
+    ))
 }
 
 /// The problem of a failure after the commit step.

@@ -174,7 +174,10 @@ impl Runner<'_> {
                 None => self.end_undone().await,
             },
             Err(StepFailure { problem, .. }) => {
-                let detail = format!("{cause}; and undoing '{}' failed: {problem}", step.title());
+                let left = steps::may_be_left(&self.task.operation);
+                let left = left.map_or_else(String::new, |left| format!(". Besides, {left}"));
+                let detail =
+                    format!("{cause}; and undoing '{}' failed: {problem}{left}", step.title());
                 self.task.problem = Some(Problem::new(problem.code, detail));
                 self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
             }

@@ -97,6 +97,14 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
     }
 }
 
+/// What a task may have left that could not be undone, for people.
+pub(super) fn may_be_left(operation: &Operation) -> Option<String> {
+    match operation {
+        Operation::CreateVm { copies: Some(copies), .. } => clone_vm::may_be_left(copies),
+        _ => None,
+    }
+}
+
 /// The title of the step that a task is at, or failed at.
 pub(crate) fn title(task: &Task) -> &str {
     let name = match (&task.failed_step, task.ended) {

@@ -16,7 +16,7 @@ use crate::storage::builder::internal;
 use crate::storage::cloning::Lent;
 use crate::storage::image::Image;
 use crate::storage::locked::Access;
-use crate::storage::mirror::as_it_is;
+use crate::storage::mirror::{as_it_is, has_its_names};
 use crate::storage::opening;
 
 /// The image of a disk of this size, in bytes, with what `lent` tells its guest, for a clone of its VM. Blocks.
@@ -40,6 +40,12 @@ fn refused(lent: &Lent, why: &str) -> Problem {
 
 /// What the disk holds.
 fn decrypted(lent: &Lent) -> Result<LockedFile, Problem> {
+    if !has_its_names(&lent.spec, &lent.disk)? {
+        let (disk, vm) = (&lent.disk.name, &lent.spec.name);
+        let what =
+            format!("disk '{disk}' of VM '{vm}' has just been copied: try again in a moment");
+        return Err(Problem::new(ErrorCode::TimedOut, what));
+    }
     let (disk, facts) = as_it_is(&lent.spec, &lent.disk, &lent.facts, Access::Read)?;
     if disk.size > CLOUD_INIT_DISK_SIZE {
         return Err(refused(lent, "it is longer"));

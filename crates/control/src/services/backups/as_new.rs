@@ -135,7 +135,7 @@ pub(crate) async fn reserve(
     Ok((vm, operation))
 }
 
-/// The disk of a TPM that is to be made, where the VM's first disk is.
+/// Defines the disk of the new VM's TPM, on the datastore of its first disk.
 fn tpm_beside(first: &DiskSpec) -> DiskSpec {
     DiskSpec {
         disk: DiskId::new(),
@@ -151,7 +151,7 @@ fn tpm_beside(first: &DiskSpec) -> DiskSpec {
     }
 }
 
-/// What is not as people may think.
+/// What the dry run warns of: what the new VM shares with the other one, and what it does not get.
 fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> Vec<String> {
     let mut warnings = Vec::new();
     if is_encrypted(manifest) {

@@ -83,7 +83,7 @@ impl Kept {
         let mut name = vec![0; length.filter(|length| *length <= BITMAP_NAME_MAX)?];
         self.memory.as_volatile_slice().read_slice(&mut name, slot_at(slot) + NAME_AT).ok()?;
         let name = String::from_utf8(name).ok().filter(|name| check_name(name).is_ok())?;
-        let since = Timestamp::from_microsecond(field(SINCE_AT)?.cast_signed()).ok()?;
+        let since = Timestamp::from_nanosecond(field(SINCE_AT)?.into()).ok()?;
         Some((name, since))
     }
 
@@ -100,7 +100,8 @@ impl Kept {
             return;
         }
         put(NAME_LENGTH_AT, name.len() as u64);
-        put(SINCE_AT, since.as_microsecond().cast_unsigned());
+        // A clock that is before 1970 or after 2554 gives 1970.
+        put(SINCE_AT, u64::try_from(since.as_nanosecond()).unwrap_or(0));
         // Last: who finds this finds the rest.
         put(IN_USE_AT, 1);
     }
