@@ -16,7 +16,7 @@ pub enum BitmapError {
     Exists(String),
     /// There is no bitmap of that name.
     #[error(
-        "there is no bitmap '{0}'; it ends when others write to its disk, and when the host does: make a full backup, and start one"
+        "there is no bitmap '{0}'. A bitmap is lost when something else than the guest writes to its disk, and when the host crashes: make a full backup, and add a bitmap again"
     )]
     Unknown(String),
     /// The disk has the maximum number of bitmaps.

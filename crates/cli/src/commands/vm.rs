@@ -19,7 +19,7 @@ use crate::stream::say;
 use crate::{disk_option, first_boot, libvirt, nic_option};
 
 /// What a clone is that has no data for cloud-init.
-const SAME_GUEST: &str = "Its guest has the host name, SSH host keys and machine id of the other one. Data for cloud-init (--ssh-key, --cloud-init) makes new ones in images that use it; else change them in the guest.";
+const SAME_GUEST: &str = "Its guest has the host name, SSH host keys and machine id of the other one. Data for cloud-init (--ssh-key, --cloud-init) sets a new host name and makes new SSH host keys in images that use it. Change the machine id in the guest.";
 
 /// What a clone is that has the data for cloud-init of the other VM.
 const TOLD_THE_SAME: &str = "Cloud-init in it is told what it is told in the other VM, with another instance id: it sets the guest up anew, as at a first boot. If that is not wanted, remove the disk before the clone starts (vmseal disk remove VM cloud-init).";

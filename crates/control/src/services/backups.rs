@@ -25,13 +25,13 @@ use super::vms::{
     begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
     require_ready,
 };
-use super::{Outcome, PageRequest, Services, features, temporary_snapshot};
+use super::{Outcome, PageRequest, Services, features, redundancy, temporary_snapshot};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 use crate::store::vms::Vm;
-use crate::store::{Write, datastores, policies, vms};
+use crate::store::{Write, datastores, disks, policies, vms};
 use crate::tasks::adopt_vm;
 use crate::tasks::backups::{digest_of, is_beside, place};
 use crate::tasks::temporary_snapshot::Purpose;
@@ -467,7 +467,7 @@ fn restored(
             let (was, is) =
                 if then { ("encrypted", "is not") } else { ("in the clear", "is encrypted") };
             return Err(refused(format!(
-                "disk '{}' was {was} when it was backed up, and {is} now, and a VM's disks are as its policy has them: {otherwise}",
+                "disk '{}' was {was} when it was backed up, and {is} now, so this backup cannot be restored into this VM: {otherwise}",
                 entry.name
             )));
         }
@@ -499,11 +499,21 @@ async fn restore_deleted(
     let definition = define(&mut write, backup, &manifest, request).await?;
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
-    let disks = definition.spec.disks().map(|disk| disk.disk).collect();
+    let made = disks::of_vm(&mut write, vm.id).await?;
+    require_places(&mut write, &vm, &made).await?;
+    let disks = made.iter().map(|disk| disk.id).collect();
     let (backup, digest) = (backup.id, digest_of(&manifest));
     let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest: digest };
     let begun = begin(services, write, operation, &vm, caller, dry_run).await;
     begun.map(|begun| warned(begun, &manifest, "the VM will not have it"))
+}
+
+/// Refuses disks in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
+async fn require_places(write: &mut Write<'_>, vm: &Vm, made: &[Disk]) -> Result<(), Problem> {
+    let policy = policies::find(write, &vm.policy.to_string()).await?;
+    let policy = policy.ok_or_else(|| Problem::not_found("policy", vm.policy.to_string()))?;
+    policy.require_messenger(made)?;
+    redundancy::require(write, &policy, made).await
 }
 
 /// The VM that a manifest describes, on the datastores that its host has still, or on the one that is asked for.

@@ -196,7 +196,7 @@ enum Told {
 }
 
 /// What a clone without data for cloud-init is.
-const SAME_GUEST: &str = "the guest keeps its host name, SSH host keys and machine id: give data for cloud-init (--ssh-key, --cloud-init), which makes new ones in images that use it, or change them in the guest";
+const SAME_GUEST: &str = "the guest keeps its host name, SSH host keys and machine id: give data for cloud-init (--ssh-key, --cloud-init), which sets a new host name and makes new SSH host keys in images that use it, or change them in the guest";
 
 fn is_for_cloud_init(disk: &Disk) -> bool {
     disk.role == DiskRole::CloudInit

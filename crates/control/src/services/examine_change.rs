@@ -48,6 +48,13 @@ pub(super) async fn ask(
     match agent.examine_change(vm.id, change).await {
         // The task delivers the key.
         Err(problem) if problem.code == ErrorCode::Locked => not_asked(&problem.detail),
+        // The task tries again: a guest boots, or a filter has just been started again.
+        Err(problem) if problem.code == ErrorCode::TimedOut && !problem.in_doubt => {
+            let why = &problem.detail;
+            Ok(Some(format!(
+                "host '{host}' cannot do it now, and the task tries for about a minute: {why}"
+            )))
+        }
         answer => answer.map(|()| None),
     }
 }

@@ -355,12 +355,12 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
 
 /// Refuses what would leave core dumps behind that no key opens, or that are not as the VM's disks are. Returns how many follow.
 async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
-    if !wanted.moves_first_disk() && wanted.policy.is_none() {
-        return Ok(0);
-    }
     if wanted.operation.is_in_place() {
         let what = "they would not be encrypted as the VM is";
         super::dumps::require_none(services, &wanted.vm, what).await?;
+        return Ok(0);
+    }
+    if !wanted.moves_first_disk() && wanted.policy.is_none() {
         return Ok(0);
     }
     let count = super::dumps::count(services, &wanted.vm).await?;

@@ -1,13 +1,13 @@
 //! Suspending VMs, and resuming them.
 
-use vmseal_api::host::Power;
 use vmseal_api::host::version::SUSPEND;
+use vmseal_api::host::{Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::caller::{Caller, Privilege};
 use super::vms::{begin, check_key, find, power, require_ready, word};
-use super::{Outcome, Services, features};
+use super::{Outcome, Services, examine_change, features};
 use crate::operation::Operation;
 use crate::store::vms;
 
@@ -68,7 +68,9 @@ pub async fn resume(
     check_key(services, &vm)?;
     let write = services.store.write().await?;
     let operation = Operation::StartVm { vm: vm.id, boot_once: None };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    let change = VmChange::Start { first: None, discard_memory: false };
+    examine_change::of_plan(services, &vm, change, begun).await
 }
 
 #[cfg(test)]

@@ -689,14 +689,18 @@ async fn tell_restored(
 
 /// The VM is as it was, and no VM that is being made any more.
 async fn record_vm(run: &Run<'_>) -> Result<(), StepError> {
-    let (vm, backup) = (run.vm().await?, backup(run).await?);
+    let backup = backup(run).await?;
     {
         let _unchanged = run.hosts().lock(run.vm_id).await;
-        let mut write = run.store().write().await?;
-        set_facts(run, &mut write).await?;
-        vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
-        tell_restored(run, &mut write, &vm, &backup).await?;
-        write.commit().await?;
+        let vm = run.vm().await?;
+        // Not again where only the host has not answered: the event tells of one restore.
+        if vm.lifecycle != Lifecycle::Ready {
+            let mut write = run.store().write().await?;
+            set_facts(run, &mut write).await?;
+            vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
+            tell_restored(run, &mut write, &vm, &backup).await?;
+            write.commit().await?;
+        }
     }
     register(run).await
 }

@@ -169,7 +169,7 @@ async fn unreserve(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
     let (of, snapshot) = (copies.vm, copies.snapshot.filter(|_| copies.temporary.is_some())?);
     Some(format!(
-        "snapshot {snapshot} of VM {of}, which was taken for the clone, may be left (vmseal snapshot list {of}); the next clone or backup of that VM drops it"
+        "snapshot {snapshot} of VM {of}, which was taken for the clone, may be left (vmseal snapshot list {of}). The next backup of that VM drops it, and so does the next clone of it while it runs"
     ))
 }
 
@@ -177,7 +177,7 @@ pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
 pub(super) fn unfinished(copies: &Copies, target: &str, cause: &Problem) -> Problem {
     let of = copies.vm;
     let detail = format!(
-        "VM '{target}' is whole, but the snapshot that was taken of the VM that it is the clone of is not merged yet ({cause}): delete it once the cause is fixed (vmseal snapshot list {of})"
+        "VM '{target}' is complete, but the temporary snapshot of VM {of}, which it was copied from, could not be merged: {cause}. Mend that, then delete the snapshot (vmseal snapshot list {of}; vmseal snapshot delete)"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }

@@ -29,7 +29,7 @@ use vmseal_api::host::{
     DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec,
     MirrorJob, Power,
 };
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::DiskId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -463,7 +463,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
         set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
     }
-    set_dumps(&mut write, (vm.id, &known), copied, seen).await?;
+    set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
     tell(run, &mut write, &vm, &names, policy).await?;
     Ok(write.commit().await?)
@@ -472,7 +472,8 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
 /// Records how the core dumps are beside the first disk, where that is among the copied ones: they have followed it.
 async fn set_dumps(
     write: &mut Write<'_>,
-    (vm, known): (VmId, &[Disk]),
+    (vm, operation): (&Vm, &Operation),
+    known: &[Disk],
     copied: &[DiskId],
     seen: &[DiskState],
 ) -> Result<(), StepError> {
@@ -480,8 +481,10 @@ async fn set_dumps(
     let copied = first.filter(|first| copied.contains(&first.id));
     let seen = copied.and_then(|first| seen.iter().find(|seen| seen.disk == first.id));
     let Some(seen) = seen else { return Ok(()) };
-    let encrypted = is_encrypted(&seen.facts) || known.iter().any(stays_encrypted);
-    Ok(dumps::set_encrypted(write, vm, encrypted).await?)
+    // As the host does: it seals them where the VM has a key and keeps it.
+    let has_key = vm.key.is_some() && !matches!(operation, Operation::DecryptVm { .. });
+    let encrypted = has_key || is_encrypted(&seen.facts) || known.iter().any(stays_encrypted);
+    Ok(dumps::set_encrypted(write, vm.id, encrypted).await?)
 }
 
 fn is_encrypted(facts: &DiskFacts) -> bool {
@@ -576,7 +579,8 @@ async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
 
 /// Records which of the copied disks use their copies: for each what the host says.
 async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
-    let state = run.host_state(run.vm().await?.host, None).await?;
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
     let seen = state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks);
@@ -584,7 +588,7 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError>
     for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
         set_image(&mut write, disk).await?;
     }
-    set_dumps(&mut write, (run.vm_id, &known), copied, seen).await?;
+    set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     Ok(write.commit().await?)
 }
 

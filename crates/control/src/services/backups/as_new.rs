@@ -14,7 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RestoreBackup;
 
 use super::reader::{Reader, require_found};
-use super::{OfVm, define, manifest_of};
+use super::{OfVm, define, manifest_of, require_places};
 use crate::operation::{Definition, Operation};
 use crate::services::caller::{Caller, Privilege};
 use crate::services::create_vm::provider_of;
@@ -60,6 +60,7 @@ pub(super) async fn restore(
     let (vm, operation) = reserve(services, &mut write, backup, &manifest, request).await?;
     room::check_memory(services, vm.host, &vm.host_name, vm.memory)?;
     let made = disks::of_vm(&mut write, vm.id).await?;
+    require_places(&mut write, &vm, &made).await?;
     let mut begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     if let Outcome::Planned(plan) = &mut begun {
         plan.steps.insert(0, room::understood(&vm, &made));
@@ -156,7 +157,7 @@ fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> V
     let mut warnings = Vec::new();
     if is_encrypted(manifest) {
         warnings.push(format!(
-            "the new VM has a key of its own, and shares the data keys in backup '{}' with VM '{}', as far as that has kept them: vmseal vm recrypt {} --deep gives it others",
+            "the new VM has a key-encryption key of its own, and the data keys that are in backup '{}'. VM '{}' has the same data keys, unless it was encrypted, moved or deeply recrypted since; vmseal vm recrypt {} --deep gives the new VM its own",
             backup.name,
             of.name(),
             vm.name
