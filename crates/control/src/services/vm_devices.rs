@@ -8,7 +8,7 @@ use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, ResizeDisk};
+use vmseal_api::request::{AddDisk, CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, ResizeDisk};
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
@@ -26,12 +26,13 @@ pub async fn add_disk(
     services: &Services,
     caller: &Caller,
     vm: &str,
-    request: CreateDisk,
+    request: AddDisk,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
     let (vm, known) = find(services, vm).await?;
+    let (request, chosen) = on_datastore(request, &vm.name, &known)?;
+    check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
     require_ready(&vm)?;
     require_no_template(&vm)?;
     if known.iter().any(|disk| disk.encrypted) {
@@ -70,10 +71,37 @@ pub async fn add_disk(
         agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
         let change = VmChange::AddDisk { disk: Box::new(spec) };
         let mut plan = super::vms::plan(&task, &vm);
+        if let Some(chosen) = chosen {
+            plan.steps.insert(0, chosen);
+        }
         plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
         return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The disk on the datastore that it names, or else on that of the VM's first disk; then it is said which that is. The guest's
+/// disks come before the machine's own, and one that is detached does not count: a task makes or removes it.
+fn on_datastore(
+    request: AddDisk,
+    vm: &str,
+    known: &[Disk],
+) -> Result<(CreateDisk, Option<String>), Problem> {
+    if let Some(named) = request.datastore.clone() {
+        return Ok((request.on(named), None));
+    }
+    let of_vm = || known.iter().filter(|disk| !disk.detached);
+    let of_guest = of_vm().find(|disk| disk.role.is_data());
+    let first = of_guest.or_else(|| of_vm().next()).ok_or_else(|| {
+        let detail = format!("VM '{vm}' has no disk beside which it could be: name one");
+        Problem::invalid("datastore", detail)
+    })?;
+    let chosen = format!(
+        "choose datastore '{}', on which the VM's first disk '{}' is",
+        first.datastore_name, first.name
+    );
+    // By its id: datastores of several hosts may have one name.
+    Ok((request.on(first.datastore.datastore.to_string()), Some(chosen)))
 }
 
 /// The name of a field of `disks[0]`, for a request that has one disk.
@@ -312,4 +340,62 @@ pub async fn remove_nic(
     let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
     let operation = Operation::RemoveNic { vm: vm.id, nic, position };
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+    use vmseal_api::id::{DatastoreId, DiskId};
+
+    use super::*;
+
+    /// A disk on a datastore of its own, `NAMEs`.
+    fn disk(name: &str, role: DiskRole, detached: bool) -> Disk {
+        let location = DatastoreLocation::Dir { path: format!("/{name}").into() };
+        Disk {
+            id: DiskId::new(),
+            name: name.to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            datastore_name: format!("{name}s"),
+            size: 1 << 20,
+            encrypted: true,
+            role,
+            allocation: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            image: None,
+            facts: None,
+            deleting: false,
+            detached,
+        }
+    }
+
+    #[test]
+    fn a_disk_that_names_no_datastore_is_beside_the_first_one() {
+        let request = |datastore: Option<&str>| AddDisk {
+            name: "more".to_owned(),
+            datastore: datastore.map(str::to_owned),
+            size: 1 << 20,
+            image: None,
+            format: None,
+            force: false,
+        };
+        let tpm = disk("tpm", DiskRole::Tpm, false);
+        let coming = disk("coming", DiskRole::Data, true);
+        let (root, log) = (disk("root", DiskRole::Data, false), disk("log", DiskRole::Data, false));
+        let all = [tpm.clone(), coming.clone(), root.clone(), log];
+        let (placed, chosen) = on_datastore(request(None), "web", &all).unwrap();
+        assert_eq!(placed.datastore, root.datastore.datastore.to_string());
+        let chosen = chosen.unwrap();
+        assert!(chosen.contains("'roots'") && chosen.contains("disk 'root'"), "{chosen}");
+        let named = on_datastore(request(Some("fast")), "web", &all).unwrap();
+        assert_eq!((named.0.datastore.as_str(), named.1), ("fast", None));
+        // What is left where there is no other.
+        let (placed, _) =
+            on_datastore(request(None), "web", &[coming.clone(), tpm.clone()]).unwrap();
+        assert_eq!(placed.datastore, tpm.datastore.datastore.to_string());
+        let refused = on_datastore(request(None), "web", &[coming]).unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("datastore"), "{refused}");
+    }
 }
