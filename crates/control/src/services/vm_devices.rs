@@ -4,7 +4,7 @@
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
 use vmseal_api::host::version::{GROW_DISK, SET_RUNNING};
-use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power, VmChange};
+use vmseal_api::host::{DiskRole, HostAgent, NewDisk, NicSpec, Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -307,10 +307,29 @@ pub async fn add_nic(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        agent.examine_nic(vm.id, nic).await?;
-        return Ok(Outcome::Planned(super::vms::plan(&task, &vm)));
+        let mut plan = super::vms::plan(&task, &vm);
+        let change = VmChange::AddNic { nic: nic.clone() };
+        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(not_connected(services, &*agent, &vm, nic).await?);
+        return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Asks the host whether it could connect a card. What it lacks refuses a card of a VM that runs, and else waits for the start,
+/// which is refused then.
+async fn not_connected(
+    services: &Services,
+    agent: &dyn HostAgent,
+    vm: &Vm,
+    nic: NicSpec,
+) -> Result<Option<String>, Problem> {
+    let Err(problem) = agent.examine_nic(vm.id, nic).await else { return Ok(None) };
+    let runs = power(services, vm).await?.is_some_and(|power| power != Power::Off);
+    if runs || crate::hosts::is_silence(&problem) {
+        return Err(problem);
+    }
+    Ok(Some(format!("VM '{}' could not start with it now: {}", vm.name, problem.detail)))
 }
 
 fn of_nic(field: String) -> String {
@@ -318,7 +337,7 @@ fn of_nic(field: String) -> String {
 }
 
 /// The card's name: as given, or the first of `nic0`, `nic1`, ... that is free.
-fn name_of(request: &CreateNic, known: &[vmseal_api::host::NicSpec]) -> String {
+fn name_of(request: &CreateNic, known: &[NicSpec]) -> String {
     let free = |name: &String| known.iter().all(|nic| nic.name != *name);
     let named = (0..=NICS_MAX).map(|number| format!("nic{number}")).find(free);
     request.name.clone().or(named).unwrap_or_default()
@@ -338,8 +357,10 @@ pub async fn remove_nic(
     let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
     let nic = found.ok_or_else(|| has_no(&vm, "network card", nic))?;
     let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
+    let change = VmChange::RemoveNic { nic: nic.nic };
     let operation = Operation::RemoveNic { vm: vm.id, nic, position };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    examine_change::of_plan(services, &vm, change, begun).await
 }
 
 #[cfg(test)]
