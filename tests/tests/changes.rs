@@ -162,7 +162,8 @@ fn what_waits_for_the_next_start_is_there_after_a_reboot() {
     assert_eq!(listed("env=prod").as_array().unwrap().len(), 1);
     assert_eq!(listed("env").as_array().unwrap().len(), 1);
     assert_eq!(listed("env=test").as_array().unwrap().len(), 0);
-    here.vmseal(&["disk", "add", VM, "--disk", "datastore=local,size=4MiB,name=more"]).unwrap();
+    // It is beside the first disk, as no datastore is named.
+    here.vmseal(&["disk", "add", VM, "--disk", "size=4MiB,name=more"]).unwrap();
     holds(&mut console, "[ -e /sys/block/vdb ]");
 
     // A guest that does not heed the power button runs on.

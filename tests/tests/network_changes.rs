@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::net::TcpListener;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -78,8 +79,15 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     }
     let (mut here, mut console) = running();
 
-    // What is not there is refused, before and at the attempt, and leaves nothing.
-    for (nic, why) in [("bridge=br7", "no bridge 'br7'"), ("tap=lan7", "no tap 'lan7'")] {
+    // What is not there, or not to be had, is refused, before and at the attempt, and leaves nothing.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let forward = format!("user,forward=tcp:{port}:7");
+    for (nic, why) in [
+        ("bridge=br7", "no bridge 'br7'"),
+        ("tap=lan7", "no tap 'lan7'"),
+        (forward.as_str(), "is in use on the host"),
+    ] {
         for dry_run in [&["--dry-run"][..], &[]] {
             let add = ["nic", "add", VM, "--nic", nic];
             let said = here.refused(&[&add[..], dry_run].concat()).unwrap();
@@ -91,7 +99,7 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     // On a bridge.
     let lan = "bridge=br0,mac=52:54:0a:4d:00:0a,name=lan";
     let planned = here.vmseal(&["nic", "add", VM, "--nic", lan, "--dry-run"]).unwrap();
-    assert!(planned.contains("give it to the VM"), "{planned}");
+    assert!(planned.contains("give it to the VM") && !planned.contains("not asked"), "{planned}");
     assert_eq!((nics(&here).len(), taps().unwrap()), (1, 0));
     here.vmseal(&["nic", "add", VM, "--nic", lan]).unwrap();
     assert_eq!(taps().unwrap(), 1);
@@ -101,6 +109,14 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     holds(&mut console, "[ -e /sys/class/net/eth1/queues/rx-1 ]");
     let mut on_bridge = connect(&format!("{ON_BRIDGE}:7")).unwrap();
     echoes(&mut on_bridge, b"over the bridge").unwrap();
+
+    let remove = vec!["nic", "remove", VM, "lan", "--dry-run"];
+    let set = vec!["nic", "set", VM, "lan", "--link", "down", "--dry-run"];
+    for (change, step) in [(remove, "take it from the VM"), (set, "'lan' down")] {
+        let planned = here.vmseal(&change).unwrap();
+        assert!(planned.contains(step) && !planned.contains("not asked"), "{planned}");
+    }
+    echoes(&mut on_bridge, b"after dry runs").unwrap();
 
     // On a tap, which has one queue.
     here.vmseal(&["nic", "add", VM, "--nic", "tap=lan0,mac=52:54:0a:4e:00:0a,name=wire"]).unwrap();

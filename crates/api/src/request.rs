@@ -382,6 +382,39 @@ pub struct CreateDisk {
     pub force: bool,
 }
 
+/// Adds a disk to a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddDisk {
+    /// Its name within the VM.
+    pub name: String,
+    /// The datastore, by name or id; none is that of the VM's first disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<String>,
+    /// Size in bytes, a multiple of 4096.
+    pub size: u64,
+    /// An image on the datastore's host, by absolute path, to fill the disk from.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// What the image is: given with one, and never guessed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<ImageFormat>,
+    /// Take a raw image byte by byte even if it begins as an image of another format does; without this it is refused.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
+}
+
+impl AddDisk {
+    /// The disk, on this datastore.
+    #[must_use]
+    pub fn on(self, datastore: String) -> CreateDisk {
+        let Self { name, datastore: _, size, image, format, force } = self;
+        CreateDisk { name, datastore, size, image, format, force }
+    }
+}
+
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -1,11 +1,11 @@
 //! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`. A comma within a value is
-//! doubled, as in QEMU.
+//! doubled, as in QEMU. A disk that is added to a VM has a name, and may be without a datastore.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail, ensure};
-use vmseal_api::request::CreateDisk;
+use vmseal_api::request::{AddDisk, CreateDisk};
 use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
@@ -22,20 +22,30 @@ pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
     options.iter().enumerate().map(|(index, it)| parse(it, index, terminal)).collect()
 }
 
-/// Parses a `--disk` that is added to a VM: it has a name of its own, as no place gives it one.
-pub fn parse_named(option: &str) -> anyhow::Result<CreateDisk> {
+/// Parses a `--disk` that is added to a VM: it has a name of its own, as no place gives it one, and may leave its
+/// datastore to the server, which knows the VM's other disks.
+pub fn parse_named(option: &str) -> anyhow::Result<AddDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
     if parts.name.is_none() {
         let message = format!("--disk {option}: give it a name: name=NAME");
         return Err(Ended::new(Exit::Usage, message).into());
     }
-    parse(option, 0, std::io::stdin().is_terminal())
+    read(option, parts, 0, std::io::stdin().is_terminal())
 }
 
-/// Parses the `index`th `--disk`; a disk without a name is named after its place (`disk0`). If the format of an
-/// image is missing and there is a terminal, asks for it.
+/// Parses the `index`th `--disk` of a new VM, which names its datastore.
 fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDisk> {
     let parts = split(option).map_err(|why| Ended::new(Exit::Usage, format!("{why:#}")))?;
+    let Some(datastore) = parts.datastore.clone() else {
+        let message = format!("--disk {option}: give datastore=NAME");
+        return Err(Ended::new(Exit::Usage, message).into());
+    };
+    Ok(read(option, parts, index, terminal)?.on(datastore))
+}
+
+/// The `index`th disk of these parts; one without a name is named after its place (`disk0`). If the format of an image is
+/// missing and there is a terminal, asks for it.
+fn read(option: &str, parts: Parts, index: usize, terminal: bool) -> anyhow::Result<AddDisk> {
     let image = match (parts.image, parts.format) {
         (Some(image), format) if images::is_name(&image) => {
             let (path, known) = images::find(&images::directory()?, &image.to_string_lossy())?;
@@ -57,7 +67,7 @@ fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDis
         }
     };
     let (image, format) = image.unzip();
-    Ok(CreateDisk {
+    Ok(AddDisk {
         name: parts.name.unwrap_or_else(|| format!("disk{index}")),
         datastore: parts.datastore,
         size,
@@ -69,7 +79,7 @@ fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDis
 
 /// The parsed option, before the image is read.
 struct Parts {
-    datastore: String,
+    datastore: Option<String>,
     size: Option<u64>,
     name: Option<String>,
     image: Option<PathBuf>,
@@ -101,7 +111,6 @@ fn split(option: &str) -> anyhow::Result<Parts> {
         image.is_some() || format.is_none(),
         "--disk {option}: 'format' is for an image, and none is given"
     );
-    let datastore = datastore.with_context(|| format!("--disk {option}: give datastore=NAME"))?;
     Ok(Parts { datastore, size, name, image, format })
 }
 
@@ -165,6 +174,16 @@ mod tests {
         assert_eq!(disk.image, Some(PathBuf::from("/a.raw")));
         assert_eq!(disk.format, Some(ImageFormat::Raw));
         assert_eq!(parse("size=4096,datastore=x", 3, false).unwrap().name, "disk3");
+    }
+
+    #[test]
+    fn a_disk_that_is_added_has_a_name_and_may_be_without_a_datastore() {
+        let disk = parse_named("size=1GiB,name=logs").unwrap();
+        assert_eq!((disk.datastore, disk.name.as_str()), (None, "logs"));
+        let disk = parse_named("datastore=fast,size=1GiB,name=logs").unwrap();
+        assert_eq!(disk.datastore.as_deref(), Some("fast"));
+        let message = parse_named("size=1GiB").unwrap_err().to_string();
+        assert!(message.contains("name=NAME"), "{message}");
     }
 
     #[test]

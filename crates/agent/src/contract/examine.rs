@@ -5,14 +5,15 @@ use vmseal_api::boot::BootDevice;
 use vmseal_api::expose::LET_GO;
 use vmseal_api::filter::BitmapChange;
 use vmseal_api::host::{
-    Allocation, ConsoleStream, DatastoreSpec, DiskSpec, Exposing, HostAgent, Power, StopReason,
-    VmChange, VmSpec,
+    Allocation, ConsoleStream, DatastoreSpec, Device, DiskSpec, Exposing, HostAgent, NicSpec,
+    Power, StopReason, VmChange, VmSpec,
 };
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, NicId, VmId};
+use vmseal_api::nic::{NicBackend, NicLink};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::DISK_SIZE_MAX;
 
-use super::{DISK_SIZE, Session, done, refused};
+use super::{DISK_SIZE, Session, done, nics, refused};
 
 /// Asks about a start.
 pub async fn start(agent: &dyn HostAgent, vm: VmId) -> Result<(), Problem> {
@@ -36,6 +37,20 @@ fn alike(
 fn another(session: &Session) -> DiskSpec {
     let (disk, name) = (DiskId::new(), "more".to_owned());
     DiskSpec { disk, name, facts: None, replica: None, ..session.disk(1).clone() }
+}
+
+/// A card that the suite's VM does not have.
+fn another_card(backend: NicBackend) -> NicSpec {
+    let mac = "02:00:00:00:00:02".parse().expect("an address");
+    NicSpec { name: "more".to_owned(), mac, backend, ..nics::card() }
+}
+
+fn missing_bridge() -> NicBackend {
+    NicBackend::Bridge { bridge: "missing0".to_owned() }
+}
+
+fn forwarding(port: &str) -> NicBackend {
+    NicBackend::User { forwards: vec![port.parse().expect("a forwarded port")] }
 }
 
 async fn exposed(agent: &dyn HostAgent, session: &Session) -> ConsoleStream {
@@ -67,6 +82,12 @@ pub async fn off(agent: &dyn HostAgent, session: &Session) {
     done(ask(VmChange::GrowDisk { disk, size: 2 * DISK_SIZE }).await, "a longer disk");
     let shrunk = VmChange::GrowDisk { disk, size: DISK_SIZE - 4096 };
     refused(ask(shrunk).await, ErrorCode::InvalidRequest, "a shorter disk");
+    // What it is connected to is looked at when the VM starts.
+    let card = another_card(missing_bridge());
+    done(ask(VmChange::AddNic { nic: card.clone() }).await, "another card");
+    let namesake = NicSpec { name: nics::card().name, ..card };
+    let named = ask(VmChange::AddNic { nic: namesake }).await;
+    refused(named, ErrorCode::InvalidRequest, "another card of the same name");
     assert_eq!(session.now(agent).await, before, "a question has changed something");
 
     let held = exposed(agent, session).await;
@@ -136,4 +157,34 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     let_go(held).await;
     let now = session.now(agent).await.started_with.expect("it runs");
     assert_eq!(now.disks.len(), 2, "a question has changed something");
+    cards(agent, session).await;
+}
+
+/// The VM runs, and gets no other card: one could be had, and others not. Its own could go, and be plugged out.
+async fn cards(agent: &dyn HostAgent, session: &Session) {
+    let vm = session.vm();
+    let ask = |change| agent.examine_change(vm, change);
+    let before = session.now(agent).await.nics;
+    let [own] = &before[..] else { panic!("one card: {before:?}") };
+    let (own, taken) = (own.nic, own.forwards.first().expect("a forwarded port").host_port);
+    let free = another_card(forwarding("tcp:80"));
+    done(ask(VmChange::AddNic { nic: free }).await, "another card");
+    let missing_tap = NicBackend::Tap { tap: "missing0".to_owned() };
+    for (backend, code, what) in [
+        (missing_bridge(), ErrorCode::WrongState, "a card on a bridge that is not there"),
+        (missing_tap, ErrorCode::WrongState, "a card on a tap that is not there"),
+        (forwarding(&format!("tcp:{taken}:80")), ErrorCode::InUse, "a port that is taken"),
+    ] {
+        let nic = another_card(backend);
+        let asked = ask(VmChange::AddNic { nic: nic.clone() }).await;
+        let mut with = session.spec.clone();
+        with.devices.push(Device::Nic(nic));
+        alike((asked, agent.register_vm(with).await), code, what);
+    }
+    done(agent.register_vm(session.spec.clone()).await, "as before");
+    done(ask(VmChange::SetLink { nic: own, link: NicLink::Down }).await, "a card plugged out");
+    done(ask(VmChange::RemoveNic { nic: own }).await, "a card less");
+    let strange = ask(VmChange::RemoveNic { nic: NicId::new() }).await;
+    refused(strange, ErrorCode::NotFound, "an unknown card less");
+    assert_eq!(session.now(agent).await.nics, before, "a question has changed something");
 }

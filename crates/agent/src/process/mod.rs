@@ -39,6 +39,9 @@ const OPEN_FILES: libc::rlim_t = 4096;
 /// The capability to lock memory beyond RLIMIT_MEMLOCK (linux/capability.h).
 const CAP_IPC_LOCK: u32 = 14;
 
+/// The capability to make and change network interfaces.
+const CAP_NET_ADMIN: u32 = 12;
+
 /// The layout of [`CapabilitySets`] (linux/capability.h, `_LINUX_CAPABILITY_VERSION_3`).
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
 
@@ -191,16 +194,26 @@ fn limit_lets_lock() -> bool {
 }
 
 fn can_grant_lock() -> bool {
+    // SAFETY: no pointers are passed.
+    let bits = unsafe { libc::prctl(libc::PR_GET_SECUREBITS) };
+    capabilities().is_some_and(|[_, permitted, _]| permitted & (1 << CAP_IPC_LOCK) != 0)
+        && bits >= 0
+        && bits & libc::SECBIT_NO_CAP_AMBIENT_RAISE == 0
+}
+
+/// Whether this process may make network interfaces, as far as that is known.
+#[must_use]
+pub fn can_make_interfaces() -> bool {
+    capabilities().is_none_or(|[effective, ..]| effective & (1 << CAP_NET_ADMIN) != 0)
+}
+
+/// The first 32 of this thread's capabilities: those that are effective, permitted and inheritable.
+fn capabilities() -> Option<[u32; 3]> {
     let mut header = [CAPABILITY_VERSION, 0];
     let mut sets: CapabilitySets = [[0; 3]; 2];
     // SAFETY: the kernel writes into header and sets, which are laid out as it expects and outlive the call.
     let got = unsafe { libc::syscall(libc::SYS_capget, &raw mut header, &raw mut sets) } == 0;
-    // SAFETY: no pointers are passed.
-    let bits = unsafe { libc::prctl(libc::PR_GET_SECUREBITS) };
-    let [_, permitted, _] = sets[0];
-    got && permitted & (1 << CAP_IPC_LOCK) != 0
-        && bits >= 0
-        && bits & libc::SECBIT_NO_CAP_AMBIENT_RAISE == 0
+    got.then_some(sets[0])
 }
 
 /// Drops all capabilities but CAP_IPC_LOCK, and keeps that one across exec: as an ambient capability, because

@@ -1,10 +1,11 @@
-//! Disks that a VM gets and loses, and what stands against that while its guest runs. The real host and the simulated one
-//! share these rules, for the change itself as for the question whether it could be made.
+//! Disks and network cards that a VM gets and loses, and what stands against that while its guest runs. The real host and
+//! the simulated one share these rules, for the change itself as for the question whether it could be made.
 
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::backup::TRACKING_PREFIX;
-use vmseal_api::host::{Device, DiskFacts, DiskRole, DiskSpec, KeyState, VmSpec};
-use vmseal_api::id::DiskId;
+use vmseal_api::host::{Device, DiskFacts, DiskRole, DiskSpec, KeyState, NicSpec, VmSpec};
+use vmseal_api::id::{DiskId, NicId};
+use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{check_spec, needs_key, wrong_state};
@@ -30,6 +31,46 @@ pub fn without_disk(spec: &VmSpec, disk: &DiskSpec) -> VmSpec {
     new.devices.retain(|it| !matches!(it, Device::Disk(known) if known.disk == disk.disk));
     new.hardware.tpm &= disk.role != DiskRole::Tpm;
     new
+}
+
+/// A VM with another network card.
+///
+/// # Errors
+/// Those of [`check_spec`].
+pub fn with_nic(spec: &VmSpec, nic: &NicSpec) -> Result<VmSpec, Problem> {
+    let mut new = spec.clone();
+    new.devices.push(Device::Nic(nic.clone()));
+    check_spec(&new)?;
+    Ok(new)
+}
+
+/// A VM without one of its network cards.
+///
+/// # Errors
+/// `not-found`.
+pub fn without_nic(spec: &VmSpec, nic: NicId) -> Result<VmSpec, Problem> {
+    let mut new = spec.clone();
+    new.devices.retain(|it| !matches!(it, Device::Nic(known) if known.nic == nic));
+    match new.devices.len() < spec.devices.len() {
+        true => Ok(new),
+        false => Err(no_such_nic(spec, nic)),
+    }
+}
+
+/// A VM of which a network card is plugged in or out.
+///
+/// # Errors
+/// `not-found`.
+pub fn with_link(spec: &VmSpec, nic: NicId, link: NicLink) -> Result<VmSpec, Problem> {
+    let mut new = spec.clone();
+    new.nic_mut(nic).ok_or_else(|| no_such_nic(spec, nic))?.link = link;
+    Ok(new)
+}
+
+fn no_such_nic(spec: &VmSpec, nic: NicId) -> Problem {
+    let what =
+        format!("VM '{}' has no network card {nic}; register the VM with it first", spec.name);
+    Problem::new(ErrorCode::NotFound, what)
 }
 
 /// The guest was started with this disk.

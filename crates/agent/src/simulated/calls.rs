@@ -20,7 +20,6 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
-use vmseal_api::nic::NicBackend;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
@@ -531,7 +530,12 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
-        self.call(Call::ExamineHardware, |_| match &hardware.cpu_model {
+        self.call(Call::ExamineHardware, |inside| match &hardware.cpu_model {
+            _ if hardware.tpm && inside.lacks_swtpm => {
+                let what = "swtpm: not found. VMs get their TPMs from swtpm: install it";
+                let field = Some("tpm".to_owned());
+                Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
+            }
             Some(model) if model.starts_with("missing") => {
                 let what = format!("there is no processor model '{model}'");
                 Err(Problem::new(ErrorCode::Unsupported, what))
@@ -595,15 +599,7 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {
-        self.call(Call::ExamineNic, |_| match &nic.backend {
-            NicBackend::Bridge { bridge: name } | NicBackend::Tap { tap: name }
-                if name.starts_with("missing") =>
-            {
-                let what = format!("network card '{}': there is no '{name}'", nic.name);
-                Err(Problem::new(ErrorCode::WrongState, what))
-            }
-            _ => Ok(()),
-        })
+        self.call(Call::ExamineNic, |inside| inside.may_connect(&nic))
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {

@@ -6,7 +6,7 @@ use vmseal_api::problem::Problem;
 
 use super::Inside;
 use crate::rules::exclusion::Action;
-use crate::rules::plugging::{with_disk, without_disk};
+use crate::rules::plugging::{with_disk, with_link, with_nic, without_disk, without_nic};
 use crate::rules::{self, find_disk};
 
 impl Inside {
@@ -31,10 +31,26 @@ impl Inside {
             VmChange::Start { first, discard_memory } => {
                 self.examine_start(vm, *first, *discard_memory)
             }
+            VmChange::AddNic { nic } => {
+                let new = with_nic(self.known(vm)?.registered(), nic)?;
+                self.examine_registration(&new)
+            }
+            VmChange::RemoveNic { nic } => {
+                let new = without_nic(self.known(vm)?.registered(), *nic)?;
+                self.examine_registration(&new)
+            }
+            VmChange::SetLink { nic, link } => {
+                let new = with_link(self.known(vm)?.registered(), *nic, *link)?;
+                self.examine_registration(&new)
+            }
         }
     }
 
     fn examine_registration(&mut self, new: &VmSpec) -> Result<(), Problem> {
+        // Repeating the same is always allowed.
+        if self.known(new.vm)?.registered() == new {
+            return Ok(());
+        }
         match self.persisted.guests.contains_key(&new.vm) {
             true => self.may_set_running(new).map(drop),
             false => self.may_register(new),

@@ -11,6 +11,7 @@
 mod backups;
 mod bitmaps;
 mod calls;
+mod cards;
 mod console;
 mod convert;
 mod examine;
@@ -302,6 +303,8 @@ struct Inside {
     heeds_shutdown: bool,
     reachable: bool,
     full: bool,
+    /// Whether there is no swtpm.
+    lacks_swtpm: bool,
     /// Whether guests do not let devices go.
     keeps_devices: bool,
     /// How often the machine was rebooted.
@@ -345,6 +348,7 @@ impl SimulatedHost {
             heeds_shutdown: true,
             reachable: true,
             full: false,
+            lacks_swtpm: false,
             keeps_devices: false,
             boots: 0,
             free: None,
@@ -434,6 +438,11 @@ impl SimulatedHost {
     /// Sets whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
+    }
+
+    /// Takes swtpm from the host, which TPMs of VMs come from.
+    pub fn lack_swtpm(&self) {
+        self.inside().lacks_swtpm = true;
     }
 
     /// Sets how a cluster keeps what is stored in its pools.

@@ -210,6 +210,7 @@ impl Inside {
             self.may_replace_filter(vm)?;
         }
         check_ports(&known, guest, &difference)?;
+        difference.new_nics.iter().try_for_each(|nic| self.may_connect(nic))?;
         Ok(difference)
     }
 

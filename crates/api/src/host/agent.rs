@@ -203,7 +203,7 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem>;
 
     /// Checks whether a change of a registered VM could be made now. Nothing is changed, and no guest is asked whether it
-    /// lets a device go. Agents without the feature [`EXAMINE_CHANGE`](super::version::EXAMINE_CHANGE) do not know it.
+    /// lets a device go. Agents without the change's [feature](VmChange::feature) do not know it.
     ///
     /// # Errors
     /// The error that the change would end with.

@@ -3,8 +3,10 @@
 use serde::{Deserialize, Serialize};
 
 use super::disk::DiskSpec;
+use super::version::{EXAMINE_CHANGE, EXAMINE_NIC_CHANGE};
 use crate::boot::BootDevice;
-use crate::id::DiskId;
+use crate::id::{DiskId, NicId};
+use crate::nic::{NicLink, NicSpec};
 
 /// A change of a registered VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,4 +40,38 @@ pub enum VmChange {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         discard_memory: bool,
     },
+    /// The VM is registered with another network card: a guest that runs gets it, on what the host connects it to. What that
+    /// lacks for a VM that is off is asked about with `examine_nic`.
+    AddNic {
+        /// The card.
+        nic: NicSpec,
+    },
+    /// The VM is registered without a network card, which a guest that runs lets go.
+    RemoveNic {
+        /// Which.
+        nic: NicId,
+    },
+    /// The VM is registered with a network card that is plugged in or out.
+    SetLink {
+        /// Which.
+        nic: NicId,
+        /// Whether it is plugged in then.
+        link: NicLink,
+    },
+}
+
+impl VmChange {
+    /// The feature of agents that can be asked about it.
+    #[must_use]
+    pub fn feature(&self) -> &'static str {
+        match self {
+            Self::AddDisk { .. }
+            | Self::RemoveDisk { .. }
+            | Self::GrowDisk { .. }
+            | Self::Start { .. } => EXAMINE_CHANGE,
+            Self::AddNic { .. } | Self::RemoveNic { .. } | Self::SetLink { .. } => {
+                EXAMINE_NIC_CHANGE
+            }
+        }
+    }
 }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 48] = [
+pub const FEATURES: [&str; 49] = [
     "job-create",
     "job-export",
     NICS,
@@ -73,6 +73,7 @@ pub const FEATURES: [&str; 48] = [
     MIGRATE_COMPRESSED,
     MIGRATE_APART,
     EXAMINE_CHANGE,
+    EXAMINE_NIC_CHANGE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -206,6 +207,9 @@ pub const MIGRATE_APART: &str = "job-migrate-apart";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";
+
+/// The feature of agents that say so of changes of network cards, too.
+pub const EXAMINE_NIC_CHANGE: &str = "examine-nic-change";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

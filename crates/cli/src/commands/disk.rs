@@ -4,7 +4,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{SealedKey, export_info};
 use vmseal_api::model::{Disk, Host, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{CreateDisk, ExportDisk, ResizeDisk};
+use vmseal_api::request::{AddDisk, ExportDisk, ResizeDisk};
 use vmseal_api::transfer::ExportFormat;
 
 use super::{bitmap, expose, list, replica, task};
@@ -42,7 +42,7 @@ pub async fn run(
             replica::run(server, output, &vm, disk, watch).await
         }
         arguments::Disk::Add { vm, disk, force, dry_run, wait } => {
-            let request = CreateDisk { force, ..disk_option::parse_named(&disk)? };
+            let request = AddDisk { force, ..disk_option::parse_named(&disk)? };
             let path = format!("vms/{vm}/disks");
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }

@@ -1,7 +1,6 @@
 //! Asks a VM's host whether a change of the VM could be made now. A dry run does, and so is refused as the change would be.
 
 use vmseal_api::host::VmChange;
-use vmseal_api::host::version::EXAMINE_CHANGE;
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -38,7 +37,7 @@ pub(super) async fn ask(
         Ok(Some(format!("host '{host}' was not asked whether it can do it now: {why}")))
     };
     let agent = services.hosts.connected(vm.host)?;
-    if !services.hosts.view(vm.host).has(EXAMINE_CHANGE) {
+    if !services.hosts.view(vm.host).has(change.feature()) {
         return not_asked("its agent is of an earlier vmseal, and does not know how. Upgrade it");
     }
     let seen = agent.state_now().await?;

@@ -1,14 +1,14 @@
 //! How a network card of a VM is changed that is made.
 
-use vmseal_api::host::NicSpec;
-use vmseal_api::model::Vm;
+use vmseal_api::host::{NicSpec, VmChange};
+use vmseal_api::model::{Plan, Vm};
 use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::SetNic;
 
 use super::caller::{Caller, Privilege};
 use super::vms::{require_no_template, require_ready};
-use super::{Outcome, Services};
+use super::{Outcome, Services, examine_change};
 use crate::store::events::NewEvent;
 use crate::store::{nics, vms};
 
@@ -36,7 +36,14 @@ pub async fn set(
     })?;
     if dry_run {
         let step = format!("set the link of network card '{}' {}", nic.name, link.name());
-        return Ok(Outcome::planned("nic.set", &vm.name, step));
+        let planned = Plan {
+            kind: "nic.set".to_owned(),
+            target: vm.name.clone(),
+            steps: vec![step],
+            warnings: not_now(services, &vm, nic, link).await?.into_iter().collect(),
+            ..Plan::default()
+        };
+        return Ok(Outcome::Planned(planned));
     }
     let detail = format!("the link of network card '{}' is set {}", nic.name, link.name());
     let event =
@@ -49,6 +56,22 @@ pub async fn set(
         return Err(problem);
     }
     super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
+}
+
+/// Asks the host whether it could do it now. Says why it would not do it at once.
+async fn not_now(
+    services: &Services,
+    vm: &vms::Vm,
+    nic: &NicSpec,
+    link: NicLink,
+) -> Result<Option<String>, Problem> {
+    let change = VmChange::SetLink { nic: nic.nic, link };
+    match examine_change::ask(services, vm, change).await {
+        Err(problem) if crate::hosts::is_silence(&problem) => {
+            Ok(Some(format!("host '{}' does it when it is back", vm.host_name)))
+        }
+        answer => answer,
+    }
 }
 
 /// Notes in the inventory what the host is to know next.

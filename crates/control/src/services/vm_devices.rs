@@ -4,11 +4,11 @@
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
 use vmseal_api::host::version::{GROW_DISK, SET_RUNNING};
-use vmseal_api::host::{DiskRole, HostAgent, NewDisk, Power, VmChange};
+use vmseal_api::host::{DiskRole, HostAgent, NewDisk, NicSpec, Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, ResizeDisk};
+use vmseal_api::request::{AddDisk, CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_MAX, ResizeDisk};
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
@@ -26,12 +26,13 @@ pub async fn add_disk(
     services: &Services,
     caller: &Caller,
     vm: &str,
-    request: CreateDisk,
+    request: AddDisk,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
     let (vm, known) = find(services, vm).await?;
+    let (request, chosen) = on_datastore(request, &vm.name, &known)?;
+    check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
     require_ready(&vm)?;
     require_no_template(&vm)?;
     if known.iter().any(|disk| disk.encrypted) {
@@ -70,10 +71,37 @@ pub async fn add_disk(
         agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
         let change = VmChange::AddDisk { disk: Box::new(spec) };
         let mut plan = super::vms::plan(&task, &vm);
+        if let Some(chosen) = chosen {
+            plan.steps.insert(0, chosen);
+        }
         plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
         return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// The disk on the datastore that it names, or else on that of the VM's first disk; then it is said which that is. The guest's
+/// disks come before the machine's own, and one that is detached does not count: a task makes or removes it.
+fn on_datastore(
+    request: AddDisk,
+    vm: &str,
+    known: &[Disk],
+) -> Result<(CreateDisk, Option<String>), Problem> {
+    if let Some(named) = request.datastore.clone() {
+        return Ok((request.on(named), None));
+    }
+    let of_vm = || known.iter().filter(|disk| !disk.detached);
+    let of_guest = of_vm().find(|disk| disk.role.is_data());
+    let first = of_guest.or_else(|| of_vm().next()).ok_or_else(|| {
+        let detail = format!("VM '{vm}' has no disk beside which it could be: name one");
+        Problem::invalid("datastore", detail)
+    })?;
+    let chosen = format!(
+        "choose datastore '{}', on which the VM's first disk '{}' is",
+        first.datastore_name, first.name
+    );
+    // By its id: datastores of several hosts may have one name.
+    Ok((request.on(first.datastore.datastore.to_string()), Some(chosen)))
 }
 
 /// The name of a field of `disks[0]`, for a request that has one disk.
@@ -279,10 +307,29 @@ pub async fn add_nic(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        agent.examine_nic(vm.id, nic).await?;
-        return Ok(Outcome::Planned(super::vms::plan(&task, &vm)));
+        let mut plan = super::vms::plan(&task, &vm);
+        let change = VmChange::AddNic { nic: nic.clone() };
+        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(not_connected(services, &*agent, &vm, nic).await?);
+        return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// Asks the host whether it could connect a card. What it lacks refuses a card of a VM that runs, and else waits for the start,
+/// which is refused then.
+async fn not_connected(
+    services: &Services,
+    agent: &dyn HostAgent,
+    vm: &Vm,
+    nic: NicSpec,
+) -> Result<Option<String>, Problem> {
+    let Err(problem) = agent.examine_nic(vm.id, nic).await else { return Ok(None) };
+    let runs = power(services, vm).await?.is_some_and(|power| power != Power::Off);
+    if runs || crate::hosts::is_silence(&problem) {
+        return Err(problem);
+    }
+    Ok(Some(format!("VM '{}' could not start with it now: {}", vm.name, problem.detail)))
 }
 
 fn of_nic(field: String) -> String {
@@ -290,7 +337,7 @@ fn of_nic(field: String) -> String {
 }
 
 /// The card's name: as given, or the first of `nic0`, `nic1`, ... that is free.
-fn name_of(request: &CreateNic, known: &[vmseal_api::host::NicSpec]) -> String {
+fn name_of(request: &CreateNic, known: &[NicSpec]) -> String {
     let free = |name: &String| known.iter().all(|nic| nic.name != *name);
     let named = (0..=NICS_MAX).map(|number| format!("nic{number}")).find(free);
     request.name.clone().or(named).unwrap_or_default()
@@ -310,6 +357,66 @@ pub async fn remove_nic(
     let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
     let nic = found.ok_or_else(|| has_no(&vm, "network card", nic))?;
     let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
+    let change = VmChange::RemoveNic { nic: nic.nic };
     let operation = Operation::RemoveNic { vm: vm.id, nic, position };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    examine_change::of_plan(services, &vm, change, begun).await
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
+    use vmseal_api::id::{DatastoreId, DiskId};
+
+    use super::*;
+
+    /// A disk on a datastore of its own, `NAMEs`.
+    fn disk(name: &str, role: DiskRole, detached: bool) -> Disk {
+        let location = DatastoreLocation::Dir { path: format!("/{name}").into() };
+        Disk {
+            id: DiskId::new(),
+            name: name.to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            datastore_name: format!("{name}s"),
+            size: 1 << 20,
+            encrypted: true,
+            role,
+            allocation: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            image: None,
+            facts: None,
+            deleting: false,
+            detached,
+        }
+    }
+
+    #[test]
+    fn a_disk_that_names_no_datastore_is_beside_the_first_one() {
+        let request = |datastore: Option<&str>| AddDisk {
+            name: "more".to_owned(),
+            datastore: datastore.map(str::to_owned),
+            size: 1 << 20,
+            image: None,
+            format: None,
+            force: false,
+        };
+        let tpm = disk("tpm", DiskRole::Tpm, false);
+        let coming = disk("coming", DiskRole::Data, true);
+        let (root, log) = (disk("root", DiskRole::Data, false), disk("log", DiskRole::Data, false));
+        let all = [tpm.clone(), coming.clone(), root.clone(), log];
+        let (placed, chosen) = on_datastore(request(None), "web", &all).unwrap();
+        assert_eq!(placed.datastore, root.datastore.datastore.to_string());
+        let chosen = chosen.unwrap();
+        assert!(chosen.contains("'roots'") && chosen.contains("disk 'root'"), "{chosen}");
+        let named = on_datastore(request(Some("fast")), "web", &all).unwrap();
+        assert_eq!((named.0.datastore.as_str(), named.1), ("fast", None));
+        // What is left where there is no other.
+        let (placed, _) =
+            on_datastore(request(None), "web", &[coming.clone(), tpm.clone()]).unwrap();
+        assert_eq!(placed.datastore, tpm.datastore.datastore.to_string());
+        let refused = on_datastore(request(None), "web", &[coming]).unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("datastore"), "{refused}");
+    }
 }

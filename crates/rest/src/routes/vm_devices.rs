@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use vmseal_api::model::{Plan, Task};
-use vmseal_api::request::{CreateDisk, CreateNic, ResizeDisk};
+use vmseal_api::request::{AddDisk, CreateNic, ResizeDisk};
 use vmseal_control::services::{self, Services};
 
 use crate::answer::{Accepted, Answer};
@@ -13,16 +13,16 @@ use crate::request::auth::Authenticated;
 use crate::request::body::{self, EmptyBody, OptionalJson, PathSegment, QueryOf, TwoPathSegments};
 use crate::request::dry_run::DryRunQuery;
 
-/// Adds a disk to a VM, which may run: then its guest gets it, too.
+/// Adds a disk to a VM, which may run: then its guest gets it, too. Without a datastore it is on that of the VM's first disk.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/disks", tag = "vms",
-    params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery), request_body = CreateDisk,
+    params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery), request_body = AddDisk,
     responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn add_disk(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(vm): PathSegment,
     QueryOf(query): QueryOf<DryRunQuery>,
-    body::Json(request): body::Json<CreateDisk>,
+    body::Json(request): body::Json<AddDisk>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
     Ok(Answer(
         services::vm_devices::add_disk(&control, &caller, &vm, request, query.dry_run)

@@ -94,6 +94,7 @@ async fn dry_runs_of_changes_change_nothing() {
     api.running().await;
     let before = api.resources().await;
     let disk = json!({ "name": "more", "datastore": "local", "size": 1 << 20 });
+    let beside = json!({ "name": "more", "size": 1 << 20 });
     let card = json!({ "backend": { "kind": "user" } });
     let set = json!({ "vcpus": 3, "labels": { "env": "prod" }, "autostart": true });
     let root = "vms/web/disks/root";
@@ -103,6 +104,7 @@ async fn dry_runs_of_changes_change_nothing() {
         (Method::POST, "vms/web/reset", Value::Null, "vm.reset", "reset the guest"),
         (Method::POST, "vms/web/pause", Value::Null, "vm.pause", "pause the guest"),
         (Method::POST, "vms/web/disks", disk, "disk.add", "create the disk"),
+        (Method::POST, "vms/web/disks", beside, "disk.add", "choose datastore 'local'"),
         (Method::POST, "vms/web/nics", card, "nic.add", "give it to the VM"),
         (
             Method::POST,

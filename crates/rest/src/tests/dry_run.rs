@@ -286,11 +286,37 @@ async fn what_the_host_refuses_is_refused_by_dry_runs_in_the_same_words() {
     assert_eq!((added.status.as_u16(), added.body.get("warnings")), (200, None), "{}", added.body);
     api.done(api.delete("vms/web/disks/more").await).await;
 
-    // All ports of the guest are taken.
+    // What a card is to be connected to is missing, or another VM's.
+    let card = |backend: Value| (Method::POST, "vms/web/nics", json!({ "backend": backend }));
+    let forward = json!({ "protocol": "tcp", "host_port": 62_000, "guest_port": 80 });
+    let user = json!({ "kind": "user", "forwards": [forward] });
+    let tap = json!({ "kind": "tap", "tap": "lan0" });
+    let mut other = vm_with("/name", json!("other"));
+    other["nics"] = json!([{ "backend": user }, { "backend": tap }]);
+    api.done(api.post("vms", other).await).await;
+    api.done(api.post("vms/other/start", Value::Null).await).await;
+    refused_alike(&api, card(json!({ "kind": "bridge", "bridge": "missing0" })), "wrong-state")
+        .await;
+    refused_alike(&api, card(tap), "wrong-state").await;
+    refused_alike(&api, card(user), "in-use").await;
+
+    // All ports of the guest are taken, the last by a disk.
     let cards = async || api.get("vms/web").await.body["nics"].as_array().map_or(0, Vec::len);
-    for _ in cards().await..8 {
-        api.done(api.post("vms/web/nics", json!({ "backend": { "kind": "user" } })).await).await;
+    let one = || card(json!({ "kind": "user" }));
+    for _ in cards().await..7 {
+        let (_, path, body) = one();
+        api.done(api.post(path, body).await).await;
     }
+    api.done(api.raw(Method::POST, "vms/web/disks", disk.to_string()).await).await;
+    refused_alike(&api, one(), "limit-exceeded").await;
+    api.done(api.delete("vms/web/disks/more").await).await;
+    for (path, body) in [("set", json!({ "link": "down" })), ("remove", Value::Null)] {
+        let method = if path == "set" { Method::PATCH } else { Method::DELETE };
+        let dry = api.raw(method, "vms/web/nics/nic0?dry_run=true", body.to_string()).await;
+        assert_eq!((dry.status.as_u16(), dry.body.get("warnings")), (200, None), "{}", dry.body);
+    }
+    let (_, path, body) = one();
+    api.done(api.post(path, body).await).await;
     assert_eq!(cards().await, 8);
     refused_alike(&api, add(), "limit-exceeded").await;
     let left = api.get("vms/web").await.body["disks"].as_array().unwrap().len();
@@ -299,9 +325,10 @@ async fn what_the_host_refuses_is_refused_by_dry_runs_in_the_same_words() {
 
 #[tokio::test]
 async fn a_dry_run_says_what_an_earlier_agent_was_not_asked() {
+    use vmseal_api::host::version::{EXAMINE_CHANGE, EXAMINE_NIC_CHANGE};
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
-    api.fixture.agent.lack_features(&[vmseal_api::host::version::EXAMINE_CHANGE]);
+    api.fixture.agent.lack_features(&[EXAMINE_CHANGE, EXAMINE_NIC_CHANGE]);
     api.fixture.agent.restart();
     let said = async |path: &str, body: Value| {
         let planned = api.post(path, body).await;
@@ -313,4 +340,11 @@ async fn a_dry_run_says_what_an_earlier_agent_was_not_asked() {
     api.fixture.eventually("the server sees that the agent cannot say it", start).await;
     let grown = said("vms/web/disks/root/resize?dry_run=true", json!({ "size": 1 << 22 })).await;
     assert_eq!(grown, Some(()));
+    let card = json!({ "backend": { "kind": "user" } });
+    assert_eq!(said("vms/web/nics?dry_run=true", card).await, Some(()));
+    // One for a VM that is off is looked at when that starts.
+    let bridge = json!({ "backend": { "kind": "bridge", "bridge": "missing0" } });
+    let planned = api.post("vms/web/nics?dry_run=true", bridge).await;
+    let warnings = planned.body["warnings"].to_string();
+    assert!(planned.status == 200 && warnings.contains("no 'missing0'"), "{}", planned.body);
 }

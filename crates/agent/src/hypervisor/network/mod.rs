@@ -12,6 +12,7 @@ pub(crate) mod announce;
 pub(crate) mod backlog;
 mod forwards;
 mod neighbours;
+mod taken;
 mod tap;
 
 use std::fs::{File, OpenOptions};

@@ -12,6 +12,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use libc::{c_int, c_ulong, c_void, ifreq};
 use vmseal_api::nic::{INTERFACE_NAME_MAX, MacAddress};
 
+use super::taken;
+use crate::process;
+
 /// The device that taps are made of.
 const TUN: &str = "/dev/net/tun";
 
@@ -27,6 +30,9 @@ const SIOCBRADDIF: c_ulong = 0x89a2;
 /// The drivers of bridges and of taps, as the kernel calls them.
 const BRIDGE_DRIVER: &str = "bridge";
 const TAP_DRIVER: &str = "tun";
+
+/// What is done for a card on a bridge, for people.
+const MAKE: &str = "make a tap";
 
 /// `struct ethtool_drvinfo` (linux/ethtool.h), as far as it is read.
 #[repr(C)]
@@ -101,9 +107,9 @@ pub fn on_bridge(
     queues: u32,
     guest: MacAddress,
 ) -> Result<Tap, TapError> {
-    examine_bridge(bridge)?;
+    find_bridge(bridge)?;
     let socket = socket()?;
-    let make = || "make a tap".to_owned();
+    let make = || MAKE.to_owned();
     let (name, first) = attach(names, queues > 1).map_err(told(failed(make)))?;
     let mut tap = Tap { name, queues: vec![first], mtu: None };
     for _ in 1..queues {
@@ -149,7 +155,7 @@ pub fn on_bridge(
 /// # Errors
 /// [`TapError`].
 pub fn open_tap(name: &str, queues: u32) -> Result<Tap, TapError> {
-    examine_tap(name)?;
+    find_tap(name)?;
     let refused = |error: Attach| match error {
         Attach::Kernel(error) if error.raw_os_error() == Some(libc::EBUSY) => {
             TapError::Busy(name.to_owned())
@@ -179,11 +185,37 @@ pub fn open_tap(name: &str, queues: u32) -> Result<Tap, TapError> {
     Ok(Tap { name: name.to_owned(), queues: open, mtu })
 }
 
-/// Sees whether there is such a bridge.
+/// Sees whether a tap could be made on a bridge.
 ///
 /// # Errors
 /// [`TapError`].
 pub fn examine_bridge(bridge: &str) -> Result<(), TapError> {
+    find_bridge(bridge)?;
+    match process::can_make_interfaces() {
+        true => Ok(()),
+        false => Err(TapError::Rights(MAKE.to_owned())),
+    }
+}
+
+/// Sees whether a tap could be opened, as far as the kernel says without that: not whether it is another user's.
+///
+/// # Errors
+/// [`TapError`].
+pub fn examine_tap(tap: &str) -> Result<(), TapError> {
+    find_tap(tap)?;
+    let index = index(&socket()?, tap).map_err(failed(|| format!("find tap {tap}")))?;
+    match taken::is_taken(index) {
+        Ok(true) => Err(TapError::Busy(tap.to_owned())),
+        Ok(false) => Ok(()),
+        Err(error) => {
+            // Who opens it will see.
+            tracing::debug!(%error, tap, "the kernel cannot be asked whether somebody has it");
+            Ok(())
+        }
+    }
+}
+
+fn find_bridge(bridge: &str) -> Result<(), TapError> {
     open_tun()?;
     match driver(bridge)? {
         None => Err(TapError::NoBridge(bridge.to_owned())),
@@ -192,11 +224,7 @@ pub fn examine_bridge(bridge: &str) -> Result<(), TapError> {
     }
 }
 
-/// Sees whether there is such a tap; whether it is free is not told without taking it.
-///
-/// # Errors
-/// [`TapError`].
-pub fn examine_tap(tap: &str) -> Result<(), TapError> {
+fn find_tap(tap: &str) -> Result<(), TapError> {
     open_tun()?;
     match driver(tap)? {
         None => Err(TapError::NoTap(tap.to_owned())),
@@ -365,9 +393,14 @@ mod tests {
                 let tap = open_tap(name, 4).unwrap();
                 assert_eq!((tap.queues.len(), tap.mtu), (queues, Some(ETHERNET_MTU)), "{name}");
             }
-            let held = open_tap("single", 1).unwrap();
-            assert!(matches!(open_tap("single", 1), Err(TapError::Busy(_))));
+            let held = [open_tap("single", 1).unwrap(), open_tap("several", 2).unwrap()];
+            let busy = open_tap("single", 1).unwrap_err();
+            assert!(matches!(busy, TapError::Busy(_)), "{busy}");
+            let told = examine_tap("single").unwrap_err();
+            assert_eq!(told.to_string(), busy.to_string());
+            examine_tap("several").unwrap();
             drop(held);
+            examine_tap("single").unwrap();
             open_tap("single", 1).unwrap();
             assert!(links().contains("single") && links().contains("several"));
         });

@@ -6,7 +6,7 @@ use vmseal_api::problem::Problem;
 use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::find_disk;
-use crate::rules::plugging::{with_disk, without_disk};
+use crate::rules::plugging::{with_disk, with_link, with_nic, without_disk, without_nic};
 
 impl Owner {
     /// Checks that the VM could be changed so.
@@ -29,10 +29,26 @@ impl Owner {
             VmChange::Start { first, discard_memory } => {
                 self.examine_start(first, discard_memory).await
             }
+            VmChange::AddNic { nic } => {
+                let new = with_nic(self.registered(), &nic)?;
+                self.examine_registration(&new).await
+            }
+            VmChange::RemoveNic { nic } => {
+                let new = without_nic(self.registered(), nic)?;
+                self.examine_registration(&new).await
+            }
+            VmChange::SetLink { nic, link } => {
+                let new = with_link(self.registered(), nic, link)?;
+                self.examine_registration(&new).await
+            }
         }
     }
 
     async fn examine_registration(&mut self, new: &VmSpec) -> Result<(), Problem> {
+        // Repeating the same is always allowed.
+        if self.registered() == new {
+            return Ok(());
+        }
         self.may_register(new)?;
         if !self.has_guest() {
             return Ok(());

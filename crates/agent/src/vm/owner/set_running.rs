@@ -109,11 +109,14 @@ impl Owner {
         set_running::difference(known, new, self.in_use(), both)
     }
 
-    /// Checks that disks can be plugged in and out, as far as that can be told before the guest is asked.
+    /// Checks that devices can be plugged in and out, as far as that can be told before the guest is asked.
     pub(super) async fn may_plug(&mut self, difference: &Difference) -> Result<(), Problem> {
-        let Difference { gone_disks, new_disks, .. } = difference;
+        let Difference { gone_disks, new_nics, new_disks, .. } = difference;
         for disk in gone_disks {
             self.may_unplug(*disk)?;
+        }
+        for nic in new_nics {
+            self.may_plug_nic(nic.clone()).await?;
         }
         if gone_disks.is_empty() && new_disks.is_empty() {
             return Ok(());
@@ -125,6 +128,16 @@ impl Owner {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
         free_place(&spec, running).map(drop)
+    }
+
+    /// Checks that a network card can be plugged in, as [`Self::plug_nic`] would begin: no tap is made, and no port kept.
+    async fn may_plug_nic(&mut self, nic: NicSpec) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        free_port(&spec, running, 0..PORTS)?;
+        let own_user = running.slot.qemu().is_some();
+        let examine = move || network::examine(spec.vm, &nic, own_user);
+        tokio::task::spawn_blocking(examine).await.map_err(internal)?
     }
 
     /// Whether a recryption has added the key of this specification to all disks.

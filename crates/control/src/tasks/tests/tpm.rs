@@ -69,6 +69,26 @@ async fn an_agent_from_before_tpms_is_refused_by_name() {
     }
 }
 
+#[tokio::test]
+async fn a_host_without_swtpm_refuses_a_tpm_and_so_does_a_dry_run() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.made("old", "encrypted").await;
+    fixture.agent.lack_swtpm();
+    for dry_run in [true, false] {
+        let created = create_vm::create(&services, &me, request("encrypted"), dry_run).await;
+        let created = created.unwrap_err();
+        assert_eq!(created.field.as_deref(), Some("hardware.tpm"), "{created}");
+        let added = vm_tpm::add(&services, &me, "old", dry_run).await.unwrap_err();
+        for refused in [created, added] {
+            assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+            assert!(refused.detail.contains("install it"), "{refused}");
+        }
+    }
+    assert_eq!(fixture.disks(vm).await.len(), 2, "a disk for its TPM was added");
+}
+
 /// What refuses it says why, and the inventory stays as it is, also with a dry run.
 #[tokio::test]
 async fn a_tpm_is_added_to_and_removed_from_a_vm_that_is_off() {
