@@ -10,6 +10,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
@@ -38,6 +40,8 @@ const FILL: Workload = Workload {
 /// The load that wakes an idle disk before it is left alone.
 const WAKING: Workload =
     Workload { id: IDLE, order: Order::Random, direction: Direction::Read, block: 4096, depth: 32 };
+/// How the kernel is asked about the thread that asks.
+const THIS_THREAD: Pid = Pid::from_raw(0);
 /// The content of every disk.
 const PATTERN_SEED: u64 = 0x766d_7365_616c;
 
@@ -94,7 +98,7 @@ pub fn run(
     check_room(plan, systems.len() + 2)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
-    pin(plan.cores.map(|cores| cores.client))?;
+    let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
     let workloads = plan.workloads.iter().map(|workload| workload.id);
     let order = subject::Order {
         systems: systems.iter().map(|system| system.id()).collect(),
@@ -135,13 +139,40 @@ fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
 /// Pins this thread to one core.
 fn pin(core: Option<usize>) -> Result<(), ExperimentError> {
     let Some(core) = core else { return Ok(()) };
-    let mut set = nix::sched::CpuSet::new();
-    set.set(core)
-        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set))
-        .map_err(|errno| ExperimentError::Setting {
+    let mut set = CpuSet::new();
+    set.set(core).and_then(|()| sched_setaffinity(THIS_THREAD, &set)).map_err(|errno| {
+        ExperimentError::Setting {
             what: format!("this thread cannot run on core {core}"),
             source: errno.into(),
-        })
+        }
+    })
+}
+
+/// This thread on one core; once this is dropped, it runs where it did before. What is started and planned later has all cores
+/// again.
+struct Pinned(Option<CpuSet>);
+
+impl Pinned {
+    fn to(core: Option<usize>) -> Result<Self, ExperimentError> {
+        if core.is_none() {
+            return Ok(Self(None));
+        }
+        let before = sched_getaffinity(THIS_THREAD).map_err(|errno| ExperimentError::Setting {
+            what: "the cores of this thread are not known".to_owned(),
+            source: errno.into(),
+        })?;
+        pin(core)?;
+        Ok(Self(Some(before)))
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            // It was allowed before.
+            let _ = sched_setaffinity(THIS_THREAD, before);
+        }
+    }
 }
 
 /// A system and the place of its files.
@@ -413,4 +444,21 @@ fn connect(
     wait: Wait,
 ) -> Result<Box<dyn Initiator>, InitiatorError> {
     server.connect(disk, workload.depth, workload.block, wait)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_section_the_thread_has_its_cores_again() {
+        let before = sched_getaffinity(THIS_THREAD).unwrap();
+        let core = (0..CpuSet::count()).find(|core| before.is_set(*core).unwrap()).unwrap();
+        let pinned = Pinned::to(Some(core)).unwrap();
+        let mut only = CpuSet::new();
+        only.set(core).unwrap();
+        assert_eq!(sched_getaffinity(THIS_THREAD).unwrap(), only);
+        drop(pinned);
+        assert_eq!(sched_getaffinity(THIS_THREAD).unwrap(), before);
+    }
 }
