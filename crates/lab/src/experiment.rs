@@ -66,14 +66,43 @@ pub struct Plan {
     pub wait: Wait,
     /// Whether content is written and compared while measuring.
     pub verify: bool,
-    /// Where the disks are.
+    /// Where the disks are, or only what belongs to them, where they are in `served`.
     pub directory: PathBuf,
+    /// Where the disks are that a process serves.
+    pub served: Option<ServedDirectory>,
     /// The size of each system's disks together, in bytes; a multiple of the largest block.
     pub size: u64,
     /// How many CPU-bound threads share the server's core.
     pub neighbours: u32,
     /// The cores of server and client; none on a machine of one core.
     pub cores: Option<Cores>,
+}
+
+/// A directory that a process serves: the CPU time of that process is the disks', too.
+#[derive(Clone, Debug)]
+pub struct ServedDirectory {
+    /// The directory.
+    pub directory: PathBuf,
+    /// The process.
+    pub process: u32,
+}
+
+impl Plan {
+    /// Where the files of the disks are.
+    #[must_use]
+    pub fn storage(&self) -> &Path {
+        match &self.served {
+            Some(served) => &served.directory,
+            None => &self.directory,
+        }
+    }
+
+    /// The CPU time of a server, and of what serves its files.
+    fn clock(&self, server: &Server) -> Result<ProcessClock, LoadError> {
+        let served = self.served.as_ref().map(|served| served.process);
+        let processes = [server.pid()].into_iter().chain(served);
+        ProcessClock::of_all(processes).map_err(LoadError::Clock)
+    }
 }
 
 /// The cores of server and client.
@@ -94,8 +123,9 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
-    // The computed limit has a file, too, and so has what a disk is copied to.
-    check_room(plan, systems.len() + 2)?;
+    // The computed limit has a file, too, and so has what a disk is copied to; neither is on served storage.
+    let more = if plan.served.is_none() { 2 } else { 0 };
+    check_room(plan, systems.len() + more)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
     let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
@@ -125,7 +155,7 @@ fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
 
 /// A disk takes its size; headers and file system take a little more.
 fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
-    let directory = plan.directory.clone();
+    let directory = plan.storage().to_owned();
     let space = nix::sys::statvfs::statvfs(&directory)
         .map_err(|errno| setting(&directory, errno.into()))?;
     let available = space.blocks_available() as u64 * space.fragment_size() as u64;
@@ -196,7 +226,35 @@ struct Disks<'a> {
     servers: Vec<Option<Server>>,
     tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
-    home: Option<tempfile::TempDir>,
+    home: Option<Home>,
+}
+
+/// The directories of the disks while a place lasts; both go with it.
+struct Home {
+    directory: tempfile::TempDir,
+    /// Where the disks' files are, if not there.
+    storage: Option<tempfile::TempDir>,
+}
+
+impl Home {
+    fn new(plan: &Plan, root: &Path) -> Result<Self, ExperimentError> {
+        let made =
+            |within: &Path| tempfile::tempdir_in(within).map_err(|source| setting(within, source));
+        let storage = plan.served.as_ref().map(|served| made(&served.directory)).transpose()?;
+        Ok(Self { directory: made(root)?, storage })
+    }
+
+    /// Makes the place of a system.
+    fn place(&self, system: &str, size: u64) -> Result<Place, ExperimentError> {
+        let made = |within: &tempfile::TempDir| -> Result<PathBuf, ExperimentError> {
+            let directory = within.path().join(system);
+            let made = std::fs::create_dir(&directory);
+            made.map_err(|source| setting(&directory, source))?;
+            Ok(directory)
+        };
+        let storage = self.storage.as_ref().map(made).transpose()?;
+        Ok(Place { directory: made(&self.directory)?, storage, size })
+    }
 }
 
 impl Subject for Disks<'_> {
@@ -208,17 +266,16 @@ impl Subject for Disks<'_> {
         self.tested.clear();
         self.computed_limit = None;
         self.home = None;
-        let home = tempfile::tempdir_in(self.root);
-        let home = home.map_err(|source| setting(&self.plan.directory, source))?;
+        let home = Home::new(self.plan, self.root)?;
         if self.plan.limit && self.plan.workloads.iter().any(ComputedLimit::is_of) {
-            self.computed_limit = Some(ComputedLimit::new(home.path(), self.plan.size)?);
+            self.computed_limit = Some(ComputedLimit::new(home.directory.path(), self.plan.size)?);
         }
         // No system always has its files in the place that is used first.
         let systems = self.systems;
         let (later, first) = systems.split_at(place as usize % systems.len().max(1));
         for system in first.iter().chain(later) {
             observe(Progress::Filling(system.id()));
-            self.set_up(system.as_ref(), home.path())?;
+            self.set_up(system.as_ref(), &home)?;
         }
         self.home = Some(home);
         Ok(())
@@ -273,17 +330,16 @@ impl<'a> Disks<'a> {
     }
 
     /// Makes a disk full of the pattern. The server is restarted before it is read back.
-    fn set_up(&mut self, system: &'a dyn System, root: &Path) -> Result<(), ExperimentError> {
-        let directory = root.join(system.id());
-        std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
-        let tested = TestedSystem { system, place: Place { directory, size: self.plan.size } };
+    fn set_up(&mut self, system: &'a dyn System, home: &Home) -> Result<(), ExperimentError> {
+        let tested = TestedSystem { system, place: home.place(system.id(), self.plan.size)? };
         system.prepare(&tested.place)?;
         let places = system.places(&tested.place);
         for direction in [Direction::Write, Direction::Read] {
             let server = self.start(&tested)?;
             let workload = Workload { direction, ..FILL };
             for (disk, place) in places.iter().enumerate() {
-                whole_disk(&server, disk, place.size, &workload)
+                let clock = self.plan.clock(&server).map_err(|it| tested.failed(&workload, it))?;
+                whole_disk(&server, &clock, (disk, place.size), &workload)
                     .map_err(|source| tested.failed(&workload, source))?;
             }
         }
@@ -363,7 +419,7 @@ impl<'a> Disks<'a> {
         tested: &TestedSystem<'_>,
         server: &Server,
     ) -> Result<Sample, LoadError> {
-        let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+        let clock = self.plan.clock(server)?;
         // Connected until all is read: what a server allocates for a guest counts as its memory, too.
         let mut initiators = (0..server.sockets().len())
             .map(|disk| connect(server, disk, workload, self.plan.wait))
@@ -420,15 +476,14 @@ impl<'a> Disks<'a> {
 /// Writes a pattern over a whole disk, or reads it.
 fn whole_disk(
     server: &Server,
-    disk: usize,
-    size: u64,
+    clock: &ProcessClock,
+    (disk, size): (usize, u64),
     workload: &Workload,
 ) -> Result<(), LoadError> {
     let mut initiator = connect(server, disk, workload, Wait::Sleep)?;
-    let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
     let extent = Extent::Requests(size / u64::from(workload.block));
     let pattern = Some(Pattern::new(PATTERN_SEED));
-    load::run(initiator.as_mut(), workload, extent, pattern, &clock, 0)?;
+    load::run(initiator.as_mut(), workload, extent, pattern, clock, 0)?;
     let status = initiator.run_one(Operation::Flush, 0, 0)?;
     if status != 0 {
         let operation = Operation::Flush;
