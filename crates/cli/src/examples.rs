@@ -281,6 +281,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "What a storage latency hides of the encryption, with all values in a file:",
         "vmseal lab run v10 --report v10.json",
     ),
+    (
+        "vmseal-lab-run",
+        "On a cluster that vmseal lab ceph up --directory /srv/lab has made:",
+        "vmseal lab run v5 v6 v9 --ceph-directory /srv/lab",
+    ),
 ];
 
 /// The examples of a page.

@@ -160,6 +160,7 @@ pub fn narrate(progress: Progress<'_>) {
         Progress::Section(id, title) => eprintln!("{id}: {title}"),
         Progress::Filling(system) => eprintln!("{system}: fill a disk and read it back"),
         Progress::Making(policy) => eprintln!("{policy}: make VMs"),
+        Progress::Cluster(progress) => eprintln!("{progress}"),
         Progress::Round(round, rounds) => eprintln!("round {round} of {rounds}"),
     }
 }
@@ -169,7 +170,8 @@ impl BenchArguments {
         let chosen = |id: &str| chosen(&self.workloads, id);
         let cell = Duration::from_secs_f64(self.seconds) / section.cuts;
         let directory = match section.storage {
-            Storage::Memory | Storage::Vsan => &self.directory,
+            // Of disks on Ceph, sockets and keys are here.
+            Storage::Memory | Storage::Ceph => &self.directory,
             Storage::Ext4 => &self.ext4_directory,
         };
         let workload = |workload: &&Workload| chosen(workload.id);
@@ -185,6 +187,7 @@ impl BenchArguments {
             wait: if self.poll { Wait::Poll } else { Wait::Sleep },
             verify: self.verify,
             directory: directory.clone(),
+            served: None,
             neighbours: section.neighbours,
             size: self.size_mib * u64::from(section.disks) * MIB,
             cores: two_cores(),
@@ -223,7 +226,7 @@ impl BenchArguments {
             let daemon = Program { path: self.storage_daemon.clone(), advice };
             return Box::new(StorageDaemon { luks, daemon, image_tool });
         }
-        let path = self.filter.clone().unwrap_or_else(beside_this_program);
+        let path = self.filter.clone().unwrap_or_else(|| beside_this_program("vmseal-filter"));
         let named_by_disks = id.ends_with("-8-disks");
         let advice = "build it with: cargo build --release -p vmseal-iofilter";
         Box::new(Vmseal {
@@ -231,7 +234,8 @@ impl BenchArguments {
             encrypted: id.starts_with("vmseal-encrypted"),
             transport: section.transport,
             direct: match section.storage {
-                Storage::Memory | Storage::Vsan => Direct::Auto,
+                // On Ceph as the agent has it.
+                Storage::Memory | Storage::Ceph => Direct::Auto,
                 Storage::Ext4 => Direct::On,
             },
             disks: if named_by_disks { SEVERAL } else { section.disks as usize },
@@ -262,9 +266,8 @@ fn two_cores() -> Option<Cores> {
     Some(Cores { server, client })
 }
 
-/// `vmseal-filter` in the directory of this program or the one above (cargo's examples), else by name.
-fn beside_this_program() -> PathBuf {
-    let name = "vmseal-filter";
+/// A program in the directory of this one or the one above (cargo's examples), else by name.
+pub(crate) fn beside_this_program(name: &str) -> PathBuf {
     let program = std::env::current_exe().unwrap_or_default();
     let beside = program.ancestors().skip(1).take(2).map(|directory| directory.join(name));
     beside.into_iter().find(|path| path.is_file()).unwrap_or_else(|| name.into())
@@ -298,7 +301,7 @@ mod tests {
             for system in systems {
                 let encrypts = !system.id().ends_with("plain");
                 assert_eq!(system.encrypts(), encrypts, "{}", system.id());
-                let place = Place { directory: "/x".into(), size: 64 << 20 };
+                let place = Place { directory: "/x".into(), storage: None, size: 64 << 20 };
                 let disks = if system.id().contains("8") { 8 } else { 1 };
                 assert_eq!(system.places(&place).len(), disks, "{}", system.id());
             }

@@ -128,6 +128,7 @@ fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
         workload: workload.to_owned(),
         beside: beside.map(str::to_owned),
         compare: Compare::Ratio,
+        percentile: None,
         relation: check.relation,
         value: check.value,
     }

@@ -6,10 +6,10 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_getcpuclockid};
 use nix::unistd::Pid;
 
-/// The CPU time of another process, in nanoseconds: all its threads, including ended ones and the kernel's
-/// io_uring workers for it.
-#[derive(Clone, Copy, Debug)]
-pub struct ProcessClock(ClockId);
+/// The CPU time of another process, or of several together, in nanoseconds: all threads, including ended ones and the
+/// kernel's io_uring workers for them.
+#[derive(Clone, Debug)]
+pub struct ProcessClock(Vec<ClockId>);
 
 impl ProcessClock {
     /// The clock of process `pid`.
@@ -17,16 +17,28 @@ impl ProcessClock {
     /// # Errors
     /// There is no such process.
     pub fn of(pid: u32) -> io::Result<Self> {
-        let pid = i32::try_from(pid).map_err(io::Error::other)?;
-        Ok(Self(clock_getcpuclockid(Pid::from_raw(pid))?))
+        Self::of_all([pid])
     }
 
-    /// The CPU time of the process since it started.
+    /// The clock of these processes together.
     ///
     /// # Errors
-    /// The process has ended.
+    /// One of them is not there.
+    pub fn of_all(pids: impl IntoIterator<Item = u32>) -> io::Result<Self> {
+        let clock = |pid: u32| -> io::Result<ClockId> {
+            let pid = i32::try_from(pid).map_err(io::Error::other)?;
+            Ok(clock_getcpuclockid(Pid::from_raw(pid))?)
+        };
+        Ok(Self(pids.into_iter().map(clock).collect::<Result<_, _>>()?))
+    }
+
+    /// The CPU time since they started.
+    ///
+    /// # Errors
+    /// A process has ended.
     pub fn read(&self) -> io::Result<Duration> {
-        Ok(self.0.now()?.into())
+        let read = |clock: &ClockId| -> io::Result<Duration> { Ok(clock.now()?.into()) };
+        self.0.iter().map(read).sum()
     }
 }
 
@@ -124,6 +136,8 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(clocks[0].read().unwrap() < Duration::from_millis(50));
+        let both = ProcessClock::of_all([sleeper.id(), worker.id()]).unwrap();
+        assert!(both.read().unwrap() >= Duration::from_millis(50));
         for child in [&mut sleeper, &mut worker] {
             child.kill().unwrap();
             child.wait().unwrap();

@@ -10,6 +10,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
@@ -38,6 +40,8 @@ const FILL: Workload = Workload {
 /// The load that wakes an idle disk before it is left alone.
 const WAKING: Workload =
     Workload { id: IDLE, order: Order::Random, direction: Direction::Read, block: 4096, depth: 32 };
+/// How the kernel is asked about the thread that asks.
+const THIS_THREAD: Pid = Pid::from_raw(0);
 /// The content of every disk.
 const PATTERN_SEED: u64 = 0x766d_7365_616c;
 
@@ -62,14 +66,43 @@ pub struct Plan {
     pub wait: Wait,
     /// Whether content is written and compared while measuring.
     pub verify: bool,
-    /// Where the disks are.
+    /// Where the disks are, or only what belongs to them, where they are in `served`.
     pub directory: PathBuf,
+    /// Where the disks are that a process serves.
+    pub served: Option<ServedDirectory>,
     /// The size of each system's disks together, in bytes; a multiple of the largest block.
     pub size: u64,
     /// How many CPU-bound threads share the server's core.
     pub neighbours: u32,
     /// The cores of server and client; none on a machine of one core.
     pub cores: Option<Cores>,
+}
+
+/// A directory that a process serves: the CPU time of that process is the disks', too.
+#[derive(Clone, Debug)]
+pub struct ServedDirectory {
+    /// The directory.
+    pub directory: PathBuf,
+    /// The process.
+    pub process: u32,
+}
+
+impl Plan {
+    /// Where the files of the disks are.
+    #[must_use]
+    pub fn storage(&self) -> &Path {
+        match &self.served {
+            Some(served) => &served.directory,
+            None => &self.directory,
+        }
+    }
+
+    /// The CPU time of a server, and of what serves its files.
+    fn clock(&self, server: &Server) -> Result<ProcessClock, LoadError> {
+        let served = self.served.as_ref().map(|served| served.process);
+        let processes = [server.pid()].into_iter().chain(served);
+        ProcessClock::of_all(processes).map_err(LoadError::Clock)
+    }
 }
 
 /// The cores of server and client.
@@ -90,11 +123,12 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
-    // The computed limit has a file, too, and so has what a disk is copied to.
-    check_room(plan, systems.len() + 2)?;
+    // The computed limit has a file, too, and so has what a disk is copied to; neither is on served storage.
+    let more = if plan.served.is_none() { 2 } else { 0 };
+    check_room(plan, systems.len() + more)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     let root = root.map_err(|source| setting(&plan.directory, source))?;
-    pin(plan.cores.map(|cores| cores.client))?;
+    let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
     let workloads = plan.workloads.iter().map(|workload| workload.id);
     let order = subject::Order {
         systems: systems.iter().map(|system| system.id()).collect(),
@@ -121,7 +155,7 @@ fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
 
 /// A disk takes its size; headers and file system take a little more.
 fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
-    let directory = plan.directory.clone();
+    let directory = plan.storage().to_owned();
     let space = nix::sys::statvfs::statvfs(&directory)
         .map_err(|errno| setting(&directory, errno.into()))?;
     let available = space.blocks_available() as u64 * space.fragment_size() as u64;
@@ -135,13 +169,40 @@ fn check_room(plan: &Plan, systems: usize) -> Result<(), ExperimentError> {
 /// Pins this thread to one core.
 fn pin(core: Option<usize>) -> Result<(), ExperimentError> {
     let Some(core) = core else { return Ok(()) };
-    let mut set = nix::sched::CpuSet::new();
-    set.set(core)
-        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set))
-        .map_err(|errno| ExperimentError::Setting {
+    let mut set = CpuSet::new();
+    set.set(core).and_then(|()| sched_setaffinity(THIS_THREAD, &set)).map_err(|errno| {
+        ExperimentError::Setting {
             what: format!("this thread cannot run on core {core}"),
             source: errno.into(),
-        })
+        }
+    })
+}
+
+/// This thread on one core; once this is dropped, it runs where it did before. What is started and planned later has all cores
+/// again.
+struct Pinned(Option<CpuSet>);
+
+impl Pinned {
+    fn to(core: Option<usize>) -> Result<Self, ExperimentError> {
+        if core.is_none() {
+            return Ok(Self(None));
+        }
+        let before = sched_getaffinity(THIS_THREAD).map_err(|errno| ExperimentError::Setting {
+            what: "the cores of this thread are not known".to_owned(),
+            source: errno.into(),
+        })?;
+        pin(core)?;
+        Ok(Self(Some(before)))
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            // It was allowed before.
+            let _ = sched_setaffinity(THIS_THREAD, before);
+        }
+    }
 }
 
 /// A system and the place of its files.
@@ -165,7 +226,35 @@ struct Disks<'a> {
     servers: Vec<Option<Server>>,
     tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
-    home: Option<tempfile::TempDir>,
+    home: Option<Home>,
+}
+
+/// The directories of the disks while a place lasts; both go with it.
+struct Home {
+    directory: tempfile::TempDir,
+    /// Where the disks' files are, if not there.
+    storage: Option<tempfile::TempDir>,
+}
+
+impl Home {
+    fn new(plan: &Plan, root: &Path) -> Result<Self, ExperimentError> {
+        let made =
+            |within: &Path| tempfile::tempdir_in(within).map_err(|source| setting(within, source));
+        let storage = plan.served.as_ref().map(|served| made(&served.directory)).transpose()?;
+        Ok(Self { directory: made(root)?, storage })
+    }
+
+    /// Makes the place of a system.
+    fn place(&self, system: &str, size: u64) -> Result<Place, ExperimentError> {
+        let made = |within: &tempfile::TempDir| -> Result<PathBuf, ExperimentError> {
+            let directory = within.path().join(system);
+            let made = std::fs::create_dir(&directory);
+            made.map_err(|source| setting(&directory, source))?;
+            Ok(directory)
+        };
+        let storage = self.storage.as_ref().map(made).transpose()?;
+        Ok(Place { directory: made(&self.directory)?, storage, size })
+    }
 }
 
 impl Subject for Disks<'_> {
@@ -177,17 +266,16 @@ impl Subject for Disks<'_> {
         self.tested.clear();
         self.computed_limit = None;
         self.home = None;
-        let home = tempfile::tempdir_in(self.root);
-        let home = home.map_err(|source| setting(&self.plan.directory, source))?;
+        let home = Home::new(self.plan, self.root)?;
         if self.plan.limit && self.plan.workloads.iter().any(ComputedLimit::is_of) {
-            self.computed_limit = Some(ComputedLimit::new(home.path(), self.plan.size)?);
+            self.computed_limit = Some(ComputedLimit::new(home.directory.path(), self.plan.size)?);
         }
         // No system always has its files in the place that is used first.
         let systems = self.systems;
         let (later, first) = systems.split_at(place as usize % systems.len().max(1));
         for system in first.iter().chain(later) {
             observe(Progress::Filling(system.id()));
-            self.set_up(system.as_ref(), home.path())?;
+            self.set_up(system.as_ref(), &home)?;
         }
         self.home = Some(home);
         Ok(())
@@ -242,17 +330,16 @@ impl<'a> Disks<'a> {
     }
 
     /// Makes a disk full of the pattern. The server is restarted before it is read back.
-    fn set_up(&mut self, system: &'a dyn System, root: &Path) -> Result<(), ExperimentError> {
-        let directory = root.join(system.id());
-        std::fs::create_dir(&directory).map_err(|source| setting(&directory, source))?;
-        let tested = TestedSystem { system, place: Place { directory, size: self.plan.size } };
+    fn set_up(&mut self, system: &'a dyn System, home: &Home) -> Result<(), ExperimentError> {
+        let tested = TestedSystem { system, place: home.place(system.id(), self.plan.size)? };
         system.prepare(&tested.place)?;
         let places = system.places(&tested.place);
         for direction in [Direction::Write, Direction::Read] {
             let server = self.start(&tested)?;
             let workload = Workload { direction, ..FILL };
             for (disk, place) in places.iter().enumerate() {
-                whole_disk(&server, disk, place.size, &workload)
+                let clock = self.plan.clock(&server).map_err(|it| tested.failed(&workload, it))?;
+                whole_disk(&server, &clock, (disk, place.size), &workload)
                     .map_err(|source| tested.failed(&workload, source))?;
             }
         }
@@ -332,7 +419,7 @@ impl<'a> Disks<'a> {
         tested: &TestedSystem<'_>,
         server: &Server,
     ) -> Result<Sample, LoadError> {
-        let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
+        let clock = self.plan.clock(server)?;
         // Connected until all is read: what a server allocates for a guest counts as its memory, too.
         let mut initiators = (0..server.sockets().len())
             .map(|disk| connect(server, disk, workload, self.plan.wait))
@@ -389,15 +476,14 @@ impl<'a> Disks<'a> {
 /// Writes a pattern over a whole disk, or reads it.
 fn whole_disk(
     server: &Server,
-    disk: usize,
-    size: u64,
+    clock: &ProcessClock,
+    (disk, size): (usize, u64),
     workload: &Workload,
 ) -> Result<(), LoadError> {
     let mut initiator = connect(server, disk, workload, Wait::Sleep)?;
-    let clock = ProcessClock::of(server.pid()).map_err(LoadError::Clock)?;
     let extent = Extent::Requests(size / u64::from(workload.block));
     let pattern = Some(Pattern::new(PATTERN_SEED));
-    load::run(initiator.as_mut(), workload, extent, pattern, &clock, 0)?;
+    load::run(initiator.as_mut(), workload, extent, pattern, clock, 0)?;
     let status = initiator.run_one(Operation::Flush, 0, 0)?;
     if status != 0 {
         let operation = Operation::Flush;
@@ -413,4 +499,21 @@ fn connect(
     wait: Wait,
 ) -> Result<Box<dyn Initiator>, InitiatorError> {
     server.connect(disk, workload.depth, workload.block, wait)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_section_the_thread_has_its_cores_again() {
+        let before = sched_getaffinity(THIS_THREAD).unwrap();
+        let core = (0..CpuSet::count()).find(|core| before.is_set(*core).unwrap()).unwrap();
+        let pinned = Pinned::to(Some(core)).unwrap();
+        let mut only = CpuSet::new();
+        only.set(core).unwrap();
+        assert_eq!(sched_getaffinity(THIS_THREAD).unwrap(), only);
+        drop(pinned);
+        assert_eq!(sched_getaffinity(THIS_THREAD).unwrap(), before);
+    }
 }

@@ -207,6 +207,9 @@ pub struct Goal {
     /// What is compared with `value`.
     #[serde(default)]
     pub compare: Compare,
+    /// Of one system alone: what so many of 100 rounds do not exceed is judged, in place of the median.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub percentile: Option<u8>,
     /// On which side of `value` it must be.
     pub relation: Relation,
     /// The value.
@@ -295,6 +298,12 @@ pub(crate) fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
         if (goal.compare == Compare::Alone) != goal.denominator.is_none() {
             return wrong("names a denominator if, and only if, it compares");
         }
+        if goal.percentile.is_some_and(|it| !(1..=99).contains(&it)) {
+            return wrong("has a percentile that is not from 1 to 99");
+        }
+        if goal.percentile.is_some() && goal.compare != Compare::Alone {
+            return wrong("has a percentile, and is not about one system alone");
+        }
         if goal.compare == Compare::Alone && goal.beside.is_some() {
             return wrong("names a load beside its own, and compares with nothing");
         }
@@ -366,8 +375,11 @@ pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
     let pairs = pairs(goal, of);
     let ratio = ratio_of(&pairs);
     let difference = Interval::of(pairs.iter().map(|(above, below)| above - below));
-    let alone =
-        Interval::of(of(&goal.numerator, &goal.workload).into_iter().map(|(_, value)| value));
+    let values = of(&goal.numerator, &goal.workload).into_iter().map(|(_, value)| value);
+    let alone = match goal.percentile {
+        None => Interval::of(values),
+        Some(percentile) => Interval::of_percentile(percentile, values),
+    };
     let judged = match goal.compare {
         Compare::Ratio => ratio,
         Compare::Difference => difference,
@@ -379,6 +391,13 @@ pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
         if undecided && goal.metric.is_a_rate() { by_cpu_time(goal, outcome) } else { None };
     let alone = alone.filter(|_| goal.compare == Compare::Alone);
     Assessment { goal: goal.clone(), verdict, ratio, difference, alone, by_cpu_time }
+}
+
+impl Goal {
+    /// What of the rounds is judged, before a value; nothing for the median.
+    pub(crate) fn of_rounds(&self) -> String {
+        self.percentile.map_or_else(String::new, |percentile| format!("p{percentile} "))
+    }
 }
 
 impl Assessment {
@@ -426,12 +445,15 @@ fn ratio_of(pairs: &[(f64, f64)]) -> Option<Interval> {
 }
 
 fn judge(goal: &Goal, judged: &Interval) -> Verdict {
-    let (Some(lower), Some(upper)) = (judged.lower, judged.upper) else {
-        return Verdict::NotResolved;
-    };
+    // A percentile may have one bound without the other.
+    let (lower, upper) = (judged.lower, judged.upper);
     let (met, not_met) = match goal.relation {
-        Relation::AtLeast => (lower >= goal.value, upper < goal.value),
-        Relation::AtMost => (upper <= goal.value, lower > goal.value),
+        Relation::AtLeast => {
+            (lower.is_some_and(|it| it >= goal.value), upper.is_some_and(|it| it < goal.value))
+        }
+        Relation::AtMost => {
+            (upper.is_some_and(|it| it <= goal.value), lower.is_some_and(|it| it > goal.value))
+        }
     };
     match (met, not_met) {
         (true, _) => Verdict::Met,
@@ -480,6 +502,7 @@ pub(crate) mod tests {
             workload: "w".to_owned(),
             beside: None,
             compare: Compare::Ratio,
+            percentile: None,
             relation,
             value,
         }
@@ -537,6 +560,27 @@ pub(crate) mod tests {
             assert_eq!(judged.verdict, verdict, "{compare:?} {value}: {judged:?}");
             assert_eq!(judged.alone.is_some(), compare == Compare::Alone);
         }
+    }
+
+    #[test]
+    fn a_percentile_is_judged_in_place_of_the_median() {
+        // So many rounds of 10 ms, of which the last ones took 40.
+        let of = |rounds: u32, long: u32, percentile| {
+            let cells = (0..rounds).map(|round| {
+                let iops = if round < rounds - long { 100.0 } else { 25.0 };
+                cell(round, "ours", "w", iops)
+            });
+            let (denominator, compare) = (None, Compare::Alone);
+            let goal = goal(Metric::P50, Relation::AtMost, 20e6);
+            let goal = Goal { denominator, compare, percentile, ..goal };
+            assess(&goal, &outcome(cells.collect())).verdict
+        };
+        assert_eq!(of(300, 20, None), Verdict::Met);
+        assert_eq!(of(300, 20, Some(99)), Verdict::NotMet);
+        assert_eq!(of(300, 0, Some(99)), Verdict::Met);
+        // A lower bound needs fewer rounds than an upper one.
+        assert_eq!(of(100, 20, Some(99)), Verdict::NotMet);
+        assert_eq!(of(100, 0, Some(99)), Verdict::NotResolved);
     }
 
     #[test]
@@ -725,6 +769,10 @@ pub(crate) mod tests {
         assert_eq!(parse(path, &format!("{nothing}compare = \"alone\"")).unwrap().len(), 1);
         assert_eq!(parse(path, &text("x", "1.0", "a", "beside = \"v\"")).unwrap().len(), 1);
         assert!(refused(&text("x", "1.0", "a", "beside = \"w\"")).contains("with itself"));
+        let percentile = |it: u8| format!("{single}compare = \"alone\"\npercentile = {it}");
+        assert_eq!(parse(path, &percentile(99)).unwrap().len(), 1);
+        assert!(refused(&percentile(100)).contains("from 1 to 99"));
+        assert!(refused(&text("x", "1.0", "b", "percentile = 99")).contains("one system alone"));
         let beside_nothing = format!("{single}compare = \"alone\"\nbeside = \"v\"");
         assert!(refused(&beside_nothing).contains("compares with nothing"));
         let twice = text("x", "1.0", "b", "").repeat(2);

@@ -13,7 +13,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
+use vmseal_api::datastore::RbdPool;
 
+use crate::ceph::mount;
 use crate::network::Network;
 use crate::outcome::OperationError;
 
@@ -24,6 +26,8 @@ const AGENT_PORT: u16 = 8444;
 pub const HERE: &str = "here";
 pub const THERE: &str = "there";
 pub const ELSEWHERE: &str = "elsewhere";
+/// The datastore that the first host has from the beginning.
+pub const LOCAL: &str = "local";
 /// The first user id of the first host's guests, and how many each host has.
 const UIDS: u32 = 2_000_000;
 const UIDS_EACH: u32 = 100_000;
@@ -63,6 +67,8 @@ pub struct Installation {
     agents: Vec<Child>,
     /// Where agents keep what runs.
     runs: Vec<PathBuf>,
+    /// Where an agent has mounted pools.
+    mounted: Vec<PathBuf>,
     /// Sockets and state; short, as the names of sockets may not be long.
     home: TempDir,
     store: TempDir,
@@ -101,6 +107,7 @@ impl Installation {
             server: None,
             agents: Vec::new(),
             runs: Vec::new(),
+            mounted: Vec::new(),
             home: made(&std::env::temp_dir())?,
             store: made(&directory)?,
         };
@@ -120,7 +127,7 @@ impl Installation {
     ) -> Result<(), OperationError> {
         self.start_agent(host, place, options)?;
         let store = self.datastore().display().to_string();
-        self.vmseal(&["datastore", "share", "local", "--host", host, "--path", &store])?;
+        self.vmseal(&["datastore", "share", LOCAL, "--host", host, "--path", &store])?;
         Ok(())
     }
 
@@ -134,6 +141,20 @@ impl Installation {
             let path = path.display().to_string();
             self.vmseal(&["datastore", "add", name, "--host", host, "--path", &path])?;
         }
+        Ok(())
+    }
+
+    /// Gives the first host a datastore that is a pool of a Ceph cluster; its agent mounts it.
+    pub fn add_pool(&mut self, name: &'static str, pool: &RbdPool) -> Result<(), OperationError> {
+        let path = self.path(name);
+        let (text, keyring) = (path.display().to_string(), pool.keyring.display().to_string());
+        // One that is mounted and not added is unmounted, too.
+        self.mounted.push(path);
+        let place = ["datastore", "add", name, "--host", HERE, "--path", &text];
+        let cluster = ["--pool", &pool.pool, "--monitors", &pool.monitors];
+        let user = ["--user", &pool.user, "--keyring", &keyring];
+        let messenger = ["--messenger", pool.messenger.name()];
+        self.vmseal(&[&place[..], &cluster, &user, &messenger].concat())?;
         Ok(())
     }
 
@@ -276,7 +297,7 @@ impl Installation {
         let failed = |source| OperationError::File { path: store.clone(), source };
         fs::create_dir(&store).map_err(failed)?;
         let store = store.display().to_string();
-        self.vmseal(&["datastore", "add", "local", "--host", HERE, "--path", &store])?;
+        self.vmseal(&["datastore", "add", LOCAL, "--host", HERE, "--path", &store])?;
         let passphrase = self.write("passphrase", PASSPHRASE)?;
         let backup = self.path("keys.backup").display().to_string();
         let given = ["--passphrase-file", &passphrase];
@@ -318,6 +339,8 @@ impl Drop for Installation {
         for pid in self.runs.iter().flat_map(|run| on_record(run)) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
+        // What serves a pool outlives it, too; and nothing of the pool goes with the directory that it is mounted in.
+        self.mounted.iter().for_each(|place| mount::end(place));
     }
 }
 

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
+use crate::ceph::{self, CephError};
 use crate::computed_limit::ComputedLimitError;
 use crate::idle::Idle;
 use crate::load::LoadError;
@@ -134,6 +135,9 @@ pub enum ExperimentError {
     /// An operation of an installation failed.
     #[error(transparent)]
     Operation(#[from] OperationError),
+    /// The Ceph cluster cannot be used.
+    #[error(transparent)]
+    Ceph(#[from] CephError),
     /// The limit of this machine cannot be computed.
     #[error(transparent)]
     ComputedLimit(#[from] ComputedLimitError),
@@ -169,6 +173,8 @@ pub enum Progress<'a> {
     Filling(&'a str),
     /// VMs of a policy are made.
     Making(&'a str),
+    /// Something of a Ceph cluster is there.
+    Cluster(&'a ceph::Progress),
     /// A round begins: its number from 1, and the number of rounds.
     Round(u32, u32),
 }

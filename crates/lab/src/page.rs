@@ -162,7 +162,7 @@ fn wanted(judged: &Assessment) -> String {
     match goal.compare {
         Compare::Ratio => format!("{sign} {:.3}", goal.value),
         Compare::Difference | Compare::Alone => {
-            format!("{sign} {}", goal.metric.show(goal.value))
+            format!("{}{sign} {}", goal.of_rounds(), goal.metric.show(goal.value))
         }
     }
 }

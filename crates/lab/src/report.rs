@@ -149,7 +149,7 @@ impl Settings {
             seconds: plan.cell.as_secs_f64(),
             warm_up_seconds: plan.warm_up.as_secs_f64(),
             size: plan.size,
-            file_system: crate::machine::file_system(&plan.directory),
+            file_system: crate::machine::file_system(plan.storage()),
             wait: plan.wait,
             verify: plan.verify,
             cores: plan.cores,
@@ -409,6 +409,7 @@ pub(crate) mod tests {
             verify: false,
             neighbours: 0,
             directory: "/proc".into(),
+            served: None,
             size: 1 << 30,
             cores: Some(Cores { server: 0, client: 1 }),
         };

@@ -8,12 +8,15 @@ use std::{fs, io};
 
 use clap::Args;
 use serde::Serialize;
+use vmseal_api::datastore::RbdPool;
 
-use crate::arguments::{BenchArguments, BenchError};
+use crate::arguments::{BenchArguments, BenchError, beside_this_program};
 use crate::catalogue;
+use crate::ceph::mount::Mount;
+use crate::ceph::own_pool::{self, OwnPool};
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{Definition, DefinitionError, Extent, Matter};
-use crate::experiment::{self, Outcome, Progress};
+use crate::experiment::{self, Outcome, Plan, Progress, ServedDirectory};
 use crate::goals::{self, Assessment, Metric, Verdict};
 use crate::machine::{self, Machine};
 use crate::migration;
@@ -54,6 +57,10 @@ pub struct RunArguments {
     /// Where disks on ext4, and installations, are made
     #[arg(long, default_value = "target")]
     pub ext4_directory: PathBuf,
+    /// The Ceph cluster of experiments whose storage is `ceph`, which `vmseal lab ceph up --directory DIR` has made. Each makes
+    /// a pool of its own there, and removes it when it ends. It takes root
+    #[arg(long, value_name = "DIR")]
+    pub ceph_directory: Option<PathBuf>,
     /// The program vmseal-filter; by default beside this one, else in PATH
     #[arg(long)]
     pub filter: Option<PathBuf>,
@@ -144,9 +151,9 @@ pub fn run(
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
     let (mut experiments, mut all) = (Vec::new(), Outcome::default());
-    for definition in &definitions {
+    for (definition, named) in definitions.iter().zip(&arguments.experiments) {
         observe(Progress::Section(&definition.id, &definition.title));
-        let one = arguments.one(definition, observe);
+        let one = arguments.one(definition, named, observe);
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
         let (measured, places, outcome, refused) = one.map_err(failed)?;
         let claim = definition.claim.as_ref().filter(|_| refused.is_none());
@@ -168,22 +175,50 @@ pub fn run(
 }
 
 impl RunArguments {
+    /// Measures an experiment, which was named so; one on Ceph with a pool of its own, which goes again.
     fn one(
         &self,
         definition: &Definition,
+        named: &str,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<Found, experiment::ExperimentError> {
+        if definition.storage() != Some(Storage::Ceph) {
+            return self.measure(definition, None, observe);
+        }
+        let program = self.pool_program();
+        let usable = own_pool::usable(self.ceph_directory.as_deref(), named);
+        let usable = usable.and_then(|it| operation::missing(&[&program]).map_or(Ok(it), Err));
+        let cluster = match usable {
+            Ok(cluster) => cluster,
+            Err(why) => return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why))),
+        };
+        let pool = OwnPool::make(cluster, &mut |it| observe(Progress::Cluster(it)))?;
+        let found = self.measure(definition, Some(pool.access()), observe);
+        // Why measuring failed says more than why the pool stays.
+        let removed = pool.remove();
+        let found = found?;
+        removed?;
+        Ok(found)
+    }
+
+    fn measure(
+        &self,
+        definition: &Definition,
+        pool: Option<&RbdPool>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
         match &definition.matter {
             Matter::Disk(_, steps) => {
                 let extent = if self.full { steps.full } else { steps.small };
-                self.disk(definition, extent, observe)
+                let mount = pool.map(|pool| Mount::new(&self.pool_program(), pool)).transpose()?;
+                self.disk(definition, extent, mount.as_ref(), observe)
             }
             Matter::Operation(matrix, steps) => {
                 let directory = match steps.storage {
                     Some(Storage::Memory) => &self.directory,
-                    Some(Storage::Ext4 | Storage::Vsan) | None => &self.ext4_directory,
+                    Some(Storage::Ext4 | Storage::Ceph) | None => &self.ext4_directory,
                 };
-                let choice = self.choice(directory);
+                let choice = Choice { pool: pool.cloned(), ..self.choice(directory) };
                 operation::run(&choice, &definition.id, matrix, steps, observe)
             }
             Matter::Migration(matrix, steps) => {
@@ -193,6 +228,13 @@ impl RunArguments {
         }
     }
 
+    /// The program that mounts pools: beside vmseal-filter, as agents have it.
+    fn pool_program(&self) -> PathBuf {
+        let name = "vmseal-rbd";
+        let beside = self.filter.as_ref().map(|filter| filter.with_file_name(name));
+        beside.unwrap_or_else(|| beside_this_program(name))
+    }
+
     fn choice(&self, directory: &Path) -> Choice {
         Choice {
             program: self.vmseal.clone(),
@@ -200,6 +242,7 @@ impl RunArguments {
             full: self.full,
             rounds: self.rounds,
             guest: self.guest.clone(),
+            pool: None,
         }
     }
 
@@ -207,16 +250,21 @@ impl RunArguments {
         &self,
         definition: &Definition,
         extent: Extent,
+        mount: Option<&Mount>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
         let bench = self.bench(extent);
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
+        let served = mount.map(|mount| ServedDirectory {
+            directory: mount.directory().to_owned(),
+            process: mount.process(),
+        });
         for section in sections::of_definition(definition) {
             if let Some(why) = bench.obstacle(&section) {
                 return Ok((measured, places, all, Some(why)));
             }
             observe(Progress::Section(section.id, section.title));
-            let plan = bench.plan(&section);
+            let plan = Plan { served: served.clone(), ..bench.plan(&section) };
             let outcome = experiment::run(&plan, &bench.systems(&section), &mut |progress| {
                 if section.tells(progress) {
                     observe(progress);

@@ -114,7 +114,10 @@ impl Section {
     pub fn tells(&self, progress: Progress<'_>) -> bool {
         match progress {
             Progress::Round(round, _) => (round - 1).is_multiple_of(self.cuts),
-            Progress::Section(..) | Progress::Filling(_) | Progress::Making(_) => true,
+            Progress::Section(..)
+            | Progress::Filling(_)
+            | Progress::Making(_)
+            | Progress::Cluster(_) => true,
         }
     }
 }

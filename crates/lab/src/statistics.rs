@@ -1,9 +1,10 @@
-//! Medians and bounds of few values, without assuming how they are distributed.
+//! Medians, percentiles and bounds of few values, without assuming how they are distributed.
 //!
 //! The bounds are order statistics: whatever the distribution, the k-th smallest of n independent values is
-//! above the true median with probability P(Binomial(n, ½) < k). The bounds are the innermost values for
-//! which that is at most 5 %, so each bound by itself holds with 95 % or more. Fewer than five values have no
-//! such bound.
+//! above the true median with probability P(Binomial(n, ½) < k), and above a percentile with that percentile's share
+//! in place of ½. The bounds are the innermost values for which that is at most 5 %, so each bound by itself holds with
+//! 95 % or more. Fewer than five values have no such bound of the median, fewer than 299 no upper one of the 99th
+//! percentile.
 
 use serde::Serialize;
 
@@ -13,14 +14,14 @@ const RISK: f64 = 0.05;
 /// The most values; 2⁻ⁿ is still representable.
 pub const VALUES_MAX: usize = 1000;
 
-/// A median with its 95 % bounds, one-sided each.
+/// A median with its 95 % bounds, one-sided each; or another percentile, where one is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Interval {
-    /// The median of the values.
+    /// The median of the values, or that percentile.
     pub median: f64,
-    /// Below the true median with 95 % confidence; none with fewer than five values.
+    /// Below the true one with 95 % confidence; none with too few values.
     pub lower: Option<f64>,
-    /// Above the true median with 95 % confidence; none with fewer than five values.
+    /// Above the true one with 95 % confidence; none with too few values.
     pub upper: Option<f64>,
 }
 
@@ -28,21 +29,33 @@ impl Interval {
     /// Of `values`; none if there are none, or one is not a number.
     #[must_use]
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
-        let mut sorted: Vec<f64> = values.into_iter().take(VALUES_MAX).collect();
-        if sorted.is_empty() || sorted.iter().any(|value| !value.is_finite()) {
-            return None;
-        }
-        sorted.sort_by(f64::total_cmp);
+        let sorted = sorted(values)?;
         let middle = sorted.len() / 2;
         let median = if sorted.len().is_multiple_of(2) {
             f64::midpoint(sorted[middle - 1], sorted[middle])
         } else {
             sorted[middle]
         };
-        let trimmed = outside(sorted.len());
-        let lower = trimmed.map(|count| sorted[count]);
-        let upper = trimmed.map(|count| sorted[sorted.len() - 1 - count]);
-        Some(Self { median, lower, upper })
+        Some(Self::around(median, &sorted, 0.5))
+    }
+
+    /// What so many of 100 `values` do not exceed (1 to 99); none if there are none, or one is not a number.
+    #[must_use]
+    pub fn of_percentile(percentile: u8, values: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let sorted = sorted(values)?;
+        let rank = (sorted.len() * usize::from(percentile)).div_ceil(100);
+        let found = sorted[rank.clamp(1, sorted.len()) - 1];
+        Some(Self::around(found, &sorted, f64::from(percentile) / 100.0))
+    }
+
+    /// The bounds of what this share of all values does not exceed.
+    fn around(found: f64, sorted: &[f64], share: f64) -> Self {
+        let last = sorted.len() - 1;
+        Self {
+            median: found,
+            lower: outside(sorted.len(), share).map(|count| sorted[count]),
+            upper: outside(sorted.len(), 1.0 - share).map(|count| sorted[last - count]),
+        }
     }
 
     /// The median with its bounds, if there are any, as text.
@@ -53,27 +66,39 @@ impl Interval {
             (Some(lower), Some(upper)) => {
                 format!("{median} [{}, {}]", number(lower), number(upper))
             }
-            _ => format!("{median} [too few rounds]"),
+            (Some(lower), None) => format!("{median} [{}, too few rounds]", number(lower)),
+            (None, Some(upper)) => format!("{median} [too few rounds, {}]", number(upper)),
+            (None, None) => format!("{median} [too few rounds]"),
         }
     }
 }
 
-/// How many of `n` sorted values are outside the bound, on either side.
-fn outside(n: usize) -> Option<usize> {
-    let mut probability = 0.5_f64.powi(i32::try_from(n).ok()?);
-    let mut cumulative = probability;
-    if cumulative > RISK {
+/// The first values, sorted; none if there are none, or one is not a number.
+fn sorted(values: impl IntoIterator<Item = f64>) -> Option<Vec<f64>> {
+    let mut sorted: Vec<f64> = values.into_iter().take(VALUES_MAX).collect();
+    if sorted.is_empty() || sorted.iter().any(|value| !value.is_finite()) {
         return None;
     }
-    let mut count = 0;
-    loop {
-        probability *= (n - count) as f64 / (count + 1) as f64;
-        cumulative += probability;
+    sorted.sort_by(f64::total_cmp);
+    Some(sorted)
+}
+
+/// How many of `n` sorted values are outside the bound on one side, where each is there with a probability of `share`.
+/// By logarithms: the probability that none is may be too small for a number.
+fn outside(n: usize, share: f64) -> Option<usize> {
+    let mut logarithm = n as f64 * (1.0 - share).ln();
+    let odds = (share / (1.0 - share)).ln();
+    let mut cumulative = logarithm.exp();
+    let mut found = None;
+    for count in 0..n {
         if cumulative > RISK {
-            return Some(count);
+            break;
         }
-        count += 1;
+        found = Some(count);
+        logarithm += ((n - count) as f64 / (count + 1) as f64).ln() + odds;
+        cumulative += logarithm.exp();
     }
+    found
 }
 
 #[cfg(test)]
@@ -112,7 +137,7 @@ mod tests {
             (50, Some(18)),
         ];
         for (n, count) in expected {
-            assert_eq!(outside(n), count, "n = {n}");
+            assert_eq!(outside(n, 0.5), count, "n = {n}");
         }
     }
 
@@ -123,6 +148,22 @@ mod tests {
         let eight = Interval::of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1000.0]).unwrap();
         assert_eq!((eight.lower, eight.upper), (Some(2.0), Some(7.0)));
         assert_eq!(Interval::of([1.0; 4]).unwrap().lower, None);
+    }
+
+    #[test]
+    fn a_percentile_has_an_upper_bound_only_with_many_values() {
+        let of = |count: u32| Interval::of_percentile(99, (1..=count).map(f64::from)).unwrap();
+        // 0.99^298 is above 5 %, 0.99^299 is below.
+        assert_eq!((of(100).median, of(100).upper), (99.0, None));
+        assert!(of(100).lower.is_some_and(|lower| lower < 99.0), "{:?}", of(100));
+        assert_eq!((of(298).upper, of(299).upper), (None, Some(299.0)));
+        let many = of(1000);
+        assert_eq!(many.median, 990.0);
+        assert!(many.lower.unwrap() < 990.0 && many.upper.unwrap() > 990.0, "{many:?}");
+        assert_eq!(Interval::of_percentile(50, [3.0, 1.0, 2.0]).unwrap().median, 2.0);
+        assert_eq!(Interval::of_percentile(99, []), None);
+        let shown = of(100).show(|value| format!("{value:.0}"));
+        assert!(shown.starts_with("99 [") && shown.ends_with(", too few rounds]"), "{shown}");
     }
 
     /// Tests the bound itself: of many samples of a skewed distribution with median 1, at most about 5 % have

@@ -13,8 +13,8 @@ pub enum Storage {
     Memory,
     /// In files on ext4 that are accessed without the page cache.
     Ext4,
-    /// On a cluster of hosts that keep copies for each other.
-    Vsan,
+    /// In a pool of a Ceph cluster, which keeps copies; [`crate::ceph::own_pool`] says what it takes.
+    Ceph,
 }
 
 impl Storage {
@@ -22,11 +22,7 @@ impl Storage {
     #[must_use]
     pub fn obstacle(self, directory: &Path) -> Option<String> {
         match self {
-            Self::Memory => return None,
-            Self::Vsan => {
-                let why = "it needs three hosts that keep each disk on one another (vSAN); vmseal measures one host only";
-                return Some(why.to_owned());
-            }
+            Self::Memory | Self::Ceph => return None,
             Self::Ext4 => {}
         }
         let at = directory.display();

@@ -185,8 +185,8 @@ fn verdicts(goals: &[Assessment]) -> Table {
             Compare::Alone => goal.metric.show(goal.value),
         };
         let wanted = match goal.relation {
-            Relation::AtLeast => format!("≥ {value}"),
-            Relation::AtMost => format!("≤ {value}"),
+            Relation::AtLeast => format!("{}≥ {value}", goal.of_rounds()),
+            Relation::AtMost => format!("{}≤ {value}", goal.of_rounds()),
         };
         let found = judged.ratio.map(|ratio| ratio.show(|x| format!("{x:.3}")));
         let alone = judged.alone.map(|value| goal.metric.show_interval(&value));

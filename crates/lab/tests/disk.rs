@@ -68,7 +68,7 @@ fn serve() -> ServedDisk {
 
 fn serve_with(system: &dyn System) -> ServedDisk {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let place = Place { directory: directory.path().to_owned(), size: SIZE };
+    let place = Place { directory: directory.path().to_owned(), storage: None, size: SIZE };
     system.prepare(&place).unwrap();
     let server = system.start(&place, None).unwrap();
     ServedDisk { server, place, _directory: directory }
@@ -233,7 +233,7 @@ fn qemu_s_luks_keeps_what_is_written_and_no_plaintext() {
 #[test]
 fn a_server_that_cannot_start_says_why() {
     let directory = tempfile::tempdir().unwrap();
-    let place = Place { directory: directory.path().to_owned(), size: SIZE };
+    let place = Place { directory: directory.path().to_owned(), storage: None, size: SIZE };
     let error = storage_daemon(false).start(&place, None).unwrap_err().to_string();
     assert!(error.contains("it ended with") && error.contains("No such file"), "{error}");
     let missing = StorageDaemon { daemon: program("/nonexistent/daemon"), ..storage_daemon(false) };
@@ -255,6 +255,7 @@ fn plan(directory: &Path, size: u64) -> Plan {
         wait: Wait::Sleep,
         verify: true,
         directory: directory.to_owned(),
+        served: None,
         size,
         cores: None,
     }
@@ -264,7 +265,7 @@ fn plan(directory: &Path, size: u64) -> Plan {
 fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let eight = Vmseal { disks: 8, named_by_disks: true, ..vmseal(true) };
-    let place = Place { directory: directory.path().to_owned(), size: 8 * SIZE };
+    let place = Place { directory: directory.path().to_owned(), storage: None, size: 8 * SIZE };
     eight.prepare(&place).unwrap();
     let server = eight.start(&place, None).unwrap();
     let clock = ProcessClock::of(server.pid()).unwrap();

@@ -77,7 +77,7 @@ pub enum CephError {
         directory: PathBuf,
     },
     /// Another process changes the cluster.
-    #[error("another `vmseal lab ceph` works on the cluster in {}; wait for it", directory.display())]
+    #[error("another `vmseal lab ceph` or `vmseal lab run` works on the cluster in {}; wait for it", directory.display())]
     Busy {
         /// Where.
         directory: PathBuf,
@@ -140,6 +140,14 @@ pub enum CephError {
         pool: String,
         /// Its redundancy.
         has: String,
+    },
+    /// A pool is not mounted.
+    #[error("the pool '{pool}' is not mounted: {why}")]
+    Mount {
+        /// Its name.
+        pool: String,
+        /// Why.
+        why: String,
     },
     /// A daemon ended while it was waited for.
     #[error("{daemon} has ended; its log ({}) ends: {end}", log.display())]

@@ -17,6 +17,7 @@
 //! | [`tools`], [`answers`] | those that do one thing and end, and what they answer |
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
+//! | [`own_pool`], [`mount`] | a pool that is there for one experiment, and its files |
 //! | [`waiting`], [`progress`], [`error`] | how far it is, and why it failed |
 
 pub mod answers;
@@ -26,6 +27,8 @@ pub mod daemon;
 pub mod down;
 pub mod error;
 pub mod layout;
+pub mod mount;
+pub mod own_pool;
 pub mod pools;
 pub mod processes;
 pub mod progress;

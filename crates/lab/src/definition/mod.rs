@@ -413,6 +413,16 @@ impl Definition {
         }
     }
 
+    /// Where the disks are, if that is said.
+    #[must_use]
+    pub fn storage(&self) -> Option<Storage> {
+        match &self.matter {
+            Matter::Disk(_, steps) => Some(steps.storage),
+            Matter::Operation(_, steps) => steps.storage,
+            Matter::Migration(..) => None,
+        }
+    }
+
     /// The keys of the matrix that a point can be told by, with their values.
     fn axes(&self) -> BTreeMap<&'static str, Vec<u64>> {
         let wide = |values: &[u32]| values.iter().map(|value| u64::from(*value)).collect();
@@ -518,10 +528,21 @@ impl Checked<'_> {
         self.axis("matrix.disks", &matrix.disks, (1, MANY))?;
         self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
         self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
+        let on_ceph = steps.storage == Storage::Ceph;
         let others = matrix
             .systems
             .iter()
             .find(|id| !["vmseal-encrypted", "vmseal-plain"].contains(&id.as_str()));
+        if let Some(other) = others
+            && on_ceph
+        {
+            let allowed = "only vmseal-encrypted and vmseal-plain have disks on `ceph`";
+            return self.refuse("matrix.systems", other, allowed);
+        }
+        if steps.idle && on_ceph {
+            let allowed = "false, as vmseal-rbd talks to `ceph` also without work";
+            return self.refuse("steps.idle", steps.idle, allowed);
+        }
         if let Some(other) = others
             && (matrix.disks != [1] || matrix.delay_us != [0])
         {
@@ -559,6 +580,11 @@ impl Checked<'_> {
         self.axis("matrix.size_mib", &matrix.size_mib, sizes)?;
         self.axis("matrix.at_once", &matrix.at_once, (1, MANY))?;
         self.range("number of matrix.operations", matrix.operations.len(), (1, AXIS_MAX))?;
+        if steps.storage == Some(Storage::Ceph) && matrix.operations.contains(&Operation::Encrypt) {
+            let allowed =
+                "all others on `ceph`: what it is compared with copies files of a directory";
+            return self.refuse("matrix.operations", Operation::Encrypt.id(), allowed);
+        }
         self.range("steps.memory_mib", steps.memory_mib, (32, 1 << 20))?;
         self.rounds([&steps.small, &steps.full], sizes)
     }
@@ -697,6 +723,23 @@ pub(super) mod tests {
             let found = refused(from, to);
             assert!(found.contains(expected), "{found}\nnot: {expected}");
             assert!(found.contains("mine.toml"), "{found}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_compared_on_ceph_is_refused() {
+        let disks = include_str!("../../../../bench/experiments/v5.toml");
+        let operations = include_str!("../../../../bench/experiments/v9.toml");
+        let of = |text| parse(Path::new("mine.toml"), text).unwrap().storage();
+        assert_eq!([of(disks), of(operations)], [Some(Storage::Ceph); 2]);
+        assert_eq!(of(GOOD), Some(Storage::Ext4));
+        for (good, from, to, expected) in [
+            (disks, "\"vmseal-plain\"]", "\"storage-daemon-plain\"]", "have disks on `ceph`"),
+            (disks, "storage = \"ceph\"", "storage = \"ceph\"\nidle = true", "steps.idle: true"),
+            (operations, "\"clone\", \"snapshot\"]", "\"encrypt\"]", "encrypt is not allowed"),
+        ] {
+            let found = refused_of(good, from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
         }
     }
 }

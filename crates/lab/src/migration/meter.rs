@@ -126,7 +126,7 @@ impl Process {
             self.guests = guests(self.pid);
         }
         // One that has ended stays at what it had.
-        let Some(all) = self.clock.and_then(|clock| clock.read().ok()) else { return };
+        let Some(all) = self.clock.as_ref().and_then(|clock| clock.read().ok()) else { return };
         let times: Option<Duration> = self.guests.iter().map(time_of_thread).sum();
         if let Some(guests) = times {
             // A guest's processor may have gone on between the two.

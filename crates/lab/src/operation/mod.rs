@@ -18,10 +18,11 @@ use std::process::Command;
 use std::time::Instant;
 
 use serde_json::Value;
+use vmseal_api::datastore::RbdPool;
 
 use crate::claim::Place;
 use crate::definition::{OPERATION_SYSTEMS, Operation, OperationMatrix, OperationSteps};
-use crate::installation::Installation;
+use crate::installation::{Installation, LOCAL};
 pub use crate::outcome::OperationError;
 use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
 use crate::report::Measured;
@@ -31,6 +32,9 @@ const ENCRYPTED: &str = OPERATION_SYSTEMS[0];
 const PLAIN: &str = OPERATION_SYSTEMS[1];
 const COPY: &str = OPERATION_SYSTEMS[2];
 const FULL: &str = OPERATION_SYSTEMS[3];
+
+/// The datastore that is a pool.
+const POOL: &str = "ceph";
 
 /// An operation on VMs of one size, so many at once.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +61,8 @@ pub(crate) struct Choice {
     pub rounds: Option<u32>,
     /// The disk of a guest with redis.
     pub guest: Option<PathBuf>,
+    /// The pool that has the disks of VMs, in place of the directory.
+    pub pool: Option<RbdPool>,
 }
 
 /// Measures an experiment with operations; else says why it cannot be.
@@ -92,6 +98,7 @@ pub(crate) fn run(
     let mut subject = Operations {
         program,
         directory: choice.directory.clone(),
+        pool: choice.pool.clone(),
         memory_mib: steps.memory_mib,
         tasks,
         here: None,
@@ -163,6 +170,7 @@ fn tasks(prefix: &str, matrix: &OperationMatrix, sizes: &[u64]) -> (Vec<Task>, V
 struct Operations {
     program: PathBuf,
     directory: PathBuf,
+    pool: Option<RbdPool>,
     memory_mib: u64,
     tasks: Vec<Task>,
     here: Option<Installation>,
@@ -174,7 +182,10 @@ impl Subject for Operations {
         _place: u32,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<(), ExperimentError> {
-        let here = Installation::start(&self.program, &self.directory)?;
+        let mut here = Installation::start(&self.program, &self.directory)?;
+        if let Some(pool) = &self.pool {
+            here.add_pool(POOL, pool)?;
+        }
         for task in &self.tasks {
             let image = image(&here, task.size_mib);
             if !image.exists() {
@@ -240,8 +251,9 @@ impl Operations {
         policy: &str,
         image: &Path,
     ) -> Result<(), OperationError> {
+        let datastore = if self.pool.is_some() { POOL } else { LOCAL };
         // Random bytes, which may begin as any format does.
-        let disk = format!("datastore=local,format=raw,image={}", image.display());
+        let disk = format!("datastore={datastore},format=raw,image={}", image.display());
         let memory = format!("{}MiB", self.memory_mib);
         let create = ["vm", "create", vm, "--policy", policy, "--memory", &memory];
         here.vmseal(&[&create[..], &["--disk", &disk, "--force"]].concat())?;

@@ -90,6 +90,8 @@ const DATA_OFFSET: u64 = 16 << 20;
 pub struct Place {
     /// The directory.
     pub directory: PathBuf,
+    /// The directory of the file that the disk is in, where it is another one: storage that has no sockets.
+    pub storage: Option<PathBuf>,
     /// The size of the disk, in bytes; of several disks, their total size.
     pub size: u64,
 }
@@ -98,7 +100,7 @@ impl Place {
     /// The file that the disk is in.
     #[must_use]
     pub fn disk(&self) -> PathBuf {
-        self.directory.join("disk")
+        self.storage.as_ref().unwrap_or(&self.directory).join("disk")
     }
 
     /// The file of its key, of a disk of vmseal.
@@ -162,6 +164,12 @@ pub trait System: Sync {
 /// The granularity of [`check_at_rest`].
 const SECTOR: u64 = 4096;
 
+/// How much of a file it reads at once: where a file is far away, each read is a request.
+const PIECE: u64 = 1 << 20;
+
+/// How much of a sector is compared.
+const BEGINNING: usize = 16;
+
 /// Checks the file of a disk that was filled with `pattern`: with encryption none of the pattern may be in
 /// it, without encryption all of it must be, so that neither is mistaken for the other.
 ///
@@ -186,18 +194,21 @@ pub fn check_at_rest(
 /// How many sectors anywhere in the file begin like a sector of the filled disk.
 fn plain_sectors(path: &Path, pattern: Pattern, sectors: u64) -> io::Result<u64> {
     let beginning = |sector: u64| {
-        let mut bytes = [0; 16];
+        let mut bytes = [0; BEGINNING];
         pattern.fill(sector * SECTOR, &mut bytes);
         bytes
     };
-    let beginnings: std::collections::HashSet<[u8; 16]> = (0..sectors).map(beginning).collect();
+    let beginnings: std::collections::HashSet<[u8; BEGINNING]> =
+        (0..sectors).map(beginning).collect();
     let file = File::open(path)?;
     let length = file.metadata()?.len();
     let mut found = 0;
-    let mut bytes = [0; 16];
-    for at in (0..length / SECTOR).map(|sector| sector * SECTOR) {
-        file.read_exact_at(&mut bytes, at)?;
-        found += u64::from(beginnings.contains(&bytes));
+    let mut piece = vec![0; PIECE as usize];
+    for at in (0..length.div_ceil(PIECE)).map(|number| number * PIECE) {
+        let piece = &mut piece[..PIECE.min(length - at) as usize];
+        file.read_exact_at(piece, at)?;
+        let sectors = piece.chunks_exact(SECTOR as usize);
+        found += sectors.filter(|sector| beginnings.contains(&sector[..BEGINNING])).count() as u64;
     }
     Ok(found)
 }

@@ -145,14 +145,20 @@ impl System for Vmseal {
             return vec![place.clone()];
         }
         let size = place.size / self.disks as u64 / ALIGNMENT * ALIGNMENT;
-        let disk = |i: usize| Place { directory: place.directory.join(i.to_string()), size };
+        let disk = |i: usize| Place {
+            directory: place.directory.join(i.to_string()),
+            storage: place.storage.as_ref().map(|storage| storage.join(i.to_string())),
+            size,
+        };
         (0..self.disks).map(disk).collect()
     }
 
     fn prepare(&self, place: &Place) -> Result<(), SystemError> {
         for place in self.places(place) {
-            let path = place.directory.clone();
-            fs::create_dir_all(&path).map_err(|source| SystemError::File { path, source })?;
+            for path in [Some(&place.directory), place.storage.as_ref()].into_iter().flatten() {
+                let failed = |source| SystemError::File { path: path.clone(), source };
+                fs::create_dir_all(path).map_err(failed)?;
+            }
             if self.encrypted || self.beside.is_some() {
                 let path = place.key();
                 make_key(&path).map_err(|source| SystemError::File { path, source })?;
