@@ -8,6 +8,7 @@
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`firmware_shell`] | the shell of UEFI firmware, and its variables |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
+//! | [`as_user`] | commands as a user gives them who is not root |
 //! | [`ceph`] | a cluster of Ceph's own programs |
 //! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
 //! | [`capture`] | what goes over the network of a test |
@@ -27,6 +28,7 @@
 //! | [`rest`] | the REST API through curl |
 //! | [`scan`] | a search for secrets in files and processes |
 
+pub mod as_user;
 pub mod capture;
 pub mod ceph;
 pub mod ceph_datastore;

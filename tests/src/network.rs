@@ -1,11 +1,11 @@
 //! Networks of a test's own, and the guest that is on them (`scripts/build-network-guest`).
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use nix::sched::{CloneFlags, unshare};
 
 use crate::eventually;
@@ -74,4 +74,26 @@ pub fn page(at: &str) -> anyhow::Result<String> {
         stream.read_to_string(&mut text).ok()?;
         text.contains(" 200 OK").then_some(text)
     })
+}
+
+/// Waits until somebody asks here for a page by HTTP, and gives them this one; gives the path that they asked for.
+pub fn asked(at: &TcpListener, page: &str) -> anyhow::Result<String> {
+    at.set_nonblocking(true)?;
+    let (mut stream, _) = eventually("somebody asks for a page", || at.accept().ok())?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let mut heard = BufReader::new(&stream);
+    let mut request = String::new();
+    heard.read_line(&mut request)?;
+    // To its end: what is left unread takes the answer along when the connection is closed.
+    let mut line = String::new();
+    while heard.read_line(&mut line)? > "\r\n".len() {
+        line.clear();
+    }
+    let length = page.len();
+    write!(
+        stream,
+        "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{page}"
+    )?;
+    let path = request.split(' ').nth(1);
+    Ok(path.with_context(|| format!("'{request}' is no request"))?.to_owned())
 }

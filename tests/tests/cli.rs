@@ -106,6 +106,7 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         (6, &["vm", "list", "--server", "https://127.0.0.1:1"]),
         (1, &["vm", "list", "--ca", "/nowhere"]),
         (1, &["image", "list", "--dir", "/nowhere"]),
+        (2, &["image", "build", "ubuntu"]),
     ] {
         assert_eq!(exit_code(&here, arguments), code, "{arguments:?}");
     }

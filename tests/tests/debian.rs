@@ -3,11 +3,23 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::net::UdpSocket;
 use std::process::{Command, Output};
+use std::time::Duration;
 
+use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 
 const VM: &str = "web1";
+
+/// Its card: its SSH server and its echo of datagrams are reached from the host.
+const CARD: &str = "user,forward=tcp:22,forward=udp:7";
+
+/// Sends every datagram back.
+const ECHO: &str = "import socket
+echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+echo.bind(('', 7))
+while True: echo.sendto(*echo.recvfrom(99))";
 
 /// The image of `scripts/build-debian-image --cloud`, which is the one that `vmseal image build debian` makes.
 fn debian() -> String {
@@ -25,7 +37,7 @@ fn launched(here: &Installation) {
     assert!(made.unwrap().success());
     let public = format!("{key}.pub");
     let launch = ["vm", "launch", VM, "--image", &image, "--format", "raw", "--ssh-key", &public];
-    here.vmseal(&[&launch[..], &["--timeout", "15m"]].concat()).unwrap();
+    here.vmseal(&[&launch[..], &["--nic", CARD, "--timeout", "15m"]].concat()).unwrap();
     let said = here.vmseal(&["vm", "ssh", VM, "--", "hostname; sudo id -u"]).unwrap();
     assert_eq!(said, format!("{VM}\n0\n"));
 }
@@ -46,6 +58,25 @@ fn runs_programs(here: &Installation) {
     assert_eq!(flood.stdout.len(), 256 * 1024);
     let none = run(&["/no/such/program"]);
     assert!(String::from_utf8_lossy(&none.stderr).contains("refuses guest-exec"));
+}
+
+/// Datagrams to a forwarded port reach the guest, and its answers come back.
+fn answers_datagrams(here: &Installation) {
+    let serve = format!("setsid /usr/bin/python3 -c \"{ECHO}\" </dev/null >/dev/null 2>&1 &");
+    assert!(in_guest(here, &["/bin/sh", "-c", &serve]).status.success());
+    let shown = here.vm(VM).unwrap();
+    let forward = &shown["nics"][0]["forwards"][1];
+    assert_eq!(forward["protocol"], "udp", "{shown}");
+    let host = UdpSocket::bind("127.0.0.1:0").unwrap();
+    host.connect(format!("127.0.0.1:{}", forward["host_port"])).unwrap();
+    host.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    let mut back = [0; 99];
+    eventually("a datagram comes back", || {
+        host.send(b"to the guest").ok()?;
+        let length = host.recv(&mut back).ok()?;
+        (&back[..length] == b"to the guest").then_some(())
+    })
+    .unwrap();
 }
 
 /// File systems are frozen and thawed, by command, for a snapshot and for a backup.
@@ -73,6 +104,7 @@ fn a_debian_is_launched_reached_by_ssh_and_served_by_its_guest_agent() {
     launched(&here);
     here.vmseal(&["vm", "guest", "ping", VM]).unwrap();
     runs_programs(&here);
+    answers_datagrams(&here);
     freezes_its_file_systems(&here);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }

@@ -1,11 +1,13 @@
 //! Guests that start by UEFI: their variables outlive them, kills of all that serves them, and a change of the key,
-//! and are ciphertext on the datastore. The guest is the firmware's own shell, on the serial console.
+//! and are ciphertext on the datastore. The guest is the firmware's own shell, on the serial console. And what else a
+//! machine is made of that a host may not have.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use serde_json::Value;
+use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
-use vmseal_tests::installation::Installation;
+use vmseal_tests::installation::{self, Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 
@@ -18,6 +20,84 @@ const EMPTY: [&str; 2] = ["--disk", "datastore=local,size=1MiB"];
 fn create(here: &Installation, vm: &str, policy: &str, more: &[&str]) {
     let create = ["vm", "create", vm, "--policy", policy, "--memory", "128MiB"];
     here.vmseal(&[&create[..], &EMPTY, more].concat()).unwrap();
+}
+
+/// What the kernel says of its huge pages of 2 MiB.
+const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// Those of a VM of 32 MiB.
+const HUGE_PAGES_OF_VM: u64 = 16;
+
+/// One of the kernel's counts of huge pages.
+fn huge_pages(count: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("{HUGE_PAGES}/{count}")).unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
+}
+
+fn set_aside(pages: u64) -> std::io::Result<()> {
+    std::fs::write(format!("{HUGE_PAGES}/nr_hugepages"), pages.to_string())
+}
+
+/// Huge pages for one VM, beside those that this machine had, until it is dropped.
+struct SetAside {
+    before: u64,
+}
+
+impl SetAside {
+    /// None where this machine does not let it.
+    fn new() -> Option<Self> {
+        let this = Self { before: huge_pages("nr_hugepages") };
+        let wanted = this.before + HUGE_PAGES_OF_VM;
+        set_aside(wanted).ok()?;
+        (huge_pages("nr_hugepages") == wanted).then_some(this)
+    }
+}
+
+impl Drop for SetAside {
+    fn drop(&mut self) {
+        let _ = set_aside(self.before);
+    }
+}
+
+/// The memory of a guest is in huge pages, all of it from the start on, and is given back when it ends. A guest for which there are
+/// none left does not start.
+fn runs_on_huge_pages(here: &Installation) {
+    let Some(pages) = SetAside::new() else {
+        #[allow(clippy::print_stderr)] // for who runs the test
+        {
+            eprintln!("skipped: this machine sets no huge pages aside");
+        }
+        return;
+    };
+    let image = here.counter_image().unwrap();
+    let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
+    for vm in ["first", "second"] {
+        let create = installation::create(vm, "encrypted", &disk);
+        here.vmseal(&[&create[..], &["--memory-backing", "hugepages"]].concat()).unwrap();
+    }
+    let free = huge_pages("free_hugepages");
+    assert_eq!(here.boot_counter("first").unwrap(), 1);
+    assert_eq!(huge_pages("free_hugepages"), free - HUGE_PAGES_OF_VM);
+    let qemu = here.processes_of("first", "qemu-system-x86_64").unwrap()[0];
+    let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).unwrap();
+    let mapped = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:"));
+    assert_eq!(mapped.unwrap().trim(), "32768 kB");
+    // Another filter reads and writes that memory, too.
+    kill_hard(here.processes_of("first", "vmseal-filter").unwrap()[0]);
+    here.wait_alarm("first", "filter-restarted").unwrap();
+    let mut console = here.console("first").unwrap();
+    console.type_text("r").unwrap();
+    while console.next_count().unwrap() != 2 {}
+    // Unless the machine had some before.
+    if pages.before == 0 {
+        for dry in [&["--dry-run"][..], &[]] {
+            let said = here.refused(&[&["vm", "start", "second"], dry].concat()).unwrap();
+            assert!(said.contains("needed: 16; those that this host has: 0."), "{said}");
+        }
+    }
+    here.vmseal(&["vm", "stop", "first", "--force"]).unwrap();
+    eventually("the huge pages are free", || (huge_pages("free_hugepages") == free).then_some(()))
+        .unwrap();
 }
 
 /// Whether the image of a VM's variables holds the name of the test's in the clear.
@@ -122,6 +202,8 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
     let message = here.refused(&create).unwrap();
     assert!(message.contains("name of the disk"), "{message}");
     assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
+    // Not beside the rest, which needs a machine without huge pages.
+    runs_on_huge_pages(&here);
 }
 
 /// Variables are a disk in layers, too: these follow while the firmware has them, and each snapshot brings its own back.

@@ -1,14 +1,109 @@
-//! `vmseal vm launch` and `vmseal vm ssh`, up to where a guest would need an SSH server of its own.
+//! `vmseal vm launch` and `vmseal vm ssh`, up to where a guest would need an SSH server of its own, and the images that are
+//! launched by name.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use vmseal_tests::as_user::as_user;
+use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 
 const KEY: &str =
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDu0bKR0wAYc5z1f3Yv0J1mZ2c9bS7mUqkq3v1Qh9w1c me\n";
+
+/// Programs in place of those of the same names, by which an image is built in seconds: of a system without files, and without
+/// further user ids.
+const PROGRAMS: [(&str, &str); 4] = [
+    ("mmdebstrap", r#"cat >/dev/null; tar -cf "${@: -2:1}" -T /dev/null"#),
+    ("newuidmap", ""),
+    ("unshare", r#"shift 2; exec "$@""#),
+    // The last one before the image gets its name.
+    ("sync", r#"[[ ! -e $HOLD ]] || { touch "$HOLD.held"; sleep 600; }"#),
+];
+
+const BUILD: [&str; 3] = ["image", "build", "debian"];
+
+/// A program of the test's own.
+fn make_program(path: &Path, script: &str) {
+    std::fs::write(path, script).unwrap();
+    std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
+}
+
+/// A command of a user who is not root, whose images are built by [`PROGRAMS`].
+fn of_user(here: &Installation, arguments: &[&str]) -> Option<Command> {
+    let mut command = here.command().unwrap();
+    let mut command = as_user(command.args(arguments))?;
+    let path = std::env::var("PATH").unwrap();
+    command.env("PATH", format!("{}:{path}", here.path("builders").display()));
+    command.env("HOLD", here.path("hold"));
+    Some(command)
+}
+
+/// The images that a user has, by name.
+fn images_of_user(here: &Installation) -> Value {
+    let output = of_user(here, &["image", "list", "-o", "json"]).unwrap().output().unwrap();
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// A build for which there is no place says so.
+fn needs_a_place(here: &Installation) {
+    let cache = here.path("closed");
+    let images = cache.join("vmseal/images");
+    std::fs::create_dir_all(&images).unwrap();
+    for (closed, why) in [(&images, "the image was not built"), (&cache, "cannot make")] {
+        std::fs::set_permissions(closed, PermissionsExt::from_mode(0o555)).unwrap();
+        let mut build = of_user(here, &BUILD).unwrap();
+        let output = build.env("XDG_CACHE_HOME", &cache).env("LC_ALL", "C").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(why), "{said}");
+        assert!(said.contains("Permission denied"), "{said}");
+        if closed == &images {
+            std::fs::remove_dir_all(cache.join("vmseal")).unwrap();
+        }
+    }
+}
+
+/// Debian's image is built for a user, and is one only when all of it is there. Gives whether this machine has users; in
+/// place of what was built the counting guest is there then.
+fn a_user_builds_debian(here: &Installation) -> bool {
+    std::fs::create_dir(here.path("builders")).unwrap();
+    for (name, script) in PROGRAMS {
+        let script = format!("#!/bin/bash\n{script}\n");
+        make_program(&here.path("builders").join(name), &script);
+    }
+    let Some(mut build) = of_user(here, &BUILD) else { return false };
+    needs_a_place(here);
+
+    std::fs::write(here.path("hold"), "").unwrap();
+    let build = build.process_group(0).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut building = build.spawn().unwrap();
+    eventually("the image is all but built", || here.path("hold.held").exists().then_some(()))
+        .unwrap();
+    killpg(Pid::from_raw(building.id().cast_signed()), Signal::SIGKILL).unwrap();
+    building.wait().unwrap();
+    std::fs::remove_file(here.path("hold")).unwrap();
+    assert_eq!(images_of_user(here), json!([]));
+
+    let image = here.path(".cache/vmseal/images/debian.raw");
+    for said in ["installing GRUB", "it is built already"] {
+        let built = of_user(here, &BUILD).unwrap().output().unwrap();
+        let told = String::from_utf8_lossy(&built.stderr).into_owned();
+        assert!(built.status.success() && told.contains(said), "{told}");
+        assert_eq!(String::from_utf8(built.stdout).unwrap().trim(), text(&image).unwrap());
+    }
+    let images = images_of_user(here);
+    let [debian] = &images.as_array().unwrap()[..] else { panic!("{images}") };
+    assert_eq!((&debian["name"], &debian["size"]), (&json!("debian"), &json!(2_u64 << 30)));
+    std::fs::copy(here.counter_image().unwrap(), image).unwrap();
+    true
+}
 
 /// The command that launches `web1`, with `more` options.
 fn command<'a>(image: &'a str, more: &[&'a str]) -> Vec<&'a str> {
@@ -61,9 +156,15 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
 
     // This guest has no SSH server: it runs, and the wait for it ends.
     let more = ["--ssh-key", public, "--user=me", "--timeout=1s"];
-    let output = here.try_vmseal(&command(image, &more)).unwrap();
+    let image = if a_user_builds_debian(&here) { "debian" } else { image };
+    let launch = command(image, &more);
+    let output = match of_user(&here, &launch) {
+        Some(mut launch) => launch.output().unwrap(),
+        None => here.try_vmseal(&launch).unwrap(),
+    };
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(6), "{said}");
+    assert!(!said.contains("building"), "{said}");
     assert!(said.contains("nothing answers as an SSH server at 127.0.0.1:"), "{said}");
     let vm = here.vm("web1").unwrap();
     assert_eq!((&vm["power"], &vm["policy"]), (&"running".into(), &"encrypted".into()));
@@ -73,8 +174,7 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let programs = here.path("bin");
     std::fs::create_dir(&programs).unwrap();
     let ssh = programs.join("ssh");
-    std::fs::write(&ssh, "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 7\n").unwrap();
-    std::fs::set_permissions(&ssh, PermissionsExt::from_mode(0o755)).unwrap();
+    make_program(&ssh, "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 7\n");
     let told = |more: &[&str]| {
         let mut command = here.command().unwrap();
         command.args(["vm", "ssh", "web1"]).args(more).env_remove("XDG_CONFIG_HOME");

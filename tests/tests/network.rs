@@ -1,14 +1,15 @@
-//! Guests with network cards: two on a bridge, which exchange packets with each other and with the host, and one that
-//! is reached at a forwarded port. All of it in a network of the test's own.
+//! Guests with network cards: two on a bridge, which exchange packets with each other and with the host, one that
+//! is reached at a forwarded port, and one that starts from the network. All of it in a network of the test's own.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::net::TcpListener;
 use std::process::Command;
 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::network::{bridge, connect, echoes, own_namespace, page, taps};
-use vmseal_tests::process::kill_hard;
+use vmseal_tests::network::{asked, bridge, connect, echoes, own_namespace, page, taps};
+use vmseal_tests::process::{Process, kill_hard};
 use vmseal_tests::shell_guest;
 
 /// The guest takes its address from its card's (`scripts/build-network-guest`).
@@ -16,6 +17,10 @@ const FIRST_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0a";
 const FIRST: &str = "10.77.0.10";
 const SECOND_CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0b,name=lan";
 const SECOND: &str = "10.77.0.11";
+/// A card of the other model, the address that it is given, and where its guest is told to read files.
+const OTHER_MAC: &str = "52:54:0a:4d:00:0c";
+const OTHER: &str = "10.77.0.12";
+const FILES: &str = "10.77.0.1:8080";
 const USER_CARD: &str = "user,mac=52:54:0a:00:02:0f,forward=tcp:80,forward=tcp:6379,name=out";
 
 /// Runs a client of redis; gives what it says.
@@ -53,6 +58,35 @@ fn create(here: &Installation, vm: &str, nics: &[&str]) {
     arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
     here.vmseal(&arguments).unwrap();
+}
+
+/// What gives addresses on the bridge, and says where the guest starts from.
+fn addresses_are_given(here: &Installation) -> Process {
+    let file = |name: &str| here.path(name).display().to_string();
+    let (settings, leases, pid) = (file("udhcpd.conf"), file("leases"), file("udhcpd.pid"));
+    let text = format!(
+        "interface br0\nstart 10.77.0.100\nend 10.77.0.110\noption subnet 255.255.255.0\n\
+         static_lease {OTHER_MAC} {OTHER}\nsiaddr 10.77.0.1\nboot_file http://{FILES}/first\n\
+         lease_file {leases}\npidfile {pid}\n"
+    );
+    std::fs::write(&settings, text).unwrap();
+    let mut serve = Command::new("busybox");
+    Process::start(serve.args(["udhcpd", "-f", &settings]), &here.path("udhcpd.log")).unwrap()
+}
+
+/// A VM that is off gets a card of the model e1000e in place of its own. Debian's kernel for clouds has no driver for it, but the
+/// firmware has: the guest starts from the network, is given an address, reads a file, and asks for the one that is named there.
+fn starts_from_the_network_by_e1000e(here: &Installation, vm: &str) {
+    let _gives_addresses = addresses_are_given(here);
+    let files = TcpListener::bind(FILES).unwrap();
+    here.vmseal(&["nic", "remove", vm, "nic0"]).unwrap();
+    let card = format!("bridge=br0,mac={OTHER_MAC},model=e1000e");
+    here.vmseal(&["nic", "add", vm, "--nic", &card]).unwrap();
+    here.vmseal(&["vm", "start", vm, "--boot-once", "network"]).unwrap();
+    let next = format!("#!ipxe\nchain http://{FILES}/heard-by-${{net0/ip}}\n");
+    assert_eq!(asked(&files, &next).unwrap(), "/first");
+    assert_eq!(asked(&files, "#!ipxe\nexit\n").unwrap(), format!("/heard-by-{OTHER}"));
+    here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
 }
 
 #[test]
@@ -133,6 +167,8 @@ fn guests_are_on_the_network() {
     let qemu = here.processes_of("first", "qemu-system-x86_64").unwrap();
     qemu.into_iter().for_each(kill_hard);
     here.wait_power("first", "off").unwrap();
+    assert_eq!(taps().unwrap(), 1);
+    starts_from_the_network_by_e1000e(&here, "first");
     assert_eq!(taps().unwrap(), 1);
 
     // The port is kept for the VM.
