@@ -179,31 +179,6 @@ impl Sealer {
         self.seal_what(What::Content(kind), frame)
     }
 
-    /// Appends a frame with these bytes to `out`: 1 to [`CONTENT_MAX`]. No content makes no frame.
-    ///
-    /// # Errors
-    /// As [`Sealer::seal`].
-    pub fn data(&mut self, content: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
-        if content.is_empty() {
-            return Ok(());
-        }
-        if content.len() > CONTENT_MAX {
-            return Err(FrameError::TooLong(content.len()));
-        }
-        let start = out.len();
-        out.reserve(HEAD_LEN + content.len() + TAG_LEN);
-        out.resize(start + HEAD_LEN, 0);
-        out.extend_from_slice(content);
-        out.resize(out.len() + TAG_LEN, 0);
-        let sealed = self.seal(Kind::BYTES, &mut out[start..]);
-        if sealed.is_err() {
-            // It may hold the content in the clear.
-            out[start..].fill(0);
-            out.truncate(start);
-        }
-        sealed
-    }
-
     /// The end of the stream: the last frame.
     ///
     /// # Errors
@@ -395,15 +370,16 @@ mod tests {
         SecretBytes::random(DERIVED_LEN).unwrap()
     }
 
+    fn sealed(sealer: &mut Sealer, content: &[u8]) -> Result<Vec<u8>, FrameError> {
+        let mut frame = [&[0; HEAD_LEN][..], content, &[0; TAG_LEN][..]].concat();
+        sealer.seal(Kind::BYTES, &mut frame).map(|()| frame)
+    }
+
     /// The frames of a stream of these parts, its end included.
     fn frames(key: &SecretBytes, parts: &[&[u8]]) -> Vec<Vec<u8>> {
         let mut sealer = Sealer::new(key).unwrap();
-        let mut frames = Vec::new();
-        for part in parts {
-            let mut frame = Vec::new();
-            sealer.data(part, &mut frame).unwrap();
-            frames.push(frame);
-        }
+        let mut frames: Vec<_> =
+            parts.iter().map(|part| sealed(&mut sealer, part).unwrap()).collect();
         frames.push(sealer.end().unwrap().to_vec());
         frames
     }
@@ -488,7 +464,7 @@ mod tests {
         assert_eq!(opener.head(head), Err(FrameError::Spent));
         assert_eq!(opener.finish(), Err(FrameError::Spent));
         let mut sealer = Sealer::new(&key()).unwrap();
-        let refused = sealer.data(&vec![0; CONTENT_MAX + 1], &mut Vec::new());
+        let refused = sealed(&mut sealer, &vec![0; CONTENT_MAX + 1]);
         assert_eq!(refused, Err(FrameError::TooLong(CONTENT_MAX + 1)));
     }
 
@@ -508,11 +484,8 @@ mod tests {
     fn no_counter_is_used_twice() {
         let mut sealer = Sealer::new(&key()).unwrap();
         sealer.next = Some(u64::MAX);
-        let mut out = Vec::new();
-        sealer.data(b"last", &mut out).unwrap();
-        let length = out.len();
-        assert_eq!(sealer.data(b"more", &mut out), Err(FrameError::Spent));
-        assert_eq!(out.len(), length, "a refused frame leaves nothing");
+        sealed(&mut sealer, b"last").unwrap();
+        assert_eq!(sealed(&mut sealer, b"more"), Err(FrameError::Spent));
         assert!(matches!(
             Sealer::new(&SecretBytes::zeroed(16).unwrap()),
             Err(FrameError::KeyLength(16))

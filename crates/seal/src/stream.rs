@@ -1,22 +1,62 @@
-//! A sealed stream over anything that is written to or read from.
+//! A sealed stream over anything that is written to or read from: part by part, or as a whole by two threads.
+
+mod pipeline;
 
 use std::io::{self, ErrorKind, Read, Write};
 
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
-use crate::frame::{CONTENT_MAX, Content, FrameError, HEAD_LEN, Opener, Sealer, TAG_LEN};
+pub use self::pipeline::CopyError;
+use crate::frame::{CONTENT_MAX, Content, FrameError, HEAD_LEN, Kind, Opener, Sealer, TAG_LEN};
+
+/// The length of a full frame, in bytes.
+const FRAME_MAX: usize = HEAD_LEN + CONTENT_MAX + TAG_LEN;
 
 fn invalid(error: FrameError) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, error)
+}
+
+/// A frame that gets its content in the place where it is sealed.
+struct Frame {
+    /// [`FRAME_MAX`] bytes, of which some may be content in the clear.
+    bytes: Zeroizing<Vec<u8>>,
+    /// The length of the content that is not sealed yet, in bytes.
+    filled: usize,
+}
+
+impl Frame {
+    fn new() -> Self {
+        // With all its room from the start: growing would leave copies of the content behind.
+        Self { bytes: Zeroizing::new(vec![0; FRAME_MAX]), filled: 0 }
+    }
+
+    fn is_full(&self) -> bool {
+        self.filled == CONTENT_MAX
+    }
+
+    /// Where more content goes.
+    fn room(&mut self) -> &mut [u8] {
+        &mut self.bytes[HEAD_LEN + self.filled..HEAD_LEN + CONTENT_MAX]
+    }
+
+    /// Seals the content. The whole frame is what is to be written: nothing without content. It can be filled again then.
+    fn seal(&mut self, sealer: &mut Sealer) -> io::Result<&[u8]> {
+        let filled = std::mem::take(&mut self.filled);
+        if filled == 0 {
+            return Ok(&[]);
+        }
+        let frame = &mut self.bytes[..HEAD_LEN + filled + TAG_LEN];
+        sealer.seal(Kind::BYTES, frame).map_err(invalid)?;
+        Ok(frame)
+    }
 }
 
 /// Seals what is written to it. Without [`SealedWriter::finish`] the stream has no end, and does not open as a whole.
 pub struct SealedWriter<W> {
     to: W,
     sealer: Sealer,
-    content: Zeroizing<Vec<u8>>,
-    frame: Vec<u8>,
+    frame: Frame,
 }
 
 impl<W: Write> SealedWriter<W> {
@@ -25,20 +65,11 @@ impl<W: Write> SealedWriter<W> {
     /// # Errors
     /// [`FrameError::KeyLength`].
     pub fn new(to: W, key: &SecretBytes) -> Result<Self, FrameError> {
-        Ok(Self {
-            to,
-            sealer: Sealer::new(key)?,
-            // With all its room from the start: growing would leave copies of the content behind.
-            content: Zeroizing::new(Vec::with_capacity(CONTENT_MAX)),
-            frame: Vec::with_capacity(HEAD_LEN + CONTENT_MAX + TAG_LEN),
-        })
+        Ok(Self { to, sealer: Sealer::new(key)?, frame: Frame::new() })
     }
 
     fn seal(&mut self) -> io::Result<()> {
-        self.frame.clear();
-        self.sealer.data(&self.content, &mut self.frame).map_err(invalid)?;
-        self.content.clear();
-        self.to.write_all(&self.frame)
+        self.to.write_all(self.frame.seal(&mut self.sealer)?)
     }
 
     /// Writes what is left and the end of the stream.
@@ -54,11 +85,13 @@ impl<W: Write> SealedWriter<W> {
 
 impl<W: Write> Write for SealedWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.content.len() == CONTENT_MAX {
+        if self.frame.is_full() {
             self.seal()?;
         }
-        let taken = bytes.len().min(CONTENT_MAX - self.content.len());
-        self.content.extend_from_slice(&bytes[..taken]);
+        let room = self.frame.room();
+        let taken = bytes.len().min(room.len());
+        room[..taken].copy_from_slice(&bytes[..taken]);
+        self.frame.filled += taken;
         Ok(taken)
     }
 
@@ -71,12 +104,22 @@ impl<W: Write> Write for SealedWriter<W> {
 /// Opens what a [`SealedWriter`] has sealed. It ends where the authenticated end is, and nowhere else: a stream that was cut off
 /// is an error of kind `InvalidData` with a [`FrameError`] in it, as every other damage.
 pub struct SealedReader<R> {
-    from: R,
-    opener: Opener,
+    frames: SealedFrames<R>,
     frame: Zeroizing<Vec<u8>>,
     /// Where the content that was not read yet is in `frame`.
     unread: std::ops::Range<usize>,
+}
+
+/// The frames of a stream that is read.
+struct SealedFrames<R> {
+    from: R,
+    opener: Opener,
     ended: bool,
+}
+
+/// Room for what follows the head of any frame.
+fn room_for_a_frame() -> Zeroizing<Vec<u8>> {
+    Zeroizing::new(Vec::with_capacity(CONTENT_MAX + TAG_LEN))
 }
 
 impl<R: Read> SealedReader<R> {
@@ -85,33 +128,32 @@ impl<R: Read> SealedReader<R> {
     /// # Errors
     /// [`FrameError::KeyLength`].
     pub fn new(from: R, key: &SecretBytes) -> Result<Self, FrameError> {
-        Ok(Self {
-            from,
-            opener: Opener::new(key)?,
-            frame: Zeroizing::new(Vec::with_capacity(CONTENT_MAX + TAG_LEN)),
-            unread: 0..0,
-            ended: false,
-        })
+        let frames = SealedFrames { from, opener: Opener::new(key)?, ended: false };
+        Ok(Self { frames, frame: room_for_a_frame(), unread: 0..0 })
     }
+}
 
-    fn open(&mut self) -> io::Result<()> {
+impl<R: Read> SealedFrames<R> {
+    /// Opens the next frame in `frame`, where its content then begins. Returns the length of that; none at the authenticated end.
+    fn open_next(&mut self, frame: &mut Vec<u8>) -> io::Result<Option<usize>> {
+        if self.ended {
+            return Ok(None);
+        }
         let mut head = [0; HEAD_LEN];
         self.fill(&mut head)?;
         let head = self.opener.head(head).map_err(invalid)?;
-        let mut frame = std::mem::take(&mut self.frame);
         frame.resize(head.following(), 0);
-        self.fill(&mut frame)?;
-        match self.opener.open(&head, &mut frame).map_err(invalid)? {
-            Content::Data(_, data) => self.unread = 0..data.len(),
+        self.fill(frame)?;
+        match self.opener.open(&head, frame).map_err(invalid)? {
+            Content::Data(_, data) => Ok(Some(data.len())),
             Content::End => {
                 self.ended = true;
                 if self.from.read(&mut [0])? != 0 {
                     return Err(invalid(FrameError::AfterEnd));
                 }
+                Ok(None)
             }
         }
-        self.frame = frame;
-        Ok(())
     }
 
     fn fill(&mut self, bytes: &mut [u8]) -> io::Result<()> {
@@ -128,10 +170,10 @@ impl<R: Read> Read for SealedReader<R> {
             return Ok(0);
         }
         while self.unread.is_empty() {
-            if self.ended {
-                return Ok(0);
+            match self.frames.open_next(&mut self.frame)? {
+                Some(length) => self.unread = 0..length,
+                None => return Ok(0),
             }
-            self.open()?;
         }
         let taken = to.len().min(self.unread.len());
         let start = self.unread.start;
@@ -161,7 +203,7 @@ mod tests {
         Ok(content)
     }
 
-    fn why(error: &io::Error) -> FrameError {
+    pub(super) fn why(error: &io::Error) -> FrameError {
         assert_eq!(error.kind(), ErrorKind::InvalidData);
         *error.get_ref().unwrap().downcast_ref().unwrap()
     }

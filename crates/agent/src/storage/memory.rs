@@ -21,7 +21,7 @@ use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_seal::file::{FileError, Identity, Kind};
-use vmseal_seal::stream::{SealedReader, SealedWriter};
+use vmseal_seal::stream::{CopyError, SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
 use crate::process::run_record::{LENGTH_MAX, Record};
@@ -285,36 +285,40 @@ impl MemoryFiles {
 }
 
 impl MemoryWriter {
-    /// Copies all of QEMU's stream.
+    /// Copies all of QEMU's stream, of which parts are read and sealed while others are written.
     ///
     /// # Errors
     /// Those of reading and of the file system.
-    pub fn copy_from(&mut self, mut from: impl Read) -> io::Result<u64> {
-        io::copy(&mut from, &mut self.0)
+    pub fn copy_from(&mut self, from: impl Read) -> io::Result<u64> {
+        self.0.copy_from(from)
     }
 }
 
 impl MemoryReader {
-    /// Copies all of QEMU's stream to QEMU, up to its authenticated end. A QEMU that has closed its end sooner says itself why; what is
-    /// left is checked all the same.
+    /// Copies all of QEMU's stream to QEMU, up to its authenticated end; parts are opened while QEMU takes others. A QEMU that has closed
+    /// its end sooner says itself why; what is left is checked all the same.
     ///
     /// # Errors
     /// `damaged`, with the frame; those of the file system.
-    pub fn copy_to(mut self, mut to: impl Write) -> Result<(), Problem> {
-        let mut part = zeroize::Zeroizing::new(vec![0; vmseal_seal::frame::CONTENT_MAX]);
+    pub fn copy_to(self, mut to: impl Write) -> Result<(), Problem> {
+        let Self { reader, path, vm } = self;
         let mut open = true;
-        loop {
-            match self.reader.read(&mut part) {
-                Ok(0) => return Ok(()),
-                Ok(length) if open => match to.write_all(&part[..length]) {
-                    Err(error) if error.kind() == ErrorKind::BrokenPipe => open = false,
-                    Err(error) => return Err(failed(&self.path, "given to QEMU", &error)),
-                    Ok(()) => {}
-                },
-                Ok(_) => {}
-                Err(error) => return Err(unreadable(&self.path, &self.vm, &error)),
+        let copied = reader.copy_to(|part| {
+            if !open {
+                return Ok(());
             }
-        }
+            match to.write_all(part) {
+                Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                    open = false;
+                    Ok(())
+                }
+                other => other,
+            }
+        });
+        copied.map_err(|error| match error {
+            CopyError::Read(error) => unreadable(&path, &vm, &error),
+            CopyError::Give(error) => failed(&path, "given to QEMU", &error),
+        })
     }
 }
 
