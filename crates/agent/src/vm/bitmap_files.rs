@@ -6,6 +6,9 @@
 //!                   ▼                                  │ (and in any case it is removed here)
 //!  it is off     <state dir>/bitmaps/<disk>          the same, below a line that says how the disk's files were left
 //! ```
+//! A backup of a VM that is off reads what is kept, and changes it by putting another file in its place, with the same line above it: that
+//! still says how the disk's files were left, as a backup changes none of them.
+//!
 //! What a bitmap calls clean is believed, so one that may lack a change is not offered: another program, or another host, may have
 //! written to the disk while the VM was off, and a host that crashed may have lost marks. The first changes a file's `st_ctime`, of the
 //! second nothing is left here: what is kept is removed, durably, before its VM's first filter is started.
@@ -23,10 +26,11 @@ use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::bitmap::file::has_any;
 use vmseal_api::filter::{BITMAP_BYTES_MAX, BITMAPS_MAX};
 use vmseal_api::host::{DiskSpec, VmSpec};
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::internal;
+use super::kept_bitmaps::KeptBitmaps;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files};
@@ -68,6 +72,14 @@ struct LeftFile {
 struct Left {
     version: u32,
     files: Vec<LeftFile>,
+}
+
+/// What is kept of a disk.
+#[derive(Debug)]
+pub struct Kept {
+    left: Left,
+    /// The bitmaps.
+    pub bitmaps: KeptBitmaps,
 }
 
 impl BitmapFiles {
@@ -117,16 +129,79 @@ impl BitmapFiles {
 
     /// Takes what was kept; it is not there any more.
     fn take(&self, disk: DiskId) -> io::Result<Option<(Left, Vec<u8>)>> {
-        let path = self.path(disk);
-        let kept = match std::fs::metadata(&path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Ok(about) if about.len() <= FILE_MAX => std::fs::read(&path),
-            other => other.and(Err(ErrorKind::FileTooLarge.into())),
+        let kept = match self.read(disk) {
+            Ok(None) => return Ok(None),
+            read => read,
         };
+        let path = self.path(disk);
         std::fs::remove_file(&path)?;
         atomic_file::flush_directory_of(&path)?;
         let kept = kept.inspect_err(|error| tracing::warn!(%disk, %error, "its bitmaps are lost"));
-        Ok(kept.ok().and_then(|kept| parse(&kept)))
+        Ok(kept.ok().flatten().and_then(|kept| parse(&kept)))
+    }
+
+    /// The file of what is kept; none where nothing is.
+    fn read(&self, disk: DiskId) -> io::Result<Option<Vec<u8>>> {
+        let path = self.path(disk);
+        match std::fs::metadata(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Ok(about) if about.len() <= FILE_MAX => std::fs::read(&path).map(Some),
+            other => other.and(Err(ErrorKind::FileTooLarge.into())),
+        }
+    }
+
+    /// What is kept of a disk of a VM that is off, if its files are as they were left; where a snapshot is named, those that it keeps. It
+    /// stays there. Blocks.
+    ///
+    /// # Errors
+    /// Those of the files.
+    pub fn look(
+        &self,
+        spec: &VmSpec,
+        disk: &DiskSpec,
+        snapshot: Option<SnapshotId>,
+    ) -> Result<Option<Kept>, Problem> {
+        let kept = self.read(disk.disk).map_err(internal)?;
+        let Some((then, bitmaps)) = kept.and_then(|kept| parse(&kept)) else { return Ok(None) };
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let files = match snapshot {
+            Some(snapshot) => layers::open_kept(&home, disk.disk, snapshot)?,
+            None => {
+                let active = layers::read(&home, disk.disk)?.active();
+                Some(layers::open_from(&home, disk.disk, active)?)
+            }
+        };
+        let Some(Files { layers, image, own, .. }) = files else { return Ok(None) };
+        let now = left(own.iter().chain([&image]).chain(&layers)).map_err(internal)?;
+        if now.as_ref() != Some(&then.files) {
+            return Ok(None);
+        }
+        let bitmaps = KeptBitmaps::parse(bitmaps, disk.size);
+        Ok(bitmaps.map(|bitmaps| Kept { left: then, bitmaps }))
+    }
+
+    /// Has what was looked at be as this is. Who is killed meanwhile leaves one or the other. Blocks.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn put(&self, disk: DiskId, kept: &Kept) -> Result<(), Problem> {
+        let file = below_line(&kept.left, kept.bitmaps.file()).map_err(internal)?;
+        atomic_file::write(&self.path(disk), &file, PRIVATE).map_err(internal)
+    }
+
+    /// Removes one bitmap of those that are kept of a disk. Blocks.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn remove(&self, disk: &DiskSpec, name: &str) -> Result<(), Problem> {
+        let kept = self.read(disk.disk).map_err(internal)?;
+        let Some((left, bitmaps)) = kept.and_then(|kept| parse(&kept)) else { return Ok(()) };
+        let Some(bitmaps) = KeptBitmaps::parse(bitmaps, disk.size) else { return Ok(()) };
+        let mut kept = Kept { left, bitmaps };
+        match kept.bitmaps.remove(name) {
+            true => self.put(disk.disk, &kept),
+            false => Ok(()),
+        }
     }
 
     /// Keeps the bitmaps of a disk of a VM all of whose processes have ended. Blocks.
@@ -153,9 +228,7 @@ impl BitmapFiles {
             layers::open(&home, disk.disk, image, Access::BesideGuest)?;
         let files = left(own.iter().chain([&image]).chain(&layers)).map_err(internal)?;
         let Some(files) = files else { return Ok(()) };
-        let mut kept = serde_json::to_vec(&Left { version: VERSION, files }).map_err(internal)?;
-        kept.push(b'\n');
-        kept.extend(bitmaps);
+        let kept = below_line(&Left { version: VERSION, files }, &bitmaps).map_err(internal)?;
         atomic_file::private_directory(&self.directory).map_err(internal)?;
         let kept = atomic_file::prepare(&self.path(disk.disk), &kept, PRIVATE).map_err(internal)?;
         // Who waits for this has not said yet that the VM is off.
@@ -199,6 +272,13 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
 
 fn in_run_directory(directory: &ProcessDir, disk: DiskId) -> PathBuf {
     directory.inside(&format!("bitmaps-{disk}"))
+}
+
+fn below_line(left: &Left, bitmaps: &[u8]) -> serde_json::Result<Vec<u8>> {
+    let mut kept = serde_json::to_vec(left)?;
+    kept.push(b'\n');
+    kept.extend(bitmaps);
+    Ok(kept)
 }
 
 fn parse(kept: &[u8]) -> Option<(Left, Vec<u8>)> {

@@ -32,6 +32,7 @@ mod dumping;
 mod exposed;
 mod guest_addresses;
 mod images;
+mod kept_bitmaps;
 mod left_running;
 mod merging;
 mod migration;
