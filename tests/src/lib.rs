@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`installation`] | a server and an agent of their own, on a loopback address of their own |
 //! | [`filter`] | a `vmseal-filter` started by hand, without server or agent |
+//! | [`figures`] | what the filter of a VM counts |
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`firmware_shell`] | the shell of UEFI firmware, and its variables |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
@@ -34,6 +35,7 @@ pub mod ceph;
 pub mod ceph_datastore;
 pub mod counting_guest;
 pub mod exposed;
+pub mod figures;
 pub mod filter;
 pub mod fio_guest;
 pub mod firmware_shell;

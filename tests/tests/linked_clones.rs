@@ -3,15 +3,13 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::Duration;
 
-use vmseal_api::filter::ControlReply;
 use vmseal_tests::counting_guest::{count, stop_counting};
+use vmseal_tests::figures::bounced_bytes;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::some_of;
@@ -157,7 +155,7 @@ fn two_linked_clones_of_a_running_vm_run_at_once_with_data_of_their_own() {
             assert!(!is_in_the_clear(&here, vm, text), "{text} is in the clear at {vm}");
         }
         // Others have the data key: no guest finds ciphertext in its memory.
-        assert!(bounced_bytes(&here, vm) > 0, "{vm} decrypts in its guest's memory");
+        assert!(bounced_bytes(&here, vm).unwrap() > 0, "{vm} decrypts in its guest's memory");
     }
     for refused in [
         &["snapshot", "delete", "web", "base"][..],
@@ -187,21 +185,6 @@ fn two_linked_clones_of_a_running_vm_run_at_once_with_data_of_their_own() {
     here.vmseal(&["vm", "delete", "two"]).unwrap();
     here.vmseal(&["vm", "delete", "one"]).unwrap();
     assert_eq!(bases(&here), 0);
-}
-
-/// How much the filter of a VM has read for its guest into memory of its own.
-fn bounced_bytes(here: &Installation, vm: &str) -> u64 {
-    let id = here.vm(vm).unwrap()["id"].as_str().unwrap().to_owned();
-    let socket = here.path("run/vms").join(id).join("filter.sock");
-    let mut stream = UnixStream::connect(socket).unwrap();
-    stream.write_all(b"{\"do\":\"figures\"}\n").unwrap();
-    let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line).unwrap();
-    let ControlReply::Figures(figures) = serde_json::from_str(&line).unwrap() else {
-        panic!("{line}")
-    };
-    let layers = figures.disks.iter().flat_map(|disk| &disk.layers);
-    layers.filter_map(|layer| layer.counters.get("bounced_bytes")).sum()
 }
 
 /// All that is done with a VM is done with a linked clone; with new data keys it is a VM of its own.
@@ -341,7 +324,7 @@ fn clones_are_whole_or_not_there_whatever_dies() {
     drop(web);
     let mut web = here.console("web").unwrap();
     stop_counting(&mut web);
-    assert!(bounced_bytes(&here, "web") > 0, "it decrypts in its guest's memory");
+    assert!(bounced_bytes(&here, "web").unwrap() > 0, "it decrypts in its guest's memory");
     reads(&mut web, "TEXT-OF-BASE");
     stop(&here, "web", web);
     assert_eq!(bases(&here), kept.len());

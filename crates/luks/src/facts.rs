@@ -8,6 +8,10 @@ use crate::error::HeaderError;
 /// The version of vmseal's use of LUKS2: of the token, its MAC and the parameters below.
 pub const FORMAT_VERSION: u32 = 1;
 
+/// The version of the token of a disk whose data key others may have: a vmseal that does not know that says so, instead of serving the disk
+/// like another one.
+pub(crate) const SHARED_VERSION: u32 = 2;
+
 /// The offset of the data segment, in bytes: cryptsetup's default, 16 MiB.
 pub const DATA_OFFSET: u64 = 16 << 20;
 
@@ -79,13 +83,15 @@ impl Facts {
     }
 }
 
-/// The id of a disk, and how its holes read.
+/// The id of a disk, how its holes read, and whether others may have its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The disk's id.
     pub disk: Uuid,
     /// How holes read.
     pub holes: Holes,
+    /// Whether disks of other VMs may have its data key. Authenticated by the token's MAC.
+    pub shared: bool,
 }
 
 /// The meaning of a sector of zeroes on the datastore. Authenticated by the token's MAC.

@@ -30,6 +30,8 @@ pub struct Opened {
     pub dek: SecretBytes,
     /// How its holes read; authenticated.
     pub holes: Holes,
+    /// Whether disks of other VMs may have its key; authenticated.
+    pub shared: bool,
     /// Something to repair.
     pub notice: Option<HeaderNotice>,
 }
@@ -60,7 +62,7 @@ pub fn create(
     let working = WorkingCopy::empty()?;
     let device = Device::format(&working, facts.disk, dek)?;
     device.add_slot(0, dek, kek)?;
-    let token = Token::new(0, &facts, identity.holes, dek, kek, context)?;
+    let token = Token::new(0, &facts, (identity.holes, identity.shared), dek, kek, context)?;
     device.set_token(0, &token.encode()?)?;
     drop(device);
 
@@ -90,7 +92,8 @@ pub fn open(
     context: &KeyContext<'_>,
 ) -> Result<Opened, HeaderError> {
     let session = Session::open(store, expected, kek, context)?;
-    Ok(Opened { dek: session.dek, holes: session.holes, notice: session.loaded.notice })
+    let Session { loaded, dek, holes, shared, .. } = session;
+    Ok(Opened { dek, holes, shared, notice: loaded.notice })
 }
 
 /// The disk's id and the keys that open it, according to the header. Needs no key, and nothing of it is
@@ -137,7 +140,7 @@ pub fn add_kek(
 ) -> Result<(), HeaderError> {
     check_len("key-encryption key", new, KEK_LEN)?;
     let session = Session::open(store, expected, old, old_context)?;
-    let Session { metadata, dek, holes, .. } = &session;
+    let Session { metadata, dek, holes, shared, .. } = &session;
     let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
     if metadata.tokens.values().any(|token| token.is_of(new_context)) {
@@ -148,7 +151,7 @@ pub fn add_kek(
     let free = (0..SLOTS_MAX as u32).find(|slot| !areas.contains_key(slot));
     let slot = free.filter(|_| areas.len() < SLOTS_MAX).ok_or(HeaderError::TwoKeys)?;
     attached.device.add_slot(slot, dek, new)?;
-    let token = Token::new(slot, expected, *holes, dek, new, new_context)?;
+    let token = Token::new(slot, expected, (*holes, *shared), dek, new, new_context)?;
     attached.device.set_token(slot, &token.encode()?)?;
     if let Some(area) = attached.working.check(expected)?.areas.get(&slot) {
         plan.area(&attached.working, *area)?;
@@ -218,7 +221,7 @@ pub fn adopt(
     let attached = Attached::new(store, &loaded, &metadata, &facts)?;
     let dek = dek.ok_or_else(|| HeaderError::WrongKek(name(context)))?;
     let mut plan = attached.plan();
-    let token = Token::new(slot, &facts, Holes::Ciphertext, &dek, kek, context)?;
+    let token = Token::new(slot, &facts, (Holes::Ciphertext, false), &dek, kek, context)?;
     attached.device.set_token(slot, &token.encode()?)?;
     attached.working.check(&facts)?;
     plan.copies(&attached.working)?;

@@ -12,9 +12,9 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::{Refusal, json, quote};
-use crate::facts::{DATA_OFFSET, FORMAT_VERSION, Facts};
+use crate::facts::{DATA_OFFSET, FORMAT_VERSION, Facts, SHARED_VERSION};
 use crate::layout::{AREA_LEN, JSON_LEN, SLOTS_LEN, SLOTS_OFFSET};
-use crate::token::{TYPE, Token};
+use crate::token::{self, TYPE, Token};
 
 /// The most key slots: two, during a change of key.
 pub(crate) const SLOTS_MAX: usize = 2;
@@ -249,11 +249,8 @@ impl Metadata {
         }
         // Likewise a token whose version explains why it has unknown fields.
         if let Ok(probe) = serde_json::from_slice::<VersionProbe>(&json_area[..end])
-            && let Some(token) = probe
-                .tokens
-                .0
-                .values()
-                .find(|token| token.kind == TYPE && token.version != u64::from(FORMAT_VERSION))
+            && let Some(token) =
+                probe.tokens.0.values().find(|token| token.kind == TYPE && !is_known(token.version))
         {
             return Err(Refusal::TokenVersion(token.version));
         }
@@ -269,6 +266,10 @@ pub(crate) fn widened(json_area: &[u8]) -> Result<Vec<u8>, Refusal> {
     value["config"]["keyslots_size"] = SLOTS_LEN.to_string().into();
     value["segments"]["0"]["offset"] = DATA_OFFSET.to_string().into();
     serde_json::to_vec(&value).map_err(|error| json(&error))
+}
+
+fn is_known(version: u64) -> bool {
+    [FORMAT_VERSION, SHARED_VERSION].map(u64::from).contains(&version)
 }
 
 #[derive(Deserialize)]
@@ -447,6 +448,7 @@ fn check_tokens(
     for (slot, token) in &tokens {
         expect("token.type", &token.kind, TYPE)?;
         expect("token.keyslots", &token.keyslots.join(","), &slot.to_string())?;
+        expect_number("token.version", token.version, token::version(token.shared).into())?;
     }
     // Each key slot has the token of the same number; cryptsetup makes none at all.
     if !tokens.is_empty() && tokens.keys().ne(areas.keys()) {

@@ -59,6 +59,8 @@ pub(crate) struct Session {
     pub(crate) slot: u32,
     pub(crate) dek: SecretBytes,
     pub(crate) holes: Holes,
+    /// Whether others may have the data key.
+    pub(crate) shared: bool,
 }
 
 impl Session {
@@ -81,8 +83,8 @@ impl Session {
         let dek = unlock_slot(store, &metadata, slot, kek)?;
         let dek = dek.ok_or_else(|| HeaderError::SlotDamaged(name(context)))?;
         token.authenticate(expected, &dek, kek, context)?;
-        let holes = token.holes;
-        Ok(Self { loaded, metadata, slot, dek, holes })
+        let (holes, shared) = (token.holes, token.shared);
+        Ok(Self { loaded, metadata, slot, dek, holes, shared })
     }
 
     /// Loads its header in libcryptsetup, to be changed.

@@ -8,13 +8,16 @@ use vmseal_secret::mac::{self, MAC_LEN};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::error::{HeaderError, Refusal, json};
-use crate::facts::{FORMAT_VERSION, Facts, Holes};
+use crate::facts::{FORMAT_VERSION, Facts, Holes, SHARED_VERSION};
 
 /// The token's type.
 pub(crate) const TYPE: &str = "vmseal";
 
 /// The MAC's first field.
 const LABEL: &[u8] = b"vmseal disk header v1";
+
+/// A field of the MAC where others may have the data key.
+const SHARED: &[u8] = b"shared";
 
 /// What a header says about the key that opens it; readable without any key and not authenticated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +50,9 @@ pub(crate) struct Token {
     pub(crate) vm: Uuid,
     pub(crate) disk: Uuid,
     pub(crate) holes: Holes,
+    /// Whether others may have the data key.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) shared: bool,
     pub(crate) mac: String,
 }
 
@@ -55,22 +61,23 @@ impl Token {
     pub(crate) fn new(
         slot: u32,
         facts: &Facts,
-        holes: Holes,
+        (holes, shared): (Holes, bool),
         dek: &SecretBytes,
         kek: &SecretBytes,
         context: &KeyContext<'_>,
     ) -> Result<Self, HeaderError> {
-        let code = header_mac(facts, holes, dek, kek, context)?;
+        let code = header_mac(facts, (holes, shared), dek, kek, context)?;
         Ok(Self {
             kind: TYPE.to_owned(),
             keyslots: vec![slot.to_string()],
-            version: FORMAT_VERSION.into(),
+            version: version(shared).into(),
             provider: Uuid::from_bytes(context.provider),
             key_id: context.key_id.to_owned(),
             check: vmseal_secret::derive::check_value(kek, context)?.to_string(),
             vm: Uuid::from_bytes(context.vm),
             disk: facts.disk,
             holes,
+            shared,
             mac: code.iter().map(|byte| format!("{byte:02x}")).collect(),
         })
     }
@@ -119,27 +126,33 @@ impl Token {
     ) -> Result<(), HeaderError> {
         let found = unhex(&self.mac).ok_or(Refusal::Mac)?;
         let key = derive(kek, context, Purpose::Header)?;
-        with_message(facts, self.holes, dek, |parts| mac::verify(&key, parts, &found))
+        let authenticated = (self.holes, self.shared);
+        with_message(facts, authenticated, dek, |parts| mac::verify(&key, parts, &found))
             .map_err(|_| Refusal::Mac)?;
         Ok(())
     }
 }
 
+/// The version of the token of a disk whose data key others may have, or of another one.
+pub(crate) fn version(shared: bool) -> u32 {
+    if shared { SHARED_VERSION } else { FORMAT_VERSION }
+}
+
 fn header_mac(
     facts: &Facts,
-    holes: Holes,
+    authenticated: (Holes, bool),
     dek: &SecretBytes,
     kek: &SecretBytes,
     context: &KeyContext<'_>,
 ) -> Result<[u8; MAC_LEN], HeaderError> {
     let key = derive(kek, context, Purpose::Header)?;
-    Ok(with_message(facts, holes, dek, |parts| mac::mac(&key, parts)))
+    Ok(with_message(facts, authenticated, dek, |parts| mac::mac(&key, parts)))
 }
 
 /// The message of the MAC. VM, provider and key id are in the MAC's key; the disk's size may change.
 fn with_message<T>(
     facts: &Facts,
-    holes: Holes,
+    (holes, shared): (Holes, bool),
     dek: &SecretBytes,
     use_it: impl FnOnce(&[&[u8]]) -> T,
 ) -> T {
@@ -148,7 +161,7 @@ fn with_message<T>(
         Holes::Ciphertext => b"ciphertext",
     };
     let mut public = Vec::with_capacity(128);
-    for field in [
+    let fields: [&[u8]; 7] = [
         LABEL,
         facts.disk.as_bytes(),
         facts.cipher.as_bytes(),
@@ -156,7 +169,8 @@ fn with_message<T>(
         &facts.sector_size.to_be_bytes(),
         &facts.data_offset.to_be_bytes(),
         holes,
-    ] {
+    ];
+    for field in fields.into_iter().chain(shared.then_some(SHARED)) {
         // The longest field is the cipher's name, which has been compared with the known one.
         public.extend_from_slice(&(field.len() as u16).to_be_bytes());
         public.extend_from_slice(field);

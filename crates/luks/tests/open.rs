@@ -40,6 +40,42 @@ fn the_golden_header_opens() {
     assert_eq!(open(&store).unwrap().dek, dek());
 }
 
+/// What is on record as shared stays so under another key, and cannot be taken back.
+#[test]
+fn a_disk_whose_data_key_others_may_have_says_so() {
+    assert!(!open(&created()).unwrap().shared);
+    let mut store = MemoryStore::new();
+    let identity = Identity { shared: true, ..identity() };
+    vmseal_luks::create(&mut store, SIZE, &dek(), &kek(), &CONTEXT, identity).unwrap();
+    assert!(open(&store).unwrap().shared);
+    let token = json(&store)["tokens"]["0"].clone();
+    assert_eq!((&token["version"], &token["shared"]), (&2.into(), &true.into()));
+
+    let (held, new) = ((&kek(), &CONTEXT), (&new_kek(), &NEW_CONTEXT));
+    vmseal_luks::add_kek(&mut store, &facts(), held, new).unwrap();
+    vmseal_luks::drop_other_keks(&mut store, &facts(), new.0, new.1).unwrap();
+    assert!(vmseal_luks::open(&store, &facts(), new.0, new.1).unwrap().shared);
+
+    for version in [1, 2] {
+        let mut forged = store.clone();
+        let mut value = json(&forged);
+        for token in value["tokens"].as_object_mut().unwrap().values_mut() {
+            token.as_object_mut().unwrap().remove("shared");
+            token["version"] = version.into();
+        }
+        set_json(&mut forged, value.to_string().as_bytes());
+        let refused = vmseal_luks::open(&forged, &facts(), new.0, new.1).unwrap_err();
+        let expected = match version {
+            1 => matches!(refused, HeaderError::Refused(Refusal::Mac)),
+            _ => matches!(
+                refused,
+                HeaderError::Refused(Refusal::Field { field: "token.version", .. })
+            ),
+        };
+        assert!(expected, "{version}: {refused}");
+    }
+}
+
 #[test]
 fn facts_survive_json_and_name_no_secret() {
     let json = serde_json::to_value(facts()).unwrap();
@@ -130,7 +166,7 @@ fn a_disk_is_made_again_but_another_one_never_overwritten() {
     vmseal_luks::create(&mut store, SIZE, &other_dek, &kek(), &CONTEXT, identity()).unwrap();
     assert_eq!(open(&store).unwrap().dek, other_dek);
     let before = store.head.clone();
-    let other = Identity { disk: uuid::Uuid::from_bytes([0x34; 16]), holes: Holes::Zero };
+    let other = Identity { disk: uuid::Uuid::from_bytes([0x34; 16]), ..identity() };
     let error = vmseal_luks::create(&mut store, SIZE, &dek(), &kek(), &CONTEXT, other).unwrap_err();
     assert!(
         matches!(&error, HeaderError::Occupied(found) if *found == disk().to_string()),

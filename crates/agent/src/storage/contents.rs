@@ -360,7 +360,8 @@ mod tests {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
         let context = KeyContext { vm: *vm.0.as_bytes(), provider: [7; 16], key_id: "a-key" };
-        let identity = vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero };
+        let identity =
+            vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
     }
 

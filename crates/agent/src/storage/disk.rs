@@ -340,7 +340,7 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
     let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
     let context = keys::context(spec.vm, reference);
-    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
         .map_err(|error| header_problem(&disk.name, &error))?;
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))

@@ -225,7 +225,7 @@ mod tests {
             let mut file = home.begin(&self.spec, disk, length).unwrap();
             let dek = SecretBytes::random(DEK_LEN).unwrap();
             let context = keys::context(self.spec.vm, self.spec.key.as_ref().unwrap());
-            let identity = Identity { disk: disk.disk.0, holes: Holes::Zero };
+            let identity = Identity { disk: disk.disk.0, holes: Holes::Zero, shared: false };
             let (size, kek) = (disk.size, &self.kek);
             let made = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();

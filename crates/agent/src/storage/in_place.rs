@@ -256,7 +256,8 @@ impl Wanted {
             self.open_header(image, &self.facts)?;
         }
         let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
-        let identity = Identity { disk: self.id().0, holes: vmseal_luks::Holes::Zero };
+        let identity =
+            Identity { disk: self.id().0, holes: vmseal_luks::Holes::Zero, shared: false };
         let facts = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
         let facts = to_api(&facts.map_err(|error| header_problem(&self.disk.name, &error))?);
         file.sync_all().map_err(|error| made(&error))?;

@@ -101,7 +101,8 @@ impl Link<'_> {
             (None, ..) => DiskFacts::Raw,
             (Some((dek, holes)), Some(kek), Some(reference)) => {
                 let context = keys::context(spec.vm, reference);
-                let identity = Identity { disk: disk.disk.0, holes };
+                // That its key is shared is told by what it stands on.
+                let identity = Identity { disk: disk.disk.0, holes, shared: false };
                 let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
                 to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }

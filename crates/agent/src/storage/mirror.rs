@@ -338,7 +338,8 @@ impl NewMirror<'_> {
             (true, Some(kek), Some(reference)) => {
                 let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
                 let context = keys::context(spec.vm, reference);
-                let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+                let identity =
+                    Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
                 let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
                 to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }

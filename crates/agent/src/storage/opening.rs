@@ -243,10 +243,11 @@ pub fn open(
         check_length(&file, disk, 0)?;
         return Ok(Open::plain(open_layers(spec, disk, file, access)?, false));
     };
-    let Unlocked { file, dek, holes, notice } = unlock(spec, disk, (file, &pinned), kek)?;
+    let unlocked = unlock(spec, disk, (file, &pinned), kek)?;
+    let Unlocked { file, dek, holes, shared, notice } = unlocked;
     let files = open_layers(spec, disk, file, access)?;
     check_length(&files.image, disk, pinned.data_offset)?;
-    let shared = sharing::has_other_names(&files.image).map_err(internal)?;
+    let shared = shared || sharing::has_other_names(&files.image).map_err(internal)?;
     let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
     Ok(Open { offset, key: Some((dek, holes)), notice, ..Open::plain(files, shared) })
 }
@@ -352,6 +353,8 @@ pub struct Unlocked {
     pub dek: SecretBytes,
     /// What holes mean.
     holes: Holes,
+    /// Whether others may have the DEK.
+    shared: bool,
     /// A notice for operators.
     pub notice: Option<Notice>,
 }
@@ -399,5 +402,5 @@ fn unlock(
             disk.name, spec.name
         ),
     });
-    Ok(Unlocked { file, dek: opened.dek, holes, notice })
+    Ok(Unlocked { file, dek: opened.dek, holes, shared: opened.shared, notice })
 }

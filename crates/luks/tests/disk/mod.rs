@@ -99,7 +99,7 @@ pub fn disk() -> Uuid {
 }
 
 pub fn identity() -> Identity {
-    Identity { disk: disk(), holes: Holes::Zero }
+    Identity { disk: disk(), holes: Holes::Zero, shared: false }
 }
 
 pub fn facts() -> Facts {

@@ -2,7 +2,7 @@
 //! whole, flushed and open with the VM's key.
 //!
 //! Of a backup of another VM each image gets a header of its own in the place of the one that came with it: a header is of one disk, whose
-//! id is in its codes. The data stays as it is, and so does its key (DEK).
+//! id is in its codes. The data stays as it is, and so does its key (DEK): the header says that others may have that.
 
 use std::fs::File;
 use std::io;
@@ -283,7 +283,8 @@ impl Restoring {
         // The old one has the data key under the other VM's key, and is not overwritten by a new one.
         wipe(file, data_offset(&entry.facts)).map_err(|error| failed(&path, "written", &error))?;
         let context = keys::context(self.spec.vm, vm_key.reference);
-        let identity = Identity { disk: disk.disk.0, holes: opened.holes };
+        // The other VM has the data key, and whoever gets the same backup.
+        let identity = Identity { disk: disk.disk.0, holes: opened.holes, shared: true };
         let (dek, kek) = (&opened.dek, vm_key.kek);
         let made = vmseal_luks::create(file, disk.size, dek, kek, &context, identity);
         let made = made.map_err(|error| header_problem(&disk.name, &error))?;

@@ -143,7 +143,8 @@ mod tests {
         let mut file = home.begin(&spec, &disk, offset + disk.size).unwrap();
         let facts = if encrypted {
             let dek = SecretBytes::random(DEK_LEN).unwrap();
-            let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero };
+            let identity =
+                Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
             let made = vmseal_luks::create(&mut file, disk.size, &dek, &kek, &context, identity);
             encrypt(&mut data, &dek);
             to_api(&made.unwrap())
