@@ -3,7 +3,6 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::expose::LET_GO;
-use vmseal_api::filter::BitmapChange;
 use vmseal_api::host::{
     Allocation, ConsoleStream, DatastoreSpec, Device, DiskSpec, Exposing, HostAgent, NicSpec,
     Power, StopReason, VmChange, VmSpec,
@@ -144,12 +143,6 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     let removed = (ask(VmChange::RemoveDisk { disk }).await, agent.register_vm(without).await);
     alike(removed, ErrorCode::WrongState, "removing a disk that was there at the start");
     done(agent.register_vm(session.spec.clone()).await, "as before");
-
-    let started = agent.change_bitmap(vm, disk, "asked".to_owned(), BitmapChange::Start).await;
-    done(started, "starting a bitmap");
-    alike(grown(agent, session).await, ErrorCode::InUse, "growing a disk with a bitmap");
-    let removed = agent.change_bitmap(vm, disk, "asked".to_owned(), BitmapChange::Remove).await;
-    done(removed, "removing the bitmap");
 
     let held = exposed(agent, session).await;
     alike(grown(agent, session).await, ErrorCode::InUse, "growing a disk that is exposed");

@@ -1,8 +1,6 @@
 //! Disks and network cards that a VM gets and loses, and what stands against that while its guest runs. The real host and
 //! the simulated one share these rules, for the change itself as for the question whether it could be made.
 
-use vmseal_api::filter::BitmapStatus;
-use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{Device, DiskFacts, DiskRole, DiskSpec, KeyState, NicSpec, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 use vmseal_api::nic::NicLink;
@@ -109,27 +107,8 @@ pub fn check_exposed(
     Err(Problem::new(ErrorCode::InUse, what))
 }
 
-/// Checks that a disk with these dirty bitmaps may grow: those of a longer disk would be others.
-///
-/// # Errors
-/// `in-use`.
-pub fn check_bitmaps(spec: &VmSpec, disk: DiskId, bitmaps: &[BitmapStatus]) -> Result<(), Problem> {
-    // Those of vmseal's own are only hints.
-    let of_others = |bitmap: &BitmapStatus| !bitmap.name.starts_with(TRACKING_PREFIX);
-    let marked = bitmaps.iter().any(of_others);
-    let Some(disk) = spec.disk(disk).filter(|_| marked) else { return Ok(()) };
-    let what = format!(
-        "VM '{}' has dirty bitmaps of its disk '{}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM",
-        spec.name, disk.name
-    );
-    Err(Problem::new(ErrorCode::InUse, what))
-}
-
 #[cfg(test)]
 mod tests {
-    use jiff::Timestamp;
-    use vmseal_api::filter::BITMAP_GRANULE;
-
     use super::*;
 
     fn with(disks: &[DiskSpec]) -> VmSpec {
@@ -164,19 +143,9 @@ mod tests {
     }
 
     #[test]
-    fn exposures_keep_a_filter_and_bitmaps_of_others_a_size() {
+    fn exposures_keep_a_filter() {
         let disk = super::super::tests::disk("one");
         let spec = with(std::slice::from_ref(&disk));
-        let named = |name: &str| BitmapStatus {
-            name: name.to_owned(),
-            since: Timestamp::UNIX_EPOCH,
-            granularity: BITMAP_GRANULE,
-            dirty_bytes: 0,
-        };
-        let (own, other) = ([named(&format!("{TRACKING_PREFIX}1"))], [named("sunday")]);
-        check_bitmaps(&spec, disk.disk, &own).unwrap();
-        let refused = check_bitmaps(&spec, disk.disk, &other).unwrap_err();
-        assert_eq!(refused.code, ErrorCode::InUse);
         check_exposed(&spec, std::iter::empty()).unwrap();
         let refused = check_exposed(&spec, [disk.disk].into_iter()).unwrap_err();
         assert!(refused.code == ErrorCode::InUse && refused.detail.contains("'one'"), "{refused}");

@@ -269,9 +269,6 @@ impl Inside {
         rules::check_growth(&known.spec, &of, made, size)?;
         if grows && known.in_use.contains(&disk) {
             self.may_replace_filter(vm)?;
-            let kept = self.persisted.bitmaps.get(&vm).and_then(|disks| disks.get(&disk));
-            let kept = kept.cloned().unwrap_or_default();
-            plugging::check_bitmaps(&self.known(vm)?.spec, disk, &kept)?;
         }
         self.check_place(&of.datastore)?;
         if grows && self.has_snapshots(disk) {

@@ -16,6 +16,7 @@
 //! The queues of a disk mark without locks (`marks`).
 
 mod kept;
+mod longer;
 mod marks;
 
 use std::fs::File;
@@ -84,7 +85,7 @@ impl Bitmaps {
         Self::within(size, &TAKEN)
     }
 
-    /// Those that a file keeps of a disk of `size` bytes; none where it is empty or of a disk of another size.
+    /// Those that a file keeps of a disk of `size` bytes, or of the disk when it was shorter; none where it is empty or of another disk.
     ///
     /// # Errors
     /// Those of the file.
@@ -428,7 +429,46 @@ mod tests {
         assert_eq!(extents(&third.read("gone").unwrap(), size), gone);
         assert_eq!(third.status().len(), 3);
         killed(third);
-        assert!(open(size + GRANULE).status().is_empty(), "those of a disk of another size");
+        assert!(open(size - GRANULE).status().is_empty(), "those of a disk of another size");
+    }
+
+    #[test]
+    fn what_is_new_of_a_disk_that_has_grown_is_dirty_beside_what_was() {
+        let file = tempfile::tempfile().unwrap();
+        let open = |size| Arc::new(Bitmaps::kept_in(file.try_clone().unwrap(), size).unwrap());
+        let (size, grown) = (100 * GRANULE + 4096, 300 * GRANULE);
+        let bitmaps = open(size);
+        for name in ["gone", "one", "two"] {
+            bitmaps.change(name, Start).unwrap();
+        }
+        bitmaps.change("gone", Remove).unwrap();
+        bitmaps.changed(70 * GRANULE, GRANULE);
+        bitmaps.change("two", Clear).unwrap();
+        let before = bitmaps.status();
+        drop(bitmaps);
+
+        let bitmaps = open(grown);
+        let told = |all: Vec<BitmapStatus>| -> Vec<_> {
+            all.into_iter().map(|it| (it.name, it.since)).collect()
+        };
+        assert_eq!(told(bitmaps.status()), told(before));
+        let at = |granule| granule * GRANULE;
+        let one = [(false, at(70)), (true, at(71)), (false, at(100)), (true, grown)];
+        assert_eq!(extents(&bitmaps.read("one").unwrap(), grown), one);
+        let two = [(false, at(100)), (true, grown)];
+        assert_eq!(extents(&bitmaps.read("two").unwrap(), grown), two);
+        bitmaps.change("gone", Start).unwrap();
+        bitmaps.changed(at(299), 1);
+        let gone = [(false, at(299)), (true, grown)];
+        assert_eq!(extents(&bitmaps.read("gone").unwrap(), grown), gone);
+        drop(bitmaps);
+
+        // Beyond the limit of a bitmap granules are larger.
+        let (grown, bitmaps) = (600 << 30, open(600 << 30));
+        let at = |granule| granule * bitmaps.granule();
+        assert_eq!(bitmaps.granule(), 2 * GRANULE);
+        let one = [(false, at(35)), (true, at(36)), (false, at(50)), (true, grown)];
+        assert_eq!(extents(&bitmaps.read("one").unwrap(), grown), one);
     }
 
     #[test]

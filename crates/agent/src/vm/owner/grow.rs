@@ -1,7 +1,8 @@
 //! Making a disk longer, of a VM that is off as of one that runs.
 //!
 //! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
-//! size, and then QEMU is told. An agent that ends in between finds the new size on record, or is asked again.
+//! size, and then QEMU is told. In the disk's dirty bitmaps what is new is dirty. An agent that ends in between finds the new
+//! size on record, or is asked again.
 
 use std::fs::File;
 
@@ -12,7 +13,6 @@ use vmseal_api::problem::Problem;
 use super::Owner;
 use crate::process::run_dir::ProcessDir;
 use crate::rules::exclusion::Action;
-use crate::rules::plugging::check_bitmaps;
 use crate::rules::{self, find_disk};
 use crate::storage::grow::{Growth, Holder};
 use crate::storage::timed;
@@ -27,14 +27,6 @@ fn check_file(growth: &Growth, directory: &ProcessDir, file: &File) -> Result<()
 }
 
 impl Owner {
-    async fn has_no_bitmaps(&mut self, disk: DiskId) -> Result<(), Problem> {
-        let spec = self.spec.clone();
-        let Some(running) = self.running() else { return Ok(()) };
-        let status = running.control.status().await.map_err(internal)?;
-        let served = status.disks.iter().find(|served| served.disk == disk);
-        check_bitmaps(&spec, disk, served.map_or(&[], |served| &served.bitmaps))
-    }
-
     /// Checks that a disk may grow, as far as that can be told without its image.
     async fn may_grow(&mut self, disk: DiskId, size: u64) -> Result<Growth, Problem> {
         let disk = find_disk(&self.spec, disk)?.clone();
@@ -45,7 +37,6 @@ impl Owner {
         let used = self.running().is_some_and(|running| running.live.disk(disk.disk).is_some());
         if used && disk.size != size {
             self.may_replace_filter().await?;
-            self.has_no_bitmaps(disk.disk).await?;
         }
         let holder = if used { Holder::Filter } else { Holder::Nobody };
         Ok(Growth { spec: self.spec.clone(), disk, facts, size, holder })

@@ -19,7 +19,7 @@ use vmseal_api::bitmap::file::{
 };
 use vmseal_api::filter::{BITMAP_NAME_MAX, BITMAPS_MAX};
 
-use super::marks;
+use super::{longer, marks};
 
 /// See the module.
 #[derive(Debug)]
@@ -31,8 +31,8 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// Maps a file, for a disk of `size` bytes whose bitmaps have granules of 2 to the power `shift` bytes and take `bytes`. One that
-    /// is not of such a disk is emptied.
+    /// Maps a file, for a disk of `size` bytes whose bitmaps have granules of 2 to the power `shift` bytes and take `bytes`. That of the
+    /// disk when it was shorter is made one of it as it is now; another one is emptied.
     ///
     /// # Errors
     /// Those of the file.
@@ -48,8 +48,14 @@ impl Kept {
             || file.read_exact_at(&mut found, 0).is_err()
             || found[..] != header[..slot_at(0)]
         {
+            let slots = longer::slots(&file, size, shift, bytes)?;
+            // Who is killed from here on leaves a file of no disk, until the header is there.
             file.set_len(0)?;
             file.set_len(length as u64)?;
+            for longer::Slot { number, about, bits } in &slots {
+                header[slot_at(*number)..slot_at(*number + 1)].copy_from_slice(about);
+                file.write_all_at(bits, (HEADER + number * stride(bytes)) as u64)?;
+            }
             // Written, so that no page of it is missing when a slot is noted.
             file.write_all_at(&header, 0)?;
         }
