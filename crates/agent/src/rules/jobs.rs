@@ -224,8 +224,10 @@ pub fn check_copy(disk: &DiskSpec, of: &DiskSpec) -> Result<(), Problem> {
     if is_told(disk) == is_told(of) {
         return Ok(());
     }
-    let what =
-        format!("disk '{}' is one for cloud-init, or '{}', and not both", disk.name, of.name);
+    let what = format!(
+        "disk '{}' or disk '{}' is for cloud-init, but not both: such a disk is filled only from another such disk",
+        disk.name, of.name
+    );
     Err(Problem::invalid("copy_of", what))
 }
 

@@ -119,7 +119,7 @@ pub fn check_bitmaps(spec: &VmSpec, disk: DiskId, bitmaps: &[BitmapStatus]) -> R
     let marked = bitmaps.iter().any(of_others);
     let Some(disk) = spec.disk(disk).filter(|_| marked) else { return Ok(()) };
     let what = format!(
-        "VM '{}' has dirty bitmaps of its disk '{}', which would be lost. Make the backup and remove them first (vmseal disk bitmap remove), or stop the VM",
+        "VM '{}' has dirty bitmaps of disk '{}'; resizing the disk ends them, also while the VM is off. Make the backup and remove them first (vmseal disk bitmap remove)",
         spec.name, disk.name
     );
     Err(Problem::new(ErrorCode::InUse, what))

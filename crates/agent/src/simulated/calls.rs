@@ -266,6 +266,7 @@ impl Inside {
             self.agent.publish(vm);
         }
         self.leave(vm);
+        self.persisted.bitmaps.remove(&vm);
         Ok(())
     }
 
@@ -335,6 +336,7 @@ impl Inside {
         self.persisted.disks.remove(&disk);
         self.forget_copies(disk);
         self.forget_snapshots(disk);
+        self.forget_bitmaps(vm, disk);
         self.unlink(disk);
         if !self.persisted.disks.values().any(|other| other.vm == vm) {
             self.persisted.descriptors.retain(|(_, of), _| *of != vm);
@@ -437,6 +439,9 @@ impl Inside {
                 }
                 if power == Power::Off {
                     rules::check_exposure(&spec, disk, key, made)?;
+                }
+                if writable {
+                    self.forget_bitmaps(vm, disk.disk);
                 }
                 Ok(self.agent.exposed.hold(disk.disk))
             }

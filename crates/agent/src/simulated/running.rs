@@ -234,6 +234,7 @@ impl Inside {
         let until = set_running::until_next_start(&known, &new);
         guest.spec = until.clone();
         let in_use = guest.disks.clone();
+        difference.gone_disks.iter().for_each(|disk| self.forget_bitmaps(vm, *disk));
         let known = self.known(vm)?;
         if known.spec.key != new.key {
             known.key_held = false;
@@ -286,6 +287,9 @@ impl Inside {
 
     pub fn grow_disk(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
         let of = self.may_grow(vm, disk, size)?;
+        if of.size != size {
+            self.forget_bitmaps(vm, disk);
+        }
         let grow = |spec: &mut VmSpec| {
             spec.disks_mut().filter(|known| known.disk == disk).for_each(|it| it.size = size);
         };

@@ -275,8 +275,8 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
         what: Exposing,
     ) -> Result<ConsoleStream, Problem>;
 
-    /// The dirty bitmaps of a disk in use. They are lost when the filter that serves it ends: with the VM,
-    /// and when another filter replaces it.
+    /// The dirty bitmaps of a disk in use. They survive a restart of filter, agent or guest, and a stop of the
+    /// VM unless something else writes to the disk.
     ///
     /// # Errors
     /// `wrong-state` while the VM does not run, or waits for a filter.

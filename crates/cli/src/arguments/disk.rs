@@ -112,9 +112,9 @@ pub enum Disk {
     Expose(Expose),
     /// Dirty bitmaps of a running VM's disk, for incremental backups
     ///
-    /// A bitmap lives in the memory of the VM's filter process. It is lost when the VM stops and when its filter is
-    /// restarted (alarm `filter-restarted`); it survives a reboot of the guest and a restart of agent or server.
-    /// A lost bitmap is not listed any more: make a full backup then, and add a new one.
+    /// A bitmap is in a file on the VM's host. It survives a restart of filter, agent or guest, and a stop of the VM
+    /// unless something else writes to the disk. A lost bitmap is not listed any more: make a full backup then, and
+    /// add a new one.
     #[command(subcommand)]
     Bitmap(Bitmap),
     /// Show how far a disk's replica is behind

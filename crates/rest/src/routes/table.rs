@@ -166,7 +166,7 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 .with(routes!(snapshots::take), [TakesName, NeedsState, AsksHost, StartsTask])
                 .with(routes!(snapshots::revert), [AsksHost, NeedsState, NeedsKey, StartsTask])
                 .with(routes!(snapshots::delete), [AsksHost, NeedsState, PlansJob, StartsTask])
-                .with(routes!(bitmaps::add), [AsksHost, NeedsState, AsksFilter])
+                .with(routes!(bitmaps::add), [AsksHost, NeedsState, AsksFilter, NeedsRoom])
                 .with(routes!(bitmaps::clear), [AsksHost, NeedsState, AsksFilter])
                 .with(routes!(bitmaps::remove), [AsksHost, NeedsState, AsksFilter]),
         ),
