@@ -18,6 +18,7 @@ use vmseal_api::datastore::RbdPool;
 use crate::ceph::mount;
 use crate::network::Network;
 use crate::outcome::OperationError;
+use crate::stop;
 
 const SERVER_PORT: u16 = 8443;
 /// The first host's; each further one has the next.
@@ -208,7 +209,9 @@ impl Installation {
 
     /// Runs a command that must succeed; what it prints.
     pub fn vmseal(&self, arguments: &[&str]) -> Result<String, OperationError> {
-        let output = self.command(arguments).output().map_err(|source| self.program(source))?;
+        stop::check()?;
+        let output =
+            stop::output(&mut self.command(arguments)).map_err(|source| self.program(source))?;
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
@@ -318,6 +321,7 @@ impl Installation {
     ) -> Result<(), OperationError> {
         let begun = Instant::now();
         while !so(self) {
+            stop::check()?;
             if begun.elapsed() > START {
                 let log = end_of(&self.path(log));
                 return Err(OperationError::Never { what, log });

@@ -26,6 +26,7 @@ use crate::installation::{Installation, LOCAL};
 pub use crate::outcome::OperationError;
 use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
 use crate::report::Measured;
+use crate::stop;
 use crate::subject::{self, Order, Point, Subject};
 
 const ENCRYPTED: &str = OPERATION_SYSTEMS[0];
@@ -298,6 +299,7 @@ pub(crate) fn fill(path: &Path, size_mib: u64) -> io::Result<()> {
     let mut block = vec![0; 1 << 20];
     let mut random = fastrand::Rng::with_seed(size_mib);
     for _ in 0..size_mib {
+        stop::check().map_err(io::Error::other)?;
         random.fill(&mut block);
         // Nothing that firmware would start.
         block[510..512].fill(0);
@@ -400,8 +402,8 @@ fn copy(here: &Installation, task: &Task) -> Result<f64, OperationError> {
         let program = PathBuf::from("qemu-img");
         let mut command = Command::new(&program);
         command.args(["convert", "-f", "raw", "-O", "raw", "-t", "writeback"]).arg(&from).arg(&to);
-        let output =
-            command.output().map_err(|source| OperationError::Program { program, source })?;
+        let output = stop::output(&mut command)
+            .map_err(|source| OperationError::Program { program, source })?;
         if output.status.success() {
             let synced = File::open(&to).and_then(|file| file.sync_all());
             return synced
