@@ -159,6 +159,13 @@ impl Installation {
         Ok(())
     }
 
+    /// What runs guests of the first host: guests by hand run under the same.
+    pub fn accelerator(&self) -> Result<String, OperationError> {
+        let host = self.json(&["host", "show", HERE])?;
+        let found = host["description"]["accelerator"]["kind"].as_str().map(str::to_owned);
+        found.ok_or_else(|| OperationError::Answer { what: format!("host show {HERE}") })
+    }
+
     /// The agents, and the processes of guests that live.
     pub fn processes(&self) -> Vec<i32> {
         let agents = self.agents.iter().map(|agent| agent.id().cast_signed());

@@ -39,6 +39,7 @@ pub mod outcome;
 pub mod page;
 pub mod pattern;
 pub mod plot;
+mod qemu;
 pub mod report;
 pub mod run;
 pub mod sections;
