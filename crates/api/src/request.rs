@@ -754,6 +754,16 @@ pub struct StartVm {
     pub discard_memory: bool,
 }
 
+/// Has the guest of a suspended VM go on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ResumeVm {
+    /// Takes the memory that is there, also where it is not the one that was saved last: for disks that were put back with it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accept_memory: bool,
+}
+
 /// Stops a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

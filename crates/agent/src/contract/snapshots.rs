@@ -21,6 +21,7 @@ pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
         snapshot,
         quiesce: true,
         memory: false,
+        generation: None,
         tracked: None,
         disks: vec![disk],
     })
@@ -160,6 +161,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
         snapshot: one,
         quiesce: false,
         memory: false,
+        generation: None,
         tracked: None,
         disks: vec![],
     });

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 49] = [
+pub const FEATURES: [&str; 50] = [
     "job-create",
     "job-export",
     NICS,
@@ -74,6 +74,7 @@ pub const FEATURES: [&str; 49] = [
     MIGRATE_APART,
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
+    MEMORY_GENERATION,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -137,6 +138,9 @@ pub const PROVE: &str = "job-prove";
 
 /// The feature of agents that save the memory of guests to files, and have them go on from these.
 pub const SUSPEND: &str = "suspend";
+
+/// The feature of agents that number the memory of guests which they save, and have a guest go on only from the number that is expected.
+pub const MEMORY_GENERATION: &str = "memory-generation";
 
 /// The feature of agents that write core dumps.
 pub const DUMP: &str = "job-dump";

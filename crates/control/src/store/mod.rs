@@ -17,6 +17,7 @@ pub mod key_requests;
 pub mod keys;
 pub mod kmip;
 pub mod links;
+pub mod memory_generations;
 pub mod nics;
 pub mod panics;
 pub mod placements;
