@@ -331,12 +331,14 @@ pub enum Lifecycle {
     Deleting,
 }
 
-/// The last report on whether a VM is encrypted.
+/// A report on whether a VM is encrypted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Proof {
     /// What it says.
     pub report: ProofReport,
+    /// The SHA-256 of the text that is signed, in hexadecimal: what names the report, also in the event `vm.proved`.
+    pub digest: String,
     /// The same as the VM's host has signed it.
     pub signed: SignedReport,
 }
