@@ -9,7 +9,7 @@ pub const EXEC_SECONDS_MAX: u32 = 45;
 pub const EXEC_SECONDS: u32 = 30;
 
 /// The most arguments of a program in a guest.
-const ARGUMENTS_MAX: usize = 256;
+pub const ARGUMENTS_MAX: usize = 256;
 
 /// The longest that its path and arguments may be together, in bytes.
 const COMMAND_MAX: usize = 64 * 1024;
