@@ -28,10 +28,10 @@ pub enum GuestCommand {
     Exec {
         /// The program's path in the guest.
         path: String,
-        /// Its arguments.
+        /// Its arguments: at most 256, which have at most 64 KiB together with the path.
         #[serde(default)]
         arguments: Vec<String>,
-        /// How long to wait for it, in seconds, at most [`EXEC_SECONDS_MAX`]; after that it goes on in the guest.
+        /// How long to wait for it, in seconds, at most 45; after that it goes on in the guest.
         #[serde(default = "usual")]
         seconds: u32,
     },

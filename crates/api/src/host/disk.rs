@@ -125,10 +125,10 @@ pub const BANDWIDTH_MIN: u64 = 64 * 1024;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DiskLimits {
-    /// Requests a second, from 1 to [`LIMIT_MAX`]; flushes do not count.
+    /// Requests a second, from 1 to 2^40; flushes do not count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
-    /// Bytes read and written a second, from [`BANDWIDTH_MIN`] to [`LIMIT_MAX`].
+    /// Bytes read and written a second, from 64 KiB to 1 TiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
 }
