@@ -12,6 +12,7 @@ pub mod disks;
 pub mod drains;
 pub mod dumps;
 pub mod events;
+pub mod exposures;
 pub mod hosts;
 pub mod key_requests;
 pub mod keys;
