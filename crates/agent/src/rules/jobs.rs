@@ -121,7 +121,6 @@ pub fn check_job(
             each_once(job.disks.iter().copied())?;
             job.disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
-                check_keepable(spec, disk)?;
                 check_restored_from(spec, disk, job)?;
                 needs_key(spec, disk, key)
             })
@@ -139,8 +138,7 @@ pub fn check_job(
             disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
                 needs_to_be_made(spec, disk, made(disk))?;
-                holds_data(spec, disk)?;
-                check_keepable(spec, disk)
+                holds_data(spec, disk)
             })
         }
     }
@@ -236,18 +234,6 @@ fn is_not_written(disk: &DiskSpec) -> Result<(), Problem> {
     }
     let what = format!("disk '{}' is written by the guest, and needs a snapshot", disk.name);
     Err(Problem::invalid("beside", what))
-}
-
-/// Whether snapshots can keep a disk.
-fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    if disk.replica.is_none() {
-        return Ok(());
-    }
-    let what = format!(
-        "has a replica of its disk '{}', which would not be reverted. Remove the disk, or back it up instead",
-        disk.name
-    );
-    Err(wrong_state(spec, &what))
 }
 
 /// Whether a disk can be restored from what another VM's had, where it is.

@@ -8,7 +8,12 @@
 //! ```
 //! An image whose map is believed may be changed only by a filter with the replica in its chain. Everything
 //! that changes an image begins here: the filters of guests and of tools that write, and the making of a disk
-//! ([`for_writer`]); and changes of keys, which are in the header, outside of the map ([`ReplicaHeader`]).
+//! ([`for_writer`]); what puts another content in a disk's place, as a revert does ([`copy_again`]); and changes of keys, which are
+//! in the header, outside of the map ([`ReplicaHeader`]).
+//!
+//! The image is the lowest file of a disk that has layers (docs/formats/layers-note.md). The filter copies what the disk shows through all of
+//! them, so a layer that is put above, or is merged into what is below it, is no change of the disk: map and replica stay
+//! right at every instant of it (docs/decisions/226).
 //!
 //! A guest gets its disk even when its replica is unavailable or the second datastore hangs. Work on a
 //! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
@@ -76,6 +81,16 @@ pub async fn for_writer(
             without(problem)
         }
     }
+}
+
+/// Has all of a disk be copied to its replica the next time that it is written: it is about to hold something else, by no filter's
+/// writes. Nobody has it open. Blocks.
+///
+/// # Errors
+/// `in-use`, or those of the image's file system: what the disk holds must not be changed then.
+pub fn copy_again(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    // The first filter to serve it makes another map, which has nothing.
+    home.remove(&home.map(disk))
 }
 
 /// Checks that the datastore of a disk's replica is there.
@@ -445,6 +460,19 @@ mod tests {
         drop(held);
         bench.for_writer().await.unwrap().unwrap();
         assert_eq!(bench.map_length(), 1024);
+    }
+
+    #[tokio::test]
+    async fn what_is_put_in_a_disks_place_is_copied_as_a_whole() {
+        let bench = Bench::new().await;
+        bench.fill_map();
+        drop(bench.for_writer().await.unwrap());
+        assert_eq!(bench.map_length(), 1024, "the map is not believed");
+        for _ in 0..2 {
+            copy_again(&bench.home(), bench.disk().disk).unwrap();
+        }
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(bench.map_length(), 0);
     }
 
     #[tokio::test]
