@@ -167,6 +167,13 @@ fn linked(
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
+        if disk.replica.is_some() {
+            let detail = format!(
+                "disk '{}' of VM '{}' has a replica, which a disk that stands on another VM's cannot have: make a full clone",
+                disk.name, origin.name
+            );
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
         copies.linked.insert(disk.id);
     }
     Ok(Link {
