@@ -306,7 +306,7 @@ fn check_mirror(
     }
     if disk.replica.is_some() {
         let what = format!(
-            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it",
+            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it, or back the VM up, and restore it as another one",
             disk.name
         );
         return Err(wrong_state(spec, &what));
