@@ -44,7 +44,7 @@ use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
-use crate::storage::locked::Access;
+use crate::storage::locked::{Access, open_locked};
 use crate::storage::timed;
 
 /// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so
@@ -94,8 +94,12 @@ pub async fn for_writer(
 /// # Errors
 /// `in-use`, or those of the image's file system: what the disk holds must not be changed then.
 pub fn copy_again(home: &Home, disk: DiskId) -> Result<(), Problem> {
-    // The first filter to serve it makes another map, which has nothing.
-    home.remove(&home.map(disk))
+    let map = home.map(disk);
+    // The next filter makes another one, which has nothing. The home stays, also where it has no disk at present.
+    match open_locked(&map, Access::Write)? {
+        Some(_lock) => home.remove_locked(&map),
+        None => Ok(()),
+    }
 }
 
 /// Checks that the datastore of a disk's replica is there.
