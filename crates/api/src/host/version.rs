@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 50] = [
+pub const FEATURES: [&str; 51] = [
     "job-create",
     "job-export",
     NICS,
@@ -75,6 +75,7 @@ pub const FEATURES: [&str; 50] = [
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
+    REPLICA_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -147,6 +148,9 @@ pub const DUMP: &str = "job-dump";
 
 /// The feature of agents that change the keys of a VM's disks while it runs.
 pub const RUNNING_KEY: &str = "running-key";
+
+/// The feature of agents that take snapshots of disks which have replicas, and restore these from backups.
+pub const REPLICA_SNAPSHOTS: &str = "replica-snapshots";
 
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
