@@ -1,4 +1,4 @@
-//! A small Linux guest on a disk of its own, which reads the disk that is made for cloud-init and says what it finds.
+//! A small Linux guest on a disk of its own, which reads the disk that is made for cloud-init and says what it finds, again and again.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,24 +10,28 @@ use crate::test_guest;
 /// What the guest prints before what it has found, and what it prints behind it.
 pub const FOUND: (&str, char) = ("VMSEAL-FIRST-BOOT ", ';');
 
-/// How the line of the user-data begins whose hash the guest prints.
+/// How the lines of the documents begin whose hash the guest prints, sorted.
 pub const TOLD: &str = "# told: ";
 
-/// The guest's first process. It prints a hash: consoles are logged, and what it was told is not to be in a log.
+/// The guest's first process. It prints a hash: consoles are logged, and what it was told is not to be in a log; and how many lines
+/// were typed before it read the disk.
 const INIT: &str = r##"#!/usr/bin/busybox sh
 /usr/bin/busybox --install -s /usr/bin
 export PATH=/usr/bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs dev /dev
+exec </dev/console
+stty -echo
 modprobe virtio_pci; modprobe virtio_blk
 until [ -b /dev/vdb ]; do sleep 1; done
 label=$(dd if=/dev/vdb bs=1 skip=43 count=11 2>/dev/null | tr -d ' ') # where FAT12 has it
-hash=$(grep -a '^# told: ' /dev/vdb | head -n 1 | sha256sum | cut -c1-64)
 writes=no; dd if=/dev/zero of=/dev/vdb bs=512 count=1 conv=fsync 2>/dev/null && writes=yes
+typed=0
 while :; do
-    echo "VMSEAL-FIRST-BOOT label=$label read-only=$(cat /sys/block/vdb/ro) writes=$writes hash=$hash;" >/dev/console
-    sleep 2
+    hash=$(grep -a '^# told: ' /dev/vdb | sort | sha256sum | cut -c1-64) # the kernel keeps nothing of a disk that nobody has open
+    echo "VMSEAL-FIRST-BOOT typed=$typed label=$label read-only=$(cat /sys/block/vdb/ro) writes=$writes hash=$hash;" >/dev/console
+    read -r -t 2 line && typed=$((typed + 1))
 done
 "##;
 

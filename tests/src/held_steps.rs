@@ -44,11 +44,11 @@ pub fn killed_at(
         if is_now {
             eprintln!("{command:?}: {victim:?} is killed at '{}'", step.trim());
             at = Some(step.trim().to_owned());
-            if let Victim::Server = victim {
-                // Before the file is removed: it would go on.
-                here.kill_server();
+            if let Victim::Server | Victim::Machine = victim {
+                // Before the file is removed: the server would go on.
+                victim.end(here, vm);
                 std::fs::remove_file(&file).unwrap();
-                here.start_server().unwrap();
+                victim.begin_again(here);
                 continue;
             }
             victim.kill(here, vm);

@@ -2,7 +2,6 @@
 //! own, in a directory of their own.
 
 use std::fs::Permissions;
-use std::io::Write;
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use tempfile::TempDir;
 
 use crate::guest::{Console, counter_disk};
 use crate::process::{Process, kill_hard, using};
+use crate::terminal::at_terminal;
 use crate::{eventually, program};
 
 const SERVER_PORT: u16 = 8443;
@@ -287,11 +287,10 @@ impl Installation {
         Ok(String::from_utf8(output.stderr)?)
     }
 
-    /// Runs a command whose standard input is a terminal at which somebody types this.
+    /// Runs a command at a terminal of its own, at which somebody types this.
     pub fn answered(&self, arguments: &[&str], answer: &str) -> anyhow::Result<Output> {
-        let pair = nix::pty::openpty(None, None)?;
-        std::fs::File::from(pair.master.try_clone()?).write_all(answer.as_bytes())?;
-        Ok(self.command()?.args(arguments).stdin(pair.slave).output()?)
+        let (mut command, _terminal) = at_terminal(self.command()?.args(arguments), answer)?;
+        Ok(command.output()?)
     }
 
     /// What a vmseal command prints as JSON.

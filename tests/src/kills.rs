@@ -13,7 +13,7 @@ use crate::installation::Installation;
 use crate::process::kill_hard;
 use crate::two_hosts::QEMU;
 
-/// What is killed. Agent and server are started again; another filter is started by the agent.
+/// What is killed. Agent and server are started again; another filter is started by the agent that has outlived it.
 #[derive(Clone, Copy, Debug)]
 pub enum Victim {
     /// The agent of the host.
@@ -24,6 +24,9 @@ pub enum Victim {
     Server,
     /// The guest's own process: the VM is off then.
     Qemu,
+    /// Server, agent and all that runs for guests at once, as where the machine that all of it is on loses power: VMs that ran are off
+    /// then.
+    Machine,
 }
 
 impl Victim {
@@ -35,21 +38,37 @@ impl Victim {
 
     /// Kills it, and starts it again.
     pub fn kill(self, here: &mut Installation, vm: &str) {
+        self.end(here, vm);
+        self.begin_again(here);
+    }
+
+    /// Kills it.
+    pub fn end(self, here: &mut Installation, vm: &str) {
         match self {
-            Self::Agent => {
-                here.kill_agent();
-                here.start_agent().unwrap();
-            }
+            Self::Agent => here.kill_agent(),
             Self::Filter => {
                 here.processes_of(vm, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
             }
-            Self::Server => {
-                here.kill_server();
-                here.start_server().unwrap();
-            }
+            Self::Server => here.kill_server(),
             Self::Qemu => {
                 here.processes_of(vm, QEMU).unwrap().into_iter().for_each(kill_hard);
             }
+            Self::Machine => {
+                // Those first that would start others again.
+                here.kill_server();
+                here.kill_agent();
+                here.all_guest_processes().into_iter().for_each(kill_hard);
+            }
+        }
+    }
+
+    /// Starts again of it what nothing else starts.
+    pub fn begin_again(self, here: &mut Installation) {
+        if let Self::Server | Self::Machine = self {
+            here.start_server().unwrap();
+        }
+        if let Self::Agent | Self::Machine = self {
+            here.start_agent().unwrap();
         }
     }
 }

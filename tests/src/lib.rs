@@ -17,6 +17,7 @@
 //! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
+//! | [`terminal`] | commands at a terminal of their own |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`tpm_guest`] | a guest that has its TPM keep something |
 //! | [`exposed`] | `vmseal disk expose` |
@@ -52,6 +53,7 @@ pub mod redis;
 pub mod rest;
 pub mod scan;
 pub mod shell_guest;
+pub mod terminal;
 pub mod test_guest;
 pub mod tpm_guest;
 pub mod two_hosts;

@@ -152,6 +152,38 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     names_on_a_datastore_do_not_control_the_terminal(&here);
     a_shell_is_given_names(&here);
     the_format_of_an_image_is_asked_for(&here);
+    one_command_encrypts_and_one_moves_two_vms(&here);
+}
+
+/// Each has a task of its own, and all are waited for.
+fn one_command_encrypts_and_one_moves_two_vms(here: &Installation) {
+    here.vmseal(&create("c", "plain", DISK)).unwrap();
+    here.vmseal(&["vm", "encrypt", "a", "c", "--policy", "encrypted"]).unwrap();
+    for vm in ["a", "c"] {
+        let shown = here.vm(vm).unwrap();
+        assert_eq!(
+            (&shown["policy"], &shown["disks"][0]["encrypted"]),
+            (&"encrypted".into(), &true.into())
+        );
+        let image = std::fs::read(&here.images(vm).unwrap()[0]).unwrap();
+        assert!(image.starts_with(b"LUKS\xba\xbe"), "the image of {vm} has no header");
+    }
+    assert_ne!(here.vm("a").unwrap()["key"], here.vm("c").unwrap()["key"]);
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let add = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
+    here.vmseal(&add).unwrap();
+    here.vmseal(&["vm", "move", "c", "a", "--datastore", "second"]).unwrap();
+    for vm in ["a", "c"] {
+        assert_eq!(here.vm(vm).unwrap()["disks"][0]["datastore"], "second", "{vm}");
+    }
+    for kind in ["vm.encrypted", "vm.moved"] {
+        let events = here.json(&["events", "--kind", kind]).unwrap();
+        let mut targets: Vec<_> =
+            events.as_array().unwrap().iter().map(|it| it["target"].as_str().unwrap()).collect();
+        targets.sort_unstable();
+        assert_eq!(targets, ["a", "c"], "{kind}");
+    }
 }
 
 /// Anyone who may write to a datastore can choose the names of directories.

@@ -15,6 +15,9 @@ const VM: &str = "web1";
 /// Its card: its SSH server and its echo of datagrams are reached from the host.
 const CARD: &str = "user,forward=tcp:22,forward=udp:7";
 
+/// What its owner types when it is launched.
+const PASSWORD: &str = "correct horse";
+
 /// Sends every datagram back.
 const ECHO: &str = "import socket
 echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -28,7 +31,7 @@ fn debian() -> String {
     String::from_utf8(built.stdout).unwrap().lines().last().unwrap().to_owned()
 }
 
-/// A guest that was launched, and lets its owner in by a key.
+/// A guest that was launched, and lets its owner in by a key; a password was typed, too.
 fn launched(here: &Installation) {
     let (image, key) = (debian(), here.path("key"));
     let key = text(&key).unwrap();
@@ -37,13 +40,40 @@ fn launched(here: &Installation) {
     assert!(made.unwrap().success());
     let public = format!("{key}.pub");
     let launch = ["vm", "launch", VM, "--image", &image, "--format", "raw", "--ssh-key", &public];
-    here.vmseal(&[&launch[..], &["--nic", CARD, "--timeout", "15m"]].concat()).unwrap();
-    let said = here.vmseal(&["vm", "ssh", VM, "--", "hostname; sudo id -u"]).unwrap();
-    assert_eq!(said, format!("{VM}\n0\n"));
+    let more = ["--password", "--nic", CARD, "--timeout", "15m"];
+    let typed = format!("{PASSWORD}\n{PASSWORD}\n");
+    let launched = here.answered(&[&launch[..], &more].concat(), &typed).unwrap();
+    assert!(launched.status.success(), "{}", String::from_utf8_lossy(&launched.stderr));
+    // Its SSH server starts again when cloud-init has set the password.
+    let said = eventually("its owner is let in", || {
+        here.vmseal(&["vm", "ssh", VM, "--", "hostname; sudo id -u"]).ok()
+    });
+    assert_eq!(said.unwrap(), format!("{VM}\n0\n"));
 }
 
 fn in_guest(here: &Installation, command: &[&str]) -> Output {
     here.try_vmseal(&[&["vm", "guest", "exec", VM, "--"], command].concat()).unwrap()
+}
+
+/// The password is known to the guest as a hash, and lets its owner in at the console.
+fn lets_its_owner_in_by_the_password(here: &Installation) {
+    eventually("the password is set", || {
+        let shadow = in_guest(here, &["/usr/bin/getent", "shadow", "debian"]);
+        shadow.stdout.starts_with(b"debian:$6$").then_some(())
+    })
+    .unwrap();
+    let mut console = here.console(VM).unwrap();
+    console.expect(" login: ", 0).unwrap();
+    console.type_text("debian\r").unwrap();
+    console.expect("Password: ", 0).unwrap();
+    console.type_text(&format!("{PASSWORD}\r")).unwrap();
+    console.expect(&format!("debian@{VM}:"), 0).unwrap();
+}
+
+/// The guest's kernel draws random numbers from the host's.
+fn draws_random_numbers(here: &Installation) {
+    let source = in_guest(here, &["/bin/cat", "/sys/class/misc/hw_random/rng_current"]);
+    assert!(source.stdout.starts_with(b"virtio_rng"), "{source:?}");
 }
 
 /// Programs run in the guest, and their outputs come back, up to a limit.
@@ -103,6 +133,8 @@ fn a_debian_is_launched_reached_by_ssh_and_served_by_its_guest_agent() {
     let here = Installation::new().unwrap();
     launched(&here);
     here.vmseal(&["vm", "guest", "ping", VM]).unwrap();
+    lets_its_owner_in_by_the_password(&here);
+    draws_random_numbers(&here);
     runs_programs(&here);
     answers_datagrams(&here);
     freezes_its_file_systems(&here);

@@ -163,9 +163,11 @@ fn variables_outlive_guests_and_kills_and_are_ciphertext() {
 #[test]
 fn secure_boot_starts_nothing_that_is_not_signed() {
     let here = Installation::new().unwrap();
-    create(&here, "safe", "encrypted", &["--firmware", "uefi-secure-boot"]);
+    create(&here, "safe", "encrypted", &["--firmware", "uefi-secure-boot", "--tpm"]);
     here.vmseal(&["vm", "start", "safe"]).unwrap();
     here.console("safe").unwrap().expect("Security Violation", 0).unwrap();
+    // This firmware goes on with a TPM, and does not end it.
+    assert_eq!(here.processes_of("safe", "swtpm").unwrap().len(), 1);
 }
 
 #[test]

@@ -5,12 +5,21 @@
 use std::fmt::Write;
 
 use serde_json::Value;
+use vmseal_tests::eventually;
 use vmseal_tests::first_boot::{self, TOLD};
 use vmseal_tests::installation::{Installation, LOUDEST, text};
+use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::{Scanner, forms};
 
 /// What only the guest may read.
 const SECRET: &str = "5C1F-what-only-the-guest-may-read-7D22";
+
+/// The documents, in the order of what the guest sorts, and how each begins.
+const DOCUMENTS: [(&str, &str); 3] = [
+    ("meta-data", "instance-id: web"),
+    ("network-config", "version: 2"),
+    ("user-data", "#cloud-config"),
+];
 
 /// The SHA-256 of a text, as sha256sum prints it.
 fn sha256(text: &str) -> String {
@@ -24,11 +33,15 @@ fn sha256(text: &str) -> String {
 #[test]
 fn a_guest_reads_what_it_is_told_and_it_is_nowhere_else() {
     let here = Installation::logging(LOUDEST).unwrap();
-    let (image, user_data) = (here.path("guest.raw"), here.path("user-data"));
+    let image = here.path("guest.raw");
     first_boot::disk(&image).unwrap();
-    std::fs::write(&user_data, format!("#cloud-config\n{TOLD}{SECRET}\n")).unwrap();
+    let documents = DOCUMENTS.map(|(name, _)| here.path(name));
+    for (path, (name, begin)) in documents.iter().zip(DOCUMENTS) {
+        std::fs::write(path, format!("{begin}\n{TOLD}{SECRET} in {name}\n")).unwrap();
+    }
     let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
-    let told = format!("user-data={}", text(&user_data).unwrap());
+    let told = DOCUMENTS.map(|(name, _)| format!("{name}={}", here.path(name).display()));
+    let told = told.join(",");
     let create = ["vm", "create", "web", "--policy", "encrypted", "--memory", "256MiB"];
     let create = [&create[..], &["--disk", &disk, "--cloud-init", &told]].concat();
 
@@ -41,12 +54,22 @@ fn a_guest_reads_what_it_is_told_and_it_is_nowhere_else() {
     assert_eq!(disks.as_array().map(Vec::len), Some(2));
 
     here.vmseal(&["vm", "start", "web"]).unwrap();
-    let found = first_boot::found(&mut here.console("web").unwrap()).unwrap();
-    let hash = sha256(&format!("{TOLD}{SECRET}\n"));
-    assert_eq!(found, format!("label=cidata read-only=1 writes=no hash={hash}"));
+    let mut guest = here.console("web").unwrap();
+    let hash = sha256(&DOCUMENTS.map(|(name, _)| format!("{TOLD}{SECRET} in {name}\n")).concat());
+    let wanted = format!("label=cidata read-only=1 writes=no hash={hash}");
+    assert_eq!(first_boot::found(&mut guest).unwrap(), format!("typed=0 {wanted}"));
+    // Another filter has the same for it.
+    kill_hard(here.processes_of("web", "vmseal-filter").unwrap()[0]);
+    here.wait_alarm("web", "filter-restarted").unwrap();
+    guest.type_text("\n").unwrap();
+    let again = eventually("the guest reads again", || {
+        first_boot::found(&mut guest).ok().filter(|found| !found.starts_with("typed=0 "))
+    });
+    assert_eq!(again.unwrap(), format!("typed=1 {wanted}"));
+    drop(guest);
 
     let scanner = Scanner::new(forms("what the guest was told", SECRET.as_bytes())).unwrap();
-    let elsewhere = scanner.directory(&here.path(""), std::slice::from_ref(&user_data)).unwrap();
+    let elsewhere = scanner.directory(&here.path(""), &documents).unwrap();
     assert!(elsewhere.is_empty(), "{elsewhere:#?}");
     let everywhere = scanner.directory(&here.path(""), &[]).unwrap();
     assert!(!everywhere.is_empty(), "the search does not find what is there");

@@ -1,16 +1,19 @@
-//! What dies exactly before a step of what an operator does to a VM that runs, or after it and before that is recorded: server, agent,
-//! filter and QEMU, while fio in the guest writes and verifies. Each operation goes on or is undone, a retry works, and no write is
-//! lost. A run tries one moment of some of the operations, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
+//! What dies exactly before a step of what an operator does to a VM, or after it and before that is recorded: server, agent, filter,
+//! QEMU, and all of these at once. Each operation goes on or is undone, and a retry works.
+//!
+//! The VM runs, while fio in its guest writes and verifies, and no write is lost: a run tries one moment of some of the operations.
+//! Or it is off, and its disk holds what it has to: a run tries one moment of one. They are chosen by a seed that is printed; with
+//! `VMSEAL_ALL`, all of all.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use vmseal_tests::eventually;
 use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
-use vmseal_tests::guest::Console;
+use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{Ended, killed_at, without_holding};
-use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
 use vmseal_tests::shell_guest::run;
 
@@ -39,6 +42,7 @@ fn operations(to: &str) -> Vec<Vec<&str>> {
         vec!["snapshot", "create", VM, "asleep", "--memory"],
         vec!["vm", "prove", VM],
         vec!["vm", "clone", VM, "copy", "--snapshot", "one"],
+        vec!["vm", "clone", VM, "twin"],
         vec!["snapshot", "delete", VM, "one"],
         vec!["backup", "verify", VM, "full"],
         vec!["snapshot", "delete", VM, "asleep"],
@@ -57,6 +61,7 @@ fn operations(to: &str) -> Vec<Vec<&str>> {
 fn tidy_up(here: &Installation) {
     here.vmseal(&["dump", "delete", VM, "core"]).unwrap();
     here.vmseal(&["vm", "delete", "copy"]).unwrap();
+    here.vmseal(&["vm", "delete", "twin"]).unwrap();
     here.vmseal(&["backup", "delete", VM, "full"]).unwrap();
 }
 
@@ -82,7 +87,7 @@ fn disturbed(
 ) -> bool {
     let Ended { at, output } = killed_at(here, held, VM, operation, victim, moment);
     without_holding(held, || {
-        let off = matches!(victim, Victim::Qemu)
+        let off = matches!(victim, Victim::Qemu | Victim::Machine)
             && at.is_some()
             && here.vm(VM).unwrap()["power"] == "off";
         if off {
@@ -93,14 +98,27 @@ fn disturbed(
     at.is_some()
 }
 
-#[test]
-fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
-    let all = std::env::var_os("VMSEAL_ALL").is_some();
+/// Whether a run tries every moment of every operation.
+fn all_of_all() -> bool {
+    std::env::var_os("VMSEAL_ALL").is_some()
+}
+
+/// What chooses, of a seed that is given or printed.
+fn seeded() -> fastrand::Rng {
     let given = std::env::var("VMSEAL_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = given.unwrap_or_else(|| fastrand::u64(..));
     eprintln!("VMSEAL_SEED={seed}");
-    let mut random = fastrand::Rng::with_seed(seed);
+    fastrand::Rng::with_seed(seed)
+}
 
+/// Each of these at every moment.
+fn every_moment(victims: &[Victim]) -> impl Iterator<Item = (Victim, usize)> + '_ {
+    (0..MOMENTS_MAX).flat_map(move |moment| victims.iter().map(move |victim| (*victim, moment)))
+}
+
+#[test]
+fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
+    let (all, mut random) = (all_of_all(), seeded());
     let mut here = Installation::new().unwrap();
     let mut console = started(&here, VM, "plain", "local");
     let [second, to] = ["second", "backups"].map(|name| {
@@ -115,10 +133,12 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     let held = here.hold_steps().unwrap();
     let mut console = Some(console);
 
-    let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu];
+    let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu, Victim::Machine];
     let turns: Vec<Option<(Victim, usize)>> = match all {
-        true => (0..MOMENTS_MAX)
-            .flat_map(|moment| victims.map(|victim| Some((victim, moment))))
+        // The whole machine at one moment: what it takes is that of QEMU and of the server together.
+        true => std::iter::once((Victim::Machine, random.usize(..MOMENTS)))
+            .chain(every_moment(&victims[..4]))
+            .map(Some)
             .collect(),
         false => vec![None],
     };
@@ -133,12 +153,12 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
             let alive = operation[1] != "resume";
             let of_run = || {
                 // Those that cost a boot are tried less often.
-                let of = if random.u8(..8) == 0 { 4 } else { 3 };
+                let of = if random.u8(..8) == 0 { 5 } else { 3 };
                 (victims[random.usize(..of)], random.usize(..MOMENTS))
             };
             let (victim, moment) = turn.unwrap_or_else(of_run);
             let victim = match victim {
-                Victim::Filter | Victim::Qemu if !alive => Victim::Agent,
+                Victim::Filter | Victim::Qemu | Victim::Machine if !alive => Victim::Agent,
                 victim => victim,
             };
             reached |= disturbed(&mut here, &held, &mut console, &operation, (victim, moment));
@@ -151,4 +171,206 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     let mut console = console_again(&here, VM, console.unwrap());
     stop_and_check(&mut console);
     without_holding(&held, || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap());
+}
+
+/// The fewest moments that an operation has of a VM that is off.
+const MOMENTS_OFF: usize = 6;
+
+/// The size of the disk of the VM that is off, and where noise is on it, in bytes.
+const DISK: u64 = 32 << 20;
+const NOISE: std::ops::Range<usize> = 4 << 20..12 << 20;
+
+/// Where the guest counts its boots, in bytes.
+const NUMBER: usize = 512;
+
+/// What an operator does to a VM that is off, in this order; at the end it is in the clear as at the beginning.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum WhileOff {
+    EncryptInPlace,
+    Revert,
+    CloneLinked,
+    RevertToMemory,
+    Restore,
+    RestoreAs,
+    DeleteBackup,
+    DecryptInPlace,
+}
+
+impl WhileOff {
+    const ALL: [Self; 8] = [
+        Self::EncryptInPlace,
+        Self::Revert,
+        Self::CloneLinked,
+        Self::RevertToMemory,
+        Self::Restore,
+        Self::RestoreAs,
+        Self::DeleteBackup,
+        Self::DecryptInPlace,
+    ];
+
+    fn command(self) -> &'static [&'static str] {
+        match self {
+            Self::EncryptInPlace => &["vm", "encrypt", VM, "--policy", "encrypted", "--in-place"],
+            Self::Revert => &["snapshot", "revert", VM, "one"],
+            Self::CloneLinked => &["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"],
+            Self::RevertToMemory => &["snapshot", "revert", VM, "asleep"],
+            Self::Restore => &["backup", "restore", VM, "full"],
+            Self::RestoreAs => &["backup", "restore", VM, "full", "--as", "copy"],
+            Self::DeleteBackup => &["backup", "delete", VM, "full"],
+            Self::DecryptInPlace => {
+                &["vm", "decrypt", VM, "--policy", "plain", "--yes", "--in-place"]
+            }
+        }
+    }
+}
+
+/// A VM that is off: the counting guest, and noise on its disk.
+struct Off {
+    here: Installation,
+    held: PathBuf,
+    /// What its disk holds before its first boot.
+    content: Vec<u8>,
+    /// Where its backups are.
+    to: String,
+}
+
+impl Off {
+    fn new(random: &mut fastrand::Rng) -> Self {
+        let mut here = Installation::new().unwrap();
+        let [image, to] = ["off.raw", "backups"].map(|name| here.path(name));
+        counter_disk(&image, DISK).unwrap();
+        let mut content = std::fs::read(&image).unwrap();
+        random.fill(&mut content[NOISE]);
+        std::fs::write(&image, &content).unwrap();
+        std::fs::create_dir(&to).unwrap();
+        let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
+        here.vmseal(&create(VM, "plain", &disk)).unwrap();
+        let held = here.hold_steps().unwrap();
+        Self { here, held, content, to: text(&to).unwrap().to_owned() }
+    }
+
+    /// Does these one after the other, and nothing dies.
+    fn does(&self, commands: &[&[&str]]) {
+        without_holding(&self.held, || {
+            for command in commands {
+                self.here.vmseal(command).unwrap();
+            }
+        });
+    }
+
+    /// The guest boots, counts that, and has its power cut; `meanwhile` it runs.
+    fn boots(&self, number: u32, meanwhile: &[&[&str]]) {
+        let counted = without_holding(&self.held, || self.here.boot_counter(VM).unwrap());
+        assert_eq!(counted, number);
+        self.does(meanwhile);
+        self.does(&[&["vm", "stop", VM, "--force"]]);
+    }
+
+    /// Makes what an operation needs; the guest had booted so often before the first one.
+    fn prepare(&self, operation: WhileOff, booted: u32) {
+        match operation {
+            WhileOff::Revert => {
+                self.boots(booted + 1, &[&["snapshot", "create", VM, "asleep", "--memory"]]);
+                self.does(&[
+                    &["snapshot", "create", VM, "one"],
+                    &["backup", "create", VM, "full", "--to", &self.to],
+                ]);
+                self.boots(booted + 2, &[]);
+            }
+            WhileOff::Restore => self
+                .does(&[&["snapshot", "delete", VM, "one"], &["snapshot", "delete", VM, "asleep"]]),
+            _ => {}
+        }
+    }
+
+    /// Does an operation, and kills something at this moment of it; whether it has so many.
+    fn disturbed(&mut self, operation: WhileOff, (victim, moment): (Victim, usize)) -> bool {
+        let command = operation.command();
+        let Ended { at, output } =
+            killed_at(&mut self.here, &self.held, VM, command, victim, moment);
+        if !output.status.success() {
+            eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&output.stderr));
+            self.does(&[command]);
+        }
+        at.is_some()
+    }
+
+    /// Checks what an operation has done, and removes what is in the way of the next turn.
+    fn check(&self, operation: WhileOff, booted: u32) {
+        match operation {
+            WhileOff::EncryptInPlace => {
+                self.holds(VM, booted);
+                self.does(&[&["vm", "prove", VM, "--all"]]);
+            }
+            WhileOff::Revert | WhileOff::Restore => self.holds(VM, booted + 1),
+            WhileOff::CloneLinked => {
+                self.holds("linked", booted + 1);
+                self.does(&[&["vm", "delete", "linked"]]);
+            }
+            WhileOff::RevertToMemory => {
+                self.here.wait_power(VM, "suspended").unwrap();
+                self.does(&[&["vm", "resume", VM]]);
+                // It reads the number and counts on, without a boot.
+                let mut console = self.here.console(VM).unwrap();
+                console.type_text("r").unwrap();
+                assert_eq!(console.next_count().unwrap(), booted + 2);
+                drop(console);
+                self.does(&[&["vm", "stop", VM, "--force"]]);
+                self.holds(VM, booted + 2);
+            }
+            WhileOff::RestoreAs => {
+                self.holds("copy", booted + 1);
+                self.does(&[&["vm", "delete", "copy"]]);
+            }
+            WhileOff::DeleteBackup => {
+                self.here.refused(&["backup", "show", VM, "full"]).unwrap();
+            }
+            WhileOff::DecryptInPlace => {
+                self.holds(VM, booted + 1);
+                assert_eq!(self.here.vm(VM).unwrap()["policy"], "plain");
+            }
+        }
+    }
+
+    /// The disk of a VM has all that it had at first, and so many boots were counted there.
+    fn holds(&self, vm: &str, booted: u32) {
+        let to = self.here.path("exported");
+        let export = ["disk", "export", vm, "disk0", "--format", "raw", "--plaintext", "--to"];
+        self.does(&[&[&export[..], &[text(&to).unwrap()]].concat()]);
+        let found = std::fs::read(&to).unwrap();
+        std::fs::remove_file(&to).unwrap();
+        let mut wanted = self.content.clone();
+        wanted[NUMBER..NUMBER + 4].copy_from_slice(&booted.to_le_bytes());
+        assert_eq!(found[NUMBER..NUMBER + 4], wanted[NUMBER..NUMBER + 4], "the boots of {vm}");
+        assert!(found == wanted, "the disk of {vm} holds something else");
+    }
+}
+
+#[test]
+fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_what_it_has_to() {
+    let (all, mut random) = (all_of_all(), seeded());
+    let mut off = Off::new(&mut random);
+    let victims = [Victim::Agent, Victim::Server, Victim::Machine];
+    let one = WhileOff::ALL[random.usize(..WhileOff::ALL.len())];
+    let turns: Vec<(Victim, usize)> = match all {
+        true => every_moment(&victims).collect(),
+        false => vec![(victims[random.usize(..victims.len())], random.usize(..MOMENTS_OFF))],
+    };
+    // Each turn leaves the disk as the guest had it after one more boot.
+    for (turn, at) in turns.into_iter().enumerate() {
+        let booted = u32::try_from(turn).unwrap();
+        let mut reached = false;
+        for operation in WhileOff::ALL {
+            off.prepare(operation, booted);
+            if all || operation == one {
+                reached |= off.disturbed(operation, at);
+            } else {
+                off.does(&[operation.command()]);
+            }
+            off.check(operation, booted);
+        }
+        if !reached {
+            break;
+        }
+    }
 }

@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 use vmseal_tests::installation::{PASSPHRASE, next_address};
 use vmseal_tests::process::{Process, using};
+use vmseal_tests::terminal::at_terminal;
 use vmseal_tests::{eventually, program};
 
 /// What init does, in order, as its lines begin.
@@ -250,8 +251,18 @@ fn a_run_that_is_killed_after_any_step_is_gone_on_with() {
     std::fs::write(&passphrase, PASSPHRASE).unwrap();
     let given = ["--passphrase-file", passphrase.to_str().unwrap()];
     let backup = here.path("home/vmseal-keys.backup");
+    let kept = here.path("etc/credentials/vmseal-provider-keys");
     for (number, last) in STEPS.into_iter().enumerate() {
-        let mut run = Run::start(here.init(&given));
+        // Somebody types it in until it is kept, and every later run is given the same.
+        let (command, _terminal) = match kept.exists() {
+            true => (here.init(&given), None),
+            false => {
+                let typed = format!("{PASSPHRASE}\n{PASSPHRASE}\n");
+                let (command, terminal) = at_terminal(&here.init(&[]), &typed).unwrap();
+                (command, Some(terminal))
+            }
+        };
+        let mut run = Run::start(command);
         // It may be a little further by then.
         STEPS[..=number].iter().for_each(|step| drop(run.step(step)));
         drop(run);

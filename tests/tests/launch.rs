@@ -136,6 +136,8 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let debian = ["vm", "launch", "web1", "--image=debian", "--ssh-key", public];
     let said = here.refused(&[&debian[..], &["--policy=none"]].concat()).unwrap();
     assert!(said.contains("none") && !said.contains("building"), "{said}");
+    let said = here.refused(&[&debian[..], &["--firmware=uefi"]].concat()).unwrap();
+    assert!(said.contains("--firmware") && said.contains("BIOS only"), "{said}");
     if !Path::new("/var/lib/vmseal/images/debian.raw").exists() {
         let plan = here.vmseal(&[&debian[..], &["--dry-run"]].concat()).unwrap();
         assert!(plan.contains("1. build the image 'debian'"), "{plan}");

@@ -19,11 +19,9 @@ fn sum(text: &str, name: &str, label: &str) -> f64 {
 #[test]
 fn a_guests_requests_are_counted_and_timed_in_the_filter_and_reported_by_the_server() {
     let here = Installation::new().unwrap();
-    for (option, value) in [("--iops", "0"), ("--bandwidth", "4KiB"), ("--bandwidth", "2TiB")] {
-        let said =
-            here.refused(&["policy", "create", "limited", "--encrypt", option, value]).unwrap();
-        assert!(said.contains("must be from"), "{option} {value}: {said}");
-    }
+    let slow = ["policy", "create", "limited", "--encrypt", "--bandwidth", "4KiB"];
+    let said = here.refused(&slow).unwrap();
+    assert!(said.contains("--bandwidth"), "{said}");
     for (size, why) in [("512KiB", "give a multiple"), ("257MiB", "at most 256 MiB")] {
         let said =
             here.refused(&["policy", "create", "limited", "--encrypt", "--cache", size]).unwrap();

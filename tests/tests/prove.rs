@@ -5,8 +5,11 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::process::Command;
 
-use vmseal_tests::installation::Installation;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::shell_guest::{self, booted};
 
 const VM: &str = "web";
@@ -27,6 +30,25 @@ fn refused(here: &Installation, arguments: &[&str]) -> (i32, String, String) {
 fn last(here: &Installation) -> serde_json::Value {
     // The exit status is that of the verdict.
     serde_json::from_str(&refused(here, &["--last", "-o", "json"]).1).unwrap()
+}
+
+/// Has openssl check a report as docs/proof.md says.
+fn openssl_verifies(here: &Installation, proof: &serde_json::Value) -> bool {
+    let directory = here.path("checked");
+    std::fs::create_dir_all(&directory).unwrap();
+    let signed = &proof["signed"];
+    let part = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+    let signature = STANDARD.decode(part(&signed["signature"]["value"])).unwrap();
+    std::fs::write(directory.join("report"), part(&signed["report"])).unwrap();
+    std::fs::write(directory.join("signature"), signature).unwrap();
+    std::fs::write(directory.join("host.pem"), part(&signed["signature"]["certificate"])).unwrap();
+    let recipe = include_str!("../../docs/proof.md").lines();
+    let recipe: Vec<_> = recipe.filter(|line| line.starts_with("openssl ")).collect();
+    assert_eq!(recipe.len(), 3, "{recipe:?}");
+    let recipe = recipe.join("\n").replace("DATA-DIR", text(&here.path("server")).unwrap());
+    let ended = Command::new("sh").args(["-ec", &recipe]).current_dir(directory).output().unwrap();
+    eprintln!("{}", String::from_utf8_lossy(&[ended.stdout, ended.stderr].concat()));
+    ended.status.success()
 }
 
 #[test]
@@ -57,7 +79,10 @@ fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
     let signed: serde_json::Value =
         serde_json::from_str(proof["signed"]["report"].as_str().unwrap()).unwrap();
     assert_eq!(&signed, report);
-    assert!(proof["signed"]["signature"]["certificate"].as_str().unwrap().contains("CERTIFICATE"));
+    assert!(openssl_verifies(&here, &proof));
+    let mut changed = proof.clone();
+    changed["signed"]["report"] = proof["signed"]["report"].as_str().unwrap().to_uppercase().into();
+    assert!(!openssl_verifies(&here, &changed), "openssl takes a report that was changed");
 
     // Off, a sample of the same seed reads the same.
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
@@ -88,6 +113,14 @@ fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
     assert_eq!(data["findings"][0]["offset"], HEADER + number * SECTOR, "{data}");
     let events = here.json(&["events", "--kind", "vm.proved"]).unwrap();
     assert_eq!(events.as_array().unwrap().len(), 3, "{events}");
+    // An older report is found by the digest in its event, and by its task.
+    let digest = proof["digest"].as_str().unwrap();
+    assert!(events[0]["detail"].as_str().unwrap().ends_with(&format!("; report {digest}")));
+    for name in [digest, proof["report"]["task"].as_str().unwrap()] {
+        assert_eq!(here.json(&["vm", "prove", VM, "--report", name]).unwrap(), proof);
+    }
+    let none = refused(&here, &["--report", &"0".repeat(64)]);
+    assert!(none.2.contains("no proof of VM 'web' that is kept"), "{none:?}");
 }
 
 #[test]

@@ -32,6 +32,17 @@ fn caught_up(here: &Installation) {
     .unwrap();
 }
 
+/// The same, as its filter says now.
+fn is_shown_caught_up(here: &Installation) {
+    eventually("the replica has caught up, as it is shown", || {
+        let shown = here.json(&["disk", "replica", "web", "disk0"]).ok()?;
+        assert_eq!(shown["datastore"], "second", "{shown}");
+        let lag = shown["lag_milliseconds"].as_u64()?;
+        (shown["dirty_bytes"] == 0 && lag < 60_000).then_some(())
+    })
+    .unwrap();
+}
+
 fn is_equal(image: &PathBuf, replica: &PathBuf) -> bool {
     std::fs::read(image).unwrap() == std::fs::read(replica).unwrap()
 }
@@ -80,14 +91,19 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     here.kill_agent();
     here.start_agent().unwrap();
     here.wait_power("web", "running").unwrap();
-    count_on(&here, count);
-    eventually("the replica has caught up, as it is shown", || {
-        let shown = here.json(&["disk", "replica", "web", "disk0"]).ok()?;
-        assert_eq!(shown["datastore"], "second", "{shown}");
-        let lag = shown["lag_milliseconds"].as_u64()?;
-        (shown["dirty_bytes"] == 0 && lag < 60_000).then_some(())
-    })
-    .unwrap();
+    let count = count_on(&here, count);
+
+    // Backups and snapshots put layers above the image, and merge them; another key opens both. The replica stays right.
+    let backups = here.path("backups");
+    std::fs::create_dir(&backups).unwrap();
+    here.vmseal(&["backup", "create", "web", "one", "--to", text(&backups).unwrap()]).unwrap();
+    here.vmseal(&["snapshot", "create", "web", "first"]).unwrap();
+    let backed_up = count_on(&here, count);
+    here.vmseal(&["backup", "create", "web", "two"]).unwrap();
+    count_on(&here, backed_up);
+    here.vmseal(&["snapshot", "delete", "web", "first"]).unwrap();
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    is_shown_caught_up(&here);
     assert!(here.alarms("web").unwrap().iter().all(|alarm| alarm["code"] != "replica-behind"));
     let watched = here.path("watched");
     let mut watch = here.command().unwrap();
@@ -140,8 +156,16 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     let write = ["-f", "raw", "-c", "write -P 90 7M 64k", "-c", "flush", &exposed.uri];
     assert!(Command::new("qemu-io").args(write).status().unwrap().success());
     exposed.interrupt().unwrap();
-    let count = here.boot_counter("web").unwrap();
+    here.boot_counter("web").unwrap();
     caught_up(&here);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(is_equal(&image, &replica));
+
+    // What a backup puts in the image's place is copied, too.
+    here.vmseal(&["backup", "restore", "web", "two"]).unwrap();
+    let count = here.boot_counter("web").unwrap();
+    assert_eq!(count, backed_up + 1, "the guest is not where it was backed up");
+    is_shown_caught_up(&here);
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     assert!(is_equal(&image, &replica));
 

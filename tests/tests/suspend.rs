@@ -124,8 +124,17 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     counts(&mut console, 1);
     assert!(!memory(&here).exists() && !home(&here).join("vm.memory.used").exists());
     assert!(here.refused(&["vm", "resume", VM]).unwrap().contains("not suspended"));
-    // Once more, and started in place of resumed.
+    // Once more. The memory of before, put back, is not taken for the one that was saved.
     suspend(&here, console);
+    let saved = std::fs::read(memory(&here)).unwrap();
+    std::fs::write(memory(&here), &after).unwrap();
+    let why = here.refused(&["vm", "resume", VM]).unwrap();
+    for part in ["vm.memory is not", "of generation", "is expected", "--discard-memory"] {
+        assert!(why.contains(part), "{why}");
+    }
+    is_off_and_saved(&here);
+    std::fs::write(memory(&here), saved).unwrap();
+    // Started in place of resumed.
     here.vmseal(&["vm", "start", VM]).unwrap();
     counts(&mut here.console(VM).unwrap(), 2);
 }

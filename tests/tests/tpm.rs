@@ -147,11 +147,20 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
         assert!(told.contains("--tpm") && told.contains("policy that encrypts"), "{told}");
     }
     here.kill_agent();
-    here.start_agent_with(&["--swtpm", "/nowhere/swtpm"]).unwrap();
+    // Nor has this host OVMF.
+    let empty = here.path("no-firmware");
+    std::fs::create_dir(&empty).unwrap();
+    let nowhere = ["--swtpm", "/nowhere/swtpm", "--firmware-directory", text(&empty).unwrap()];
+    here.start_agent_with(&nowhere).unwrap();
     here.wait_host().unwrap();
-    for dry in [&[][..], &["--dry-run"]] {
-        let told = here.refused(&[&with("encrypted")[..], dry].concat()).unwrap();
-        assert!(told.contains("--tpm") && told.contains("package swtpm"), "{told}");
+    for (more, option, package) in [
+        (&["--firmware", "uefi"][..], "--firmware", "package ovmf"),
+        (&[], "--tpm", "package swtpm"),
+    ] {
+        for dry in [&[][..], &["--dry-run"]] {
+            let told = here.refused(&[&with("encrypted")[..], more, dry].concat()).unwrap();
+            assert!(told.contains(option) && told.contains(package), "{told}");
+        }
     }
     assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
     here.kill_agent();

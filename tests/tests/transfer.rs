@@ -420,16 +420,21 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let domain = include_str!("../../crates/cli/tests/libvirt/web.xml")
         .replace("/srv/install.iso", text(&iso).unwrap())
         .replace("/var/lib/libvirt/images/web.qcow2", text(&image).unwrap())
-        .replace("/srv/data.img", text(&second).unwrap())
-        // A host of these tests has no bridge.
-        .replace("<interface type='bridge'><source bridge='br0'/>", "<interface type='user'>");
+        .replace("/srv/data.img", text(&second).unwrap());
     let xml = here.path("web.xml");
     std::fs::write(&xml, &domain).unwrap();
     let fixed =
         ["vm", "import", "--policy", "encrypted", "--datastore", "local", "--memory", "32MiB"];
+    let of_domain = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
+    let planned = [&of_domain[..], &["--dry-run"]].concat();
+    // A host of these tests has no bridge.
+    assert!(here.refused(&planned).unwrap().contains("no bridge 'br0'"));
+    let bridge = "<interface type='bridge'><source bridge='br0'/>";
+    std::fs::write(&xml, domain.replace(bridge, "<interface type='user'>")).unwrap();
+    let plan = here.vmseal(&planned).unwrap();
+    assert!(plan.contains("uefi-variables (") && plan.contains("tpm ("), "{plan}");
     // The domain has UEFI, and the guest of its disks a boot loader for BIOS.
-    let arguments =
-        [&fixed[..], &["--firmware", "bios", "--libvirt", text(&xml).unwrap()]].concat();
+    let arguments = [&of_domain[..], &["--firmware", "bios"]].concat();
     let output = here.try_vmseal(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && said.contains("not imported: the network card"), "{said}");

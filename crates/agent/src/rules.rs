@@ -185,7 +185,7 @@ pub fn suspended(spec: &VmSpec) -> Problem {
 pub fn needs_its_key(spec: &VmSpec, file: &str) -> Problem {
     let name = &spec.name;
     let what = format!(
-        "has a file under the key that it would lose, {file}: if it is suspended resume it (vmseal vm resume {name}), delete its core dumps (vmseal dump list {name}) and its snapshots with memory (vmseal snapshot list {name}), and begin again"
+        "cannot give up its key: {file} is encrypted under it. Resume the VM if it is suspended (vmseal vm resume {name}), delete its core dumps (vmseal dump list {name}) and its snapshots with memory (vmseal snapshot list {name}), then try again"
     );
     wrong_state(spec, &what)
 }
@@ -195,7 +195,7 @@ pub fn needs_its_key(spec: &VmSpec, file: &str) -> Problem {
 pub fn leaves_core(spec: &VmSpec, file: &str) -> Problem {
     let name = &spec.name;
     let what = format!(
-        "has a core dump that was written while its first disk was copied, {file}, and would be lost or not be as its disks are: begin again, and it is copied, or delete it (vmseal dump list {name})"
+        "has a core dump, {file}, that was written while its first disk was copied. It was not copied with it: begin the operation again, which copies it, or delete it (vmseal dump list {name})"
     );
     wrong_state(spec, &what)
 }
@@ -387,7 +387,7 @@ pub fn check_guest_command(command: &GuestCommand) -> Result<(), Problem> {
 /// The filter that kept the bitmaps has died, and no other one serves yet.
 #[must_use]
 pub fn bitmaps_wait(spec: &VmSpec) -> Problem {
-    let what = "waits for another filter (alarm 'disks-down'): its disks have the dirty bitmaps again that they had when it serves them";
+    let what = "waits for another filter (alarm 'disks-down'). Its dirty bitmaps can be used again when that filter serves its disks";
     wrong_state(spec, what)
 }
 

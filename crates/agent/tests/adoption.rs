@@ -281,11 +281,14 @@ async fn what_a_newer_agent_started_is_left_running_with_an_alarm() {
     // Nothing of it is changed, so that the agent that started it can adopt it.
     assert!(host.lives(0));
     assert_eq!(std::fs::read(host.of(vm).join("run.json")).unwrap(), before);
+    let boot = agent.describe().await.unwrap().boot;
     drop(agent);
     std::fs::write(host.of(vm).join("run.json"), record(RECORD_2, vm)).unwrap();
     host.answer_as_qemu(vm);
     let agent = host.agent().await;
     adopted(&agent, vm).await;
+    // The host has not booted: to the server, which starts VMs when it has, it is the same boot.
+    assert!(boot.is_some() && agent.describe().await.unwrap().boot == boot);
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Readable by its owner alone.
@@ -11,6 +11,9 @@ pub const PRIVATE: u32 = 0o600;
 
 /// Readable by everyone who can enter its directory.
 pub const PUBLIC: u32 = 0o644;
+
+/// How much of a file is left out at once where it is all zeros, in bytes: the size of most file systems' blocks.
+const PAGE: usize = 4096;
 
 /// Writes a file of this mode. A file that was there is replaced whole; after an error it is still there.
 ///
@@ -33,6 +36,27 @@ pub struct Prepared {
 /// # Errors
 /// As writing and flushing.
 pub fn prepare(path: &Path, contents: &[u8], mode: u32) -> io::Result<Prepared> {
+    prepare_with(path, mode, |file| file.write_all(contents))
+}
+
+/// [`prepare`] for contents that are zeros in large part: those take no room.
+///
+/// # Errors
+/// As writing and flushing.
+pub fn prepare_sparse(path: &Path, contents: &[u8], mode: u32) -> io::Result<Prepared> {
+    prepare_with(path, mode, |file| {
+        file.set_len(contents.len() as u64)?;
+        let pages = contents.chunks(PAGE).zip((0..).step_by(PAGE));
+        let mut written = pages.filter(|(page, _)| page.iter().any(|byte| *byte != 0));
+        written.try_for_each(|(page, at)| file.write_all_at(page, at))
+    })
+}
+
+fn prepare_with(
+    path: &Path,
+    mode: u32,
+    fill: impl FnOnce(&mut File) -> io::Result<()>,
+) -> io::Result<Prepared> {
     let mut beside = path.as_os_str().to_owned();
     beside.push(".new");
     let (beside, path) = (PathBuf::from(beside), path.to_owned());
@@ -41,7 +65,7 @@ pub fn prepare(path: &Path, contents: &[u8], mode: u32) -> io::Result<Prepared> 
     let written = (|| {
         let options = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside);
         let mut file = options?;
-        file.write_all(contents)?;
+        fill(&mut file)?;
         file.sync_all()
     })();
     if let Err(error) = written {
@@ -64,6 +88,12 @@ impl Prepared {
             let _ = remove_if_there(&self.beside);
         }
         put
+    }
+
+    /// Removes the file instead.
+    pub fn discard(self) {
+        // The next attempt removes what is left.
+        let _ = remove_if_there(&self.beside);
     }
 }
 
@@ -120,7 +150,7 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
 
@@ -154,6 +184,21 @@ mod tests {
         let mut left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
         left.retain(|entry| entry.as_ref().unwrap().path().extension().is_some());
         assert!(path("c").is_file() && left.is_empty(), "{left:?}");
+    }
+
+    #[test]
+    fn zeros_take_no_room_and_what_is_discarded_none_at_all() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("sparse");
+        let mut contents = vec![0; (1 << 20) + 9];
+        contents[PAGE * 5] = 1;
+        *contents.last_mut().unwrap() = 2;
+        prepare_sparse(&path, &contents, PRIVATE).unwrap().put().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), contents);
+        assert!(path.metadata().unwrap().blocks() * 512 < 1 << 19);
+        prepare_sparse(&path, b"other", PRIVATE).unwrap().discard();
+        assert_eq!(std::fs::read(&path).unwrap().len(), contents.len());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
     #[test]

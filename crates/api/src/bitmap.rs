@@ -27,6 +27,9 @@ pub enum BitmapError {
         "the bitmaps of this VM take {BITMAPS_BYTES_MAX} bytes of memory, which is all they may; remove one of this disk, or stop and start the VM"
     )]
     Memory,
+    /// The file that keeps the bitmaps cannot have room for another one.
+    #[error("the run directory of the host has no room for another bitmap: make room there")]
+    NoRoom,
     /// A client reads it.
     #[error("the bitmap '{0}' is being read by a backup; wait until that is done")]
     Read(String),
@@ -41,6 +44,7 @@ impl BitmapError {
             Self::Exists(_) => ErrorCode::AlreadyExists,
             Self::Unknown(_) => ErrorCode::NotFound,
             Self::TooMany | Self::Memory => ErrorCode::LimitExceeded,
+            Self::NoRoom => ErrorCode::NoSpace,
             Self::Read(_) => ErrorCode::InUse,
         }
     }

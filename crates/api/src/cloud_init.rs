@@ -26,6 +26,44 @@ pub const CLOUD_INIT_MAX: usize = 60 * 1024;
 /// The most SSH keys that are given beside documents.
 pub const SSH_KEYS_MAX: usize = 64;
 
+/// What an SSH key is, as a regular expression of ECMA 262: a line of `authorized_keys` without options. That its data
+/// begins with its type, too, is not said.
+pub const SSH_KEY_PATTERN: &str = r"^\s*(ssh-|ecdsa-sha2-|sk-ssh-|sk-ecdsa-)[^\s\x00-\x1f\x7f-\x9f]* +[A-Za-z0-9+/]+={0,2}( [^\x00-\x1f\x7f-\x9f]*)?\s*$";
+
+/// The longest name of the user that is made, in bytes; Linux's limit.
+pub const USER_MAX: usize = 32;
+
+/// What that name is within [`USER_MAX`], as a regular expression of ECMA 262. It is another than [`USER_REFUSED`].
+pub const USER_PATTERN: &str = "^[a-z_][a-z0-9_-]*$";
+
+/// The user whom images do not let in.
+pub const USER_REFUSED: &str = "root";
+
+/// The shortest hash of a password, in bytes.
+pub const PASSWORD_HASH_MIN: usize = 20;
+
+/// The longest hash of a password, in bytes.
+pub const PASSWORD_HASH_MAX: usize = 256;
+
+/// What such a hash is within these limits, as a regular expression of ECMA 262.
+pub const PASSWORD_HASH_PATTERN: &str = r"^\$(6|5|2a|2b|2y|1)\$[A-Za-z0-9./$=]*$";
+
+/// How user-data begins, of every kind that cloud-init knows; what begins otherwise it ignores, and says so only in
+/// the guest's log.
+pub const USER_DATA_KINDS: [&str; 11] = [
+    "#cloud-config",
+    "#!",
+    "#include",
+    "#cloud-boothook",
+    "#part-handler",
+    "#upstart-job",
+    "## template:",
+    "Content-Type:",
+    "MIME-Version:",
+    "From ",
+    "{",
+];
+
 /// A text that is not to be seen: wiped when it goes, and not shown by `Debug`.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -66,7 +104,7 @@ impl fmt::Debug for SecretText {
 #[serde(deny_unknown_fields)]
 pub struct CloudInit {
     /// The user-data: `#cloud-config`, a script, or another kind that cloud-init knows. None has one made of
-    /// `user`, `ssh_keys` and `password`.
+    /// `user`, `ssh_keys` and `password_hash`, at least one of the latter two; with user-data none of them is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_data: Option<SecretText>,
     /// The meta-data (YAML). None is `instance-id` (the VM's id) and `local-hostname` (its name).
@@ -78,7 +116,7 @@ pub struct CloudInit {
     /// The user that is made: none is the image's own (`debian`, `ubuntu`, ...). It may use sudo.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// Public keys that the user logs in with, as lines of `authorized_keys`.
+    /// Public keys that the user logs in with, as lines of `authorized_keys`; at most 64.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ssh_keys: Vec<String>,
     /// The user's password as crypt(3) has it (`$6$...`); never the password itself.

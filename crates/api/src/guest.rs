@@ -9,7 +9,7 @@ pub const EXEC_SECONDS_MAX: u32 = 45;
 pub const EXEC_SECONDS: u32 = 30;
 
 /// The most arguments of a program in a guest.
-const ARGUMENTS_MAX: usize = 256;
+pub const ARGUMENTS_MAX: usize = 256;
 
 /// The longest that its path and arguments may be together, in bytes.
 const COMMAND_MAX: usize = 64 * 1024;
@@ -28,10 +28,10 @@ pub enum GuestCommand {
     Exec {
         /// The program's path in the guest.
         path: String,
-        /// Its arguments.
+        /// Its arguments: at most 256, which have at most 64 KiB together with the path.
         #[serde(default)]
         arguments: Vec<String>,
-        /// How long to wait for it, in seconds, at most [`EXEC_SECONDS_MAX`]; after that it goes on in the guest.
+        /// How long to wait for it, in seconds, at most 45; after that it goes on in the guest.
         #[serde(default = "usual")]
         seconds: u32,
     },

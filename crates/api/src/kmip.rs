@@ -12,6 +12,24 @@ pub const SERVERS_MAX: usize = 8;
 /// The longest PEM that is accepted, in bytes: a chain or a few authorities.
 pub const PEM_MAX: usize = 64 * 1024;
 
+/// The longest common name of a certificate, in characters (RFC 5280, ub-common-name).
+pub const COMMON_NAME_MAX: usize = 64;
+
+/// What [`check_common_name`] accepts within [`COMMON_NAME_MAX`], as a regular expression of ECMA 262.
+pub const COMMON_NAME_PATTERN: &str = r"^[^\x00-\x1f\x7f-\x9f]+$";
+
+/// Checks the common name of a certificate.
+///
+/// # Errors
+/// What is allowed.
+pub fn check_common_name(name: &str) -> Result<(), String> {
+    let length = name.chars().count();
+    if (1..=COMMON_NAME_MAX).contains(&length) && !name.chars().any(char::is_control) {
+        return Ok(());
+    }
+    Err(format!("a common name has 1 to {COMMON_NAME_MAX} printable characters"))
+}
+
 /// What a KMIP provider is made of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -26,6 +26,7 @@ pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
 pub mod filter;
+pub mod fingerprint;
 pub mod guest;
 pub mod hardware;
 pub mod host;

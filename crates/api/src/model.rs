@@ -207,8 +207,7 @@ pub struct Policy {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_model: Option<String>,
     /// The longest that guests of its VMs are to stand still while the rest of their memory is sent to another host, in milliseconds, from
-    /// [`crate::migration::DOWNTIME_MIN`] to [`crate::migration::DOWNTIME_MAX`]; none means
-    /// [`crate::migration::DOWNTIME_DEFAULT`]. A migration may be asked for with another one.
+    /// 10 to 60000; none means 300. A migration may be asked for with another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
     /// How data must go between hosts and Ceph clusters for VMs that have it: with `secure` they start only where all of their
@@ -331,12 +330,14 @@ pub enum Lifecycle {
     Deleting,
 }
 
-/// The last report on whether a VM is encrypted.
+/// A report on whether a VM is encrypted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Proof {
     /// What it says.
     pub report: ProofReport,
+    /// The SHA-256 of the text that is signed, in hexadecimal: what names the report, also in the event `vm.proved`.
+    pub digest: String,
     /// The same as the VM's host has signed it.
     pub signed: SignedReport,
 }

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`) with the info string
-/// [`passphrase_info`]: HTTP buffers never hold it.
+/// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`): HTTP buffers never hold it. The info string is
+/// `vmseal passphrase v1`, a zero byte, and what it is for: the name of a provider.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

@@ -154,7 +154,7 @@ impl FromStr for Layout {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Redundancy {
-    /// With how many failures, of what the pool's failure domain says, nothing is lost and guests go on; from 0 to [`FAILURES_MAX`].
+    /// With how many failures, of what the pool's failure domain says, nothing is lost and guests go on; from 0 to 3.
     #[serde(default)]
     pub failures: u8,
     /// How the data is kept; none leaves it to the pool.

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::datastore::{DatastoreSpec, LIMIT_MAX};
 use crate::filter::REPLICATE_RATE_MIN;
+use crate::size::Size;
 
 /// The default rate of copying a replica, in bytes a second: a first copy of 1 TiB takes three hours and uses
 /// a tenth of a network of 10 Gbit/s.
@@ -45,7 +46,12 @@ pub fn check_replica_rate(bytes_per_second: u64) -> Result<(), String> {
     if (REPLICATE_RATE_MIN..=LIMIT_MAX).contains(&bytes_per_second) {
         return Ok(());
     }
-    Err(format!("must be from {REPLICATE_RATE_MIN} to {LIMIT_MAX} bytes a second"))
+    Err(format!(
+        "is {} a second: it must be {} to {}",
+        Size(bytes_per_second),
+        Size(REPLICATE_RATE_MIN),
+        Size(LIMIT_MAX)
+    ))
 }
 
 #[cfg(test)]
@@ -72,5 +78,7 @@ mod tests {
         for rate in [0, REPLICATE_RATE_MIN - 1, LIMIT_MAX + 1] {
             assert_eq!(check(place("/two"), rate), Err("replica.bytes_per_second"));
         }
+        let said = check_replica_rate(4096).unwrap_err();
+        assert_eq!(said, "is 4 KiB a second: it must be 1 MiB to 1 TiB");
     }
 }

@@ -58,12 +58,12 @@ pub const AGENT_PORT: u16 = 8444;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct JoinHost {
-    /// The one-time token ([`crate::join_token::JoinToken`]).
+    /// The one-time token, as `POST /api/v1/hosts/tokens` gave it.
     pub token: String,
     /// The name to be known by.
     pub name: String,
     /// Where the agent will listen (`host:port`); none for the address from which the server sees the request
-    /// come, with port [`AGENT_PORT`].
+    /// come, with port 8444.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// A PKCS#10 certificate request (PEM) for the agent's key, which never leaves the host.
@@ -234,7 +234,7 @@ pub struct CreateVm {
     /// memory left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// What it is for.
+    /// What it is for, at most 4096 bytes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
     /// Labels.
@@ -269,7 +269,7 @@ pub struct SetVm {
     /// Memory in bytes, a multiple of 1 MiB; of a VM that runs, at its next start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-    /// What it is for, at most [`DESCRIPTION_MAX`] bytes; an empty text removes it.
+    /// What it is for, at most 4096 bytes; an empty text removes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
     /// Labels to set, by key; a label without a value is removed.
@@ -428,8 +428,8 @@ pub struct ExportDisk {
     /// That the file may be read by whoever has it: said with every format but `luks2`.
     #[serde(default)]
     pub plaintext: bool,
-    /// The passphrase of a `luks2` file, sealed to the key box of the host (its `description`) with
-    /// the info string [`crate::host::export_info`].
+    /// The passphrase of a `luks2` file, sealed to the key box of the host (its `description`). The info string is
+    /// `vmseal export passphrase v1`, and the VM's id and the disk's id, each after a zero byte.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub passphrase: Option<SealedKey>,
     /// A snapshot of the VM, by its name: what the disk held then is written, also while the VM runs.
@@ -489,7 +489,7 @@ pub struct TakeSnapshot {
     /// Its name; none means the first of `snapshot-1`, `snapshot-2`, … that is free.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// What it is, at most [`DESCRIPTION_MAX`] bytes.
+    /// What it is, at most 4096 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
     /// Whether the guest's file systems are frozen for a moment, if its agent answers; else the snapshot is as after a power
@@ -752,6 +752,16 @@ pub struct StartVm {
     /// Gives the saved memory of a suspended VM up: it boots from its disks, which are as a power cut would have left them.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub discard_memory: bool,
+}
+
+/// Has the guest of a suspended VM go on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ResumeVm {
+    /// Takes the memory that is there, also where it is not the one that was saved last: for disks that were put back with it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accept_memory: bool,
 }
 
 /// Stops a VM.

@@ -368,9 +368,17 @@ mod tests {
 
     #[test]
     fn every_shell_gets_a_script_that_calls_this_program() {
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+        for (shell, program) in [(Shell::Bash, "bash"), (Shell::Zsh, "zsh"), (Shell::Fish, "fish")]
+        {
             let script = script(shell).unwrap();
             assert!(script.contains("COMPLETE") && script.contains("vmseal"), "{script}");
+            // The shell reads it, where there is such a shell.
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), script).unwrap();
+            match std::process::Command::new(program).arg("-n").arg(file.path()).output() {
+                Ok(read) => assert!(read.status.success(), "{read:?}"),
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{error}"),
+            }
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::hosts::connector::HttpsConnector;
 use crate::providers::Providers;
 use crate::remotes::{HttpsRemotes, Remotes};
 use crate::retention;
-use crate::services::{Services, drain};
+use crate::services::{Services, disks, drain};
 use crate::setup::authority::Authority;
 use crate::setup::expiry;
 use crate::setup::identity::Identity;
@@ -69,6 +69,7 @@ impl ControlPlane {
         make::sweep(data_dir);
         let (store, authority, identity) =
             (Arc::new(store), Arc::new(authority), Arc::new(identity));
+        disks::end_exposures(&store).await?;
         let connector = Arc::new(HttpsConnector(ClientIdentity {
             authority: authority.pem().to_owned(),
             certificate: Arc::clone(&identity) as _,

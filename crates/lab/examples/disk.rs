@@ -13,6 +13,7 @@ struct Line {
 
 fn main() -> anyhow::Result<()> {
     let Line { arguments } = Line::parse();
+    vmseal_lab::stop::on_signals().context("signals cannot be handled")?;
     let report = vmseal_lab::run(&arguments, &mut vmseal_lab::narrate).context("no benchmark")?;
     println!("{}", report.show());
     println!("results in {}", arguments.json.display());

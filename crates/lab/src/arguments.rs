@@ -18,6 +18,7 @@ use crate::machine::{self, Machine};
 use crate::report::{self, Measured, Report, Unavailable};
 use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
+use crate::stop::{self, Stopped};
 use crate::systems::{Beside, Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
 
 const MIB: u64 = 1 << 20;
@@ -99,6 +100,9 @@ fn seconds(text: &str) -> Result<f64, String> {
 /// Why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
+    /// A signal has asked for the end.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
     /// The goals cannot be used.
     #[error(transparent)]
     Goals(#[from] GoalsError),
@@ -141,7 +145,10 @@ pub fn run(
             if section.tells(progress) {
                 observe(progress);
             }
-        })?;
+        });
+        // Being stopped says more than what failed by it.
+        stop::check()?;
+        let outcome = outcome?;
         sections.push(Measured::of(section, &plan, &outcome));
         all.cells.extend(outcome.cells);
         all.idle.extend(outcome.idle);

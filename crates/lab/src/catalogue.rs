@@ -34,6 +34,7 @@ const FILES: &[(&str, &str)] = &files![
     "encrypting-io",
     "snapshot-pause",
     "operations",
+    "encrypt",
     "backup",
     "x3",
     "migration-throughput",

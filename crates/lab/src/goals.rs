@@ -694,7 +694,7 @@ pub(crate) mod tests {
         assert_eq!(known, read(&path, "").unwrap().len());
         let (timed, of_disks): (Vec<_>, Vec<_>) =
             operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
-        let measured = ["operations", "backup"].map(crate::operation::names_of).concat();
+        let measured = ["operations", "encrypt", "backup"].map(crate::operation::names_of).concat();
         for goal in timed {
             assert!(measured.contains(&goal.workload), "{}: {measured:?}", goal.id);
             for system in std::iter::once(&goal.numerator).chain(&goal.denominator) {

@@ -18,6 +18,7 @@ use vmseal_api::datastore::RbdPool;
 use crate::ceph::mount;
 use crate::network::Network;
 use crate::outcome::OperationError;
+use crate::stop;
 
 const SERVER_PORT: u16 = 8443;
 /// The first host's; each further one has the next.
@@ -158,6 +159,13 @@ impl Installation {
         Ok(())
     }
 
+    /// What runs guests of the first host: guests by hand run under the same.
+    pub fn accelerator(&self) -> Result<String, OperationError> {
+        let host = self.json(&["host", "show", HERE])?;
+        let found = host["description"]["accelerator"]["kind"].as_str().map(str::to_owned);
+        found.ok_or_else(|| OperationError::Answer { what: format!("host show {HERE}") })
+    }
+
     /// The agents, and the processes of guests that live.
     pub fn processes(&self) -> Vec<i32> {
         let agents = self.agents.iter().map(|agent| agent.id().cast_signed());
@@ -208,7 +216,9 @@ impl Installation {
 
     /// Runs a command that must succeed; what it prints.
     pub fn vmseal(&self, arguments: &[&str]) -> Result<String, OperationError> {
-        let output = self.command(arguments).output().map_err(|source| self.program(source))?;
+        stop::check()?;
+        let output =
+            stop::output(&mut self.command(arguments)).map_err(|source| self.program(source))?;
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
@@ -318,6 +328,7 @@ impl Installation {
     ) -> Result<(), OperationError> {
         let begun = Instant::now();
         while !so(self) {
+            stop::check()?;
             if begun.elapsed() > START {
                 let log = end_of(&self.path(log));
                 return Err(OperationError::Never { what, log });

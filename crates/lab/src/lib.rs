@@ -6,7 +6,7 @@
 //! | [`systems`] | the servers under test |
 //! | [`definition`], [`catalogue`], [`run`], [`claim`] | experiments as files, and running them |
 //! | [`outcome`], [`storage`] | what measuring gives; where disks are |
-//! | [`subject`] | the order of measuring, whatever is measured |
+//! | [`subject`], [`stop`] | the order of measuring, whatever is measured; ending before it is through |
 //! | [`operation`] | operations of a whole installation |
 //! | [`migration`] | running guests that move to another host, beside QEMU's own migration |
 //! | [`ceph`] | a Ceph cluster on this machine |
@@ -39,10 +39,12 @@ pub mod outcome;
 pub mod page;
 pub mod pattern;
 pub mod plot;
+mod qemu;
 pub mod report;
 pub mod run;
 pub mod sections;
 pub mod statistics;
+pub mod stop;
 pub mod storage;
 pub mod subject;
 pub mod systems;

@@ -10,6 +10,7 @@ use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 
 use crate::clock::{self, ProcessClock};
 use crate::pattern::Pattern;
+use crate::stop;
 use crate::systems::SystemError;
 
 /// Latencies are recorded from 1 ns to a minute with two significant digits: finer than the noise of a run.
@@ -214,7 +215,7 @@ pub fn run_side_by_side(
         std::thread::sleep(warm_up);
         let (start, before) = (Reading::now(server), all_done());
         signals.measuring.store(true, Ordering::Relaxed);
-        std::thread::sleep(measured);
+        stop::sleep(measured);
         let (end, after) = (Reading::now(server), all_done());
         signals.over.store(true, Ordering::Relaxed);
         let (mut latency, mut all) = (latencies(), Gaps::default());
@@ -462,8 +463,9 @@ impl<'a> Load<'a> {
         Ok(now)
     }
 
+    /// What was measured does not count when the end was asked for.
     fn turn_until(&mut self, moment: Instant) -> Result<(), LoadError> {
-        while self.turn()? < moment {}
+        while self.turn()? < moment && !stop::asked() {}
         Ok(())
     }
 

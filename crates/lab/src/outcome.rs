@@ -11,6 +11,7 @@ use crate::ceph::{self, CephError};
 use crate::computed_limit::ComputedLimitError;
 use crate::idle::Idle;
 use crate::load::LoadError;
+use crate::stop::Stopped;
 use crate::systems::SystemError;
 
 /// What was measured at one point.
@@ -119,6 +120,9 @@ impl Outcome {
 /// Why an experiment ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum ExperimentError {
+    /// A signal has asked for that.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
     /// A system did not start.
     #[error(transparent)]
     System(#[from] SystemError),
@@ -182,6 +186,9 @@ pub enum Progress<'a> {
 /// Why an operation could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum OperationError {
+    /// A signal has asked for the end.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
     /// A program cannot be run.
     #[error("{} cannot be run", program.display())]
     Program {

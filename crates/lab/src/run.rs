@@ -24,6 +24,7 @@ use crate::operation::{self, Choice, Found};
 use crate::outcome::Served;
 use crate::report::Measured;
 use crate::sections::{self, Section};
+use crate::stop::{self, Stopped};
 use crate::storage::Storage;
 
 /// The version of the JSON.
@@ -84,6 +85,9 @@ fn report_file(text: &str) -> Result<PathBuf, String> {
 /// Why a run failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
+    /// A signal has asked for the end.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
     /// An experiment cannot be used.
     #[error(transparent)]
     Definition(#[from] DefinitionError),
@@ -154,6 +158,8 @@ pub fn run(
     for (definition, named) in definitions.iter().zip(&arguments.experiments) {
         observe(Progress::Section(&definition.id, &definition.title));
         let one = arguments.one(definition, named, observe);
+        // Being stopped says more than what failed by it.
+        stop::check()?;
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
         let (measured, places, outcome, refused) = one.map_err(failed)?;
         let claim = definition.claim.as_ref().filter(|_| refused.is_none());

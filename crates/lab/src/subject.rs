@@ -9,6 +9,7 @@
 //! alike. Comparisons are made within a round.
 
 use crate::outcome::{ExperimentError, Outcome, Progress, Sample};
+use crate::stop;
 
 /// One measurement to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +78,7 @@ pub struct Order {
     pub places: u32,
 }
 
-/// Measures a subject.
+/// Measures a subject, unless the end is asked for meanwhile.
 ///
 /// # Errors
 /// [`ExperimentError`]; the first one ends it.
@@ -97,6 +98,7 @@ pub fn measure(
             for &workload in &order.workloads {
                 outcome.extend(subject.before(round, workload)?);
                 for turn in 0..count {
+                    stop::check()?;
                     let system = order.systems[(turn + round as usize + place as usize) % count];
                     outcome.extend(subject.run(&Point { round, system, workload })?);
                 }

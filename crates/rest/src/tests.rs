@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod changes;
+mod constraints;
 mod dry_run;
 mod hanging_up;
 mod host_addresses;

@@ -83,6 +83,14 @@ pub enum FileError {
         /// What was asked for.
         expected: Kind,
     },
+    /// Another one of the files that are counted.
+    #[error("it is of generation {found}, not {expected}")]
+    OtherGeneration {
+        /// Which it is.
+        found: u64,
+        /// Which was asked for.
+        expected: u64,
+    },
     /// No slot is for the key in hand.
     #[error("no key slot of it is for this key{}", needs(.0))]
     OtherKey(Vec<SlotKey>),
@@ -127,6 +135,17 @@ pub struct Identity {
     pub kind: Kind,
     /// Which of the files of this VM and kind, for who keeps count of them; else 0.
     pub generation: u64,
+}
+
+/// Which file is to be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Whose it must be.
+    pub vm: Uuid,
+    /// What it must hold.
+    pub kind: Kind,
+    /// Which one it must be; none takes any.
+    pub generation: Option<u64>,
 }
 
 impl Header {
@@ -341,9 +360,22 @@ fn create_with<W: Write>(
 /// # Errors
 /// [`FileError`].
 pub fn open<R: Read>(
-    mut from: R,
+    from: R,
     vm: Uuid,
     kind: Kind,
+    key: Option<&VmKey<'_>>,
+) -> Result<SealedReader<R>, FileError> {
+    open_wanted(from, Wanted { vm, kind, generation: None }, key)
+}
+
+/// Like [`open`], for who counts the files. A header that says another generation than the file was made with opens no frame: it is part of
+/// their key.
+///
+/// # Errors
+/// [`FileError`].
+pub fn open_wanted<R: Read>(
+    mut from: R,
+    Wanted { vm, kind, generation }: Wanted,
     key: Option<&VmKey<'_>>,
 ) -> Result<SealedReader<R>, FileError> {
     let header = Header::read(&mut from)?;
@@ -352,6 +384,11 @@ pub fn open<R: Read>(
     }
     if header.kind != kind {
         return Err(FileError::OtherKind { found: header.kind, expected: kind });
+    }
+    if let Some(expected) = generation
+        && header.generation != expected
+    {
+        return Err(FileError::OtherGeneration { found: header.generation, expected });
     }
     let file_key = header.file_key(key)?;
     Ok(SealedReader::new(from, &header.frames_key(&file_key)?)?)

@@ -16,11 +16,21 @@ use super::{DISK_SIZE, Session, done, nics, refused};
 
 /// Asks about a start.
 pub async fn start(agent: &dyn HostAgent, vm: VmId) -> Result<(), Problem> {
-    agent.examine_change(vm, VmChange::Start { first: None, discard_memory: false }).await
+    start_with(agent, vm, None).await
+}
+
+/// Asks about a start from memory that is saved, and must be of this generation.
+pub async fn start_with(
+    agent: &dyn HostAgent,
+    vm: VmId,
+    generation: Option<u64>,
+) -> Result<(), Problem> {
+    let start = VmChange::Start { first: None, discard_memory: false, generation };
+    agent.examine_change(vm, start).await
 }
 
 /// Both are refused, with the same words.
-fn alike(
+pub fn alike(
     (examined, answer): (Result<(), Problem>, Result<(), Problem>),
     code: ErrorCode,
     what: &str,
@@ -69,7 +79,8 @@ pub async fn off(agent: &dyn HostAgent, session: &Session) {
     let before = session.now(agent).await;
     done(start(agent, vm).await, "a start");
     refused(start(agent, VmId::new()).await, ErrorCode::NotFound, "a start of an unknown VM");
-    let drive = VmChange::Start { first: Some(BootDevice::Cdrom), discard_memory: false };
+    let drive =
+        VmChange::Start { first: Some(BootDevice::Cdrom), discard_memory: false, generation: None };
     refused(ask(drive).await, ErrorCode::InvalidRequest, "a start from a drive that is not there");
     let new = another(session);
     done(ask(VmChange::AddDisk { disk: Box::new(new.clone()) }).await, "another disk");

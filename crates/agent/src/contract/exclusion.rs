@@ -313,7 +313,7 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             Ok(())
         }
         Action::PowerOn => {
-            let start = VmChange::Start { first: None, discard_memory: false };
+            let start = VmChange::Start { first: None, discard_memory: false, generation: None };
             let examined = agent.examine_change(vm, start).await;
             foretold(examined, agent.power_on(vm).await)
         }

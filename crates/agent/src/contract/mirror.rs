@@ -10,7 +10,7 @@ use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
-use super::{Session, console, done, pace, refused};
+use super::{Session, console, done, examine, pace, refused};
 
 /// The job that moves one disk, which stays as it is.
 pub fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
@@ -95,11 +95,13 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
     session.power(agent, Power::Running).await;
     // A guest that boots does not hear what is typed.
     console(agent, session).await;
-    suspend(agent, session).await;
+    done(agent.suspend_as(vm, GENERATION).await, "suspending");
+    session.power(agent, Power::Suspended).await;
     let before = session.disk(0).facts.clone();
     let seen = mirrored(agent, session, disk, copy(disk, true)).await;
     assert_eq!(Some(seen.facts), before, "its facts");
     assert_eq!(session.now(agent).await.power, Power::Suspended);
+    only_as_expected(agent, session).await;
     goes_on(agent, session).await;
 
     suspend(agent, session).await;
@@ -126,6 +128,26 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
         Power::Off,
         "it is suspended with a memory of before"
     );
+}
+
+/// The generation of the memory that the suite has saved.
+const GENERATION: u64 = 7;
+
+/// A suspended VM is started with the memory that is expected alone, also when that has been copied.
+async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {
+    let vm = session.vm();
+    done(agent.suspend_as(vm, GENERATION + 1).await, "suspending what is suspended");
+    for other in [GENERATION - 1, GENERATION + 1] {
+        let answer = agent.power_on_with(vm, other).await;
+        let text = answer.as_ref().expect_err("another memory").detail.clone();
+        let numbers = [format!("generation {GENERATION},"), format!("generation {other} is")];
+        assert!(numbers.iter().all(|number| text.contains(number)), "{text}");
+        let both = (examine::start_with(agent, vm, Some(other)).await, answer);
+        examine::alike(both, ErrorCode::Damaged, "a memory that is not the expected one");
+        assert_eq!(session.now(agent).await.power, Power::Suspended);
+    }
+    done(examine::start_with(agent, vm, Some(GENERATION)).await, "asking about the expected one");
+    done(agent.power_on_with(vm, GENERATION).await, "resuming");
 }
 
 async fn suspend(agent: &dyn HostAgent, session: &Session) {

@@ -21,6 +21,7 @@ pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
         snapshot,
         quiesce: true,
         memory: false,
+        generation: None,
         tracked: None,
         disks: vec![disk],
     })
@@ -155,11 +156,15 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let [system, data] = [0, 1].map(|index| session.disk(index).disk);
     let put = |job| agent.put_job(vm, TaskId::new(), job);
     let [one, two, strange] = std::array::from_fn(|_| SnapshotId::new());
-    refused(put(take(data, one)).await, ErrorCode::WrongState, "a disk with a replica");
+    // The second disk has a replica.
+    for job in [take(data, one), revert(data, one), drop_snapshot(data, one)] {
+        session.through(agent, job).await;
+    }
     let none = JobSpec::Snapshot(SnapshotJob {
         snapshot: one,
         quiesce: false,
         memory: false,
+        generation: None,
         tracked: None,
         disks: vec![],
     });

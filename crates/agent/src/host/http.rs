@@ -130,7 +130,9 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/disks/{disk}/replica", get(replica))
         .route("/v1/vms/{vm}/power-on", post(power_on))
         .route("/v1/vms/{vm}/power-on-from", post(power_on_from))
+        .route("/v1/vms/{vm}/power-on-with", post(power_on_with))
         .route("/v1/vms/{vm}/suspend", post(suspend))
+        .route("/v1/vms/{vm}/suspend-as", post(suspend_as))
         .route("/v1/vms/{vm}/memory", delete(discard_memory))
         .route("/v1/vms/{vm}/dumps/{dump}", delete(discard_dump))
         .route("/v1/backups/read", post(read_backup))
@@ -468,6 +470,15 @@ async fn suspend(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<R
     done()
 }
 
+async fn suspend_as(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.suspend_as(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
 async fn discard_memory(State(agent): State<Agent>, Path(vm): Path<String>) -> Answer<Response> {
     agent.discard_memory(id("vm", &vm)?).await?;
     done()
@@ -515,6 +526,15 @@ async fn power_on_from(
     request: Body,
 ) -> Answer<Response> {
     agent.power_on_from(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn power_on_with(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.power_on_with(id("vm", &vm)?, body(request).await?).await?;
     done()
 }
 

@@ -511,15 +511,23 @@ impl HostAgent for RealHost {
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(None, to)).await
+        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(None, None, to)).await
     }
 
     async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(Some(first), to)).await
+        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(Some(first), None, to)).await
+    }
+
+    async fn power_on_with(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |to| Call::PowerOn(None, Some(generation), to)).await
     }
 
     async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
-        self.vm(vm).await?.ask(vm, Call::Suspend).await
+        self.vm(vm).await?.ask(vm, |to| Call::Suspend(None, to)).await
+    }
+
+    async fn suspend_as(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        self.vm(vm).await?.ask(vm, |to| Call::Suspend(Some(generation), to)).await
     }
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {

@@ -230,3 +230,64 @@ pub async fn out(qmp: &Qmp, device: &str) -> Result<bool, QmpError> {
     }
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixListener;
+    use vmseal_api::host::NicState;
+    use vmseal_api::nic::NicBackend;
+
+    use super::*;
+
+    /// A monitor that takes every command; gives them when its connection ends.
+    async fn take_all(listener: UnixListener) -> Vec<Value> {
+        let (reader, mut writer) = listener.accept().await.unwrap().0.into_split();
+        writer.write_all(b"{\"QMP\": {}}\n").await.unwrap();
+        let (mut lines, mut taken) = (BufReader::new(reader).lines(), Vec::new());
+        while let Ok(Some(line)) = lines.next_line().await {
+            let command: Value = serde_json::from_str(&line).unwrap();
+            let answer = json!({"return": {}, "id": command["id"]});
+            writer.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
+            taken.push(command);
+        }
+        taken
+    }
+
+    /// Also on a machine whose kernel has no vhost-net.
+    #[tokio::test]
+    async fn the_kernel_moves_the_frames_of_a_card_that_is_plugged_in() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qmp");
+        let monitor = tokio::spawn(take_all(UnixListener::bind(&path).unwrap()));
+        let (qmp, _events) = Qmp::connect(&path).await.unwrap();
+        let files = || Vec::from([(); 2].map(|()| File::open("/dev/null").unwrap()));
+        let spec = NicSpec {
+            nic: NicId::new(),
+            name: "nic0".to_owned(),
+            mac: "52:54:00:00:00:01".parse().unwrap(),
+            model: NicModel::Virtio,
+            backend: NicBackend::Bridge { bridge: "br0".to_owned() },
+            link: Default::default(),
+        };
+        let id = spec.nic;
+        let state = NicState { nic: id, forwards: vec![], interface: None, addresses: vec![] };
+        let card = Card { state, tap: Some(OpenTap::made_of(files(), files())) };
+        nic(&qmp, 0, &spec, &card).await.unwrap();
+        drop(qmp);
+        let taken = monitor.await.unwrap();
+        let of = |wanted: &'static str| taken.iter().filter(move |it| it["execute"] == wanted);
+        let passed: Vec<_> = of("getfd").map(|it| it["arguments"]["fdname"].clone()).collect();
+        let [queue0, queue1, vhost0, vhost1] =
+            ["queue0", "queue1", "vhost0", "vhost1"].map(|it| format!("{it}-{id}"));
+        assert_eq!(passed, [&queue0, &queue1, &vhost0, &vhost1].map(|it| json!(it)));
+        let wanted = json!({
+            "id": qemu::network_id(id), "type": "tap", "fds": format!("{queue0}:{queue1}"),
+            "vhost": true, "vhostfds": format!("{vhost0}:{vhost1}"),
+        });
+        assert_eq!(of("netdev_add").next().unwrap()["arguments"], wanted);
+        assert_eq!(of("device_add").next().unwrap()["arguments"]["vectors"], 6);
+    }
+}

@@ -326,7 +326,7 @@ impl Situation<'_> {
             (Action::Screen, _) => "does not run: it has no screen. Start it first",
             (Action::Guest, _) => "does not run: no guest could answer. Start it first",
             (Action::Bitmaps, _) => {
-                "does not run: the dirty bitmaps of its disks are there when it runs, unless something else writes to them before. Start it first"
+                "does not run, and its dirty bitmaps are shown only while it runs. Start it first"
             }
             (Action::Replica, _) => {
                 "does not run: nothing is copied to a replica while its VM is off; the replica stays as it was when the VM stopped. Start the VM, and ask again"

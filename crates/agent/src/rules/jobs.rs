@@ -121,7 +121,6 @@ pub fn check_job(
             each_once(job.disks.iter().copied())?;
             job.disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
-                check_keepable(spec, disk)?;
                 check_restored_from(spec, disk, job)?;
                 needs_key(spec, disk, key)
             })
@@ -139,8 +138,7 @@ pub fn check_job(
             disks.iter().try_for_each(|disk| {
                 let disk = find_disk(spec, *disk)?;
                 needs_to_be_made(spec, disk, made(disk))?;
-                holds_data(spec, disk)?;
-                check_keepable(spec, disk)
+                holds_data(spec, disk)
             })
         }
     }
@@ -224,8 +222,10 @@ pub fn check_copy(disk: &DiskSpec, of: &DiskSpec) -> Result<(), Problem> {
     if is_told(disk) == is_told(of) {
         return Ok(());
     }
-    let what =
-        format!("disk '{}' is one for cloud-init, or '{}', and not both", disk.name, of.name);
+    let what = format!(
+        "disk '{}' or disk '{}' is for cloud-init, but not both: such a disk is filled only from another such disk",
+        disk.name, of.name
+    );
     Err(Problem::invalid("copy_of", what))
 }
 
@@ -236,18 +236,6 @@ fn is_not_written(disk: &DiskSpec) -> Result<(), Problem> {
     }
     let what = format!("disk '{}' is written by the guest, and needs a snapshot", disk.name);
     Err(Problem::invalid("beside", what))
-}
-
-/// Whether snapshots can keep a disk.
-fn check_keepable(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    if disk.replica.is_none() {
-        return Ok(());
-    }
-    let what = format!(
-        "has a replica of its disk '{}', which would not be reverted. Remove the disk, or back it up instead",
-        disk.name
-    );
-    Err(wrong_state(spec, &what))
 }
 
 /// Whether a disk can be restored from what another VM's had, where it is.
@@ -320,7 +308,7 @@ fn check_mirror(
     }
     if disk.replica.is_some() {
         let what = format!(
-            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it",
+            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it, or back the VM up, and restore it as another one",
             disk.name
         );
         return Err(wrong_state(spec, &what));

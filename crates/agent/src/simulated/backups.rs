@@ -290,6 +290,7 @@ impl Inside {
             restored.insert(*id, job.backup);
             found = true;
             self.make_disk(vm, *id)?;
+            self.forget_bitmaps(vm, *id);
             let entry = manifest.disks.iter().find(|it| it.disk == job.disk_in_backup(*id));
             if let (Some(image), Some(entry)) = (self.persisted.disks.get_mut(id), entry) {
                 let key = key.clone().filter(|_| entry.facts != DiskFacts::Raw);

@@ -11,6 +11,13 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 
 impl Inside {
+    /// Forgets those of a disk that is written to while no filter marks that.
+    pub fn forget_bitmaps(&mut self, vm: VmId, disk: DiskId) {
+        if let Some(disks) = self.persisted.bitmaps.get_mut(&vm) {
+            disks.remove(&disk);
+        }
+    }
+
     /// A disk's bitmaps, after one of them has been changed as asked.
     pub fn bitmaps(
         &mut self,

@@ -33,6 +33,7 @@ use crate::filter::log_level;
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
 use crate::storage::image::Image;
+use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
 
 /// Work that continues after a call has been answered.
@@ -266,6 +267,7 @@ impl Inside {
             self.agent.publish(vm);
         }
         self.leave(vm);
+        self.persisted.bitmaps.remove(&vm);
         Ok(())
     }
 
@@ -335,6 +337,7 @@ impl Inside {
         self.persisted.disks.remove(&disk);
         self.forget_copies(disk);
         self.forget_snapshots(disk);
+        self.forget_bitmaps(vm, disk);
         self.unlink(disk);
         if !self.persisted.disks.values().any(|other| other.vm == vm) {
             self.persisted.descriptors.retain(|(_, of), _| *of != vm);
@@ -381,7 +384,7 @@ impl Inside {
         }
     }
 
-    fn suspend(&mut self, vm: VmId) -> Result<Later, Problem> {
+    fn suspend(&mut self, vm: VmId, generation: u64) -> Result<Later, Problem> {
         if self.situation(vm)?.may(Action::Suspend, None)? == Permission::Already {
             return Ok(None);
         }
@@ -390,6 +393,9 @@ impl Inside {
         rules::check_suspend(&known.spec, key == KeyState::Missing)?;
         known.power = Power::Suspending;
         known.request = request_id::current();
+        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
+            guest.generation = generation;
+        }
         self.numbered(vm, Work::Power, self.work)
     }
 
@@ -437,6 +443,9 @@ impl Inside {
                 }
                 if power == Power::Off {
                     rules::check_exposure(&spec, disk, key, made)?;
+                }
+                if writable {
+                    self.forget_bitmaps(vm, disk.disk);
                 }
                 Ok(self.agent.exposed.hold(disk.disk))
             }
@@ -664,11 +673,17 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn power_on(&self, vm: VmId) -> Result<(), Problem> {
-        self.begin(Call::PowerOn, |inside| inside.power_on(vm, None), Inside::started)
+        self.begin(Call::PowerOn, |inside| inside.power_on(vm, None, None), Inside::started)
+    }
+
+    async fn power_on_with(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        let begin = |inside: &mut Inside| inside.power_on(vm, None, Some(generation));
+        self.begin(Call::PowerOn, begin, Inside::started)
     }
 
     async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem> {
-        self.begin(Call::PowerOn, |inside| inside.power_on(vm, Some(first)), Inside::started)
+        let begin = |inside: &mut Inside| inside.power_on(vm, Some(first), None);
+        self.begin(Call::PowerOn, begin, Inside::started)
     }
 
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem> {
@@ -676,7 +691,11 @@ impl HostAgent for SimulatedHost {
     }
 
     async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
-        self.begin(Call::Suspend, |inside| inside.suspend(vm), Inside::suspended)
+        self.suspend_as(vm, NOT_COUNTED).await
+    }
+
+    async fn suspend_as(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        self.begin(Call::Suspend, |inside| inside.suspend(vm, generation), Inside::suspended)
     }
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {

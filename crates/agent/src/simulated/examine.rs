@@ -5,6 +5,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
 use super::Inside;
+use super::starting::AtStart;
 use crate::rules::exclusion::Action;
 use crate::rules::plugging::{with_disk, with_link, with_nic, without_disk, without_nic};
 use crate::rules::{self, find_disk};
@@ -28,8 +29,11 @@ impl Inside {
                 situation.may(Action::DeleteDisk, Some(disk)).map(drop)
             }
             VmChange::GrowDisk { disk, size } => self.may_grow(vm, *disk, *size).map(drop),
-            VmChange::Start { first, discard_memory } => {
-                self.examine_start(vm, *first, *discard_memory)
+            VmChange::Start { first, discard_memory: true, .. } => {
+                self.examine_start(vm, *first, AtStart::Discarded)
+            }
+            VmChange::Start { first, discard_memory: false, generation } => {
+                self.examine_start(vm, *first, AtStart::Loaded(*generation))
             }
             VmChange::AddNic { nic } => {
                 let new = with_nic(self.known(vm)?.registered(), nic)?;

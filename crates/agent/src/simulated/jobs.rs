@@ -174,7 +174,10 @@ impl Inside {
                 self.take_snapshot(&job.disks, job.snapshot);
                 self.all_made(vm, &job.disks);
             }
-            (Some(JobSpec::Revert(job)), _) => self.all_made(vm, &job.disks),
+            (Some(JobSpec::Revert(job)), _) => {
+                job.disks.iter().for_each(|disk| self.forget_bitmaps(vm, *disk));
+                self.all_made(vm, &job.disks);
+            }
             (Some(JobSpec::DropSnapshot(job)), _) => {
                 self.drop_snapshot(&job.disks, job.snapshot);
                 self.all_made(vm, &job.disks);

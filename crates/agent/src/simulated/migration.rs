@@ -88,6 +88,7 @@ impl Inside {
         known.receiving = true;
         known.jobs.begin(task, spec);
         self.agent.vms.insert(vm, known);
+        self.persisted.bitmaps.remove(&vm);
         self.numbered(vm, Work::Job(task), self.work)
     }
 

@@ -179,8 +179,9 @@ impl Inside {
         known.made.insert(disk.disk, facts.clone());
         change(&mut known.spec);
         known.next.as_mut().map(change);
-        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
-            change(&mut guest.spec);
+        match self.persisted.guests.get_mut(&vm) {
+            Some(guest) => change(&mut guest.spec),
+            None => self.forget_bitmaps(vm, disk.disk),
         }
         if let Some(guest) = self.persisted.suspended.get_mut(&vm) {
             change(&mut guest.spec);

@@ -112,7 +112,7 @@ struct Persisted {
     dumps: BTreeMap<DumpId, (VmId, bool)>,
     /// The core dumps that it has written by itself, and whose they are.
     panic_dumps: Vec<(VmId, PanicDump)>,
-    /// The bitmaps of disks. Nobody else writes to these.
+    /// The bitmaps of disks.
     bitmaps: BTreeMap<VmId, BTreeMap<DiskId, Vec<BitmapStatus>>>,
     exports: Exports,
     copies: Copies,

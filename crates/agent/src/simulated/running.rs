@@ -18,6 +18,7 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::rules::set_running::{self, Difference};
 use crate::rules::{self, plugging};
 use crate::storage::medium;
+use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
 
 /// A guest that runs: it outlives the agent.
@@ -28,6 +29,8 @@ pub struct RunningGuest {
     pub paused: bool,
     /// Whether all of it is sent to another host.
     pub handed_over: bool,
+    /// The generation of its memory, where that is saved.
+    pub generation: u64,
     /// The disks that it has.
     pub disks: BTreeSet<DiskId>,
     /// The disks that it was started with: they cannot be unplugged.
@@ -51,6 +54,7 @@ impl RunningGuest {
             guest,
             paused,
             handed_over,
+            generation: NOT_COUNTED,
             disks,
             first_disks,
             resets: 0,
@@ -234,6 +238,7 @@ impl Inside {
         let until = set_running::until_next_start(&known, &new);
         guest.spec = until.clone();
         let in_use = guest.disks.clone();
+        difference.gone_disks.iter().for_each(|disk| self.forget_bitmaps(vm, *disk));
         let known = self.known(vm)?;
         if known.spec.key != new.key {
             known.key_held = false;
@@ -283,6 +288,9 @@ impl Inside {
 
     pub fn grow_disk(&mut self, vm: VmId, disk: DiskId, size: u64) -> Result<(), Problem> {
         let of = self.may_grow(vm, disk, size)?;
+        if of.size != size {
+            self.forget_bitmaps(vm, disk);
+        }
         let grow = |spec: &mut VmSpec| {
             spec.disks_mut().filter(|known| known.disk == disk).for_each(|it| it.size = size);
         };

@@ -11,6 +11,16 @@ use super::running::{RunningGuest, open_medium};
 use super::{Inside, Work};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
+use crate::storage::memory;
+
+/// What becomes of the saved memory of a VM that is started.
+#[derive(Clone, Copy)]
+pub enum AtStart {
+    /// Its guest goes on from it; it must be of this generation, where one is given.
+    Loaded(Option<u64>),
+    /// It is given up before.
+    Discarded,
+}
 
 impl Inside {
     /// Checks that a VM may be started, where it is suspended with the memory that is saved or without.
@@ -18,7 +28,7 @@ impl Inside {
         &mut self,
         vm: VmId,
         first: Option<BootDevice>,
-        discard_memory: bool,
+        memory: AtStart,
     ) -> Result<Permission, Problem> {
         let may = self.situation(vm)?.may(Action::PowerOn, None)?;
         if may == Permission::Already {
@@ -30,10 +40,23 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
         rules::boot::check_once(&known.spec, first)?;
-        if known.power == Power::Suspended && !discard_memory {
+        if let (Power::Suspended, AtStart::Loaded(expected)) = (known.power, memory) {
             rules::check_resume(&known.spec, first)?;
+            self.check_generation(vm, expected)?;
         }
         Ok(may)
+    }
+
+    /// Checks that the saved memory of a VM is the one that is expected.
+    fn check_generation(&mut self, vm: VmId, expected: Option<u64>) -> Result<(), Problem> {
+        let found = self.persisted.suspended.get(&vm).map(|guest| guest.generation);
+        match (found, expected) {
+            (Some(found), Some(expected)) if found != expected => {
+                let name = &self.known(vm)?.spec.name;
+                Err(memory::other_generation("vm.memory", name, found, expected))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks that a VM could be started now.
@@ -41,16 +64,21 @@ impl Inside {
         &mut self,
         vm: VmId,
         first: Option<BootDevice>,
-        discard_memory: bool,
+        memory: AtStart,
     ) -> Result<(), Problem> {
-        match self.may_power_on(vm, first, discard_memory)? {
+        match self.may_power_on(vm, first, memory)? {
             Permission::Already => Ok(()),
             Permission::Granted => self.open_disks(vm),
         }
     }
 
-    pub fn power_on(&mut self, vm: VmId, first: Option<BootDevice>) -> Result<Later, Problem> {
-        if self.may_power_on(vm, first, false)? == Permission::Already {
+    pub fn power_on(
+        &mut self,
+        vm: VmId,
+        first: Option<BootDevice>,
+        generation: Option<u64>,
+    ) -> Result<Later, Problem> {
+        if self.may_power_on(vm, first, AtStart::Loaded(generation))? == Permission::Already {
             return Ok(None);
         }
         let known = self.known(vm)?;

@@ -1,5 +1,6 @@
 use std::sync::Arc;
 
+use vmseal_api::filter::BitmapChange;
 use vmseal_api::host::{
     CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskSpec, DiskToCreate, HostAgent,
     JobSpec, JobState, PowerOff,
@@ -105,6 +106,23 @@ async fn faults_occur_once_and_where_they_are_planned() {
     assert!(host.registered().is_empty() && host.disks().len() == 1);
     let last = &host.calls()[host.calls().len() - 2..];
     assert_eq!(last, [Call::PowerOff, Call::RegisterVm]);
+}
+
+#[tokio::test]
+async fn bitmaps_outlive_a_stop_and_end_where_a_disk_changes_meanwhile() {
+    let (host, spec) = with_vm().await;
+    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap());
+    host.power_on(vm).await.unwrap();
+    wait(&host, |state| state.power == Power::Running).await;
+    let started = host.change_bitmap(vm, disk.disk, "b".to_owned(), BitmapChange::Start).await;
+    assert_eq!(started.unwrap().len(), 1);
+    for (size, left) in [(disk.size, 1), (2 * disk.size, 0)] {
+        host.power_off(vm, PowerOff::Force).await.unwrap();
+        host.grow_disk(vm, disk.disk, size).await.unwrap();
+        host.power_on(vm).await.unwrap();
+        wait(&host, |state| state.power == Power::Running).await;
+        assert_eq!(host.bitmaps(vm, disk.disk).await.unwrap().len(), left, "{size}");
+    }
 }
 
 #[tokio::test]

@@ -64,14 +64,7 @@ impl<'a> DiskKeys<'a> {
             let pinned = disk.facts.as_ref().ok_or_else(unmade)?;
             let file = open::open(spec, disk, pinned, Some(kek), access)?.into_own();
             let facts = facts::from_api(disk, pinned).ok_or_else(unmade)?;
-            if access == Access::BesideGuest && disk.replica.is_some() {
-                let what = format!(
-                    "is not off, and its disk '{}' has a replica, which is in use then: stop it first",
-                    disk.name
-                );
-                return Err(rules::wrong_state(spec, &what));
-            }
-            let replica = ReplicaHeader::open(spec, disk)?;
+            let replica = ReplicaHeader::open(spec, disk, access)?;
             Ok(DiskHeader { replica, disk, facts, file })
         };
         let headers = encrypted.map(header).collect::<Result<_, Problem>>()?;
@@ -243,7 +236,11 @@ mod tests {
         }
 
         fn open(&self) -> Result<DiskKeys<'_>, Problem> {
-            DiskKeys::open(&self.spec, self.spec.key.as_ref().unwrap(), &self.kek, Access::Write)
+            self.open_with(Access::Write)
+        }
+
+        fn open_with(&self, access: Access) -> Result<DiskKeys<'_>, Problem> {
+            DiskKeys::open(&self.spec, self.spec.key.as_ref().unwrap(), &self.kek, access)
         }
 
         fn new_key(&self, id: &str) -> (KeyReference, SecretBytes) {
@@ -307,12 +304,22 @@ mod tests {
         assert!(is_equal(&bench) && after != before);
         bench.switch(new);
         // If the replica is in use, nothing is changed.
-        let held = there.open_replica(disk.disk).unwrap();
+        let held = there.open_replica(disk.disk, Access::Write).unwrap();
         assert_eq!(bench.open().err().unwrap().code, ErrorCode::InUse);
         assert!(std::fs::read(bench.image(0)).unwrap() == after);
         drop(held);
         bench.open().unwrap().drop_others().unwrap();
         assert!(is_equal(&bench), "the key that was dropped opens the replica");
+        // The filter of a guest has both.
+        let image = home(&disk.datastore).open(disk.disk).unwrap();
+        let held = (image, there.open_replica(disk.disk, Access::Write).unwrap());
+        let newer = bench.new_key("newer");
+        bench.open_with(Access::BesideGuest).unwrap().add(&newer.0, &newer.1).unwrap();
+        assert!(is_equal(&bench) && std::fs::read(bench.image(0)).unwrap() != after);
+        drop(held);
+        std::fs::remove_file(there.replica(disk.disk)).unwrap();
+        let refused = bench.open_with(Access::BesideGuest).err().unwrap();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
     }
 
     /// The last disk is gone, in use, damaged, not made, or on a datastore that is not mounted: no other is

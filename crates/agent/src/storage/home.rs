@@ -438,12 +438,13 @@ impl Home {
         open_locked(&self.image(disk), Access::BesideGuest)
     }
 
-    /// Opens the replica of a disk, locked; none when there is none.
+    /// Opens the replica of a disk, locked, or without its lock beside the process that serves the disk to the VM's guest; none when
+    /// there is none.
     ///
     /// # Errors
     /// As [`Home::open`].
-    pub fn open_replica(&self, disk: DiskId) -> Result<Option<File>, Problem> {
-        open_locked(&self.replica(disk), Access::Write)
+    pub fn open_replica(&self, disk: DiskId, access: Access) -> Result<Option<File>, Problem> {
+        open_locked(&self.replica(disk), access)
     }
 
     /// Removes a half-made disk that is not locked.

@@ -20,7 +20,7 @@ use vmseal_api::atomic_file;
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_seal::file::{FileError, Identity, Kind};
+use vmseal_seal::file::{FileError, Identity, Kind, Wanted};
 use vmseal_seal::stream::{CopyError, SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
@@ -34,6 +34,9 @@ const MACHINE_VERSION: u32 = 1;
 
 /// The longest description of a machine, in bytes: a run record, and some words more.
 const MACHINE_MAX: u64 = LENGTH_MAX + 4096;
+
+/// The generation of a memory that nobody counts.
+pub const NOT_COUNTED: u64 = 0;
 
 /// Where the memory of a VM is saved.
 #[derive(Clone, Debug)]
@@ -168,13 +171,14 @@ impl MemoryFiles {
         self.saved.try_exists().map_err(|error| failed(&self.saved, "looked for", &error))
     }
 
-    /// Begins to save: what an attempt before has left is replaced.
+    /// Begins to save as of this generation: what an attempt before has left is replaced.
     ///
     /// # Errors
     /// Those of the file system; `no-space`.
     pub fn create(
         &self,
         saved: &SavedMachine,
+        generation: u64,
         kek: Option<&SecretBytes>,
     ) -> Result<MemoryWriter, Problem> {
         let path = self.creating();
@@ -182,7 +186,7 @@ impl MemoryFiles {
         remove_if_there(&path)?;
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
         let file = BufWriter::new(file.map_err(|error| broken(&error))?);
-        let identity = Identity { vm: self.vm.0, kind: Kind::Memory, generation: 0 };
+        let identity = Identity { vm: self.vm.0, kind: Kind::Memory, generation };
         let spec = &saved.record.spec;
         let key = vm_key(spec, kek)?;
         let mut writer = vmseal_seal::file::create(file, identity, key.as_ref())
@@ -256,20 +260,28 @@ impl MemoryFiles {
         }
     }
 
-    /// Opens the saved memory with the key of `spec`.
+    /// Opens the saved memory with the key of `spec`. Where a generation is given, it must be of that one: another one is of disks that have
+    /// changed since. The file's first frame, which is opened, tells whether its header says the truth.
     ///
     /// # Errors
-    /// `damaged`, `locked` where it needs another key, and those of the file system; each says how to give it up.
+    /// `damaged`, also for another generation, `locked` where it needs another key, and those of the file system; each says how to give it up.
     pub fn open(
         &self,
         spec: &VmSpec,
         kek: Option<&SecretBytes>,
+        generation: Option<u64>,
     ) -> Result<(SavedMachine, MemoryReader), Problem> {
         let path = &self.saved;
         let file = sealed::open(path)?;
         let key = vm_key(spec, kek)?;
-        let mut reader = vmseal_seal::file::open(file, self.vm.0, Kind::Memory, key.as_ref())
-            .map_err(|error| self.refused(path, &error))?;
+        let wanted = Wanted { vm: self.vm.0, kind: Kind::Memory, generation };
+        let opened = vmseal_seal::file::open_wanted(file, wanted, key.as_ref());
+        let mut reader = opened.map_err(|error| match error {
+            FileError::OtherGeneration { found, expected } => {
+                other_generation(&path.display().to_string(), &self.name, found, expected)
+            }
+            error => self.refused(path, &error),
+        })?;
         let saved = SavedMachine::read(&mut reader)
             .map_err(|error| unreadable(path, &self.name, &error))?;
         if saved.record.spec.vm != self.vm {
@@ -359,6 +371,14 @@ pub fn way_out(vm: &str) -> String {
     format!(
         "Restore the file from a backup of the same time as the disks, or give the saved memory up and boot from the disks (vmseal vm start {vm} --discard-memory)"
     )
+}
+
+/// A memory of a VM that is not the one that was saved last.
+pub fn other_generation(file: &str, vm: &str, found: u64, expected: u64) -> Problem {
+    let detail = format!(
+        "{file} is not the memory that VM '{vm}' was last suspended with: it is of generation {found}, and generation {expected} is expected, so its disks have changed since. Put the file of generation {expected} back if there is one, or give the saved memory up and boot from the disks (vmseal vm start {vm} --discard-memory). Only if the disks were put back together with this file, have the guest go on from it (vmseal vm resume {vm} --accept-memory)"
+    );
+    Problem::new(ErrorCode::Damaged, detail)
 }
 
 fn unreadable(path: &Path, vm: &str, error: &io::Error) -> Problem {

@@ -8,7 +8,12 @@
 //! ```
 //! An image whose map is believed may be changed only by a filter with the replica in its chain. Everything
 //! that changes an image begins here: the filters of guests and of tools that write, and the making of a disk
-//! ([`for_writer`]); and changes of keys, which are in the header, outside of the map ([`ReplicaHeader`]).
+//! ([`for_writer`]); what puts another content in a disk's place, as a revert does ([`copy_again`]); and changes of keys, which are
+//! in the header, outside of the map ([`ReplicaHeader`]).
+//!
+//! The image is the lowest file of a disk that has layers (docs/formats/layers-note.md). The filter copies what the disk shows through all of
+//! them, so a layer that is put above, or is merged into what is below it, is no change of the disk: map and replica stay
+//! right at every instant of it (docs/decisions/226).
 //!
 //! A guest gets its disk even when its replica is unavailable or the second datastore hangs. Work on a
 //! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
@@ -16,10 +21,13 @@
 
 mod pair;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
@@ -31,10 +39,12 @@ use self::pair::Pair;
 use vmseal_secret::SecretBytes;
 
 use crate::filter::Replica;
+use crate::rules;
 use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::locked::{Access, open_locked};
 use crate::storage::timed;
 
 /// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so
@@ -75,6 +85,20 @@ pub async fn for_writer(
             of.empty(&beside).await?;
             without(problem)
         }
+    }
+}
+
+/// Has all of a disk be copied to its replica the next time that it is written: it is about to hold something else, by no filter's
+/// writes. Nobody has it open. Blocks.
+///
+/// # Errors
+/// `in-use`, or those of the image's file system: what the disk holds must not be changed then.
+pub fn copy_again(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    let map = home.map(disk);
+    // The next filter makes another one, which has nothing. The home stays, also where it has no disk at present.
+    match open_locked(&map, Access::Write)? {
+        Some(_lock) => home.remove_locked(&map),
+        None => Ok(()),
     }
 }
 
@@ -258,14 +282,16 @@ impl Of {
             pair::remove(home, disk)?;
             file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
         }
-        copy(image, &file, offset).map_err(|error| failed(&path, "given its header", &error))?;
+        let copied = copy_header((image, offset), &file, &path);
+        copied.map_err(|error| failed(&path, "given its header", &error))?;
         let replica =
             FileIdentity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
         Ok(Found { file, replica, pair: pair::read(home, disk) })
     }
 }
 
-/// The open and locked replica of a disk whose keys will be changed.
+/// The open replica of a disk whose keys will be changed; locked by this process, or by the one that serves the disk to the guest, which
+/// writes behind the header only.
 pub struct ReplicaHeader {
     home: Home,
     file: File,
@@ -276,11 +302,20 @@ impl ReplicaHeader {
     ///
     /// # Errors
     /// `in-use`, or those of the replica's datastore: the replica would still open with a key that is
-    /// dropped.
-    pub fn open(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Self>, Problem> {
+    /// dropped. `wrong-state` for one that is missing beside a guest, whose next filter may be making it.
+    pub fn open(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<Option<Self>, Problem> {
         let Some(place) = &disk.replica else { return Ok(None) };
         let home = Home::of(&place.datastore, spec.vm)?;
-        let file = home.open_replica(disk.disk)?;
+        let beside = access == Access::BesideGuest;
+        let access = if beside { Access::BesideGuest } else { Access::Write };
+        let file = home.open_replica(disk.disk, access)?;
+        if file.is_none() && beside {
+            let what = format!(
+                "is not off, and the replica of its disk '{}' is not there: stop it first, or stop and start it, which makes another",
+                disk.name
+            );
+            return Err(rules::wrong_state(spec, &what));
+        }
         Ok(file.map(|file| Self { home, file }))
     }
 
@@ -299,7 +334,8 @@ impl ReplicaHeader {
             self.home.describe(spec, &place.datastore, kek)?;
         }
         let path = self.home.replica(disk.disk);
-        let copied = reopened(image).and_then(|image| copy(&image, &self.file, offset));
+        let copied =
+            reopened(image).and_then(|image| copy_header((&image, offset), &self.file, &path));
         copied.map_err(|error| failed(&path, "given its header", &error))
     }
 }
@@ -308,6 +344,19 @@ impl ReplicaHeader {
 /// aligned buffers; and a thread that was given up does not hold its lock.
 fn reopened(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// The replicas whose headers are written, by path.
+static HEADERS: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+
+/// Copies a header to the replica at `path`, one at a time: who has changed the image's copies it afterwards, and what another filter's start
+/// has read before that is not written later.
+fn copy_header((image, length): (&File, u64), replica: &File, path: &Path) -> io::Result<()> {
+    let mut all = HEADERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let one = Arc::clone(all.entry(path.to_owned()).or_default());
+    drop(all);
+    let _copying = one.lock().unwrap_or_else(PoisonError::into_inner);
+    copy(image, replica, length)
 }
 
 /// Copies everything before the data, from the end: the key areas are behind the two copies that refer to
@@ -333,7 +382,6 @@ fn copy(image: &File, replica: &File, length: u64) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::{Path, PathBuf};
     use vmseal_api::host::Device;
 
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -448,6 +496,19 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn what_is_put_in_a_disks_place_is_copied_as_a_whole() {
+        let bench = Bench::new().await;
+        bench.fill_map();
+        drop(bench.for_writer().await.unwrap());
+        assert_eq!(bench.map_length(), 1024, "the map is not believed");
+        for _ in 0..2 {
+            copy_again(&bench.home(), bench.disk().disk).unwrap();
+        }
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(bench.map_length(), 0);
+    }
+
+    #[tokio::test]
     async fn a_writer_without_the_replica_has_its_map_emptied() {
         type Spoil = fn(&Bench) -> Option<File>;
         let cases: [(&str, Spoil); 2] = [
@@ -457,7 +518,9 @@ mod tests {
                 std::fs::create_dir(place.join("second")).unwrap();
                 None
             }),
-            ("in use", |bench| bench.there().open_replica(bench.disk().disk).unwrap()),
+            ("in use", |bench| {
+                bench.there().open_replica(bench.disk().disk, Access::Write).unwrap()
+            }),
         ];
         for (what, spoil) in cases {
             let bench = Bench::new().await;
@@ -585,7 +648,7 @@ mod tests {
         let bench = Bench::new().await;
         bench.fill_map();
         let copy = || {
-            let header = ReplicaHeader::open(&bench.spec, bench.disk())?;
+            let header = ReplicaHeader::open(&bench.spec, bench.disk(), Access::Write)?;
             header.map_or(Ok(()), |it| {
                 it.copy((&bench.spec, None), bench.disk(), &bench.image, OFFSET)
             })

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::statfs::{FUSE_SUPER_MAGIC, fstatfs};
 use serde::{Deserialize, Serialize};
-use vmseal_api::atomic_file::{self, PRIVATE};
+use vmseal_api::atomic_file::{self, PRIVATE, Prepared};
 use vmseal_api::bitmap::file::has_any;
 use vmseal_api::filter::{BITMAP_BYTES_MAX, BITMAPS_MAX};
 use vmseal_api::host::{DiskSpec, VmSpec};
@@ -110,7 +110,7 @@ impl BitmapFiles {
         let is_first = !path.exists();
         let written = match kept.filter(|_| is_first && !arrives) {
             Some((left, bitmaps)) if is_as_left(opened, &left) => {
-                atomic_file::write(&path, &bitmaps, PRIVATE)
+                atomic_file::prepare_sparse(&path, &bitmaps, PRIVATE).and_then(Prepared::put)
             }
             _ => Ok(()),
         };
@@ -186,7 +186,8 @@ impl BitmapFiles {
     /// Those of the file system.
     pub fn put(&self, disk: DiskId, kept: &Kept) -> Result<(), Problem> {
         let file = below_line(&kept.left, kept.bitmaps.file()).map_err(internal)?;
-        atomic_file::write(&self.path(disk), &file, PRIVATE).map_err(internal)
+        let put = atomic_file::prepare_sparse(&self.path(disk), &file, PRIVATE);
+        put.and_then(Prepared::put).map_err(internal)
     }
 
     /// Removes one bitmap of those that are kept of a disk. Blocks.
@@ -204,7 +205,7 @@ impl BitmapFiles {
         }
     }
 
-    /// Keeps the bitmaps of a disk of a VM all of whose processes have ended. Blocks.
+    /// Keeps the bitmaps of a disk of a VM all of whose processes have ended. `began` is when its caller began to wait. Blocks.
     ///
     /// # Errors
     /// Those of the files. `timed-out` where it took so long that others may have written to the disk meanwhile.
@@ -213,8 +214,8 @@ impl BitmapFiles {
         directory: &ProcessDir,
         spec: &VmSpec,
         disk: &DiskSpec,
+        began: Instant,
     ) -> Result<(), Problem> {
-        let began = Instant::now();
         let mut bitmaps = Vec::new();
         let Ok(file) = File::open(in_run_directory(directory, disk.disk)) else { return Ok(()) };
         file.take(FILE_MAX).read_to_end(&mut bitmaps).map_err(internal)?;
@@ -230,12 +231,15 @@ impl BitmapFiles {
         let Some(files) = files else { return Ok(()) };
         let kept = below_line(&Left { version: VERSION, files }, &bitmaps).map_err(internal)?;
         atomic_file::private_directory(&self.directory).map_err(internal)?;
-        let kept = atomic_file::prepare(&self.path(disk.disk), &kept, PRIVATE).map_err(internal)?;
+        let kept = atomic_file::prepare_sparse(&self.path(disk.disk), &kept, PRIVATE);
+        let kept = kept.map_err(internal)?;
         // Who waits for this has not said yet that the VM is off.
-        if began.elapsed() > SHORT_TIMEOUT {
-            return Err(Problem::new(ErrorCode::TimedOut, "its datastore has answered too late"));
+        if let Err(late) = in_time(began) {
+            kept.discard();
+            return Err(late);
         }
-        kept.put().map_err(internal)
+        kept.put().map_err(internal)?;
+        in_time(began).or_else(|late| self.distrust(disk.disk).and(Err(late)))
     }
 
     /// Removes what is kept of a disk that something else is about to write to. A crash could lose the time of that write, and keep the write
@@ -244,7 +248,12 @@ impl BitmapFiles {
     /// # Errors
     /// Those of the file system: it is still believed.
     pub fn distrust(&self, disk: DiskId) -> Result<(), Problem> {
-        self.take(disk).map(drop).map_err(internal)
+        let path = self.path(disk);
+        match std::fs::remove_file(&path) {
+            Ok(()) => atomic_file::flush_directory_of(&path).map_err(internal),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(internal(error)),
+        }
     }
 
     /// Removes what is kept of a disk that is deleted, or not this host's any more.
@@ -261,6 +270,22 @@ impl BitmapFiles {
 /// Those of the file system.
 pub fn note_all_marked(directory: &ProcessDir) -> io::Result<()> {
     File::create(directory.inside(ALL_MARKED)).map(drop)
+}
+
+/// Removes the file of a disk that a guest does not have any more. A filter that still serves the disk marks what has no name.
+pub fn forget_unplugged(directory: &ProcessDir, disk: DiskId) {
+    if let Err(error) = remove_if_there(&in_run_directory(directory, disk)) {
+        tracing::warn!(%disk, %error, "the dirty bitmaps of an unplugged disk are left");
+    }
+}
+
+/// Whether the caller of [`BitmapFiles::keep`], which began to wait then, still waits.
+fn in_time(began: Instant) -> Result<(), Problem> {
+    if began.elapsed() <= SHORT_TIMEOUT {
+        return Ok(());
+    }
+    let what = "its datastore or the agent's state directory has answered too late";
+    Err(Problem::new(ErrorCode::TimedOut, what))
 }
 
 fn remove_if_there(path: &Path) -> io::Result<()> {

@@ -24,6 +24,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use super::bitmap_files::BitmapFiles;
 use super::report::{Progress, Report};
 use super::running::disk_errors;
 use super::{Reply, internal};
@@ -70,6 +71,8 @@ pub struct OfflineDisk {
     pub kek: Option<SecretBytes>,
     /// Whether it may be changed.
     pub writable: bool,
+    /// Where its dirty bitmaps may be kept, which changes would not be in.
+    pub bitmaps: BitmapFiles,
 }
 
 /// A new exposure.
@@ -189,11 +192,16 @@ async fn start(
     let directory = &builder.directory;
     // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let OfflineDisk { spec, disk, facts, kek, writable } = offline;
+    let OfflineDisk { spec, disk, facts, kek, writable, bitmaps } = offline;
     let vm = spec.vm;
     let (of, opening) = (spec.clone(), disk.clone());
     let access = if writable { Access::Write } else { Access::Read };
-    let open = move || open::open(&of, &opening, &facts, kek.as_ref(), access);
+    let open = move || {
+        if writable {
+            bitmaps.distrust(opening.disk)?;
+        }
+        open::open(&of, &opening, &facts, kek.as_ref(), access)
+    };
     let open = spawn_blocking(open).await.map_err(internal)??;
     let replica = match writable {
         true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,

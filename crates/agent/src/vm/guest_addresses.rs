@@ -27,6 +27,8 @@ pub struct GuestAddresses {
     said: Vec<Said>,
     /// When it last said an address that others reach it at.
     said_at: Option<Instant>,
+    /// When it last said any address.
+    answered_at: Option<Instant>,
     asking: Option<Asking>,
 }
 
@@ -91,13 +93,16 @@ impl GuestAddresses {
             Answer::Said(said) => said,
             Answer::NotThere => Vec::new(),
             // Another machine may have the address by now.
-            Answer::None if self.said_at.is_some_and(|then| then.elapsed() >= FORGOTTEN_AFTER) => {
+            Answer::None
+                if self.answered_at.is_some_and(|then| then.elapsed() >= FORGOTTEN_AFTER) =>
+            {
                 Vec::new()
             }
             Answer::None => return,
         };
         let reached = said.iter().any(|said| !is_link_local(said.address));
         self.said_at = reached.then(Instant::now);
+        self.answered_at = (!said.is_empty()).then(Instant::now);
         self.said = said;
     }
 }
@@ -144,6 +149,12 @@ mod tests {
         known.begin(async { Answer::NotThere });
         known.answered().await;
         assert!(known.said().is_empty());
+        known.begin(async { Answer::Said(said("fe80::1")) });
+        known.answered().await;
+        advance(FORGOTTEN_AFTER).await;
+        known.begin(async { Answer::None });
+        known.answered().await;
+        assert!(known.said().is_empty(), "addresses of one link are forgotten, too");
     }
 
     #[tokio::test(start_paused = true)]

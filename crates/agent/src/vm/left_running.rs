@@ -188,7 +188,7 @@ impl LeftRunning {
             }
             Call::OfferKey(key, to) => drop(to.send(self.offer_key(&key))),
             // It runs.
-            Call::PowerOn(_, to) => drop(to.send(Ok(()))),
+            Call::PowerOn(_, _, to) => drop(to.send(Ok(()))),
             Call::PowerOff(PowerOff::Shutdown { .. }, to) => {
                 drop(to.send(self.ask_to_shut_down().await));
             }
@@ -215,7 +215,7 @@ impl LeftRunning {
             Call::Console(_, to) | Call::Expose(_, _, to) | Call::Screen(to) => {
                 drop(to.send(Err(self.refusal())))
             }
-            Call::Suspend(to) | Call::DiscardMemory(to) => drop(to.send(Err(self.refusal()))),
+            Call::Suspend(_, to) | Call::DiscardMemory(to) => drop(to.send(Err(self.refusal()))),
             Call::DiscardDump(_, to) => drop(to.send(Err(self.refusal()))),
             Call::Guest(to) => drop(to.send(Err(self.refusal()))),
             Call::Lend(_, to) => drop(to.send(Err(self.refusal()))),

@@ -180,10 +180,10 @@ pub enum Call {
     CommitJob(TaskId, JobSpec, Reply<()>),
     /// Cancel a task's job.
     CancelJob(TaskId, JobSpec, Reply<()>),
-    /// Start the VM, by its boot order or from such a device first.
-    PowerOn(Option<BootDevice>, Reply<()>),
-    /// Save the memory of its guest, and stop it.
-    Suspend(Reply<()>),
+    /// Start the VM, by its boot order or from such a device first; memory that is saved must be of this generation.
+    PowerOn(Option<BootDevice>, Option<u64>, Reply<()>),
+    /// Save the memory of its guest as of this generation, and stop it.
+    Suspend(Option<u64>, Reply<()>),
     /// Give the saved memory of its guest up.
     DiscardMemory(Reply<()>),
     /// Remove a core dump of its guest.

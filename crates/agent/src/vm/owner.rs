@@ -345,8 +345,10 @@ impl Owner {
             Call::SetPace(task, pace, to) => reply!(to, self.set_work_pace(task, pace)),
             Call::CommitJob(task, spec, to) => reply!(to, self.commit_job(task, spec).await),
             Call::CancelJob(task, spec, to) => reply!(to, self.cancel_job(task, spec).await),
-            Call::PowerOn(first, to) => reply!(to, self.power_on(first).await),
-            Call::Suspend(to) => reply!(to, self.suspend().await),
+            Call::PowerOn(first, generation, to) => {
+                reply!(to, self.power_on(first, generation).await)
+            }
+            Call::Suspend(generation, to) => reply!(to, self.suspend(generation).await),
             Call::DiscardMemory(to) => reply!(to, self.discard_memory().await),
             Call::DiscardDump(dump, to) => reply!(to, self.discard_dump(dump).await),
             Call::PowerOff(how, to) => reply!(to, self.power_off(how).await),

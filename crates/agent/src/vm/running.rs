@@ -276,7 +276,10 @@ impl Running {
         match &result {
             Ok(()) => {
                 let ended = filter.end_within(filter::SHUTDOWN_TIMEOUT).await;
-                if let Err(error) = bitmap_files::note_all_marked(&self.directory) {
+                // The host that has the guest marks elsewhere what it writes.
+                if self.live.handed_over.is_none()
+                    && let Err(error) = bitmap_files::note_all_marked(&self.directory)
+                {
                     tracing::warn!(%error, "the dirty bitmaps of the VM are not kept");
                 }
                 ended

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -79,12 +80,14 @@ impl Memory {
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs
-/// already or not. On failure no filter is left running.
+/// already or not. On failure no filter is left running. `variables` is the socket of the firmware's variables where
+/// QEMU may be waiting at it; else one is made.
 pub async fn filter(
     shared: &Shared,
     directory: &ProcessDir,
     plan: &Arc<Plan>,
     slot: &Slot,
+    mut variables: Option<UnixListener>,
 ) -> Result<(Process, Vec<Notice>), Problem> {
     let (to_open, run, bitmaps) = (plan.clone(), directory.clone(), shared.bitmaps.clone());
     let open = move || {
@@ -112,7 +115,8 @@ pub async fn filter(
         // An earlier filter may have used it.
         directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
         let listener = directory.listen(&beside(in_use.socket)).map_err(internal)?;
-        let mut work = work(directory, disk, in_use, slot, &mut connections).map_err(internal)?;
+        let sockets = (&mut variables, &mut connections);
+        let mut work = work(directory, disk, in_use, slot, sockets).map_err(internal)?;
         if let filter::Work::Serve { bitmaps: of_disk, .. } = &mut work {
             *of_disk = bitmaps.remove(&disk.disk);
         }
@@ -140,13 +144,13 @@ pub async fn filter(
     }
 }
 
-/// How a disk is served to QEMU; adds the connection that it needs for that.
+/// How a disk is served to QEMU; takes the socket of the firmware's variables, or adds the connection that it needs for that.
 fn work(
     directory: &ProcessDir,
     disk: &DiskSpec,
     in_use: &DiskInUse,
     slot: &Slot,
-    connections: &mut Vec<Connection>,
+    (variables, connections): (&mut Option<UnixListener>, &mut Vec<Connection>),
 ) -> io::Result<filter::Work> {
     Ok(match disk.role.attachment() {
         Attachment::Tpm => return Err(io::Error::other("no filter serves the disk of a TPM")),
@@ -165,7 +169,10 @@ fn work(
             }
         }
         Attachment::Firmware => filter::Work::ServeFirmware {
-            socket: directory.listen_for_qemu(firmware::SOCKET, slot.qemu())?,
+            socket: match variables.take() {
+                Some(listener) => listener,
+                None => directory.listen_for_qemu(firmware::SOCKET, slot.qemu())?,
+            },
             user: slot.qemu(),
         },
     })

@@ -165,7 +165,7 @@ pub async fn serve_once(
     slot: &Slot,
     qmp: &Qmp,
 ) -> Result<Process, NotServed> {
-    let (filter, _) = serve::filter(shared, directory, &plan, slot).await?;
+    let (filter, _) = serve::filter(shared, directory, &plan, slot, None).await?;
     connected(directory, &plan, filter, qmp).await
 }
 

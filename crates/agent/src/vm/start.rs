@@ -1,13 +1,21 @@
-//! Starting a VM: open the disks, start filter and QEMU, connect monitor and console, run the guest.
+//! Starting a VM: start QEMU, open the disks and start the filter meanwhile, connect monitor and console, run the guest.
 //!
+//! ```text
+//!   QEMU    started ──► its own start ──► waits for its disks ────────► has its disks, answers its monitor
+//!   filter              disks opened ─► started ─► answers ─► connected ─┘
+//! ```
 //! Every process is on record before it runs, and the guest runs only when all disks are connected. When a
-//! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left.
+//! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left: QEMU does not
+//! wait for a filter that does not come.
 
+use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 use vmseal_api::boot::BootDevice;
 use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{Attachment, Notice, VmSpec};
@@ -28,7 +36,7 @@ use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::filter::{self, Control};
 use crate::hypervisor::console::Console;
-use crate::hypervisor::firmware::OpenFirmware;
+use crate::hypervisor::firmware::{self, OpenFirmware};
 use crate::hypervisor::guest_agent::{self, GuestAgent};
 use crate::hypervisor::hardware;
 use crate::hypervisor::network::{self, Card};
@@ -103,12 +111,10 @@ pub async fn boot(
         .map_err(internal)?;
     let control = Control::of(directory);
     let cards = open_cards(&plan, &slot).await?;
-    let firmware = open_firmware(shared, directory, &plan)?;
+    let (firmware, variables) = open_firmware(shared, directory, &plan, &slot)?.unzip();
     check_machine(shared, &plan.spec, plan.boot_once)?;
     let medium = medium::open(&plan.spec.hardware, &shared.transfer).await?;
     let (tpm, tpm_control, tpm_notice) = tpm::start(shared, directory, &plan, &slot).await?;
-    let (filter, mut notices) = filter(shared, directory, &plan, &slot).await?;
-    notices.extend(tpm_notice);
     let spec = &plan.spec;
     let accelerator = shared.accelerator.kind;
     let qemu = shared
@@ -130,10 +136,15 @@ pub async fn boot(
             slot.qemu(),
         )
         .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
-    drop((listeners, tpm_control, medium));
+    drop((tpm_control, medium));
     // QEMU has their taps now, alone: they are gone when it is.
     live.nics = cards.into_iter().map(|card| card.state).collect();
     metrics::QEMU_STARTED.add();
+    // QEMU starts meanwhile. If this fails, that is the reason also where QEMU has ended.
+    let (filter, mut notices) = filter(shared, directory, &plan, &slot, variables).await?;
+    notices.extend(tpm_notice);
+    // Until here: the filter can be connected where QEMU has ended, whose own reason is found next.
+    drop(listeners);
 
     let (console, qmp, events) = connect(directory, &qemu, Some(&filter)).await?;
     // Its monitor answers: it listens at the forwarded ports.
@@ -221,17 +232,20 @@ async fn open_cards(plan: &Arc<Plan>, slot: &Slot) -> Result<Vec<Card>, Problem>
     spawn_blocking(open).await.map_err(internal)?
 }
 
-/// Opens the firmware, where it is not QEMU's own.
+/// Opens the firmware, where it is not QEMU's own, and makes the socket of its variables: QEMU connects to it once when
+/// it starts, and waits there until the filter answers.
 fn open_firmware(
     shared: &Shared,
     directory: &ProcessDir,
     plan: &Plan,
-) -> Result<Option<OpenFirmware>, Problem> {
+    slot: &Slot,
+) -> Result<Option<(OpenFirmware, UnixListener)>, Problem> {
     let firmware = plan.spec.hardware.firmware;
     let Some(code) = shared.firmware.code(firmware)? else { return Ok(None) };
     let sockets = directory.sockets_for_qemu().map_err(internal)?;
+    let variables = directory.listen_for_qemu(firmware::SOCKET, slot.qemu()).map_err(internal)?;
     let secure_boot = firmware == Firmware::UefiSecureBoot;
-    Ok(Some(OpenFirmware { code, sockets, secure_boot }))
+    Ok(Some((OpenFirmware { code, sockets, secure_boot }, variables)))
 }
 
 /// The way to the agent in the guest.
@@ -258,7 +272,7 @@ async fn connect(
         let console = Console::connect(&socket, &earlier).await.map_err(internal)?;
         let (qmp, events) =
             Qmp::connect(&directory.socket(qemu::MONITOR)).await.map_err(internal)?;
-        Ok((console, qmp, events))
+        Ok::<_, Problem>((console, qmp, events))
     };
     let filter_ended = async {
         match filter {
@@ -266,14 +280,26 @@ async fn connect(
             None => std::future::pending().await,
         }
     };
-    let result = tokio::select! {
-        exit = qemu.ended() => {
-            return Err(internal(format!("QEMU {exit}, {}", directory.log_ends(qemu::NAME))));
+    // The filter first: QEMU may end because its filter has, and no filter ends because its QEMU has.
+    let mut ended = pin!(async {
+        tokio::select! {
+            biased;
+            exit = filter_ended => internal(filter::ended(exit, directory)),
+            exit = qemu.ended() => {
+                internal(format!("QEMU {exit}, {}", directory.log_ends(qemu::NAME)))
+            }
         }
-        exit = filter_ended => return Err(internal(filter::ended(exit, directory))),
-        result = connecting => result,
+    });
+    let connected = tokio::select! {
+        biased;
+        problem = &mut ended => return Err(problem),
+        connected = connecting => connected,
     };
-    result
+    match connected {
+        // The kernel closes the sockets of a process before its end is seen.
+        Err(problem) => Err(timeout(filter::END_SEEN_WITHIN, ended).await.unwrap_or(problem)),
+        connected => connected,
+    }
 }
 
 /// Why live processes cannot be connected to.
@@ -416,4 +442,51 @@ async fn arrived(qmp: &Qmp, record: &Record) -> Result<(VmSpec, Live), Problem> 
     live.nic_ports.retain(|nic, _| there(plug::nic_device(*nic)));
     spec.devices.retain(|device| live.has(device));
     Ok((spec, live))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use super::*;
+    use crate::process::run_dir::RunDir;
+    use crate::process::run_dir::tests::spec;
+    use crate::process::{self, Launch};
+
+    /// A process in place of the one of this name.
+    fn shell(directory: &ProcessDir, name: &str, script: &str) -> Process {
+        process::launch(Launch {
+            program: &process::open_program(Path::new("/bin/sh")).unwrap(),
+            name,
+            arguments: vec!["-c".into(), script.into()],
+            keep: vec![],
+            input: Stdio::null(),
+            log: directory.log(name).unwrap(),
+            user: None,
+            locks_memory: false,
+            record: &directory.process(name),
+        })
+        .unwrap()
+    }
+
+    #[tokio::test]
+    async fn what_ended_first_is_the_reason_and_not_what_could_not_be_connected_then() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().vm(spec().vm);
+        directory.renew().await.unwrap();
+        let why = async |qemu: &Process, filter: &Process| {
+            let connected = connect(&directory, qemu, Some(filter)).await;
+            connected.expect_err("there is no monitor").detail
+        };
+        let filter = shell(&directory, filter::NAME, "exec sleep 60");
+        // It may end before or after its console is found to be missing.
+        let qemu = shell(&directory, qemu::NAME, "echo no such port; exit 1");
+        let said = why(&qemu, &filter).await;
+        assert!(said.contains("status 1") && said.contains("no such port"), "{said}");
+        filter.kill();
+        filter.ended().await;
+        let said = why(&qemu, &filter).await;
+        assert!(said.contains("the filter process") && !said.contains("port"), "{said}");
+        directory.sweep().await.unwrap();
+    }
 }

@@ -46,6 +46,8 @@ impl Drop for Saving {
 /// What is saved.
 pub struct ToSave {
     pub files: MemoryFiles,
+    /// Which of the VM's memories it is.
+    pub generation: u64,
     /// What it runs as; its key is the one under which it is saved.
     pub record: Record,
     pub kek: Option<SecretBytes>,
@@ -57,7 +59,7 @@ pub fn begin(what: ToSave) -> Saving {
     Saving(tokio::spawn(vmseal_api::request_id::inherit(save(what))))
 }
 
-async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem> {
+async fn save(ToSave { files, generation, record, kek, qmp }: ToSave) -> Result<(), Problem> {
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
     qmp.execute("stop", Value::Null).await.map_err(refused)?;
     let machine = machine_of(&qmp).await.map_err(refused)?;
@@ -68,7 +70,7 @@ async fn save(ToSave { files, record, kek, qmp }: ToSave) -> Result<(), Problem>
     let (spec, saved) = (record.spec.clone(), SavedMachine { machine, record });
     let writing = files.clone();
     let copying = spawn_blocking(move || {
-        let mut writer = writing.create(&saved, kek.as_ref())?;
+        let mut writer = writing.create(&saved, generation, kek.as_ref())?;
         writer.copy_from(File::from(ours)).map_err(|error| {
             internal(format!(
                 "the memory of VM '{}' cannot be written: {error}",
@@ -112,16 +114,17 @@ pub fn files_of(spec: &VmSpec) -> Result<MemoryFiles, Problem> {
     MemoryFiles::of(&mirror::with_first_disk_as_it_is(spec)?)
 }
 
-/// A suspended VM: what it is to run as, how QEMU is to have its devices, and its memory. Blocks.
+/// A suspended VM: what it is to run as, how QEMU is to have its devices, and its memory, which must be of the given generation. Blocks.
 ///
 /// # Errors
-/// `damaged`, `locked`, those of the file system, and `wrong-state` where a device is missing.
+/// `damaged`, also where it is of another generation, `locked`, those of the file system, and `wrong-state` where a device is missing.
 pub fn open(
     registered: &VmSpec,
     kek: Option<&SecretBytes>,
+    generation: Option<u64>,
 ) -> Result<(VmSpec, Live, Resume), Problem> {
     let files = files_of(registered)?;
-    let (saved, reader) = files.open(registered, kek)?;
+    let (saved, reader) = files.open(registered, kek, generation)?;
     let SavedMachine { machine, record } = saved;
     let spec = same_machine(registered, record.spec)?;
     let live = Live { nics: Vec::new(), ..record.live };

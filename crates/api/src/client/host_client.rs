@@ -307,8 +307,16 @@ impl HostAgent for HostClient {
         self.command_with(Method::POST, &format!("vms/{vm}/power-on-from"), &first).await
     }
 
+    async fn power_on_with(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/power-on-with"), &generation).await
+    }
+
     async fn suspend(&self, vm: VmId) -> Result<(), Problem> {
         self.command(Method::POST, &format!("vms/{vm}/suspend")).await
+    }
+
+    async fn suspend_as(&self, vm: VmId, generation: u64) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/suspend-as"), &generation).await
     }
 
     async fn discard_memory(&self, vm: VmId) -> Result<(), Problem> {

@@ -275,8 +275,8 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
         what: Exposing,
     ) -> Result<ConsoleStream, Problem>;
 
-    /// The dirty bitmaps of a disk in use. They are lost when the filter that serves it ends: with the VM,
-    /// and when another filter replaces it.
+    /// The dirty bitmaps of a disk in use. They survive a restart of filter, agent or guest, and a stop of the
+    /// VM unless something else writes to the disk.
     ///
     /// # Errors
     /// `wrong-state` while the VM does not run, or waits for a filter.
@@ -314,12 +314,26 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// Those of [`HostAgent::power_on`]; `invalid-request` where the VM has no such device.
     async fn power_on_from(&self, vm: VmId, first: BootDevice) -> Result<(), Problem>;
 
+    /// Like [`HostAgent::power_on`], and where the VM is suspended, its saved memory must be of this generation. Agents without the
+    /// feature [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
+    ///
+    /// # Errors
+    /// Those of [`HostAgent::power_on`]; `damaged` where the saved memory is of another generation.
+    async fn power_on_with(&self, vm: VmId, generation: u64) -> Result<(), Problem>;
+
     /// Begins to suspend a VM: the memory of its guest is saved beside its disks, and its processes end. Follow [`VmState`]: it is
     /// suspending, and then suspended; or it runs on, and `not_suspended` says why. One that is suspended stays so.
     ///
     /// # Errors
     /// `wrong-state` while it does not run; `locked` without its KEK; `in-use` while a disk is copied or exposed.
     async fn suspend(&self, vm: VmId) -> Result<(), Problem>;
+
+    /// Like [`HostAgent::suspend`], and the memory that is saved is of this generation. What is being saved, or is saved, keeps the
+    /// generation that it has. Agents without the feature [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
+    ///
+    /// # Errors
+    /// Those of [`HostAgent::suspend`].
+    async fn suspend_as(&self, vm: VmId, generation: u64) -> Result<(), Problem>;
 
     /// Removes the saved memory of a suspended VM, which then is off. One that is not suspended stays as it is.
     ///

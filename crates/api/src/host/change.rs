@@ -39,6 +39,10 @@ pub enum VmChange {
         /// Whether memory that is saved is given up before.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         discard_memory: bool,
+        /// The generation that its saved memory must be of, as with `power_on_with`; none does not ask for one. Agents without the
+        /// feature [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        generation: Option<u64>,
     },
     /// The VM is registered with another network card: a guest that runs gets it, on what the host connects it to. What that
     /// lacks for a VM that is off is asked about with `examine_nic`.

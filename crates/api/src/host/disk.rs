@@ -125,10 +125,10 @@ pub const BANDWIDTH_MIN: u64 = 64 * 1024;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DiskLimits {
-    /// Requests a second, from 1 to [`LIMIT_MAX`]; flushes do not count.
+    /// Requests a second, from 1 to 2^40; flushes do not count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
-    /// Bytes read and written a second, from [`BANDWIDTH_MIN`] to [`LIMIT_MAX`].
+    /// Bytes read and written a second, from 64 KiB to 1 TiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
 }
@@ -140,16 +140,18 @@ impl DiskLimits {
     /// The field that is out of range, and what is allowed.
     pub fn check(&self) -> Result<(), (&'static str, String)> {
         let outside =
-            |value: Option<u64>, least| value.is_some_and(|it| !(least..=LIMIT_MAX).contains(&it));
-        if outside(self.iops, 1) {
-            return Err((
-                "limits.iops",
-                format!("must be from 1 to {LIMIT_MAX} requests a second"),
-            ));
+            |value: Option<u64>, least| value.filter(|it| !(least..=LIMIT_MAX).contains(it));
+        if let Some(iops) = outside(self.iops, 1) {
+            let what = format!("is {iops}: it must be 1 to {LIMIT_MAX} requests a second");
+            return Err(("limits.iops", what));
         }
-        if outside(self.bandwidth, BANDWIDTH_MIN) {
-            let what =
-                format!("must be from {} to {LIMIT_MAX} bytes a second", Size(BANDWIDTH_MIN));
+        if let Some(bandwidth) = outside(self.bandwidth, BANDWIDTH_MIN) {
+            let what = format!(
+                "is {} a second: it must be {} to {}",
+                Size(bandwidth),
+                Size(BANDWIDTH_MIN),
+                Size(LIMIT_MAX)
+            );
             return Err(("limits.bandwidth", what));
         }
         Ok(())
@@ -199,4 +201,24 @@ pub struct NewDisk {
     pub disk: DiskSpec,
     /// The image to fill it from.
     pub source: Option<ImageSource>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_limit_is_said_as_it_was_understood() {
+        let limits = |iops, bandwidth| DiskLimits { iops, bandwidth }.check();
+        assert_eq!(limits(None, None), Ok(()));
+        assert_eq!(limits(Some(LIMIT_MAX), Some(BANDWIDTH_MIN)), Ok(()));
+        for (iops, bandwidth, field, said) in [
+            (Some(0), None, "limits.iops", "is 0: it must be 1 to"),
+            (None, Some(4096), "limits.bandwidth", "is 4 KiB a second: it must be 64 KiB to 1 TiB"),
+            (None, Some(2 << 40), "limits.bandwidth", "is 2 TiB a second: "),
+        ] {
+            let (at, what) = limits(iops, bandwidth).unwrap_err();
+            assert!(at == field && what.starts_with(said), "{at} {what}");
+        }
+    }
 }

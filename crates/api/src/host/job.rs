@@ -224,6 +224,10 @@ pub struct SnapshotJob {
     /// Whether the memory of the guest, which must run, is kept, too. The job then goes on after the call that puts it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub memory: bool,
+    /// The generation of that memory; none where nobody counts. Agents without the feature
+    /// [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
     /// The backup that the snapshot is for: what the guest changes from then on is noted, as far as that can be done, so that
     /// the next backup reads no more. For hosts with [`super::version::TRACKED_BACKUP`].
     #[serde(default, skip_serializing_if = "Option::is_none")]

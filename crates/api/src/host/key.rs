@@ -17,8 +17,8 @@ pub struct KeyReference {
     pub check: String,
 }
 
-/// A KEK, encrypted to an agent's key box (HPKE base mode, X25519, HKDF-SHA256, AES-256-GCM; the info
-/// string is [`key_info`]).
+/// A KEK or another secret, encrypted to an agent's key box (HPKE base mode, X25519, HKDF-SHA256, AES-256-GCM). A KEK's info
+/// string is `vmseal kek v1`, and the VM's id, the provider's id, the check value and the key's id, each after a zero byte.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

@@ -171,7 +171,7 @@ pub struct ProvenHeader {
     pub sector_size: u32,
 }
 
-/// What was read of a file's data. Numbers are of sectors of [`SECTOR_BYTES`].
+/// What was read of a file's data. Numbers are of sectors of 4096 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ProvenData {
@@ -194,7 +194,7 @@ pub struct ProvenData {
     pub equal: u64,
     /// The first of those that do not look like ciphertext, or are equal.
     pub findings: Vec<Finding>,
-    /// The entropy of each of [`REGIONS`] equal parts of what was read, in thousandths of bits for each byte (8000 at
+    /// The entropy of each of 16 equal parts of what was read, in thousandths of bits for each byte (8000 at
     /// most), holes left out; none for a part without data.
     pub entropy: Vec<Option<u32>>,
     /// The least of them.
@@ -262,7 +262,7 @@ pub struct ProvenFile {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SignedReport {
-    /// The [`ProofReport`] as JSON: the text that is signed.
+    /// The report as JSON (docs/proof.md): the text that is signed.
     pub report: String,
     /// The signature; none where the host has no identity.
     #[serde(default, skip_serializing_if = "Option::is_none")]

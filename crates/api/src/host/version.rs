@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 49] = [
+pub const FEATURES: [&str; 51] = [
     "job-create",
     "job-export",
     NICS,
@@ -74,6 +74,8 @@ pub const FEATURES: [&str; 49] = [
     MIGRATE_APART,
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
+    MEMORY_GENERATION,
+    REPLICA_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -138,11 +140,17 @@ pub const PROVE: &str = "job-prove";
 /// The feature of agents that save the memory of guests to files, and have them go on from these.
 pub const SUSPEND: &str = "suspend";
 
+/// The feature of agents that number the memory of guests which they save, and have a guest go on only from the number that is expected.
+pub const MEMORY_GENERATION: &str = "memory-generation";
+
 /// The feature of agents that write core dumps.
 pub const DUMP: &str = "job-dump";
 
 /// The feature of agents that change the keys of a VM's disks while it runs.
 pub const RUNNING_KEY: &str = "running-key";
+
+/// The feature of agents that take snapshots of disks which have replicas, and restore these from backups.
+pub const REPLICA_SNAPSHOTS: &str = "replica-snapshots";
 
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";

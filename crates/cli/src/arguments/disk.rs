@@ -112,10 +112,9 @@ pub enum Disk {
     Expose(Expose),
     /// Dirty bitmaps of a running VM's disk, for incremental backups
     ///
-    /// A bitmap is kept when the guest reboots, when the VM stops and starts again on its host, when its filter is
-    /// restarted and when the disk grows. It is lost when the VM moves to another host, when its host crashes, and when
-    /// something else than the guest writes to the disk. A lost bitmap is not listed any more: make a full backup then,
-    /// and add a new one.
+    /// A bitmap is in a file on the VM's host. It survives a restart of filter, agent or guest, growth of the disk while
+    /// the VM runs, and a stop of the VM unless something else writes to the disk. A lost bitmap is not listed any more:
+    /// make a full backup then, and add a new one.
     #[command(subcommand)]
     Bitmap(Bitmap),
     /// Show how far a disk's replica is behind

@@ -148,6 +148,9 @@ pub enum Vm {
     Resume {
         /// Name or id
         name: String,
+        /// Take the memory that is there, also where it is not the one that was saved last: only for disks that were put back with it
+        #[arg(long)]
+        accept_memory: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

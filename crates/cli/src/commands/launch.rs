@@ -7,6 +7,7 @@ use anyhow::Context;
 use serde_json::Value;
 use tokio::time::Instant;
 use vmseal_api::client::ServerClient;
+use vmseal_api::hardware::{Firmware, Hardware};
 use vmseal_api::host::Power;
 use vmseal_api::model::{Datastore, Task, Vm};
 use vmseal_api::request::{CreateDisk, CreateVm};
@@ -34,7 +35,8 @@ const NIC: &str = "user,forward=tcp:22";
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> anyhow::Result<()> {
-    let hardware = std::mem::take(&mut options.hardware).into();
+    let hardware: Hardware = std::mem::take(&mut options.hardware).into();
+    require_firmware(&options.image, hardware.firmware)?;
     let cloud_init = first_boot::asked(&options.first_boot)?;
     if cloud_init.is_none() {
         let message = "nobody could log in: give --ssh-key FILE, --password or --cloud-init";
@@ -104,6 +106,17 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         return print::one(output, &vm, &[]);
     }
     print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
+}
+
+/// Refuses Debian's image with a firmware that does not find GRUB in it: the wait for the guest would be in vain.
+fn require_firmware(image: &Path, firmware: Firmware) -> anyhow::Result<()> {
+    if firmware == Firmware::Bios || image != Path::new(DEBIAN) {
+        return Ok(());
+    }
+    let message = format!(
+        "--firmware: the image '{DEBIAN}' starts with a BIOS only: leave the option out, or give the file of an image that starts with UEFI"
+    );
+    Err(Ended::new(Exit::Usage, message).into())
 }
 
 /// How a datastore is named where others may have its name.

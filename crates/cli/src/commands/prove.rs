@@ -12,8 +12,8 @@ use crate::exit::{Ended, Exit};
 use crate::print;
 
 pub async fn run(server: &ServerClient, output: Output, prove: Prove) -> anyhow::Result<()> {
-    let Prove { vm, all, seed, last, dry_run, wait } = prove;
-    if !last {
+    let Prove { vm, all, seed, last, report, dry_run, wait } = prove;
+    if !last && report.is_none() {
         let path = format!("vms/{vm}/prove");
         let request = ProveVm { all, seed };
         let stops = dry_run.dry_run || wait.no_wait;
@@ -24,7 +24,8 @@ pub async fn run(server: &ServerClient, output: Output, prove: Prove) -> anyhow:
             return Ok(());
         }
     }
-    let proof: Proof = server.get(&format!("vms/{vm}/proof")).await?;
+    let which = report.map(|report| format!("?report={report}")).unwrap_or_default();
+    let proof: Proof = server.get(&format!("vms/{vm}/proof{which}")).await?;
     match output {
         Output::Table => {
             for text in lines(&proof) {
@@ -45,7 +46,7 @@ pub async fn run(server: &ServerClient, output: Output, prove: Prove) -> anyhow:
 }
 
 /// What people are shown of a proof.
-fn lines(Proof { report, signed }: &Proof) -> Vec<String> {
+fn lines(Proof { report, digest, signed }: &Proof) -> Vec<String> {
     let mut lines = Vec::new();
     let mut say = |text: String| lines.push(text);
     let ProofReport { name, verdict, begun, .. } = report;
@@ -79,6 +80,7 @@ fn lines(Proof { report, signed }: &Proof) -> Vec<String> {
     for reason in &report.reasons {
         say(format!("because: {reason}"));
     }
+    say(format!("report {digest}"));
     say(match &report.host {
         Some(host) if signed.signature.is_some() => format!("signed by host {host}"),
         _ => "not signed: the host has no identity".to_owned(),

@@ -7,8 +7,8 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, SetVm,
-    StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, ResumeVm,
+    SetVm, StartVm, StopVm,
 };
 
 use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
@@ -157,9 +157,9 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let path = format!("vms/{name}/suspend");
             task::begin(server, output, &path, &serde_json::json!({}), &dry_run, &wait).await
         }
-        arguments::Vm::Resume { name, dry_run, wait } => {
-            let path = format!("vms/{name}/resume");
-            task::begin(server, output, &path, &serde_json::json!({}), &dry_run, &wait).await
+        arguments::Vm::Resume { name, accept_memory, dry_run, wait } => {
+            let (path, request) = (format!("vms/{name}/resume"), ResumeVm { accept_memory });
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Encrypt { vms, policy, provider, in_place, rate, dry_run, wait } => {
             let request = EncryptVm { policy, provider, rate: rate.rate, in_place };

@@ -11,7 +11,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
-use crate::store::{Part, Store, StoreError, hosts, policies, providers, tasks, vms};
+use crate::store::{
+    Part, Store, StoreError, hosts, memory_generations, policies, providers, tasks, vms,
+};
 use crate::tasks::alarms;
 
 /// How long the copy may wait for a lock of the inventory: as long as a request does.
@@ -84,6 +86,8 @@ pub(super) async fn settle(store: &Store, made: Timestamp) -> Result<InventoryCo
         tasks::update(&mut write, &task).await?;
         alarms::unfinished(&mut write, &task).await?;
     }
+    // VMs may have been suspended and resumed since.
+    memory_generations::accept_all(&mut write).await?;
     // A host that has rebooted since the backup must not start VMs as they were then: `datastore adopt` comes first.
     hosts::forget_boots(&mut write).await?;
     let all = Part::all();

@@ -12,6 +12,7 @@ mod left;
 mod monitor;
 mod panics;
 mod registration;
+pub mod reports;
 #[cfg(test)]
 mod tests;
 

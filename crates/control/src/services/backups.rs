@@ -16,11 +16,12 @@ use vmseal_api::request::{CreateBackup, RestoreBackup};
 
 pub(crate) mod as_new;
 mod reader;
+mod replicas;
 
 use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
 use super::create_vm::check_cpu_model;
-use super::snapshots::{keepable, require_power};
+use super::snapshots::{OF_REPLICATED, keepable, require_power};
 use super::vms::{
     begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
     require_ready,
@@ -207,7 +208,7 @@ pub async fn create(
     let directory = directory(&vm, &all, request.directory)?;
     let parent = if request.full { None } else { parent(&vm, &all, &directory) };
     let name = new_name(request.name, "backup", all.iter().map(|it| it.name.as_str()))?;
-    let snapshot = kept_for_it(&mut write, &vm).await?;
+    let snapshot = kept_for_it(services, &mut write, &vm).await?;
     let backup = Backup {
         id: BackupId::new(),
         vm: vm.id,
@@ -304,9 +305,13 @@ fn parent(vm: &Vm, all: &[Backup], directory: &Path) -> Option<BackupId> {
 }
 
 /// The row of the snapshot that keeps what is backed up.
-async fn kept_for_it(write: &mut Write<'_>, vm: &Vm) -> Result<SnapshotId, Problem> {
+async fn kept_for_it(
+    services: &Services,
+    write: &mut Write<'_>,
+    vm: &Vm,
+) -> Result<SnapshotId, Problem> {
     let disks = crate::store::disks::of_vm(write, vm.id).await?;
-    let kept = keepable(vm, &disks)?;
+    let kept = keepable(services, vm, &disks, OF_REPLICATED)?;
     if kept.is_empty() {
         let detail = format!("VM '{}' has no disk that can be backed up", vm.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -397,7 +402,7 @@ pub async fn restore(
     super::snapshots::require_none(services, vm, "its disks would not follow").await.map_err(
         |problem| Problem { detail: format!("{}, or {beside}", problem.detail), ..problem },
     )?;
-    let disks = restored(&of, vm, &manifest, &beside)?;
+    let disks = restored(services, (&of, vm), &manifest, &beside)?;
     let write = services.store.write().await?;
     let operation = Operation::RestoreBackup { vm: vm.id, backup: backup.id, disks };
     let begun = begin(services, write, operation, vm, caller, dry_run).await;
@@ -438,14 +443,14 @@ fn warned(mut begun: Outcome<Task>, manifest: &BackupManifest, then: &str) -> Ou
 /// The disks that are restored: those of the VM that are in the backup. One that its guest writes to and that is not would be of
 /// another time; what no guest writes to stays as it is.
 fn restored(
-    of: &OfVm,
-    vm: &Vm,
+    services: &Services,
+    (of, vm): (&OfVm, &Vm),
     manifest: &BackupManifest,
     otherwise: &str,
 ) -> Result<Vec<DiskId>, Problem> {
     let backed_up: HashSet<DiskId> = manifest.disks.iter().map(|disk| disk.disk).collect();
     let refused = |what: String| Problem::new(ErrorCode::WrongState, what);
-    let kept = keepable(vm, &of.disks)?;
+    let kept = keepable(services, vm, &of.disks, replicas::RESTORE)?;
     let named = |id: &DiskId| of.disks.iter().find(|disk| disk.id == *id).map(|it| &it.name);
     if let Some(newer) = kept.iter().find(|disk| !backed_up.contains(disk)) {
         let name = named(newer).cloned().unwrap_or_default();
@@ -501,6 +506,7 @@ async fn restore_deleted(
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let made = disks::of_vm(&mut write, vm.id).await?;
     require_places(&mut write, &vm, &made).await?;
+    replicas::require(services, backup, &made)?;
     let disks = made.iter().map(|disk| disk.id).collect();
     let (backup, digest) = (backup.id, digest_of(&manifest));
     let operation = Operation::RestoreDeletedVm { vm: vm.id, backup, disks, manifest: digest };
@@ -554,7 +560,8 @@ pub(crate) async fn define(
     let places: Vec<DatastoreSpec> =
         known.iter().filter_map(|it| it.spec_on(backup.host)).collect();
     let disks = manifest.disks.iter().map(|entry| disk(manifest, entry, &places, wanted, backup));
-    let disks = disks.collect::<Result<Vec<_>, _>>()?;
+    let mut disks = disks.collect::<Result<Vec<_>, _>>()?;
+    replicas::place(write, &policy, backup, &mut disks).await?;
     let nics = of.nics.iter().cloned().map(Device::Nic);
     let name = request.new_vm.as_ref().or(request.name.as_ref());
     let mut hardware = of.hardware.clone();

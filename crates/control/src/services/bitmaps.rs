@@ -15,8 +15,8 @@ use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
 
-/// Lists the dirty bitmaps of a disk whose VM runs. They are in the memory of the process that serves the disk: all
-/// are lost when the VM stops, and when another process replaces it.
+/// Lists the dirty bitmaps of a disk whose VM runs. They are in a file on the VM's host, and survive a restart of
+/// filter, agent or guest, and a stop of the VM unless something else writes to the disk.
 pub async fn list(
     services: &Services,
     caller: &Caller,

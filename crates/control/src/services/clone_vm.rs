@@ -13,7 +13,7 @@ use vmseal_api::request::CloneVm;
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
 use super::saved_memory;
-use super::snapshots::{chosen, keepable};
+use super::snapshots::{OF_REPLICATED, chosen, keepable};
 use super::vms::{begin_paced, find, plan, power, require_ready, word};
 use super::{Outcome, Services, cloud_init, features, hardware, room, temporary_snapshot};
 use crate::operation::{Copies, Operation, Temporary};
@@ -167,6 +167,13 @@ fn linked(
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
+        if disk.replica.is_some() {
+            let detail = format!(
+                "disk '{}' of VM '{}' has a replica, which a disk that stands on another VM's cannot have: make a full clone",
+                disk.name, origin.name
+            );
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
         copies.linked.insert(disk.id);
     }
     Ok(Link {
@@ -239,14 +246,7 @@ async fn kept_for_it(
     known: &[Disk],
 ) -> Result<Snapshot, Problem> {
     features::require(services, origin, SNAPSHOTS, "take snapshots")?;
-    if let Some(disk) = known.iter().find(|disk| disk.replica.is_some()) {
-        let detail = format!(
-            "VM '{0}' runs, and has a replica of its disk '{1}', of which no snapshot is taken: stop it first (vmseal vm stop {0})",
-            origin.name, disk.name
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
-    }
-    let kept = keepable(origin, known)?;
+    let kept = keepable(services, origin, known, OF_REPLICATED)?;
     temporary_snapshot::reserve(write, origin, Purpose::Clone, kept).await
 }
 

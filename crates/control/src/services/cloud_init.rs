@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::cloud_init::{
-    CLOUD_INIT_DISK, CLOUD_INIT_DISK_SIZE, CLOUD_INIT_MAX, CloudInit, Documents, SSH_KEYS_MAX,
-    SecretText, cloud_init_info, made_user_data_begin, meta_data,
+    CLOUD_INIT_DISK, CLOUD_INIT_DISK_SIZE, CLOUD_INIT_MAX, CloudInit, Documents, PASSWORD_HASH_MAX,
+    PASSWORD_HASH_MIN, SSH_KEYS_MAX, SecretText, USER_DATA_KINDS, USER_MAX, USER_REFUSED,
+    cloud_init_info, made_user_data_begin, meta_data,
 };
 use vmseal_api::host::version::CLOUD_INIT;
 use vmseal_api::host::{Allocation, DiskLimits, DiskRole, SealedKey};
@@ -18,25 +19,6 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::Services;
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
-
-/// How user-data begins, of every kind that cloud-init knows; what begins otherwise it ignores, and says so only in
-/// the guest's log.
-const KINDS: [&str; 11] = [
-    "#cloud-config",
-    "#!",
-    "#include",
-    "#cloud-boothook",
-    "#part-handler",
-    "#upstart-job",
-    "## template:",
-    "Content-Type:",
-    "MIME-Version:",
-    "From ",
-    "{",
-];
-
-/// The longest user name, in bytes; Linux's limit.
-const USER_MAX: usize = 32;
 
 /// The documents that are asked for.
 pub(super) fn documents(asked: &CloudInit, vm: VmId, name: &str) -> Result<Documents, Problem> {
@@ -68,7 +50,7 @@ fn given_user_data(asked: &CloudInit, given: &SecretText) -> Result<SecretText, 
         return Err(Problem::invalid(format!("cloud_init.{field}"), detail));
     }
     let text = given.expose();
-    if !text.is_empty() && !KINDS.iter().any(|kind| text.starts_with(kind)) {
+    if !text.is_empty() && !USER_DATA_KINDS.iter().any(|kind| text.starts_with(kind)) {
         let detail = "begins with nothing that cloud-init knows: its first line is #cloud-config, or #! and an interpreter, or another of its kinds (cloudinit.readthedocs.io, user-data formats)";
         return Err(Problem::invalid("cloud_init.user_data", detail));
     }
@@ -116,9 +98,11 @@ fn check(
         );
         return Err(("user".to_owned(), what));
     }
-    if user == Some("root") {
-        let what = "must be another one than root, whom images do not let in; it may use sudo";
-        return Err(("user".to_owned(), what.to_owned()));
+    if user == Some(USER_REFUSED) {
+        let what = format!(
+            "must be another one than {USER_REFUSED}, whom images do not let in; it may use sudo"
+        );
+        return Err(("user".to_owned(), what));
     }
     if ssh_keys.is_empty() && password_hash.is_none() {
         let what = "nobody could log in: give an SSH key, a password, or user-data";
@@ -173,7 +157,7 @@ fn is_hash(hash: &str) -> bool {
     let kind = ["$6$", "$5$", "$2a$", "$2b$", "$2y$", "$1$"];
     let allowed = |c: u8| c.is_ascii_alphanumeric() || b"./$=".contains(&c);
     kind.iter().any(|begin| hash.starts_with(begin))
-        && (20..=256).contains(&hash.len())
+        && (PASSWORD_HASH_MIN..=PASSWORD_HASH_MAX).contains(&hash.len())
         && hash.bytes().all(allowed)
 }
 

@@ -438,7 +438,7 @@ pub(super) async fn place(
 }
 
 /// The location of the replica of a disk on `image`: this host's datastore that the policy names.
-async fn replica(
+pub(super) async fn replica(
     write: &mut Write<'_>,
     policy: &Policy,
     host: &ChosenHost,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use uuid::Uuid;
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::version::SNAPSHOT_EXPORT;
 use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
@@ -20,9 +21,10 @@ use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
+use crate::store::exposures::{self, Exposed};
 use crate::store::tasks::Task as StoredTask;
 use crate::store::vms::Vm;
-use crate::store::{Store, tasks};
+use crate::store::{Store, StoreError, tasks};
 use crate::tasks::Engine;
 
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
@@ -107,10 +109,12 @@ pub async fn expose(
         let detail = format!("disk '{}' over NBD, {how}, IN THE CLEAR", disk.name);
         let (kind, target) = ("disk.exposed", vm.name.as_str());
         write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+        let actor = caller.name().to_owned();
+        let exposed = Exposed { id: Uuid::now_v7(), vm: vm.name, disk: disk.name, actor };
+        exposures::insert(&mut write, &exposed).await?;
         write.commit().await?;
-        let (vm, disk, actor) = (vm.name, disk.name, caller.name().to_owned());
         let store = Arc::clone(&services.store);
-        return Ok((stream, Some(Exposure { store, vm, disk, actor, since: Instant::now() })));
+        return Ok((stream, Some(Exposure { store, exposed, since: Instant::now() })));
     }
     Ok((stream, None))
 }
@@ -118,32 +122,43 @@ pub async fn expose(
 /// A disk that is exposed, for as long as this is kept: then its end is recorded.
 pub struct Exposure {
     store: Arc<Store>,
-    vm: String,
-    disk: String,
-    actor: String,
+    exposed: Exposed,
     since: Instant,
 }
 
 impl Drop for Exposure {
     fn drop(&mut self) {
-        // Without a runtime the server ends; then its hosts end the exposure, and nobody is there to record it.
+        // Without a runtime the server ends; then its hosts end the exposure, and the next server records it.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (store, vm) = (Arc::clone(&self.store), std::mem::take(&mut self.vm));
-        let actor = std::mem::take(&mut self.actor);
-        let detail =
-            format!("disk '{}', after {} seconds", self.disk, self.since.elapsed().as_secs());
+        let (store, exposed) = (Arc::clone(&self.store), self.exposed.clone());
+        let how = format!("after {} seconds", self.since.elapsed().as_secs());
         runtime.spawn(async move {
-            let told = async {
-                let mut write = store.write().await?;
-                let (kind, actor, target) = ("disk.unexposed", actor.as_str(), vm.as_str());
-                write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
-                write.commit().await
-            };
-            if let Err(error) = told.await {
-                tracing::error!(vm, %error, "the end of an exposure is not among the events");
+            if let Err(error) = end(&store, &exposed, &exposed.actor, &how).await {
+                let vm = &exposed.vm;
+                tracing::error!(vm, %error, "the end of an exposure is recorded only when the server starts again");
             }
         });
     }
+}
+
+/// Records the end of an exposure.
+async fn end(store: &Store, exposed: &Exposed, actor: &str, how: &str) -> Result<(), StoreError> {
+    let mut write = store.write().await?;
+    exposures::delete(&mut write, exposed.id).await?;
+    let (kind, target) = ("disk.unexposed", exposed.vm.as_str());
+    let detail = format!("disk '{}', {how}", exposed.disk);
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+    write.commit().await
+}
+
+/// Records the ends of the exposures that a server before this one has left: hosts end them when it is gone.
+pub(crate) async fn end_exposures(store: &Store) -> Result<(), StoreError> {
+    let left = exposures::list(&mut *store.read().await?).await?;
+    for exposed in &left {
+        let how = format!("exposed by '{}': the server ended", exposed.actor);
+        end(store, exposed, crate::SELF, &how).await?;
+    }
+    Ok(())
 }
 
 /// Opens the exposure on the host; if its agent has restarted, registers the VM and delivers its key first.

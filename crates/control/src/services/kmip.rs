@@ -1,5 +1,6 @@
 //! Operations of KMIP providers only: trust in servers, a client certificate, a test.
 
+use vmseal_api::fingerprint;
 use vmseal_api::kmip::{
     AddKmipServer, ClientName, KmipShown, MoveKmipServer, Pem, ProviderTest, SetClientCertificate,
     SetKmipServer, TestProvider, TrustServer,
@@ -35,6 +36,10 @@ pub async fn trust(
     dry_run: bool,
 ) -> Result<Outcome<Provider>, Problem> {
     caller.require(Privilege::ManageProviders)?;
+    if let Some(compared) = &request.fingerprint {
+        fingerprint::check(compared)
+            .map_err(|error| Problem::invalid("fingerprint", error.to_string()))?;
+    }
     let provider = find(services, name).await?;
     let providers = &services.providers;
     let planned = |detail: String| {

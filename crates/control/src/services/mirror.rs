@@ -433,6 +433,27 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
     Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
 }
 
+/// The error for a disk with a replica, which is made with its disk and stays as it is: it says what there is instead.
+fn has_replica(wanted: &Wanted, disk: &Disk) -> Problem {
+    let vm = &wanted.vm.name;
+    let instead = match (&wanted.operation, &wanted.place) {
+        (Operation::DeepRecryptVm { .. }, _) => {
+            format!(
+                "make a clone, whose disks have new data keys and replicas (vmseal vm clone {vm} NAME)"
+            )
+        }
+        (_, Some(place)) => format!(
+            "back the VM up, and restore it as another one there (vmseal backup create {vm} --to DIRECTORY, vmseal backup restore {vm} BACKUP --as NAME --datastore {place})"
+        ),
+        _ => "export the disk (vmseal disk export), and create a VM of it".to_owned(),
+    };
+    let detail = format!(
+        "VM '{vm}' has a replica of its disk '{}', which would stay as it is: {instead}. Then delete the VM",
+        disk.name
+    );
+    Problem::new(ErrorCode::WrongState, detail)
+}
+
 /// Asks the VM's host, and compares the room of its datastores with what the copies take. Returns what is to be
 /// considered. A VM without a key gets it as a part of the task: its host cannot be asked before.
 async fn examine(
@@ -443,11 +464,7 @@ async fn examine(
     let Wanted { vm, operation, .. } = wanted;
     let copied: Vec<&Disk> = wanted.disks().collect();
     if let Some(disk) = copied.iter().find(|disk| disk.replica.is_some()) {
-        let detail = format!(
-            "VM '{}' has a replica of its disk '{}', which would stay as it is. Export the disk (vmseal disk export), and create a VM of it",
-            vm.name, disk.name
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+        return Err(has_replica(wanted, disk));
     }
     let mut warnings = examine_room(services, wanted, &copied).await?;
     let asks = vm.key.is_some() || wanted.place.is_some();

@@ -36,17 +36,33 @@ pub async fn prove(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// The last report on a VM.
-pub async fn last(services: &Services, caller: &Caller, vm: &str) -> Result<Proof, Problem> {
+/// The newest report on a VM, or the kept one that has this digest or was made by the task with this id.
+pub async fn kept(
+    services: &Services,
+    caller: &Caller,
+    vm: &str,
+    wanted: Option<&str>,
+) -> Result<Proof, Problem> {
     caller.require(Privilege::Read)?;
     let (vm, _) = find(services, vm).await?;
-    let known = proofs::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let mut read = services.store.read().await?;
+    let known = match wanted {
+        None => proofs::newest(&mut read, vm.id).await?,
+        Some(wanted) => proofs::find(&mut read, vm.id, wanted).await?,
+    };
     let Some(signed) = known else {
-        let detail = format!("VM '{0}' has no proof yet: make one (vmseal vm prove {0})", vm.name);
+        let name = &vm.name;
+        let detail = match wanted {
+            None => format!("VM '{name}' has no proof yet: make one (vmseal vm prove {name})"),
+            Some(wanted) => format!(
+                "no proof of VM '{name}' that is kept has the digest '{wanted}' or is of a task with this id; the newest {} are kept, and their events have their digests (vmseal events --kind vm.proved)",
+                proofs::PROOFS_MAX
+            ),
+        };
         return Err(Problem::new(ErrorCode::NotFound, detail));
     };
     let report = signed
         .read()
         .map_err(|error| Problem::new(ErrorCode::Internal, format!("the report: {error}")))?;
-    Ok(Proof { report, signed })
+    Ok(Proof { report, digest: proofs::digest_of(&signed), signed })
 }

@@ -3,6 +3,7 @@
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use vmseal_api::client::shown_authority;
+use vmseal_api::fingerprint;
 use vmseal_api::id::{RemoteId, check_name};
 use vmseal_api::model::{About, Page};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -73,11 +74,6 @@ async fn other_authority(
     Ok(authority)
 }
 
-/// A fingerprint without its colons.
-fn bare(fingerprint: &str) -> String {
-    fingerprint.replace(':', "").to_lowercase()
-}
-
 /// Adds a remote: connects to its server, which must be known by the fingerprint and take the token.
 pub async fn add(
     services: &Services,
@@ -86,15 +82,17 @@ pub async fn add(
     dry_run: bool,
 ) -> Result<Outcome<Remote>, Problem> {
     caller.require(Privilege::RegisterHost)?;
-    let AddRemote { name, url, fingerprint, token } = request;
+    let AddRemote { name, url, fingerprint: compared, token } = request;
     check_name(&name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    fingerprint::check(&compared)
+        .map_err(|error| Problem::invalid("fingerprint", error.to_string()))?;
     let token = open_passphrase(services, &name, &token, "token")?;
     let token = std::str::from_utf8(token.expose())
         .map(str::trim)
         .map_err(|_| Problem::invalid("token", "it is not an access token"))?;
     let authority = other_authority(services, &url).await?;
     let found = Fingerprint::of(&authority);
-    if bare(&fingerprint) != bare(&found.to_string()) {
+    if !fingerprint::is_same(&compared, &found.to_string()) {
         let detail = format!(
             "the server there shows an authority with the fingerprint {found}: it is another control plane, or somebody is between"
         );

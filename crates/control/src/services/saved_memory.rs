@@ -1,10 +1,12 @@
 //! The saved memory of suspended VMs, which other requests would lose.
 
+use vmseal_api::host::version::MEMORY_GENERATION;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Services;
 use super::caller::Caller;
 use crate::store::events::NewEvent;
+use crate::store::memory_generations;
 use crate::store::vms::Vm;
 
 /// Gives the saved memory of a suspended VM up: it is off then.
@@ -12,12 +14,21 @@ pub(super) async fn discard(services: &Services, caller: &Caller, vm: &Vm) -> Re
     let agent = services.hosts.connected(vm.host)?;
     agent.discard_memory(vm.id).await?;
     let mut write = services.store.write().await?;
+    memory_generations::renew(&mut write, vm.id).await?;
     let (kind, actor, target) = ("vm.memory-discarded", caller.name(), vm.name.as_str());
     write.event(NewEvent { kind, actor, target, detail: "" }).await?;
     write.commit().await?;
     let state = agent.state_now().await?;
     services.hosts.until_shown(vm.host, &state).await;
     Ok(())
+}
+
+/// The generation of the memory with which a host is asked whether a VM could start; none where it does not ask for one.
+pub(super) async fn expected(services: &Services, vm: &Vm) -> Result<Option<u64>, Problem> {
+    if !services.hosts.view(vm.host).has(MEMORY_GENERATION) {
+        return Ok(None);
+    }
+    Ok(memory_generations::expected(&mut *services.store.read().await?, vm.id).await?)
 }
 
 /// A VM is suspended: what boots it or cuts its power would lose its memory.

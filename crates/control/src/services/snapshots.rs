@@ -1,7 +1,7 @@
 //! Snapshots of VMs: taken while a VM runs or is off, reverted to, deleted at any time.
 
 use jiff::Timestamp;
-use vmseal_api::host::version::{MEMORY_SNAPSHOTS, SNAPSHOTS};
+use vmseal_api::host::version::{MEMORY_SNAPSHOTS, REPLICA_SNAPSHOTS, SNAPSHOTS};
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::limits::SNAPSHOTS_MAX;
@@ -21,6 +21,9 @@ use crate::store::disks::Disk;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::Vm;
 use crate::tasks::snapshots::check_droppable;
+
+/// What an agent of an earlier version cannot do.
+pub(super) const OF_REPLICATED: &str = "take snapshots of disks that have replicas";
 
 fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {
     let name = |id: &SnapshotId| all.iter().find(|it| it.id == *id).map(|it| it.name.clone());
@@ -153,7 +156,7 @@ pub async fn take(
     }
     let mut write = services.store.write().await?;
     let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;
-    let kept = keepable(&vm, &disks)?;
+    let kept = keepable(services, &vm, &disks, OF_REPLICATED)?;
     let known = snapshots::of_vm(&mut write, vm.id).await?;
     if known.len() >= SNAPSHOTS_MAX {
         let detail = format!("VM '{}' has {SNAPSHOTS_MAX} snapshots: delete one first", vm.name);
@@ -181,16 +184,20 @@ pub async fn take(
 
 /// The disks that a snapshot keeps: those of the guest and of its firmware. What cloud-init reads does not change, and what
 /// a TPM keeps is not taken back.
-pub(super) fn keepable(vm: &Vm, disks: &[Disk]) -> Result<Vec<DiskId>, Problem> {
+///
+/// # Errors
+/// `unsupported` where one of them has a replica and the agent of the VM's host `cannot` do what is asked with that.
+pub(super) fn keepable(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+    cannot: &str,
+) -> Result<Vec<DiskId>, Problem> {
     let kept = |disk: &&Disk| {
         matches!(disk.role, DiskRole::Data | DiskRole::UefiVariables) && !disk.detached
     };
-    if let Some(disk) = disks.iter().filter(kept).find(|disk| disk.replica.is_some()) {
-        let detail = format!(
-            "VM '{}' has a replica of its disk '{}', which would not be reverted: back the disk up instead (vmseal disk export)",
-            vm.name, disk.name
-        );
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+    if disks.iter().filter(kept).any(|disk| disk.replica.is_some()) {
+        features::require(services, vm, REPLICA_SNAPSHOTS, cannot)?;
     }
     Ok(disks.iter().filter(kept).map(|disk| disk.id).collect())
 }

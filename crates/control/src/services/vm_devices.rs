@@ -245,7 +245,8 @@ pub async fn resize_disk(
     }
     if size <= disk.size {
         let detail = format!(
-            "disk '{}' has {}: it can only grow, as a smaller one would lose data",
+            "is {}, and disk '{}' has {}: it can only grow, as a smaller one would lose data",
+            Size(size),
             disk.name,
             Size(disk.size)
         );

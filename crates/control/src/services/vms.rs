@@ -394,7 +394,8 @@ pub async fn start(
     }
     let write = services.store.write().await?;
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
-    let change = VmChange::Start { first: boot_once, discard_memory };
+    let generation = super::saved_memory::expected(services, &vm).await?;
+    let change = VmChange::Start { first: boot_once, discard_memory, generation };
     let mut begun = examine_change::of_plan(services, &vm, change, begun).await?;
     if let Outcome::Planned(plan) = &mut begun {
         plan.warnings.extend(room::memory_beside(services, &vm).await?);

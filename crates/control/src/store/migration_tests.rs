@@ -11,8 +11,8 @@ macro_rules! migration {
     };
 }
 
-/// Every migration, in order.
-const MIGRATIONS: [(u32, &str); 15] = [
+/// The migrations that are tested here, and those that they need, in order.
+const MIGRATIONS: [(u32, &str); 17] = [
     (1, migration!("0001_inventory")),
     (10, migration!("0010_allocation")),
     (11, migration!("0011_image_format")),
@@ -28,6 +28,8 @@ const MIGRATIONS: [(u32, &str); 15] = [
     (80, migration!("0080_task_steps")),
     (90, migration!("0090_volumes_and_placements")),
     (91, migration!("0091_key_requests_moved")),
+    (156, migration!("0156_proofs")),
+    (235, migration!("0235_proofs_of_a_vm")),
 ];
 
 /// An inventory with the migrations before the one with this number.
@@ -164,4 +166,29 @@ async fn volumes_placements_and_hosts_of_datastores_are_what_the_columns_said() 
         raw_sql(twin).execute(&mut *i).await.is_err(),
         "two datastores of a host have one name"
     );
+}
+
+#[tokio::test]
+async fn the_last_proof_of_a_vm_is_kept_as_one_of_several() {
+    let mut inventory = inventory_before(235).await;
+    raw_sql(
+        "INSERT INTO policies (id, name, encryption, allocation, limits)
+             VALUES ('p', 'plain', FALSE, 'thin', '{}');
+         INSERT INTO vms (id, name, policy_id, vcpus, memory, lifecycle)
+             VALUES ('v', 'web', 'p', 1, 1, 'ready');
+         INSERT INTO proofs VALUES ('v', 't', 'S');",
+    )
+    .execute(&mut inventory)
+    .await
+    .unwrap();
+    migrate(&mut inventory, 235).await;
+    let i = &mut inventory;
+    raw_sql("INSERT INTO proofs (vm_id, task_id, digest, signed) VALUES ('v', 'u', 'D', 'T')")
+        .execute(&mut *i)
+        .await
+        .unwrap();
+    let sql = "SELECT concat_ws(' ', vm_id, task_id, digest, signed) FROM proofs ORDER BY number";
+    assert_eq!(lines(i, sql).await, ["v t S", "v u D T"]);
+    raw_sql("DELETE FROM vms").execute(&mut *i).await.unwrap();
+    assert_eq!(lines(i, "SELECT vm_id FROM proofs").await, [""; 0]);
 }

@@ -1,8 +1,9 @@
 //! Has a VM's host read the VM's files and report whether they are encrypted.
 //!
 //! ```text
-//! prepare ─► prove ─► record: the report in the inventory, and an event
+//! prepare ─► prove ─► record: the report in the inventory, and an event with its digest
 //! ```
+//! A report that the host's agent has not signed with its key is refused.
 //! Nothing of the VM changes. A proof that is cancelled ends at the host.
 
 use async_trait::async_trait;
@@ -14,9 +15,11 @@ use super::job::{follow, put};
 use super::run::{Run, StepError, absent_is_fine, internal};
 use super::start_vm::prepare;
 use super::step::{Limit, Output, Step};
+use crate::hosts::reports;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::proofs;
+use crate::store::vms::Vm;
 
 /// The steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,15 +97,32 @@ async fn prove(run: &Run<'_>) -> Result<SignedReport, StepError> {
     let vm = run.vm().await?;
     put(run, &vm, job(run).await?).await?;
     follow(run, &vm, JobKind::Prove).await?;
-    match run.agent(&vm)?.job(vm.id, run.task.id).await {
+    let agent = run.agent(&vm)?;
+    match agent.job(vm.id, run.task.id).await {
         Ok(status) => {
             let report = status.proof.ok_or_else(|| internal("the host's proof has no report"))?;
+            // None in tests alone: a simulated host in this process has no certificate.
+            if let Some(shown) = agent.certificate() {
+                check(&vm, &report, &shown)?;
+            }
             Ok(*report)
         }
         // The agent has restarted since: it reads the files again.
         Err(problem) if problem.code == ErrorCode::NotFound => Err(StepError::Again(problem)),
         Err(problem) => Err(problem.into()),
     }
+}
+
+/// Refuses a report that is not signed with the key of the certificate that the host's agent shows.
+fn check(vm: &Vm, report: &SignedReport, shown: &[u8]) -> Result<(), StepError> {
+    reports::check(report, shown).map_err(|why| {
+        let host = &vm.host_name;
+        let detail = format!(
+            "the report of host '{host}' on VM '{}' is refused: {why}. Make sure that vmseal's own agent runs there (vmseal host show {host}), and prove the VM again",
+            vm.name
+        );
+        StepError::Final(Problem::new(ErrorCode::Damaged, detail))
+    })
 }
 
 async fn record(run: &Run<'_>) -> Result<(), StepError> {
@@ -115,9 +135,11 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         return Err(internal("the host's report is of another VM or task"));
     }
     let mut write = run.store().write().await?;
-    proofs::set(&mut write, vm.id, run.task.id, &signed).await?;
-    let detail = report.summary();
-    let (kind, actor) = ("vm.proved", run.task.actor.as_str());
-    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    if proofs::keep(&mut write, vm.id, run.task.id, &signed).await? {
+        // Last, as a reason has names from a datastore in it.
+        let detail = format!("{}; report {}", report.summary(), proofs::digest_of(&signed));
+        let (kind, actor) = ("vm.proved", run.task.actor.as_str());
+        write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
+    }
     Ok(write.commit().await?)
 }

@@ -223,6 +223,16 @@ impl Run<'_> {
         disks::of_vm(&mut *self.store().read().await?, self.vm_id).await
     }
 
+    /// Whether the agent of the VM's host has a feature. It is asked itself where its monitor has no description of it yet.
+    pub(super) async fn has_feature(&self, vm: &Vm, feature: &str) -> Result<bool, Problem> {
+        let view = self.hosts().view(vm.host);
+        if view.description.is_some() {
+            return Ok(view.has(feature));
+        }
+        let description = self.agent(vm)?.describe().await?;
+        Ok(description.features.iter().any(|known| known == feature))
+    }
+
     pub(super) fn agent(&self, vm: &Vm) -> Result<Arc<dyn HostAgent>, Problem> {
         self.hosts().agent(vm.host)
     }

@@ -8,6 +8,7 @@
 //! A deletion that cannot be finished leaves the row as marked: it is deleted again when the cause is gone.
 
 use async_trait::async_trait;
+use vmseal_api::host::version::MEMORY_GENERATION;
 use vmseal_api::host::{
     DropSnapshotJob, HostAgent, JobKind, JobSpec, Power, RevertJob, SnapshotJob,
 };
@@ -22,6 +23,7 @@ use super::step::{Limit, Output, Step, WaitPolicy};
 use super::stop_vm;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
+use crate::store::memory_generations;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::Vm;
 
@@ -137,7 +139,7 @@ impl Step for SnapshotStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Reserve => Ok(Output::default()),
+            Self::Reserve => number(run).await.map(Output::from),
             Self::Prepare => prepare(run).await.map(Output::from),
             Self::Take => take(run).await.map(|quiesced| Output::of(&quiesced)),
             Self::RecordTaken => record_taken(run).await.map(Output::from),
@@ -202,12 +204,23 @@ async fn snapshot(run: &Run<'_>) -> Result<Snapshot, StepError> {
     })
 }
 
+/// Gives the memory that the snapshot is to keep a number, where its host's agent numbers memories.
+async fn number(run: &Run<'_>) -> Result<(), StepError> {
+    let (vm, snapshot) = (run.vm().await?, snapshot(run).await?);
+    if snapshot.memory && run.has_feature(&vm, MEMORY_GENERATION).await? {
+        let mut write = run.store().write().await?;
+        memory_generations::number_snapshot(&mut write, vm.id, snapshot.id).await?;
+        write.commit().await?;
+    }
+    Ok(())
+}
+
 async fn take(run: &Run<'_>) -> Result<Option<bool>, StepError> {
     let (vm, Snapshot { id, disks, memory, .. }) = (run.vm().await?, snapshot(run).await?);
     let quiesce = matches!(run.task.operation, Operation::TakeSnapshot { quiesce: true, .. });
-    let job =
-        JobSpec::Snapshot(SnapshotJob { snapshot: id, quiesce, memory, tracked: None, disks });
-    put(run, &vm, job).await?;
+    let generation = memory_generations::of_snapshot(&mut *run.store().read().await?, id).await?;
+    let job = SnapshotJob { snapshot: id, quiesce, memory, generation, tracked: None, disks };
+    put(run, &vm, JobSpec::Snapshot(job)).await?;
     follow(run, &vm, JobKind::Snapshot).await
 }
 
@@ -256,6 +269,9 @@ async fn record_reverted(run: &Run<'_>) -> Result<(), StepError> {
     let (vm, snapshot) = (run.vm().await?, snapshot(run).await?);
     let mut write = run.store().write().await?;
     snapshots::set_current(&mut write, vm.id, Some(snapshot.id)).await?;
+    if snapshot.memory {
+        memory_generations::expect_snapshots(&mut write, vm.id, snapshot.id).await?;
+    }
     let detail = format!("to snapshot '{}'", snapshot.name);
     let (kind, actor) = ("snapshot.reverted", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::time::Instant;
+use vmseal_api::host::version::MEMORY_GENERATION;
 use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -13,8 +14,8 @@ use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
-use crate::store::policies;
 use crate::store::vms::Vm;
+use crate::store::{memory_generations, policies};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,10 +144,13 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
         Operation::StartVm { boot_once, .. } => boot_once,
         _ => None,
     };
+    let generation = expected_memory(run, &vm).await?;
     let power_on = || async {
-        match first {
-            Some(first) => agent.power_on_from(vm.id, first).await,
-            None => agent.power_on(vm.id).await,
+        match (first, generation) {
+            // Of a suspended VM that is refused.
+            (Some(first), _) => agent.power_on_from(vm.id, first).await,
+            (None, Some(generation)) => agent.power_on_with(vm.id, generation).await,
+            (None, None) => agent.power_on(vm.id).await,
         }
     };
     match run.noted(power_on().await) {
@@ -164,12 +168,14 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
         let seen = state_of(&next, vm.id);
         match seen.map(|seen| (seen.power, &seen.stopped)) {
             Some((Power::Running | Power::Paused, _)) => {
+                outdate_memory(run).await?;
                 run.hosts().until_shown(vm.host, &next).await;
                 return Ok(());
             }
             Some((Power::Off | Power::Suspended, Some(stopped))) => match stopped.reason {
                 // It ran, and has ended already.
                 StopReason::GuestShutdown | StopReason::PoweredOff => {
+                    outdate_memory(run).await?;
                     run.hosts().until_shown(vm.host, &next).await;
                     return Ok(());
                 }
@@ -200,6 +206,21 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
+/// The generation that the memory of the VM must be of if it is suspended; none for agents of earlier versions, which take any.
+async fn expected_memory(run: &Run<'_>, vm: &Vm) -> Result<Option<u64>, StepError> {
+    if !run.has_feature(vm, MEMORY_GENERATION).await? {
+        return Ok(None);
+    }
+    Ok(memory_generations::expected(&mut *run.store().read().await?, vm.id).await?)
+}
+
+/// The guest has run: no memory that was saved before is of what its disks hold.
+async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
+    let mut write = run.store().write().await?;
+    memory_generations::renew(&mut write, run.vm_id).await?;
+    Ok(write.commit().await?)
+}
+
 /// Refuses connections to storage that the VM's policy does not allow.
 async fn require_messenger(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
@@ -220,6 +241,7 @@ async fn undo(run: &Run<'_>) -> Result<(), StepError> {
         let state = run.host_state(vm.host, None).await?;
         let power = state_of(&state, vm.id).map(|seen| seen.power);
         if matches!(power, Some(Power::Running | Power::Paused)) {
+            outdate_memory(run).await?;
             run.hosts().until_shown(vm.host, &state).await;
             return Ok(());
         }

@@ -1,24 +1,30 @@
 //! Suspends a VM. There is nothing to undo: a guest whose memory could not be saved goes on, and the host's state shows it.
+//!
+//! The number of its memory is in the inventory before the host is asked: a step that is repeated asks for the same one.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::time::Instant;
+use vmseal_api::host::version::MEMORY_GENERATION;
 use vmseal_api::host::{HostState, Power};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, state_of};
 use super::step::Output;
 use super::stop_vm::see_what_is;
+use crate::store::memory_generations;
 
 /// The steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SuspendVmStep {
+    Number,
     Suspend,
 }
 
-pub(crate) const STEPS: &[&dyn super::step::Step] = &[&SuspendVmStep::Suspend];
+pub(crate) const STEPS: &[&dyn super::step::Step] =
+    &[&SuspendVmStep::Number, &SuspendVmStep::Suspend];
 
 /// How long saving the memory may take: a terabyte at the speed of a slow disk. The host goes on with it after that.
 const SUSPEND_TIMEOUT: Duration = Duration::from_secs(3 * 3600);
@@ -27,12 +33,14 @@ const SUSPEND_TIMEOUT: Duration = Duration::from_secs(3 * 3600);
 impl super::step::Step for SuspendVmStep {
     fn name(&self) -> &'static str {
         match self {
+            Self::Number => "number",
             Self::Suspend => "suspend",
         }
     }
 
     fn title(&self) -> &'static str {
         match self {
+            Self::Number => "number the memory",
             Self::Suspend => "save the memory and power off",
         }
     }
@@ -43,6 +51,7 @@ impl super::step::Step for SuspendVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
+            Self::Number => number(run).await,
             Self::Suspend => suspend(run).await,
         }
         .map(Output::from)
@@ -50,15 +59,42 @@ impl super::step::Step for SuspendVmStep {
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
+            // A number that no memory gets is of no use, and no harm.
+            Self::Number => Ok(()),
             Self::Suspend => see_what_is(run).await,
         }
     }
 }
 
+/// Gives the memory that is to be saved a number, which the VM's memory must have from then on. Agents of earlier versions number none.
+async fn number(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let state = run.host_state(vm.host, None).await?;
+    // What a host has begun to save has the number that it was asked for.
+    if state_of(&state, vm.id)
+        .is_some_and(|seen| matches!(seen.power, Power::Suspending | Power::Suspended))
+    {
+        return Ok(());
+    }
+    let numbers = run.has_feature(&vm, MEMORY_GENERATION).await?;
+    let mut write = run.store().write().await?;
+    if numbers {
+        memory_generations::renew(&mut write, vm.id).await?;
+    } else {
+        memory_generations::accept_any(&mut write, vm.id).await?;
+    }
+    Ok(write.commit().await?)
+}
+
 async fn suspend(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
-    run.noted(agent.suspend(vm.id).await)?;
+    let generation = memory_generations::expected(&mut *run.store().read().await?, vm.id).await?;
+    let asked = match generation {
+        Some(generation) => agent.suspend_as(vm.id, generation).await,
+        None => agent.suspend(vm.id).await,
+    };
+    run.noted(asked)?;
     let deadline = Instant::now() + SUSPEND_TIMEOUT;
     let mut state: Option<Arc<HostState>> = None;
     loop {
@@ -79,6 +115,8 @@ async fn suspend(run: &Run<'_>) -> Result<(), StepError> {
                 Some(why) => return Err(failed(format!("it runs on: {why}"))),
                 // The agent restarted meanwhile, and let the guest go on.
                 None => {
+                    // What that agent has written and not named has the former number.
+                    number(run).await?;
                     let what = "the host's agent restarted while it saved the memory";
                     return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)));
                 }

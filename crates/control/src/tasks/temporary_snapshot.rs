@@ -52,7 +52,7 @@ pub(super) async fn take(
 ) -> Result<Option<bool>, StepError> {
     let vm = run.vm().await?;
     let Snapshot { id: snapshot, disks, .. } = kept;
-    let job = SnapshotJob { snapshot, quiesce, memory: false, tracked, disks };
+    let job = SnapshotJob { snapshot, quiesce, memory: false, generation: None, tracked, disks };
     put(run, &vm, JobSpec::Snapshot(job)).await?;
     follow(run, &vm, JobKind::Snapshot).await
 }

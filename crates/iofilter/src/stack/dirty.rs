@@ -116,6 +116,13 @@ impl Bitmaps {
                 kept.forget(slot);
                 continue;
             }
+            // A copy of the file lacks pages that are clean.
+            if let Err(error) = kept.reserve(slot) {
+                tracing::warn!(%error, "the file of the dirty bitmaps has no room for one that it kept");
+                self.taken.give(self.bytes);
+                kept.forget(slot);
+                continue;
+            }
             self.marks.place(slot, kept.words(slot));
             self.marks.use_slot(slot);
             *named = Some(NamedBitmap { name, since, readers: 0 });
@@ -185,7 +192,7 @@ impl Bitmaps {
             if let Err(error) = kept.reserve(slot) {
                 tracing::warn!(%error, "the file of the dirty bitmaps has no room for another one");
                 self.taken.give(self.bytes);
-                return Err(BitmapError::Memory);
+                return Err(BitmapError::NoRoom);
             }
             self.marks.place(slot, kept.words(slot));
         }
@@ -294,7 +301,10 @@ impl Drop for Reader {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use proptest::prelude::*;
+    use vmseal_api::bitmap::file::{HEADER, stride};
     use vmseal_api::filter::BitmapChange::{Clear, Remove, Start};
 
     use super::*;
@@ -429,6 +439,14 @@ mod tests {
         assert_eq!(extents(&third.read("gone").unwrap(), size), gone);
         assert_eq!(third.status().len(), 3);
         killed(third);
+
+        let (copy, mut header) = (tempfile::tempfile().unwrap(), vec![0; HEADER]);
+        copy.set_len(file.metadata().unwrap().len()).unwrap();
+        file.read_exact_at(&mut header, 0).unwrap();
+        copy.write_all_at(&header, 0).unwrap();
+        let copied = Bitmaps::kept_in(copy.try_clone().unwrap(), size).unwrap();
+        let room = copy.metadata().unwrap().blocks() * 512;
+        assert!(room >= (HEADER + 3 * stride(copied.bytes)) as u64, "{room}: a mark may find none");
         assert!(open(size - GRANULE).status().is_empty(), "those of a disk of another size");
     }
 

@@ -239,8 +239,10 @@ pub struct OperationMatrix {
     pub operations: Vec<Operation>,
 }
 
-/// What operations are measured on; the third one only copies, and the last one is of an encrypted VM.
-pub const OPERATION_SYSTEMS: [&str; 4] = ["encrypted", "plain", "qemu-img", "full-backup"];
+/// What operations are measured on; the third one only copies, the fourth one is of an encrypted VM, and the last one is a guest that
+/// vmseal has no part in, which is suspended to a file in the clear and resumed.
+pub const OPERATION_SYSTEMS: [&str; 5] =
+    ["encrypted", "plain", "qemu-img", "full-backup", "qemu-by-hand"];
 
 /// What an installation is asked for, and its time taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

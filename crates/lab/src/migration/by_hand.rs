@@ -1,12 +1,9 @@
 //! QEMU's own migration between two QEMUs that are started by hand, with the same guest: in the clear, by several streams, by TLS.
 
 use std::fs::{self, Permissions};
-use std::io::{self, BufRead, BufReader, Write};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -15,19 +12,15 @@ use super::guest::Guest;
 use super::meter;
 use super::moved::Moved;
 use crate::outcome::OperationError;
+use crate::qemu::{self, BANDWIDTH, Qemu};
 
-const QEMU: &str = "qemu-system-x86_64";
 /// Where the destination listens, in the network of the line.
 const ADDRESS: Ipv4Addr = Ipv4Addr::LOCALHOST;
 const PORT: u16 = 4444;
 /// The streams of `multifd`: one for each core of a small machine.
 const CHANNELS: u32 = 2;
-/// The limits of vmseal's migrations: none of the rate, and QEMU's usual one of the time in which a guest stands still.
-const BANDWIDTH: u64 = 100_000_000_000;
+/// QEMU's usual limit of the time in which a guest stands still, as vmseal's migrations have it.
 const DOWNTIME_MILLISECONDS: u64 = 300;
-/// How long a QEMU may take to listen, and to say what is waited for while it migrates.
-const START: Duration = Duration::from_secs(30);
-const ANSWER: Duration = Duration::from_secs(600);
 /// A key for TLS 1.3, of 256 bits; with it GnuTLS takes AES-128-GCM.
 const KEY: &str = "qemu:00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff\n";
 
@@ -88,7 +81,7 @@ pub(super) fn migrate(
     let written = fs::write(&keys, KEY)
         .and_then(|()| fs::set_permissions(&keys, Permissions::from_mode(0o600)));
     written.map_err(|source| OperationError::File { path: keys, source })?;
-    let start = |end: End| Qemu::start(end, how, guest, disk, accelerator, home);
+    let start = |end: End| start(end, how, guest, disk, accelerator, home);
     let mut source = start(End::Source)?;
     guest.until_filled(source.pid())?;
     let from = source.pid();
@@ -117,14 +110,7 @@ fn send(
     source.ask("migrate", json!({ "uri": uri }))?;
     let stopped = source.event("STOP")?;
     let resumed = destination.event("RESUME")?;
-    loop {
-        let ended = source.event("MIGRATION")?;
-        match ended["data"]["status"].as_str() {
-            Some("completed") => break,
-            Some("failed" | "cancelled") => return Err(source.failed("migrate", &ended)),
-            _ => {}
-        }
-    }
+    source.migrated()?;
     let went = source.ask("query-migrate", json!({}))?;
     let sent = went["ram"]["transferred"].as_u64();
     let sent = sent.ok_or_else(|| source.failed("query-migrate", &went))?;
@@ -154,150 +140,24 @@ impl End {
         }
     }
 
-    fn record(self, home: &Path) -> PathBuf {
-        home.join(self.name()).with_extension("pid")
-    }
-
     /// Its process, once it is there.
     fn recorded(self, home: &Path) -> Option<i32> {
-        fs::read_to_string(self.record(home)).ok()?.trim().parse().ok()
+        fs::read_to_string(qemu::record(home, self.name())).ok()?.trim().parse().ok()
     }
 }
 
-/// A QEMU with its monitor. It ends with this.
-struct Qemu {
-    child: Child,
-    monitor: BufReader<UnixStream>,
-    /// Events that came before they were asked for.
-    events: Vec<Value>,
+/// Starts an end of the migration.
+fn start(
+    end: End,
+    how: How,
+    guest: Guest,
+    disk: &Path,
+    accelerator: &str,
+    home: &Path,
+) -> Result<Qemu, OperationError> {
+    Qemu::start(home, end.name(), &arguments(end, how, guest, disk, accelerator, home))
 }
 
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        // One that has ended is not there any more.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Qemu {
-    fn start(
-        end: End,
-        how: How,
-        guest: Guest,
-        disk: &Path,
-        accelerator: &str,
-        home: &Path,
-    ) -> Result<Self, OperationError> {
-        let socket = home.join(end.name());
-        let mut command = Command::new(QEMU);
-        command.args(arguments(end, how, guest, disk, accelerator, home));
-        command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", socket.display()));
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let started = command.spawn();
-        let mut child = started
-            .map_err(|source| OperationError::Program { program: PathBuf::from(QEMU), source })?;
-        let recorded = fs::write(end.record(home), child.id().to_string());
-        let monitor = recorded.and_then(|()| connect(&socket, &mut child));
-        match monitor {
-            Ok(monitor) => {
-                let mut this = Self { child, monitor, events: Vec::new() };
-                this.read()?; // its greeting
-                this.ask("qmp_capabilities", json!({}))?;
-                Ok(this)
-            }
-            Err(source) => {
-                let _ = child.kill();
-                let said = child.wait_with_output().map(|output| output.stderr).unwrap_or_default();
-                let said = String::from_utf8_lossy(&said).trim().to_owned();
-                Err(OperationError::Command {
-                    what: QEMU.to_owned(),
-                    said: format!("{source}: {said}"),
-                })
-            }
-        }
-    }
-
-    fn pid(&self) -> i32 {
-        self.child.id().cast_signed()
-    }
-
-    fn failed(&self, what: &str, said: &Value) -> OperationError {
-        OperationError::Command { what: format!("{QEMU}: {what}"), said: said.to_string() }
-    }
-
-    fn read(&mut self) -> Result<Value, OperationError> {
-        let mut line = String::new();
-        let read = self.monitor.read_line(&mut line);
-        let said = match read {
-            Ok(0) => "it has ended".to_owned(),
-            Err(error) => error.to_string(),
-            Ok(_) => match serde_json::from_str(&line) {
-                Ok(value) => return Ok(value),
-                Err(_) => line,
-            },
-        };
-        Err(OperationError::Command { what: format!("{QEMU}: its monitor"), said })
-    }
-
-    /// Executes a command that must succeed; its answer.
-    fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, OperationError> {
-        let line = format!("{}\n", json!({"execute": command, "arguments": arguments}));
-        let written = self.monitor.get_mut().write_all(line.as_bytes());
-        written.map_err(|source| self.failed(command, &Value::String(source.to_string())))?;
-        loop {
-            let mut said = self.read()?;
-            if said.get("event").is_some() {
-                self.events.push(said);
-            } else if said.get("return").is_some() {
-                return Ok(said["return"].take());
-            } else {
-                return Err(self.failed(command, &said["error"]["desc"]));
-            }
-        }
-    }
-
-    /// The next event of this name, which may have come before; one of a migration that has failed is an error.
-    fn event(&mut self, name: &str) -> Result<Value, OperationError> {
-        let begun = Instant::now();
-        loop {
-            // There are others all the time.
-            if begun.elapsed() > ANSWER {
-                let log = format!("{:?}", self.events.last());
-                return Err(OperationError::Never {
-                    what: "a QEMU says that it has migrated",
-                    log,
-                });
-            }
-            if let Some(at) = self.events.iter().position(|event| event["event"] == name) {
-                return Ok(self.events.remove(at));
-            }
-            let said = self.read()?;
-            if said["data"]["status"] == "failed" {
-                return Err(self.failed("migrate", &said));
-            }
-            self.events.push(said);
-        }
-    }
-}
-
-fn connect(socket: &Path, child: &mut Child) -> io::Result<BufReader<UnixStream>> {
-    let begun = Instant::now();
-    loop {
-        match UnixStream::connect(socket) {
-            Ok(stream) => {
-                stream.set_read_timeout(Some(ANSWER))?;
-                return Ok(BufReader::new(stream));
-            }
-            Err(error) if begun.elapsed() > START || child.try_wait()?.is_some() => {
-                return Err(error);
-            }
-            Err(_) => std::thread::sleep(Duration::from_millis(2)),
-        }
-    }
-}
-
-/// The machine of vmseal's guests as far as it matters here.
 fn arguments(
     end: End,
     how: How,
@@ -306,25 +166,17 @@ fn arguments(
     accelerator: &str,
     home: &Path,
 ) -> Vec<String> {
-    let memory = guest.memory_mib();
-    let machine = format!("q35,accel={accelerator},memory-backend=ram,graphics=off,vmport=off");
-    let ram = format!("memory-backend-memfd,id=ram,size={memory}M,share=on");
-    let drive = format!("file={},format=raw,if=none,id=disk", disk.display());
-    let memory = format!("{memory}M");
-    let processor = if accelerator == "kvm" { "host" } else { "max" };
-    let mut all: Vec<&str> = vec!["-no-user-config", "-nodefaults", "-display", "none"];
-    all.extend(["-name", "debug-threads=on", "-machine", &machine, "-cpu", processor]);
-    all.extend(["-smp", "1", "-m", &memory, "-object", &ram, "-drive", &drive]);
-    all.extend(["-device", "virtio-blk-pci,drive=disk,disable-legacy=on", "-device", "VGA"]);
+    let drive = format!("file={},format=raw", disk.display());
+    let mut all = qemu::machine(guest.memory_mib(), accelerator, &drive);
     if end == End::Destination {
-        all.extend(["-incoming", "defer"]);
+        all.extend(qemu::INCOMING.map(str::to_owned));
     }
     let role = if end == End::Source { "client,username=qemu" } else { "server" };
     let tls = format!("tls-creds-psk,id=tls,dir={},endpoint={role}", home.display());
     if how == How::Tls {
-        all.extend(["-object", &tls]);
+        all.extend(["-object".to_owned(), tls]);
     }
-    all.into_iter().map(str::to_owned).collect()
+    all
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::outcome::OperationError;
+use crate::stop;
 
 /// Its boot sector without the numbers at its end: `guest.S`, assembled.
 const CODE: [u8; 252] = [
@@ -87,6 +88,7 @@ impl Guest {
     pub fn until_filled(self, pid: i32) -> Result<(), OperationError> {
         let begun = Instant::now();
         loop {
+            stop::check()?;
             let path = format!("/proc/{pid}/status");
             let status = fs::read_to_string(&path)
                 .map_err(|source| OperationError::File { path: path.into(), source })?;

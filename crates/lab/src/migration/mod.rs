@@ -241,7 +241,7 @@ impl Subject for Migrations {
         self.line.set(task.line_mbit, task.round_trip)?;
         let moved = match (How::of(point.system), task.mix) {
             (Some(how), _) => {
-                by_hand::migrate(how, task.guest, &image(here, &task), &accelerator(here)?)?
+                by_hand::migrate(how, task.guest, &image(here, &task), &here.accelerator()?)?
             }
             (None, None) => migrate(here, point.system, &task)?,
             (None, Some(mix)) => {
@@ -372,13 +372,6 @@ fn create_with(
         here.vmseal(&["vm", "set", vm, "--migration-encryption", system])?;
     }
     Ok(())
-}
-
-/// What runs vmseal's guests here: the guests by hand run under the same.
-fn accelerator(here: &Installation) -> Result<String, OperationError> {
-    let host = here.json(&["host", "show", HERE])?;
-    let found = host["description"]["accelerator"]["kind"].as_str().map(str::to_owned);
-    found.ok_or_else(|| OperationError::Answer { what: format!("host show {HERE}") })
 }
 
 /// Starts a VM, moves it to the other host when its memory is full, and stops it.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::definition::Mix;
 use crate::outcome::{OperationError, Served};
+use crate::stop;
 
 /// Builds the guest's disk, with this option, and prints its path; in a checkout of vmseal.
 const BUILDS: &str = "scripts/build-network-guest";
@@ -138,6 +139,7 @@ impl RedisGuest {
     pub fn fill(self) -> Result<(), OperationError> {
         let begun = Instant::now();
         let mut connection = loop {
+            stop::check()?;
             match Connection::new(self.address()) {
                 Ok(connection) => break connection,
                 Err(_) if begun.elapsed() < BOOTS => std::thread::sleep(Duration::from_millis(50)),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use vmseal_api::atomic_file::{self, PRIVATE};
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, ControlReply, ControlRequest, Direct, FilterSpec, Handle, Holes,
     MirrorSpec, NewStack, StackSpec,
@@ -19,6 +20,9 @@ use super::{Acted, DATA_OFFSET, Place, Program, SystemError};
 
 /// The longest that a server may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long the note is that an agent keeps of a disk with one layer and one snapshot, in bytes.
+const NOTE_LENGTH: usize = 400;
 
 /// See the module.
 #[derive(Clone, Debug)]
@@ -39,6 +43,10 @@ fn map_path(place: &Place) -> PathBuf {
 
 fn layer_path(place: &Place) -> PathBuf {
     place.directory.join("layer")
+}
+
+fn note_path(place: &Place) -> PathBuf {
+    place.directory.join("note")
 }
 
 impl Beside {
@@ -97,7 +105,8 @@ impl Beside {
     }
 }
 
-/// As the agent does it, but for the note.
+/// As the agent does it: a note of the layers is written and flushed beside its place, and while the guest waits it is renamed, and
+/// its directory flushed. What the note says does not matter here.
 fn take_snapshot(place: &Place, control: &Path) -> io::Result<Acted> {
     let layer = File::options().read(true).write(true).open(layer_path(place))?;
     let disk = File::open(place.disk())?;
@@ -114,8 +123,10 @@ fn take_snapshot(place: &Place, control: &Path) -> io::Result<Acted> {
     let (file, offset) = (Handle::Fd(0), DATA_OFFSET);
     let backend = BackendSpec::Qcow2 { file, backing: vec![below], offset, lock: None };
     let stacks = vec![NewStack { disk: served, chain: None, backend }];
+    let note = atomic_file::prepare(&note_path(place), &[b' '; NOTE_LENGTH], PRIVATE)?;
     let begun = Instant::now();
     done(ask(&mut stream, &ControlRequest::Drain { disks: vec![served] }, &[])?)?;
+    atomic_file::put_all(vec![note])?;
     done(ask(&mut stream, &ControlRequest::Replace { stacks }, &[&layer, &disk])?)?;
     done(ask(&mut stream, &ControlRequest::Resume, &[])?)?;
     Ok((begun, Instant::now()))

@@ -2,16 +2,21 @@
 
 use serde_json::{Value, json};
 use vmseal_api::bitmap::NAME_PATTERN as BITMAP_NAME;
+use vmseal_api::cloud_init::{
+    CLOUD_INIT_MAX, PASSWORD_HASH_MAX, PASSWORD_HASH_MIN, PASSWORD_HASH_PATTERN, SSH_KEY_PATTERN,
+    SSH_KEYS_MAX, USER_DATA_KINDS, USER_MAX, USER_PATTERN, USER_REFUSED,
+};
 use vmseal_api::datastore::{LIMIT_MAX, POOL_FIELD_MAX};
 use vmseal_api::drain::PARALLEL_MAX;
 use vmseal_api::filter::{
     BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
 };
-use vmseal_api::guest::EXEC_SECONDS_MAX;
+use vmseal_api::fingerprint::FINGERPRINT_PATTERN;
+use vmseal_api::guest::{ARGUMENTS_MAX, EXEC_SECONDS_MAX};
 use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
-use vmseal_api::kmip::SERVERS_MAX;
+use vmseal_api::kmip::{COMMON_NAME_MAX, COMMON_NAME_PATTERN, SERVERS_MAX};
 use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
@@ -19,8 +24,8 @@ use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, 
 use vmseal_api::pace::{RATE_MAX, RATE_MIN};
 use vmseal_api::redundancy::FAILURES_MAX;
 use vmseal_api::request::{
-    DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN,
-    VCPUS_MAX,
+    DESCRIPTION_MAX, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX,
+    MEMORY_MIN, VCPUS_MAX,
 };
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::sealed_box::BOX_OVERHEAD;
@@ -41,6 +46,20 @@ fn bitmap() -> Value {
 /// An absolute path of a file.
 fn file() -> Value {
     json!({ "minLength": 2, "pattern": "^/.*[^/.]$" })
+}
+
+/// What something is for. The services count bytes, and a schema characters, which are at most as many.
+fn description() -> Value {
+    json!({ "maxLength": DESCRIPTION_MAX })
+}
+
+/// Where another control plane's server is.
+fn url() -> Value {
+    json!({ "pattern": r"^https://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?$" })
+}
+
+fn fingerprint() -> Value {
+    json!({ "pattern": FINGERPRINT_PATTERN })
 }
 
 /// A field of a pool of Ceph: neither an option nor with control characters.
@@ -131,6 +150,69 @@ fn card_with_order() -> Value {
     json!({ "anyOf": [
         { "properties": { "nics": { "minItems": 1 } }, "required": ["nics"] },
         { "properties": { "hardware": { "properties": { "boot": { "not": { "contains": network } } } } } },
+    ] })
+}
+
+/// User-data is given, or made of a user's keys and password.
+fn user_data_or_user() -> Value {
+    let (text, nothing) = (json!({ "type": "string" }), json!({ "type": "null" }));
+    json!({ "anyOf": [
+        {
+            "properties": { "user_data": text, "user": nothing, "ssh_keys": { "maxItems": 0 }, "password_hash": nothing },
+            "required": ["user_data"],
+        },
+        {
+            "properties": { "user_data": nothing, "ssh_keys": { "minItems": 1 } },
+            "required": ["ssh_keys"],
+        },
+        {
+            "properties": { "user_data": nothing, "password_hash": text },
+            "required": ["password_hash"],
+        },
+    ] })
+}
+
+/// User-data of a kind that cloud-init knows, or nothing in it.
+fn user_data() -> Value {
+    let kinds = USER_DATA_KINDS.map(|kind| kind.replace('{', r"\{")).join("|");
+    json!({ "maxLength": CLOUD_INIT_MAX, "pattern": format!("^($|{kinds})") })
+}
+
+/// The user whom cloud-init makes.
+fn user() -> Value {
+    json!({ "maxLength": USER_MAX, "pattern": USER_PATTERN, "not": { "const": USER_REFUSED } })
+}
+
+fn password_hash() -> Value {
+    json!({
+        "minLength": PASSWORD_HASH_MIN,
+        "maxLength": PASSWORD_HASH_MAX,
+        "pattern": PASSWORD_HASH_PATTERN,
+    })
+}
+
+/// A linked clone stands on a snapshot.
+fn linked_with_snapshot() -> Value {
+    json!({ "anyOf": [
+        { "properties": { "linked": { "const": false } } },
+        { "properties": { "snapshot": { "type": "string" } }, "required": ["snapshot"] },
+    ] })
+}
+
+/// Data is encrypted again under the key-encryption key that is there, or another such key is taken.
+fn deep_or_with_provider() -> Value {
+    let nothing = json!({ "type": "null" });
+    json!({ "anyOf": [
+        {
+            "properties": { "deep": { "const": true }, "provider": nothing },
+            "required": ["deep"],
+        },
+        { "properties": {
+            "deep": { "const": false },
+            "rate": nothing,
+            "in_place": { "const": false },
+            "disks": { "maxItems": 0 },
+        } },
     ] })
 }
 
@@ -235,6 +317,15 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("AddKmip/properties/servers", json!({ "minItems": 1, "maxItems": SERVERS_MAX })),
         ("CreateVm/properties/name", name()),
         ("CreateVm", card_with_order()),
+        ("CreateVm/properties/description", description()),
+        ("CloudInit", user_data_or_user()),
+        ("CloudInit/properties/user_data", user_data()),
+        ("CloudInit/properties/meta_data", json!({ "maxLength": CLOUD_INIT_MAX })),
+        ("CloudInit/properties/network_config", json!({ "maxLength": CLOUD_INIT_MAX })),
+        ("CloudInit/properties/user", user()),
+        ("CloudInit/properties/ssh_keys", json!({ "maxItems": SSH_KEYS_MAX })),
+        ("CloudInit/properties/ssh_keys/items", json!({ "pattern": SSH_KEY_PATTERN })),
+        ("CloudInit/properties/password_hash", password_hash()),
         ("SealedPassphrase/properties/sealed", sealed()),
         ("SealedKey/properties/sealed", sealed()),
         ("CreateVm/properties/vcpus", vcpus()),
@@ -281,7 +372,16 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ),
         ("AddBitmap/properties/name", bitmap()),
         ("CloneVm/properties/name", name()),
+        ("CloneVm", linked_with_snapshot()),
+        ("RecryptVm", deep_or_with_provider()),
         ("TakeSnapshot/properties/name", name()),
+        ("TakeSnapshot/properties/description", description()),
+        ("CreateBackup/properties/name", name()),
+        ("CreateBackup/properties/directory", json!({ "pattern": "^/" })),
+        ("AddRemote/properties/name", name()),
+        ("AddRemote/properties/url", url()),
+        ("LookAtRemote/properties/url", url()),
+        ("AddRemote/properties/fingerprint", fingerprint()),
         ("TakeDump/properties/name", name()),
         ("RestoreBackup/properties/name", name()),
         ("RestoreBackup/properties/new_vm", name()),
@@ -291,6 +391,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("StopVm/properties/timeout_seconds", shutdown_seconds()),
         ("RebootVm/properties/timeout_seconds", shutdown_seconds()),
         ("SetVm/properties/name", name()),
+        ("SetVm/properties/description", description()),
         ("SetVm/properties/vcpus", vcpus()),
         ("SetVm/properties/memory", memory()),
         ("SetPolicy/properties/name", name()),
@@ -299,6 +400,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("AdoptVms/properties/memory", memory()),
         ("Rename/properties/name", name()),
         ("GuestCommand/oneOf/1/properties/path", json!({ "minLength": 1 })),
+        ("GuestCommand/oneOf/1/properties/arguments", json!({ "maxItems": ARGUMENTS_MAX })),
         (
             "GuestCommand/oneOf/1/properties/seconds",
             json!({ "minimum": 1, "maximum": EXEC_SECONDS_MAX }),
@@ -354,6 +456,11 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("Cdrom/properties/medium", json!({ "pattern": r"^/[^\x00-\x1f\x7f-\x9f]*$" })),
         ("ExportDisk", format_with_protection()),
         ("TrustServer", json!({ "minProperties": 1, "maxProperties": 1 })),
+        ("TrustServer/properties/fingerprint", fingerprint()),
+        (
+            "ClientName/properties/common_name",
+            json!({ "minLength": 1, "maxLength": COMMON_NAME_MAX, "pattern": COMMON_NAME_PATTERN }),
+        ),
     ]
 }
 
@@ -499,6 +606,15 @@ mod tests {
             assert_eq!(matches(LABEL_KEY, key), is, "{key}");
         }
         assert!(matches(LABEL_VALUE, "a b") && !matches(LABEL_VALUE, "a,b"));
+        let (digits, pairs) = ("ab".repeat(32), ["AB"; 32].join(":"));
+        for text in ["ab:cd", &digits, &pairs, &format!(" {pairs} "), &digits.replace('b', "x")] {
+            let is = vmseal_api::fingerprint::check(text).is_ok();
+            assert_eq!(matches(FINGERPRINT_PATTERN, text), is, "{text}");
+        }
+        for text in ["", "vmseal", "\u{e4} b", "a\nb", "a\u{7f}", "\u{85}", "a\u{a0}"] {
+            let is = vmseal_api::kmip::check_common_name(text).is_ok();
+            assert_eq!(matches(COMMON_NAME_PATTERN, text), is, "{text:?}");
+        }
     }
 
     #[test]

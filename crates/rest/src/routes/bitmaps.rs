@@ -20,8 +20,8 @@ use crate::request::body::{
 };
 use crate::request::dry_run::DryRunQuery;
 
-/// Lists the dirty bitmaps of a disk whose VM runs. They are in the memory of the process that serves the disk: all are
-/// lost when the VM stops, and when another process replaces it.
+/// Lists the dirty bitmaps of a disk whose VM runs. They are in a file on the VM's host, and survive a restart of filter,
+/// agent or guest, and a stop of the VM unless something else writes to the disk.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/bitmaps", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id")),

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use serde::Deserialize;
+use utoipa::IntoParams;
 use vmseal_api::model::{Plan, Proof, Task};
 use vmseal_api::request::ProveVm;
 use vmseal_control::services::{self, Services};
@@ -29,14 +31,24 @@ pub(super) async fn prove(
     Ok(Answer(begun?.map(Accepted)))
 }
 
-/// The last report on a VM.
+/// Which report.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ReportQuery {
+    /// The SHA-256 of its text in hexadecimal, as the event `vm.proved` has it, or the id of its task; by default the newest.
+    report: Option<String>,
+}
+
+/// The newest report on a VM, or another one of the last ones, which are kept.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/proof", tag = "vms",
-    params(("vm" = String, Path, description = "The VM's name or id")),
+    params(("vm" = String, Path, description = "The VM's name or id"), ReportQuery),
     responses((status = 200, body = Proof), ProblemResponse))]
-pub(super) async fn last(
+pub(super) async fn kept(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(vm): PathSegment,
+    QueryOf(query): QueryOf<ReportQuery>,
 ) -> Result<Json<Proof>, ProblemResponse> {
-    Ok(Json(services::proofs::last(&control, &caller, &vm).await?))
+    Ok(Json(services::proofs::kept(&control, &caller, &vm, query.report.as_deref()).await?))
 }

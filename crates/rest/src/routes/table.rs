@@ -54,7 +54,7 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 .with(routes!(dumps::list), [Inventory])
                 .with(routes!(dumps::show), [Inventory])
                 .with(routes!(proofs::prove), [AsksHost, NeedsState, StartsTask])
-                .with(routes!(proofs::last), [Inventory])
+                .with(routes!(proofs::kept), [Inventory])
                 .with(routes!(disks::replica), [AsksHost, NeedsState])
                 .with(routes!(tasks::list), [Inventory])
                 .with(routes!(tasks::show), [Inventory])
@@ -166,7 +166,7 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 .with(routes!(snapshots::take), [TakesName, NeedsState, AsksHost, StartsTask])
                 .with(routes!(snapshots::revert), [AsksHost, NeedsState, NeedsKey, StartsTask])
                 .with(routes!(snapshots::delete), [AsksHost, NeedsState, PlansJob, StartsTask])
-                .with(routes!(bitmaps::add), [AsksHost, NeedsState, AsksFilter])
+                .with(routes!(bitmaps::add), [AsksHost, NeedsState, AsksFilter, NeedsRoom])
                 .with(routes!(bitmaps::clear), [AsksHost, NeedsState, AsksFilter])
                 .with(routes!(bitmaps::remove), [AsksHost, NeedsState, AsksFilter]),
         ),

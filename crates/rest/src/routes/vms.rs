@@ -8,7 +8,8 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RecryptVm, SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RecryptVm, ResumeVm, SetVm,
+    StartVm, StopVm,
 };
 use vmseal_control::services::{self, PageRequest, Services};
 
@@ -139,17 +140,16 @@ pub(super) async fn suspend(
 /// Has the guest of a suspended VM go on where it was.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/resume", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
-    responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+    request_body = Option<ResumeVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn resume(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(name): PathSegment,
     QueryOf(query): QueryOf<DryRunQuery>,
-    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+    OptionalJson(request): OptionalJson<ResumeVm>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
-    Ok(Answer(
-        services::suspend::resume(&control, &caller, &name, query.dry_run).await?.map(Accepted),
-    ))
+    let begun = services::suspend::resume(&control, &caller, &name, request, query.dry_run).await?;
+    Ok(Answer(begun.map(Accepted)))
 }
 
 /// Deletes a VM that is off, with its disks and its key, or the remains of one.

@@ -1,6 +1,7 @@
 //! Replicas by policy.
 
 use serde_json::{Value, json};
+use vmseal_api::host::version::REPLICA_SNAPSHOTS;
 
 use super::{Api, vm_with};
 
@@ -46,15 +47,21 @@ async fn a_policy_has_disks_replicated_to_another_datastore_of_their_host() {
     api.delete("datastores/second").await.assert_problem(409, "in-use");
 }
 
-/// The status comes from the host's filter, while one writes the replica.
-#[tokio::test]
-async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
-    let api = Api::new().await;
-    let second = add_second(&api).await;
+/// Makes a VM whose disks are replicated to the datastore `second`; returns the directory of that.
+async fn add_web(api: &Api) -> std::path::PathBuf {
+    let second = add_second(api).await;
     let replica = json!({ "datastore": "second", "bytes_per_second": 5 << 20 });
     let policy = json!({ "name": "kept", "encryption": true, "replica": replica });
     assert_eq!(api.post("policies", policy).await.status.as_u16(), 201);
     api.done(api.post("vms", vm_with("/policy", json!("kept"))).await).await;
+    second
+}
+
+/// The status comes from the host's filter, while one writes the replica.
+#[tokio::test]
+async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
+    let api = Api::new().await;
+    let second = add_web(&api).await;
     api.done(api.post("vms", vm_with("/name", json!("bare"))).await).await;
     let place = "vms/web/disks/root/replica";
     let refused = async |path: &str, word: &str| {
@@ -78,4 +85,47 @@ async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
     refused(place, "while its VM is off").await;
     api.fixture.agent.set_reachable(false);
     api.get(place).await.assert_problem(502, "unreachable");
+}
+
+/// What a snapshot keeps of a disk does not change its replica. What is made of such a VM has replicas of its own.
+#[tokio::test]
+async fn a_vm_with_replicas_is_backed_up_restored_cloned_and_kept_by_snapshots() {
+    let api = Api::new().await;
+    add_web(&api).await;
+    let done = async |path: &str, body: Value| {
+        let ended = api.done(api.post(path, body).await).await;
+        assert_eq!(ended["state"], "done", "{path}: {ended}");
+    };
+    done("vms/web/start", Value::Null).await;
+    done("vms/web/backups", json!({ "name": "one", "directory": "/backups" })).await;
+    done("vms/web/clone", json!({ "name": "copied" })).await;
+    done("vms/web/backups/one/restore", json!({ "new_vm": "other" })).await;
+    done("vms/web/snapshots", json!({ "name": "first" })).await;
+    let linked = json!({ "name": "linked", "snapshot": "first", "linked": true });
+    let refused = api.post("vms/web/clone", linked).await;
+    let said = refused.assert_problem(409, "wrong-state").body["detail"].to_string();
+    assert!(said.contains("make a full clone"), "{said}");
+    done("vms/web/snapshots/first/revert", json!({ "running": true })).await;
+    api.done(api.delete("vms/web/snapshots/first").await).await;
+    done("vms/web/stop", json!({ "force": true })).await;
+    done("vms/web/backups/one/restore", json!({})).await;
+    api.done(api.delete("vms/web").await).await;
+    done("vms/web/backups/one/restore", json!({})).await;
+    for name in ["web", "copied", "other"] {
+        let shown = api.get(&format!("vms/{name}")).await.body;
+        let disks = shown["disks"].as_array().unwrap();
+        let kept = disks.iter().filter(|disk| disk["replica"]["datastore"] == "second");
+        assert_eq!(kept.count(), 2, "{shown}");
+    }
+
+    api.fixture.agent.lack_features(&[REPLICA_SNAPSHOTS]);
+    api.fixture.agent.restart();
+    let refused = async || {
+        let answer = api.post("vms/web/backups?dry_run=true", Value::Null).await;
+        (answer.status.as_u16() == 422).then(|| answer.body["detail"].to_string())
+    };
+    let said = api.fixture.eventually("the server knows what the agent cannot do", refused).await;
+    assert!(said.contains("upgrade vmseal there"), "{said}");
+    let snapshot = api.post("vms/web/snapshots?dry_run=true", Value::Null).await;
+    snapshot.assert_problem(422, "unsupported");
 }

@@ -52,6 +52,13 @@ fn a_file_opens_with_its_vms_key_alone() {
     let of = |vm, kind| open(&file[..], vm, kind, Some(&key(&kek, "k1"))).err();
     assert!(matches!(of(Uuid::nil(), Kind::Memory), Some(FileError::OtherVm(VM))));
     assert!(matches!(of(VM, Kind::Core), Some(FileError::OtherKind { .. })));
+    let numbered = |generation| {
+        let wanted = Wanted { vm: VM, kind: Kind::Memory, generation: Some(generation) };
+        open_wanted(&file[..], wanted, Some(&key(&kek, "k1"))).err()
+    };
+    assert!(numbered(7).is_none());
+    let older = numbered(8);
+    assert!(matches!(older, Some(FileError::OtherGeneration { found: 7, expected: 8 })));
 }
 
 #[test]

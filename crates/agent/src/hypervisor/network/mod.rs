@@ -66,6 +66,13 @@ impl OpenTap {
     pub fn mtu(&self) -> Option<u32> {
         self.tap.mtu.filter(|mtu| *mtu != tap::ETHERNET_MTU)
     }
+
+    /// One of descriptors that a test has made.
+    #[cfg(test)]
+    pub(super) fn made_of(queues: Vec<File>, vhost: Vec<File>) -> Self {
+        let queues = queues.into_iter().map(Into::into).collect();
+        Self { tap: Tap { name: "tap0".to_owned(), queues, mtu: None }, vhost }
+    }
 }
 
 /// Opens the cards of a VM that is to start. `before` is what they were when it ran last, whose chosen ports are

@@ -36,6 +36,7 @@ use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
+use crate::storage::replica;
 use crate::storage::tpm_state;
 
 /// How much of a header is overwritten at a time, in bytes: few calls, and little memory.
@@ -339,6 +340,8 @@ pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec], task: TaskId) -> Result<(
         // First what a TPM kept: a disk of a TPM without it has lost it.
         found |= tpm_state::put(&home.tpm_state(disk.disk), &home.restored_tpm(disk.disk, task))?;
         let (from, to) = (home.restored(disk.disk, task), home.image(disk.disk));
+        // Before the image: its replica has what the disk holds now.
+        replica::copy_again(&home, disk.disk)?;
         match std::fs::rename(&from, &to) {
             Ok(()) => found = true,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}

@@ -1,6 +1,7 @@
 //! The files of a disk's layers.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -269,7 +270,24 @@ pub fn put_active(
     next: Layer,
     keep: Option<(SnapshotId, Uuid)>,
 ) -> Result<(), Problem> {
-    prepare_active(home, disk, next, keep)?.put()
+    let note = prepare_active(home, disk, next, keep)?;
+    flush_active(home, disk)?;
+    note.put()
+}
+
+/// Flushes what is written until now. Nobody flushes it once another layer is written, and a filter that was killed has not: what
+/// a guest then flushes, or a replica relies on, would not be durable. One that is not there has nothing to be flushed.
+fn flush_active(home: &Home, disk: DiskId) -> Result<(), Problem> {
+    let active = note::read(home, disk)?.active;
+    let path = active.map_or_else(|| home.image(disk), |layer| home.layer(disk, layer.0));
+    let opened =
+        File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&path);
+    match opened.and_then(|file| file.sync_data()) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed(&path, "flushed", &error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Does the part of [`put_active`] that takes long. Blocks.

@@ -14,11 +14,12 @@
 //! The memory of a suspended VM may be used up before the disk pivots, and a core dump removed. So the note says which files they were when
 //! the copy was begun, and a copy takes its place only where that one is there: no memory comes back that a guest has gone on from.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, statfs};
 use vmseal_api::atomic_file;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
@@ -29,10 +30,11 @@ use vmseal_seal::stream::SealedReader;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
 
-use super::note::{Following, MemoryForm};
-use super::{Mirror, identity};
+use super::Mirror;
+use super::note::{Following, MemoryForm, Note, Written};
 use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
+use crate::storage::file_identity::FileIdentity;
 use crate::storage::gate::Gate;
 use crate::storage::home::{Beside, Home};
 use crate::storage::locked::{Access, open_locked};
@@ -59,15 +61,31 @@ pub(super) fn following(
     }
     let seals = spec.key.is_some() && !forgets_key;
     let form = if seals { MemoryForm::Sealed } else { MemoryForm::InTheClear };
-    let mut following = Following { form, suspended: None, cores: Vec::new() };
+    let (suspended, suspended_written, cores) = (None, None, Vec::new());
+    let mut following = Following { form, suspended, suspended_written, cores };
     for (what, path) in all {
         match what {
             Beside::SnapshotMemory(_) => {}
-            Beside::Memory => following.suspended = identity(&path)?,
+            Beside::Memory => {
+                let Some(metadata) = metadata(&path)? else { continue };
+                let identity = FileIdentity::in_metadata(&metadata);
+                if identity.born.is_none() && !keeps_no_times(&path)? {
+                    following.suspended_written = Some(Written::in_metadata(&metadata));
+                }
+                following.suspended = Some(identity);
+            }
             Beside::Core(name) => following.cores.push(name),
         }
     }
     Ok(Some(following))
+}
+
+/// Whether a file is in a pool of Ceph: those have the times of their mount, and inodes that are never used again.
+fn keeps_no_times(path: &Path) -> Result<bool, Problem> {
+    match statfs(path) {
+        Ok(about) => Ok(about.filesystem_type() == FUSE_SUPER_MAGIC),
+        Err(error) => Err(failed(path, "looked at", &io::Error::from(error))),
+    }
 }
 
 /// How much room copies of all files here take, in bytes.
@@ -81,9 +99,16 @@ fn follows(mirror: &Mirror, what: &Beside, path: &Path) -> Result<bool, Problem>
     let note = &mirror.note;
     match what {
         Beside::SnapshotMemory(_) => Ok(note.memory.is_some()),
-        Beside::Memory => Ok(note.suspended.is_some() && identity(path)? == note.suspended),
+        Beside::Memory => Ok(metadata(path)?.is_some_and(|found| is_noted(note, &found))),
         Beside::Core(name) => Ok(note.cores.contains(name)),
     }
+}
+
+/// Whether a saved memory is the one of the note.
+fn is_noted(note: &Note, found: &Metadata) -> bool {
+    let written = note.suspended_written.as_ref();
+    note.suspended.as_ref().is_some_and(|known| *known == FileIdentity::in_metadata(found))
+        && written.is_none_or(|known| *known == Written::in_metadata(found))
 }
 
 /// Those that are to be copied with a disk; none where it has pivoted.
@@ -291,9 +316,13 @@ fn is_needed(mirror: &Mirror, what: &Beside) -> Result<bool, Problem> {
 }
 
 fn is_there(path: &Path) -> Result<bool, Problem> {
+    metadata(path).map(|found| found.is_some())
+}
+
+fn metadata(path: &Path) -> Result<Option<Metadata>, Problem> {
     match path.symlink_metadata() {
-        Ok(_) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Ok(metadata) => Ok(Some(metadata)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed(path, "looked at", &error)),
     }
 }

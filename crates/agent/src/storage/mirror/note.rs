@@ -1,5 +1,8 @@
 //! The note of a copy that is to take a disk's place (docs/formats/mirror-note.md).
 
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{DatastoreSpec, DiskFacts};
 use vmseal_api::id::{DiskId, TaskId};
@@ -37,6 +40,23 @@ pub enum MemoryForm {
     InTheClear,
 }
 
+/// What tells a file from a later one with the same inode.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Written {
+    length: u64,
+    /// When its content was changed last, in seconds and nanoseconds since 1970.
+    modified: (i64, i64),
+}
+
+impl Written {
+    /// What is known of a file.
+    pub fn in_metadata(metadata: &Metadata) -> Self {
+        let modified = (metadata.mtime(), metadata.mtime_nsec());
+        Self { length: metadata.len(), modified }
+    }
+}
+
 /// What is noted of a copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -67,6 +87,9 @@ pub struct Note {
     /// The memory of the VM, if it was suspended when the copy was begun.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspended: Option<FileIdentity>,
+    /// How that memory was, where its file system does not say when a file was created.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspended_written: Option<Written>,
     /// The core dumps that were there then, by what their names have behind `vm.core-`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cores: Vec<String>,
@@ -79,6 +102,8 @@ pub struct Following {
     pub form: MemoryForm,
     /// The memory of the VM, if it is suspended.
     pub suspended: Option<FileIdentity>,
+    /// How that memory is, where its identity alone could be another file's later.
+    pub suspended_written: Option<Written>,
     /// The core dumps, by what their names have behind `vm.core-`.
     pub cores: Vec<String>,
 }
@@ -102,6 +127,7 @@ impl Note {
             layers: false,
             memory: None,
             suspended: None,
+            suspended_written: None,
             cores: Vec::new(),
         }
     }
@@ -112,8 +138,9 @@ impl Note {
     }
 
     /// The note of a disk with this beside it.
-    pub fn with_beside(self, Following { form, suspended, cores }: Following) -> Self {
-        let note = Self { memory: Some(form), suspended, cores, ..self };
+    pub fn with_beside(self, following: Following) -> Self {
+        let Following { form, suspended, suspended_written, cores } = following;
+        let note = Self { memory: Some(form), suspended, suspended_written, cores, ..self };
         let version = if note.has_more() { VERSION_OF_BESIDE } else { VERSION_OF_MEMORY };
         Self { version, ..note }
     }
@@ -138,6 +165,7 @@ impl Note {
     fn is_whole(&self) -> bool {
         let places = usize::from(self.to.is_some()) + usize::from(self.from.is_some());
         match self.version {
+            _ if self.suspended_written.is_some() && self.suspended.is_none() => false,
             VERSION_OF_BESIDE => places <= 1 && self.memory.is_some() && self.has_more(),
             _ if self.has_more() => false,
             VERSION_OF_MEMORY => places <= 1 && self.memory.is_some(),
@@ -232,7 +260,8 @@ mod tests {
         assert!(!Note { version: 1, ..layered.clone() }.is_whole());
         let layered_again = layered.clone();
         assert!(!Note { layers: false, ..layered }.is_whole());
-        let following = |form, suspended, cores| Following { form, suspended, cores };
+        let following =
+            |form, suspended, cores| Following { form, suspended, suspended_written: None, cores };
         let clear = MemoryForm::InTheClear;
         let remembered = layered_again.with_beside(following(clear, None, vec![]));
         let text = serde_json::to_string(&remembered).unwrap();
@@ -254,7 +283,14 @@ mod tests {
         assert_eq!(serde_json::from_str::<Note>(&text).unwrap(), suspended);
         let moved = suspended.clone().of_move(place(1, "/a"), place(2, "/b"));
         assert!([&suspended, &moved.0, &moved.1].iter().all(|it| it.version == 5 && it.is_whole()));
+        let written = Some(Written { length: 7, modified: (8, 9) });
+        let written = Note { suspended_written: written, ..suspended.clone() };
+        let text = serde_json::to_string(&written).unwrap();
+        let end = r#""suspended_written":{"length":7,"modified":[8,9]},"cores":["d"]}"#;
+        assert!(text.ends_with(end), "{text}");
+        assert_eq!(serde_json::from_str::<Note>(&text).unwrap(), written);
         for wrong in [
+            Note { suspended: None, ..written },
             Note { version: 4, ..suspended.clone() },
             Note { memory: None, ..suspended.clone() },
             Note { suspended: None, cores: vec![], ..suspended },

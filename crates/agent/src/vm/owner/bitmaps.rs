@@ -1,6 +1,8 @@
 //! The dirty bitmaps of a disk in use. Its filter alone says which there are: none is reported that it does not mark. Files keep them
 //! for the next filter ([`crate::vm::bitmap_files`]).
 
+use std::time::Instant;
+
 use vmseal_api::filter::{BitmapChange, BitmapStatus};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -63,9 +65,11 @@ impl Owner {
         for disk in self.spec.disks().filter(|disk| disk.role.is_data()) {
             let (bitmaps, spec, of) =
                 (self.shared.bitmaps.clone(), self.spec.clone(), disk.clone());
-            let directory = self.shared.run_dir.vm(spec.vm);
-            let keep = move || bitmaps.keep(&directory, &spec, &of);
-            if let Err(problem) = timed::quick_call(disk.datastore.location.path(), keep).await {
+            let (directory, began) = (self.shared.run_dir.vm(spec.vm), Instant::now());
+            let keep = move || bitmaps.keep(&directory, &spec, &of, began);
+            // It also writes to the state directory: where that is slow, the datastore is not to count as silent.
+            let place = disk.datastore.location.path().join("bitmaps");
+            if let Err(problem) = timed::quick_call(&place, keep).await {
                 tracing::warn!(disk = %disk.disk, %problem, "the dirty bitmaps of a disk are lost");
             }
         }

@@ -26,8 +26,8 @@ impl Owner {
                 situation.may(Action::DeleteDisk, Some(&disk)).map(drop)
             }
             VmChange::GrowDisk { disk, size } => self.examine_growth(disk, size).await,
-            VmChange::Start { first, discard_memory } => {
-                self.examine_start(first, discard_memory).await
+            VmChange::Start { first, discard_memory, generation } => {
+                self.examine_start(first, discard_memory, generation).await
             }
             VmChange::AddNic { nic } => {
                 let new = with_nic(self.registered(), &nic)?;

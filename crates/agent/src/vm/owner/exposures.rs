@@ -59,10 +59,7 @@ impl Owner {
         rules::check_exposure(&self.spec, disk, self.key(), facts.is_some())?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
-        if writable {
-            self.shared.bitmaps.distrust(disk.disk)?;
-        }
-        let (spec, disk) = (self.spec.clone(), disk.clone());
-        Ok(Source::Own(Box::new(OfflineDisk { spec, disk, facts, kek, writable })))
+        let (spec, disk, bitmaps) = (self.spec.clone(), disk.clone(), self.shared.bitmaps.clone());
+        Ok(Source::Own(Box::new(OfflineDisk { spec, disk, facts, kek, writable, bitmaps })))
     }
 }

@@ -239,7 +239,8 @@ impl Owner {
         }
     }
 
-    /// Whether the guest's filter was started without a copy that lacked nothing but the memory from which its guest has gone on.
+    /// Whether the guest's filter has to be given this copy now: when the filter started, the VM's saved memory was not copied yet, so it
+    /// started without the copy; the guest has used that memory up since.
     async fn is_left_out(&mut self, disk: DiskId) -> bool {
         let (vm, Ok(spec)) = (self.spec.vm, find_disk(&self.spec, disk).cloned()) else {
             return false;

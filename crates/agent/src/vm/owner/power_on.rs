@@ -43,13 +43,14 @@ impl Owner {
         &mut self,
         boot_once: Option<BootDevice>,
         discard_memory: bool,
+        generation: Option<u64>,
     ) -> Result<(), Problem> {
         if self.may_power_on(boot_once).await? == Permission::Already {
             return Ok(());
         }
         let spec = if self.suspended && !discard_memory {
             rules::check_resume(&self.spec, boot_once)?;
-            self.open_memory().await?.0
+            self.open_memory(generation).await?.0
         } else {
             self.spec.clone()
         };
@@ -71,14 +72,18 @@ impl Owner {
         timed::call(&place, move || open::examine(&spec, &disk, &facts, kek.as_ref())).await
     }
 
-    /// Begins to start the VM.
-    pub(super) async fn power_on(&mut self, boot_once: Option<BootDevice>) -> Result<(), Problem> {
+    /// Begins to start the VM. Where it is suspended and a generation is expected, its memory must be of that one.
+    pub(super) async fn power_on(
+        &mut self,
+        boot_once: Option<BootDevice>,
+        generation: Option<u64>,
+    ) -> Result<(), Problem> {
         if self.may_power_on(boot_once).await? == Permission::Already {
             return Ok(());
         }
         let plan = if self.suspended {
             rules::check_resume(&self.spec, boot_once)?;
-            let (spec, live, resume) = self.open_memory().await?;
+            let (spec, live, resume) = self.open_memory(generation).await?;
             // Until it stops, it is what it was when it was suspended.
             let registered = std::mem::replace(&mut self.spec, spec);
             self.next = (registered != self.spec).then_some(registered);

@@ -28,6 +28,7 @@ use crate::rules::plugging::{check_exposed, no_free_port, stays_plugged};
 use crate::rules::set_running::{self, Difference};
 use crate::storage::disk_keys;
 use crate::storage::medium;
+use crate::vm::bitmap_files;
 use crate::vm::internal;
 use crate::vm::panicking;
 use crate::vm::running::{ProcessEvent, Running};
@@ -365,6 +366,8 @@ impl Owner {
         spec.devices.extend(kept.map(Device::Disk));
         if let Some(running) = self.running() {
             running.live.disks.retain(|known| known.disk != disk);
+            // What others write to it from now on is not marked.
+            bitmap_files::forget_unplugged(&running.directory, disk);
         }
         self.keep(spec)?;
         self.troubles.retain(|notice| notice.disk != Some(disk));

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  take    layers made ─► file systems frozen ─► disks wait ─► layers put on the notes, and in the filter ─► thawed
-//!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed
+//!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed; a replica is copied anew
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
 //!            the active one, VM off ─────────────► merged; ends when the VM starts
@@ -10,7 +10,7 @@
 //!            the active one, small, VM running ──► disk waits, merged, taken off the note, and out of the filter ([`super::merge_served`])
 //! ```
 //! All disks are kept at one instant: one filter serves them all, and none has a request in flight while the notes are put
-//! ([`super::stacks`]). A filter of an earlier vmseal, or of disks that are copied, ends before that and another one starts after.
+//! ([`super::stacks`]). A filter of an earlier vmseal, or of disks that have replicas, ends before that and another one starts after.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +33,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::backup::TpmToKeep;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, LayerId, ToMerge};
+use crate::storage::replica;
 use crate::vm::convergence::Slowdown;
 use crate::vm::internal;
 use crate::vm::merging::Merging;
@@ -218,6 +219,8 @@ impl Owner {
             let homes = homes.collect::<Result<Vec<_>, Problem>>()?;
             homes.iter().try_for_each(|(home, disk, kept)| {
                 let layer = layers::begin_layer(home, *disk, *kept)?;
+                // Before the note: a replica has what the disk holds now.
+                replica::copy_again(home, *disk)?;
                 layers::put_active(home, *disk, layer, None)?;
                 layers::remove_unneeded(home, *disk, None).map(drop)
             })

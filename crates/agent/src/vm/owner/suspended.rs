@@ -11,7 +11,7 @@ use crate::hypervisor::network::announce::announce;
 use crate::process::run_record::{Phase, Record};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
-use crate::storage::memory::MemoryFiles;
+use crate::storage::memory::{MemoryFiles, NOT_COUNTED};
 use crate::storage::sealed_keys;
 use crate::vm::internal;
 use crate::vm::stream;
@@ -19,7 +19,7 @@ use crate::vm::suspend::{self, Resume, ToSave};
 
 impl Owner {
     /// Begins to suspend the VM.
-    pub(super) async fn suspend(&mut self) -> Result<(), Problem> {
+    pub(super) async fn suspend(&mut self, generation: Option<u64>) -> Result<(), Problem> {
         if self.situation().may(Action::Suspend, None)? == Permission::Already {
             return Ok(());
         }
@@ -29,11 +29,15 @@ impl Owner {
         let files = spawn_blocking(look).await.map_err(internal)??;
         tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
         self.not_suspended = None;
-        self.save_memory(files)
+        self.save_memory(files, generation)
     }
 
     /// Begins to save the memory of the guest, which stands still from now on.
-    pub(super) fn save_memory(&mut self, files: MemoryFiles) -> Result<(), Problem> {
+    pub(super) fn save_memory(
+        &mut self,
+        files: MemoryFiles,
+        generation: Option<u64>,
+    ) -> Result<(), Problem> {
         self.require_no_panic()?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
@@ -49,7 +53,8 @@ impl Owner {
             live: running.live.clone(),
         };
         let qmp = running.qmp.clone();
-        running.saving = Some(suspend::begin(ToSave { files, record, kek, qmp }));
+        let generation = generation.unwrap_or(NOT_COUNTED);
+        running.saving = Some(suspend::begin(ToSave { files, generation, record, kek, qmp }));
         Ok(())
     }
 
@@ -137,12 +142,13 @@ impl Owner {
         }
     }
 
-    /// What a suspended VM starts as.
+    /// What a suspended VM starts as, with memory of this generation where one is expected.
     pub(super) async fn open_memory(
         &self,
+        generation: Option<u64>,
     ) -> Result<(VmSpec, crate::process::live::Live, Resume), Problem> {
         let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
-        let open = move || suspend::open(&spec, kek.as_ref());
+        let open = move || suspend::open(&spec, kek.as_ref(), generation);
         spawn_blocking(open).await.map_err(internal)?
     }
 

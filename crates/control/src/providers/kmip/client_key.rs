@@ -13,6 +13,7 @@ use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsageP
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use uuid::Uuid;
 use vmseal_api::id::ProviderId;
+use vmseal_api::kmip::check_common_name;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_kmip::client::Identity;
 use vmseal_secret::SecretBytes;
@@ -27,9 +28,6 @@ const ID_LEN: usize = 16;
 
 /// The maximum length of a private key, in bytes of PKCS #8 DER: RSA with 8192 bits has less than 5 KiB.
 const KEY_MAX: usize = 8 * 1024;
-
-/// The longest common name, in characters (RFC 5280, ub-common-name).
-const COMMON_NAME_MAX: usize = 64;
 
 /// The validity of a self-signed certificate, in days: as vCenter's.
 const SELF_SIGNED_DAYS: i32 = 3650;
@@ -147,11 +145,7 @@ impl ClientKey {
 
 /// A client's certificate. PyKMIP and others insist on the usage.
 fn params(common_name: &str) -> Result<CertificateParams, Problem> {
-    let length = common_name.chars().count();
-    if !(1..=COMMON_NAME_MAX).contains(&length) || common_name.chars().any(char::is_control) {
-        let detail = format!("a common name has 1 to {COMMON_NAME_MAX} printable characters");
-        return Err(Problem::invalid("common_name", detail));
-    }
+    check_common_name(common_name).map_err(|what| Problem::invalid("common_name", what))?;
     let mut params =
         valid_for(common_name, SELF_SIGNED_DAYS).map_err(|error| crate::internal(&error))?;
     params.is_ca = IsCa::NoCa;

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError};
 use futures_util::future::join_all;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use vmseal_api::fingerprint::is_same;
 use vmseal_api::id::{ProviderId, check_name};
 use vmseal_api::kmip::{
     AddKmipServer, Certificate, KmipDetails, KmipServer, KmipShown, KmipTrust, PEM_MAX, SERVERS_MAX,
@@ -195,8 +196,7 @@ impl Providers {
         let kmip = self.kmip(provider.id)?;
         let server = kmip.server(alias)?;
         let shown = kmip.look(&server).await?;
-        let bare = |text: &str| text.replace([':', ' '], "").to_ascii_uppercase();
-        if bare(fingerprint) != bare(&shown.fingerprint.to_string()) {
+        if !is_same(fingerprint, &shown.fingerprint.to_string()) {
             let detail = format!(
                 "server '{alias}' shows the certificate {}, not {fingerprint}: nothing was trusted",
                 shown.fingerprint

@@ -14,7 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RestoreBackup;
 
 use super::reader::{Reader, require_found};
-use super::{OfVm, define, manifest_of, require_places};
+use super::{OfVm, define, manifest_of, replicas, require_places};
 use crate::operation::{Definition, Operation};
 use crate::services::caller::{Caller, Privilege};
 use crate::services::create_vm::provider_of;
@@ -61,6 +61,7 @@ pub(super) async fn restore(
     room::check_memory(services, vm.host, &vm.host_name, vm.memory)?;
     let made = disks::of_vm(&mut write, vm.id).await?;
     require_places(&mut write, &vm, &made).await?;
+    replicas::require(services, backup, &made)?;
     let mut begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     if let Outcome::Planned(plan) = &mut begun {
         plan.steps.insert(0, room::understood(&vm, &made));

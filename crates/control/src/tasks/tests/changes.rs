@@ -392,6 +392,17 @@ async fn the_end_of_an_exposure_is_an_event_as_its_begin_is() {
     let ended = async || fixture.events("disk.unexposed").await.pop();
     let event = fixture.eventually("its end is recorded", ended).await;
     assert!(event.detail.contains(&format!("'{disk}'")) && event.detail.contains("seconds"));
+    // A server that is killed writes none: the next one does, once.
+    fixture.made("db", "encrypted").await;
+    let held = services::disks::expose(&services, &me, "db", &disk, hold).await.unwrap();
+    std::mem::forget(held);
+    for _ in 0..2 {
+        services::disks::end_exposures(&fixture.store).await.unwrap();
+        let ended = fixture.events("disk.unexposed").await;
+        assert_eq!(ended.len(), 2, "{ended:?}");
+        assert_eq!((ended[1].actor.as_str(), ended[1].target.as_str()), (crate::SELF, "db"));
+        assert!(ended[1].detail.contains("exposed by 'me': the server ended"), "{ended:?}");
+    }
 }
 
 /// The host is asked about the machine of a new VM while nobody is kept from writing to the inventory.

@@ -113,7 +113,7 @@ async fn core_dumps_follow_and_a_key_that_one_is_under_is_not_destroyed() {
     let ended = fixture.ended(task).await;
     assert_eq!(ended.state, TaskState::Unknown);
     let problem = ended.problem.unwrap();
-    assert!(problem.detail.contains("under the key that it would lose"), "{problem}");
+    assert!(problem.detail.contains("cannot give up its key"), "{problem}");
     assert!(fixture.vm(vm).await.unwrap().key.is_some(), "{problem}");
     let destroyed = fixture.events("key.destroyed").await.len();
 

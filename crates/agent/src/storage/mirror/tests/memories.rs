@@ -449,14 +449,13 @@ fn they_move_with_the_first_disk_from_every_state_of_the_names() {
 #[test]
 fn what_is_gone_before_the_disk_pivots_does_not_come_back() {
     for (moves, copied) in [(false, false), (false, true), (true, false), (true, true)] {
-        let (mut bench, target) = if moves {
+        let (mut bench, target, _directory) = if moves {
             let (bench, target, directory) = moving();
-            std::mem::forget(directory);
-            (bench, target)
+            (bench, target, Some(directory))
         } else {
             let bench = bench();
             let home = bench.home();
-            (bench, home)
+            (bench, home, None)
         };
         let (home, disk) = (bench.home(), bench.disk().disk);
         let [memory, core, _] = of_a_vm();
@@ -481,6 +480,23 @@ fn what_is_gone_before_the_disk_pivots_does_not_come_back() {
         bench.remove_source().unwrap();
         assert_eq!(names(&target, disk), ["D.raw", "vm.json"], "moves {moves}, copied {copied}");
     }
+}
+
+#[test]
+fn a_memory_in_the_same_inode_is_another_one_where_its_time_is_noted() {
+    let bench = bench();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let [memory, ..] = of_a_vm();
+    bench.write(&memory, true);
+    bench.begin_with(false);
+    let path = home.beside(&memory);
+    // As on a file system that does not say when files were created.
+    let mut noted = note::read(&home, disk).unwrap().unwrap();
+    noted.suspended_written = Some(note::Written::in_metadata(&path.metadata().unwrap()));
+    note::write(&home, disk, &noted).unwrap();
+    assert!(!bench.mirror().leaves_memory().unwrap());
+    File::options().append(true).open(&path).unwrap().write_all(b"later").unwrap();
+    assert!(bench.mirror().leaves_memory().unwrap());
 }
 
 #[test]

@@ -1,0 +1,114 @@
+//! The generations of the memories that are saved of VMs: which one a VM must have when it is suspended, and which ones snapshots keep.
+//!
+//! ```text
+//!  suspend          renew: a number that no memory has had ─► the host saves under it
+//!  the guest runs   renew: no memory that was saved before is the expected one
+//!  revert           expect: that of the snapshot
+//! ```
+
+use jiff::Timestamp;
+use sqlx::SqliteConnection;
+use vmseal_api::id::{SnapshotId, VmId};
+
+use super::{StoreError, unsigned};
+
+/// What a generation is, for errors.
+const GENERATION: &str = "the generation of a memory";
+
+/// A number that no memory of the VM has had. It is not below the seconds since 1970, so that an inventory that does not know of former
+/// memories (a VM was adopted, or this is an older copy of the inventory) gives no number twice either. None without the VM.
+async fn next(to: &mut SqliteConnection, vm: VmId) -> Result<Option<i64>, StoreError> {
+    let last: Option<i64> = sqlx::query_scalar("SELECT memory_last FROM vms WHERE id = $1")
+        .bind(vm.to_string())
+        .fetch_optional(&mut *to)
+        .await?;
+    let Some(last) = last else { return Ok(None) };
+    let next = last.saturating_add(1).max(Timestamp::now().as_second());
+    sqlx::query("UPDATE vms SET memory_last = $1 WHERE id = $2")
+        .bind(next)
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(Some(next))
+}
+
+/// Has the VM's memory be of a new generation: none that was saved before is the expected one.
+pub async fn renew(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    let next = next(&mut *to, vm).await?;
+    sqlx::query("UPDATE vms SET memory_expected = $1 WHERE id = $2")
+        .bind(next)
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Has any memory of the VM be taken: which one it must be is not known.
+pub async fn accept_any(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET memory_expected = NULL WHERE id = $1")
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Has any memory of all VMs be taken: this is an older copy of the inventory.
+pub async fn accept_all(to: &mut SqliteConnection) -> Result<(), StoreError> {
+    sqlx::query("UPDATE vms SET memory_expected = NULL").execute(to).await?;
+    Ok(())
+}
+
+/// The generation that the VM's saved memory must be of; none where any is taken.
+pub async fn expected(from: &mut SqliteConnection, vm: VmId) -> Result<Option<u64>, StoreError> {
+    let found: Option<Option<i64>> =
+        sqlx::query_scalar("SELECT memory_expected FROM vms WHERE id = $1")
+            .bind(vm.to_string())
+            .fetch_optional(from)
+            .await?;
+    found.flatten().map(|generation| unsigned(generation, GENERATION)).transpose()
+}
+
+/// Gives the memory that a snapshot of the VM is to keep a generation of its own.
+pub async fn number_snapshot(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    snapshot: SnapshotId,
+) -> Result<(), StoreError> {
+    let next = next(&mut *to, vm).await?;
+    sqlx::query("UPDATE snapshots SET memory_generation = $1 WHERE id = $2")
+        .bind(next)
+        .bind(snapshot.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// The generation of the memory that a snapshot keeps; none where that is not known.
+pub async fn of_snapshot(
+    from: &mut SqliteConnection,
+    snapshot: SnapshotId,
+) -> Result<Option<u64>, StoreError> {
+    let found: Option<Option<i64>> =
+        sqlx::query_scalar("SELECT memory_generation FROM snapshots WHERE id = $1")
+            .bind(snapshot.to_string())
+            .fetch_optional(from)
+            .await?;
+    found.flatten().map(|generation| unsigned(generation, GENERATION)).transpose()
+}
+
+/// Has the VM's memory be the one that a snapshot keeps: the VM is reverted to it.
+pub async fn expect_snapshots(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    snapshot: SnapshotId,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE vms SET memory_expected = (SELECT memory_generation FROM snapshots WHERE id = $1)
+         WHERE id = $2",
+    )
+    .bind(snapshot.to_string())
+    .bind(vm.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}

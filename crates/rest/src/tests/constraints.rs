@@ -1,0 +1,254 @@
+//! Limits that the API document states of bodies: what is past one is refused by the schema and by the service, with the
+//! same field.
+
+use serde_json::Map;
+use vmseal_api::cloud_init::{CLOUD_INIT_MAX, SSH_KEYS_MAX};
+use vmseal_api::guest::ARGUMENTS_MAX;
+use vmseal_api::request::DESCRIPTION_MAX;
+
+use super::*;
+
+const KEY: &str =
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHJhxkLn+YHX65YPCVcGZ8RSKxoP4rmWZeb/AIWRZfne me@here";
+const HASH: &str = "$6$saltsalt$qFmFH.bQmmtXzyBY0s9v7Oicd2z4XSIecDzlB5KiA2/jctKu9YterLp8wwnSq.qc.eoxqOmSuNp2xS0ktL3nh/";
+
+/// Checks values as JSON Schema does, by the keywords that limits are made of.
+struct Schemas(Value);
+
+impl Schemas {
+    fn fits(&self, schema: &Value, value: &Value) -> bool {
+        match schema.as_object() {
+            Some(all) => {
+                all.iter().all(|(keyword, limit)| self.holds(all, (keyword.as_str(), limit), value))
+            }
+            None => *schema != json!(false),
+        }
+    }
+
+    fn holds(&self, of: &Map<String, Value>, (keyword, limit): (&str, &Value), it: &Value) -> bool {
+        let listed = || limit.as_array().into_iter().flatten();
+        let number = limit.as_f64().unwrap_or_default();
+        let known = |name: &String| of.get("properties").and_then(|all| all.get(name));
+        match (keyword, it) {
+            ("$ref", _) => {
+                let place = limit.as_str().unwrap().trim_start_matches('#');
+                self.fits(self.0.pointer(place).unwrap(), it)
+            }
+            ("anyOf", _) => listed().any(|schema| self.fits(schema, it)),
+            ("oneOf", _) => listed().filter(|schema| self.fits(schema, it)).count() == 1,
+            ("not", _) => !self.fits(limit, it),
+            ("const", _) => it == limit,
+            ("enum", _) => listed().any(|one| one == it),
+            ("type", _) => limit.as_str() == Some(kind(it)) || listed().any(|one| one == kind(it)),
+            ("pattern", Value::String(text)) => {
+                regex::Regex::new(limit.as_str().unwrap()).unwrap().is_match(text)
+            }
+            ("minLength", Value::String(text)) => text.chars().count() as f64 >= number,
+            ("maxLength", Value::String(text)) => text.chars().count() as f64 <= number,
+            ("minItems", Value::Array(items)) => items.len() as f64 >= number,
+            ("maxItems", Value::Array(items)) => items.len() as f64 <= number,
+            ("items", Value::Array(items)) => items.iter().all(|it| self.fits(limit, it)),
+            ("contains", Value::Array(items)) => items.iter().any(|it| self.fits(limit, it)),
+            ("required", Value::Object(fields)) => {
+                listed().all(|name| fields.contains_key(name.as_str().unwrap()))
+            }
+            ("properties", Value::Object(fields)) => fields
+                .iter()
+                .all(|(name, it)| known(name).is_none_or(|schema| self.fits(schema, it))),
+            ("additionalProperties", Value::Object(fields)) => {
+                fields.iter().all(|(name, it)| known(name).is_some() || self.fits(limit, it))
+            }
+            ("minimum", Value::Number(it)) => it.as_f64().unwrap() >= number,
+            ("maximum", Value::Number(it)) => it.as_f64().unwrap() <= number,
+            ("minProperties", Value::Object(fields)) => fields.len() as f64 >= number,
+            ("maxProperties", Value::Object(fields)) => fields.len() as f64 <= number,
+            _ => true,
+        }
+    }
+}
+
+/// The type of a value in JSON Schema; no number of these bodies is a fraction.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "integer",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
+    }
+}
+
+/// A body with one thing changed, which need not be there.
+fn with(body: &Value, pointer: &str, value: Value) -> Value {
+    let mut body = body.clone();
+    let (parent, name) = pointer.rsplit_once('/').unwrap();
+    let parent = body.pointer_mut(parent).unwrap();
+    match parent.as_array_mut() {
+        Some(items) => items[name.parse::<usize>().unwrap()] = value,
+        None => parent[name] = value,
+    }
+    body
+}
+
+/// What is sent where, its schema, and what of it is changed: a place, a value past its limit, and the field that is refused.
+struct Try {
+    method: Method,
+    path: &'static str,
+    schema: &'static str,
+    body: Value,
+    refused: Vec<(&'static str, Value, &'static str)>,
+}
+
+/// Bodies for VMs.
+fn of_vms() -> Vec<Try> {
+    let long = json!("x".repeat(DESCRIPTION_MAX + 1));
+    let told = json!({ "user": "me", "ssh_keys": [KEY, KEY], "password_hash": HASH });
+    let new = with(&vm_with("/name", json!("two")), "/description", json!("of a test"));
+    let user_data = |text: &str| json!({ "user_data": text });
+    vec![
+        Try {
+            method: Method::POST,
+            path: "vms?dry_run=true",
+            schema: "CreateVm",
+            body: with(&new, "/cloud_init", told),
+            refused: vec![
+                ("/description", long.clone(), "description"),
+                ("/cloud_init/user", json!("Admin"), "cloud_init.user"),
+                ("/cloud_init/user", json!("root"), "cloud_init.user"),
+                ("/cloud_init/user", json!("x".repeat(33)), "cloud_init.user"),
+                ("/cloud_init/ssh_keys", json!(vec![KEY; SSH_KEYS_MAX + 1]), "cloud_init.ssh_keys"),
+                ("/cloud_init/ssh_keys/1", json!("ssh-ed25519"), "cloud_init.ssh_keys[1]"),
+                (
+                    "/cloud_init/ssh_keys/0",
+                    json!(format!("{KEY}\nruncmd: []")),
+                    "cloud_init.ssh_keys[0]",
+                ),
+                ("/cloud_init/password_hash", json!("x".repeat(64)), "cloud_init.password_hash"),
+                ("/cloud_init/password_hash", json!("$6$short"), "cloud_init.password_hash"),
+                ("/cloud_init/user_data", json!("#!/bin/sh"), "cloud_init.user"),
+                ("/cloud_init", json!({}), "cloud_init.user_data"),
+                ("/cloud_init", user_data("runcmd: []"), "cloud_init.user_data"),
+                (
+                    "/cloud_init",
+                    user_data(&format!("#!{}", "x".repeat(CLOUD_INIT_MAX))),
+                    "cloud_init",
+                ),
+            ],
+        },
+        Try {
+            method: Method::PATCH,
+            path: "vms/web",
+            schema: "SetVm",
+            body: json!({ "description": "of a test" }),
+            refused: vec![("/description", long.clone(), "description")],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/clone?dry_run=true",
+            schema: "CloneVm",
+            body: json!({ "name": "two", "linked": false }),
+            refused: vec![("/linked", json!(true), "snapshot")],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/recrypt?dry_run=true",
+            schema: "RecryptVm",
+            body: json!({ "deep": true, "rate": 1 << 20, "disks": ["data"] }),
+            refused: vec![
+                ("/provider", json!("keys"), "provider"),
+                ("/deep", json!(false), "rate"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/recrypt?dry_run=true",
+            schema: "RecryptVm",
+            body: json!({ "provider": "keys" }),
+            refused: vec![
+                ("/rate", json!(0), "rate"),
+                ("/in_place", json!(true), "in_place"),
+                ("/disks", json!(["data"]), "disks"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/snapshots?dry_run=true",
+            schema: "TakeSnapshot",
+            body: json!({ "description": "of a test" }),
+            refused: vec![("/description", long, "description")],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/backups?dry_run=true",
+            schema: "CreateBackup",
+            body: json!({ "name": "one", "directory": "/backups" }),
+            refused: vec![
+                ("/name", json!("../x"), "name"),
+                ("/directory", json!("backups"), "directory"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/none/guest",
+            schema: "GuestCommand",
+            body: json!({ "ask": "exec", "path": "/bin/true", "arguments": ["x"] }),
+            refused: vec![("/arguments", json!(vec!["x"; ARGUMENTS_MAX + 1]), "arguments")],
+        },
+    ]
+}
+
+/// Bodies for other control planes and key servers; nothing is where they lead to.
+fn of_others(api: &Api) -> Vec<Try> {
+    let fingerprint = ["AB"; 32].join(":");
+    vec![
+        Try {
+            method: Method::POST,
+            path: "remotes?dry_run=true",
+            schema: "AddRemote",
+            body: json!({
+                "name": "other", "url": "https://127.0.0.1:1", "fingerprint": fingerprint,
+                "token": api.sealed("other", "a token"),
+            }),
+            refused: vec![
+                ("/name", json!("../x"), "name"),
+                ("/url", json!("http://127.0.0.1:1"), "url"),
+                ("/url", json!("https://127.0.0.1:1/x"), "url"),
+                ("/fingerprint", json!("AB:CD"), "fingerprint"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "remote-certificate",
+            schema: "LookAtRemote",
+            body: json!({ "url": "https://127.0.0.1:1" }),
+            refused: vec![("/url", json!("127.0.0.1:1"), "url")],
+        },
+        Try {
+            method: Method::POST,
+            path: "providers/none/servers/none/trust?dry_run=true",
+            schema: "TrustServer",
+            body: json!({ "fingerprint": fingerprint }),
+            refused: vec![("/fingerprint", json!("AB:CD"), "fingerprint")],
+        },
+    ]
+}
+
+#[tokio::test]
+async fn what_is_past_a_limit_is_refused_by_the_schema_and_by_the_service() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    let schemas = Schemas(document());
+    for Try { method, path, schema, body, refused } in of_vms().into_iter().chain(of_others(&api)) {
+        let place = format!("/components/schemas/{schema}");
+        let of = schemas.0.pointer(&place).unwrap_or_else(|| panic!("{place}"));
+        assert!(schemas.fits(of, &body), "{schema} is not to have {body}");
+        let answer = api.raw(method.clone(), path, body.to_string()).await;
+        assert_ne!(answer.status, StatusCode::BAD_REQUEST, "{path}: {}", answer.body);
+        for (pointer, value, field) in refused {
+            let changed = with(&body, pointer, value);
+            assert!(!schemas.fits(of, &changed), "{schema} may have {changed}");
+            api.raw(method.clone(), path, changed.to_string()).await.assert_field(field);
+        }
+    }
+}
