@@ -245,7 +245,7 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// The beginnings of the statements that read a whole table, or a whole index.
-const WHOLE: [&str; 14] = [
+const WHOLE: [&str; 15] = [
     // They need all rows.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
@@ -259,6 +259,7 @@ const WHOLE: [&str; 14] = [
     "DELETE FROM tasks WHERE ended IS NOT NULL AND id <=",
     // Once, after a restore.
     "UPDATE hosts SET description = NULL",
+    "UPDATE vms SET memory_expected = NULL",
     "UPDATE vms SET start_due = FALSE",
     // A few rows.
     "SELECT id, vm, disk, actor FROM exposures",

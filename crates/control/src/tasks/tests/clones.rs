@@ -151,7 +151,7 @@ impl Cloned {
         problem: &Problem,
         what: &str,
     ) {
-        let says = ["VM 'web' is whole", "delete it once the cause is fixed"];
+        let says = ["VM 'web' is complete", "then delete the snapshot"];
         assert!(says.iter().all(|said| problem.detail.contains(said)), "{what}: {problem}");
         let alarm = "task-unfinished web".to_owned();
         assert!(fixture.alarms().await.contains(&alarm), "{what}");

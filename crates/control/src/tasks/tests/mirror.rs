@@ -66,22 +66,9 @@ const IN_PLACE: [Mirror; 3] = [
     Mirror { what: What::DeepRecrypt, runs: false, in_place: true },
 ];
 
-/// Whether a run tries all (`VMSEAL_ALL`, as `scripts/soak` has it), and what chooses its part otherwise: all of them take minutes.
-/// `VMSEAL_SEED=N` repeats a run.
-fn part_of_run() -> (bool, fastrand::Rng) {
-    let seed =
-        std::env::var("VMSEAL_SEED").map_or_else(|_| fastrand::u64(..), |it| it.parse().unwrap());
-    println!("VMSEAL_SEED={seed}");
-    (std::env::var_os("VMSEAL_ALL").is_some(), fastrand::Rng::with_seed(seed))
-}
-
 /// What is done, of a VM that is off or of one that runs; both where all is tried.
-fn kinds(all: bool, random: &mut fastrand::Rng) -> Vec<Mirror> {
-    let of_both = |both: &[Mirror]| match all {
-        true => both.to_vec(),
-        false => vec![both[random.usize(..both.len())]],
-    };
-    ALL.chunks(2).flat_map(of_both).collect()
+fn kinds(part: &mut Part) -> Vec<Mirror> {
+    ALL.chunks(2).flat_map(|both| part.of(both)).collect()
 }
 
 async fn policy(fixture: &Fixture, name: &str) -> vmseal_api::id::PolicyId {
@@ -279,13 +266,11 @@ async fn assert_agrees(fixture: &Fixture, vm: VmId, what: &str) {
     }
 }
 
-/// Every fault at every step of one of these; of all where all is tried.
+/// What may happen at each step of one of these; of all where all is tried.
 pub(super) async fn one_of<T: Copy + std::fmt::Debug>(those: &[T], kind: impl Fn(T) -> Kind) {
-    let (all, mut random) = part_of_run();
-    let chosen = random.usize(..those.len());
-    for (number, it) in those.iter().enumerate().filter(|(number, _)| all || *number == chosen) {
-        println!("{number}: {it:?}");
-        matrix(kind(*it)).await;
+    for it in Part::of_run().of(those) {
+        println!("{it:?}");
+        matrix(kind(it)).await;
     }
 }
 
@@ -375,8 +360,8 @@ async fn only_the_disks_that_are_named_are_recrypted_also_while_the_guest_is_pau
 /// Fails before the host is asked to use the copies, and injects a fault into the undoing of every step.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_survives_every_fault_at_every_step() {
-    let (all, mut random) = part_of_run();
-    for kind in kinds(all, &mut random).into_iter().chain(IN_PLACE) {
+    let mut part = Part::of_run();
+    for kind in kinds(&mut part).into_iter().chain(IN_PLACE) {
         for step in kind.undone_steps() {
             for (point, fault) in [
                 (FaultPoint::Before, Fault::Crash),
@@ -385,6 +370,9 @@ async fn undoing_survives_every_fault_at_every_step() {
                 (FaultPoint::After, Fault::Fail(silent())),
                 (FaultPoint::After, Fault::Twice),
             ] {
+                if !part.has_next() {
+                    continue;
+                }
                 let what = format!("{kind:?}, {fault:?} {point:?} undoing {step:?}");
                 let crashes = matches!(fault, Fault::Crash);
                 let (undoing, done) = at(step, TaskState::RollingBack, point, fault, 1);
@@ -411,8 +399,12 @@ fn failing_and(commit: &'static str, others: Faults) -> Faults {
 /// What can be neither finished nor undone leaves a whole VM, and any of the operations removes what it has left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_stuck_leaves_a_whole_vm_and_is_cleared_by_the_next() {
+    let mut part = Part::of_run();
     for kind in ALL.into_iter().chain(IN_PLACE) {
         for step in kind.undone_steps() {
+            if !part.has_next() {
+                continue;
+            }
             let what = format!("{kind:?}, undoing {step:?} fails for good");
             let mut fixture = Fixture::new().await;
             let vm = kind.before(&fixture).await;
@@ -463,8 +455,8 @@ async fn former_images_that_stay_are_removed_before_the_next_copy() {
 /// differs from run to run, as all of them take minutes: `VMSEAL_SEED=N` repeats a run, and `VMSEAL_ALL=1` tries all.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_calls_and_restarts_of_the_agent_do_not_matter() {
-    let (all, mut random) = part_of_run();
-    for kind in kinds(all, &mut random) {
+    let mut part = Part::of_run();
+    for kind in kinds(&mut part) {
         for call in
             [Call::RegisterVm, Call::OfferKey, Call::PutJob, Call::CommitJob, Call::Describe]
         {
@@ -475,8 +467,7 @@ async fn lost_calls_and_restarts_of_the_agent_do_not_matter() {
                 HostFault::CrashHalfway,
                 HostFault::CrashAfter,
             ] {
-                let chosen = random.u32(1..=3);
-                for nth in (1..=3).filter(|nth| all || *nth == chosen) {
+                for nth in part.of(&[1, 2, 3]) {
                     let what = format!("{kind:?}: {call:?} {fault:?}, the {nth}th time");
                     let fixture = Fixture::new().await;
                     let vm = kind.before(&fixture).await;

@@ -98,7 +98,7 @@ async fn backups_become_other_vms_whatever_becomes_of_the_first() {
         let planned = restore(backup, name, true).await;
         let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
         let warns = |of: &str| plan.warnings.iter().any(|said| said.contains(of));
-        assert_eq!(warns("shares the data keys"), encrypted, "{plan:?}");
+        assert_eq!(warns("has the same data keys"), encrypted, "{plan:?}");
         assert!(warns("new addresses"), "{plan:?}");
         assert!(named(&fixture, name).await.is_none(), "a plan changes nothing");
 
