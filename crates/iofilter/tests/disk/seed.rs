@@ -1,4 +1,4 @@
-//! The seed of a test's random choices.
+//! The seed of a test's random choices, and how much of all that there is to try a run tries.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -10,4 +10,14 @@ pub fn seed() -> u64 {
     };
     println!("VMSEAL_SEED={seed}");
     seed
+}
+
+/// Whether a run tries all that there is to try, which takes many minutes: with `VMSEAL_ALL`, as `scripts/soak` has it.
+pub fn tries_all() -> bool {
+    std::env::var_os("VMSEAL_ALL").is_some()
+}
+
+/// How often a run tries what `scripts/soak` tries this often: a third of it.
+pub fn rounds(all: u32) -> u32 {
+    if tries_all() { all } else { all.div_ceil(3) }
 }

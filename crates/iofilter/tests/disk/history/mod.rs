@@ -26,7 +26,7 @@ use crate::history::checker::{Finding, Wrong};
 use crate::history::guest::{Forgets, Guest};
 use crate::platter::{Fault, Platter};
 use crate::replicated::Replicated;
-use crate::seed::seed;
+use crate::seed::{rounds, seed};
 
 const SIZE: u64 = 192 << 10;
 const SECTOR: usize = 4096;
@@ -166,7 +166,8 @@ fn through_every_chain_only_what_was_not_flushed_goes_with_the_power() {
     let seed = seed();
     for (name, kind) in chains {
         let units = if kind.granule == SECTOR { &[BLOCK, SECTOR][..] } else { &[BLOCK] };
-        for (round, unit) in (0..24).flat_map(|round| units.iter().map(move |unit| (round, *unit)))
+        for (round, unit) in (0..u64::from(rounds(24)))
+            .flat_map(|round| units.iter().map(move |unit| (round, *unit)))
         {
             let findings = run(&kind, unit, Fault::Nothing, seed ^ round, 4);
             let first: Vec<_> = findings.iter().take(5).collect();

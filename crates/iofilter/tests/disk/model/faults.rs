@@ -237,7 +237,7 @@ fn failed_changes_are_reported_and_done_or_not_and_nothing_else_changes() {
             let holes = [None, Some(Holes::Zero), Some(Holes::Ciphertext)][case / 8];
             let layers = (flags[case & 1], flags[case >> 1 & 1], flags[case >> 2 & 1]);
             let mut runner = TestRunner::new(ProptestConfig {
-                cases: 3,
+                cases: seed::rounds(3),
                 failure_persistence: None,
                 max_shrink_iters: 256,
                 rng_seed: RngSeed::Fixed(seed ^ ((place as u64) << 8) ^ case as u64),

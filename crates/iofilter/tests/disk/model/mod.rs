@@ -138,7 +138,7 @@ fn assert_replica(replica: &[u8], before: &[u8], now: &[u8]) {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 256,
+        cases: seed::rounds(256),
         failure_persistence: None,
         rng_seed: RngSeed::Fixed(seed::seed()),
         ..ProptestConfig::default()
