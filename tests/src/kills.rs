@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::fmt::Debug;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::process::Output;
 use std::thread::sleep;
 use std::time::Duration;
@@ -75,6 +76,28 @@ impl Victim {
 
 /// How many moments a run tries: each victim of [`Victim::of_round`] has its turn.
 const MOMENTS: usize = 3;
+
+/// One of how many tests of what dies, or is cancelled, has its turn.
+const TURNS: u64 = 3;
+
+/// Whether this test has its turn: each run of the tests tries a third of those of what dies at any moment, and with `VMSEAL_ALL` all of
+/// them have theirs. All of them take most of an hour, and the steps of tasks are tried by `held_steps` in any case.
+#[must_use]
+pub fn has_its_turn() -> bool {
+    if std::env::var_os("VMSEAL_ALL").is_some() {
+        return true;
+    }
+    let given = std::env::var("VMSEAL_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = given.unwrap_or_else(|| fastrand::u64(..));
+    let thread = std::thread::current();
+    let mut hasher = DefaultHasher::new();
+    (seed, thread.name()).hash(&mut hasher);
+    let has = hasher.finish() % TURNS == 0;
+    if !has {
+        eprintln!("VMSEAL_SEED={seed}: another run has its turn (VMSEAL_ALL=1 has all)");
+    }
+    has
+}
 
 /// Some of these moments (milliseconds, or parts of an operation), chosen by `VMSEAL_SEED` or a seed that is printed; with
 /// `VMSEAL_ALL`, as `scripts/soak` has it, all of them, in order.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::some_of;
+use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest;
@@ -201,6 +201,9 @@ fn what_waits_for_the_next_start_is_there_after_a_reboot() {
 /// reads what it wrote.
 #[test]
 fn an_agent_that_dies_while_devices_come_and_go_leaves_nothing_half_done() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = made("encrypted");
     let mut console = booted(&here);
     let hot = "datastore=local,size=4MiB,name=hot";
@@ -240,6 +243,9 @@ fn an_agent_that_dies_while_devices_come_and_go_leaves_nothing_half_done() {
 /// unless QEMU, before 9.0, has given up the disk that it was just adding.
 #[test]
 fn a_filter_that_dies_while_a_disk_is_added_loses_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let here = made("encrypted");
     let mut console = booted(&here);
     let mut given_up = 0;

@@ -24,10 +24,10 @@ echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 echo.bind(('', 7))
 while True: echo.sendto(*echo.recvfrom(99))";
 
-/// The image of `scripts/build-debian-image --cloud`, which is the one that `vmseal image build debian` makes.
+/// The image of `scripts/build-debian-image`, which is the one that `vmseal image build debian` makes.
 fn debian() -> String {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/build-debian-image");
-    let built = Command::new(script).arg("--cloud").output().unwrap();
+    let built = Command::new(script).output().unwrap();
     String::from_utf8(built.stdout).unwrap().lines().last().unwrap().to_owned()
 }
 

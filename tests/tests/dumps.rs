@@ -10,7 +10,7 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::some_of;
+use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
@@ -203,6 +203,9 @@ fn the_core_dump_of_a_vm_without_a_key_is_said_to_be_in_the_clear() {
 
 #[test]
 fn a_process_that_dies_leaves_a_whole_core_dump_or_none() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started("encrypted");
     for delay in some_of(&[0, 100, 250, 500]) {
         let dumping = here.command().unwrap().args(["vm", "dump", VM]).spawn();

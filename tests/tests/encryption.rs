@@ -15,7 +15,9 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::{Victim, console_again, during, some_of, while_the_guest_dies};
+use vmseal_tests::kills::{
+    Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
+};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
@@ -178,6 +180,9 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
 /// and the disk opens with the new key alone.
 #[test]
 fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started(VM, "encrypted");
     let key = |here: &Installation| here.vm(VM).unwrap()["key"]["key_id"].clone();
     let mut before = key(&here);
@@ -243,6 +248,9 @@ fn a_vm_with_uefi_is_encrypted_with_its_variables() {
 /// Whatever dies while a VM is encrypted, the task goes on or is undone, and the guest has lost nothing.
 #[test]
 fn what_dies_while_a_vm_is_encrypted_loses_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started(VM, "plain");
     let mut encrypted = false;
     for (round, milliseconds) in some_of(&[50, 150, 300, 500, 800, 1200]).into_iter().enumerate() {
@@ -276,6 +284,9 @@ fn change_from(encrypted: bool) -> &'static [&'static str] {
 /// A task that is cancelled before its commit leaves the VM as it was.
 #[test]
 fn an_encryption_that_is_cancelled_leaves_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (here, mut console) = started(VM, "plain");
     count(&mut console);
     for milliseconds in some_of(&[0, 50, 100, 400]) {
@@ -338,6 +349,9 @@ fn stands_still(here: &Installation, pace: CopyPace) {
 /// goes on where it was.
 #[test]
 fn a_copy_is_slowed_and_paused_whatever_dies_and_goes_on() {
+    if !has_its_turn() {
+        return;
+    }
     const RATE: u64 = 2 << 20;
     let (mut here, mut console) = started(VM, "plain");
     // Beside what the system of the guest is, so that there is much to copy.

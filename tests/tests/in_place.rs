@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_tests::counting_guest::{MARKER, read_marker_of_disk, started_with_one_disk};
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
@@ -240,6 +241,9 @@ fn disks_are_converted_where_there_is_no_room_for_a_copy() {
 
 #[test]
 fn nothing_is_lost_whatever_dies_meanwhile() {
+    if !has_its_turn() {
+        return;
+    }
     let mut rig = Rig::new();
     for (change, encrypted) in [(ENCRYPT, true), (RECRYPT, true), (DECRYPT, false)] {
         rig.amid_kills(change);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, some_of};
+use vmseal_tests::kills::{Victim, console_again, during, has_its_turn, some_of};
 use vmseal_tests::shell_guest::{self, booted, run};
 
 const VM: &str = "web";
@@ -189,6 +189,9 @@ fn a_snapshot_with_memory_is_encrypted_rekeyed_moved_and_decrypted_with_its_vm()
 /// Whatever dies meanwhile, the snapshot is as its VM is, and its guest comes back.
 #[test]
 fn what_dies_while_a_memory_is_copied_loses_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started("plain");
     counts(&mut console, 0);
     here.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();

@@ -9,6 +9,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{
@@ -115,6 +116,9 @@ fn a_guest_that_is_not_encrypted_moves_with_its_disks_as_well() {
 #[test]
 fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_is_left_on_the_other()
  {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = two_hosts("encrypted");
     let starts = |here: &Installation| {
         here.vmseal(&["vm", "start", VM]).unwrap();

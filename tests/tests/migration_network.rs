@@ -11,6 +11,7 @@ use std::time::Duration;
 use vmseal_tests::capture::{Capture, Captured};
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::network::{ip, own_namespace};
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::two_hosts::{
@@ -92,6 +93,9 @@ fn whoever_listens_between_the_hosts_reads_nothing_of_a_guest_that_is_sent_encry
 
 #[test]
 fn whenever_the_link_is_cut_the_guest_runs_on_one_host_and_moves_when_there_is_one_again() {
+    if !has_its_turn() {
+        return;
+    }
     if !own_namespace().unwrap() {
         return;
     }

@@ -9,6 +9,7 @@ use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::two_hosts::{
@@ -215,6 +216,9 @@ fn a_linked_clone_moves_as_a_vm_of_its_own_and_what_it_stood_on_stays() {
 
 #[test]
 fn cancelled_while_snapshots_are_copied_it_stays_and_no_process_and_no_file_is_left() {
+    if !has_its_turn() {
+        return;
+    }
     let here = with_snapshots("encrypted");
     let slowly = ["vm", "migrate", VM, THERE, "--rate", "8M", "--no-wait"];
     let task = here.json(&slowly).unwrap();
@@ -229,6 +233,9 @@ fn cancelled_while_snapshots_are_copied_it_stays_and_no_process_and_no_file_is_l
 
 #[test]
 fn whatever_dies_while_snapshots_are_copied_nothing_is_lost_and_nothing_is_left() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = with_snapshots("encrypted");
     let before = listed(&here);
     let starts = |here: &Installation| {

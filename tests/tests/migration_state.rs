@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::run;
@@ -249,6 +250,9 @@ fn move_while_processes_die(
 
 #[test]
 fn whatever_dies_the_variables_are_where_their_guest_is() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = with_firmware();
     let has_all = |shell: &mut Console| has_variable(shell, NAME, "11 22 33");
     let starts = |here: &Installation| drop(shell_of(here));
@@ -259,6 +263,9 @@ fn whatever_dies_the_variables_are_where_their_guest_is() {
 
 #[test]
 fn whatever_dies_what_a_tpm_keeps_is_where_its_guest_is() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, register) = with_tpm();
     let starts = |here: &Installation| {
         assert_eq!(ask(&mut started(here), &extend(), DONE.len()), DONE);

@@ -10,7 +10,9 @@ use std::time::Duration;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, some_of, while_the_guest_dies};
+use vmseal_tests::kills::{
+    Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
+};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
@@ -120,6 +122,9 @@ fn the_disks_of_a_vm_move_while_it_runs_and_while_it_is_off() {
 /// Whatever dies while the disks of a VM move, the task goes on or is undone, and the guest has lost nothing.
 #[test]
 fn what_dies_while_disks_move_loses_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started(VM, "plain");
     add_second(&here);
     let mut place = "local";
@@ -151,6 +156,9 @@ fn what_dies_while_disks_move_loses_nothing() {
 /// A move that is cancelled before its commit leaves the VM where it was.
 #[test]
 fn a_move_that_is_cancelled_leaves_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (here, mut console) = started(VM, "encrypted");
     add_second(&here);
     let mut place = "local";

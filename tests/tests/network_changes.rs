@@ -10,7 +10,7 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::some_of;
+use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::network::{bridge, connect, echoes, ip, own_namespace, page, taps};
 use vmseal_tests::shell_guest;
 
@@ -181,6 +181,9 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
 /// reached over the card. A tap with one queue is the harder case: nobody else may have it.
 #[test]
 fn an_agent_that_dies_while_cards_come_and_go_leaves_nothing_half_done() {
+    if !has_its_turn() {
+        return;
+    }
     if !own_namespace().unwrap() {
         return;
     }

@@ -12,6 +12,7 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
@@ -207,6 +208,9 @@ fn a_guest_that_panics_is_left_as_it_is_until_somebody_resets_it() {
 
 #[test]
 fn a_process_that_dies_leaves_a_whole_core_dump_or_none_and_no_guest_that_stands_still() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = started("encrypted", &["--on-crash", "coredump-restart"]);
     let whole = |here: &Installation, what: &str| {
         eventually("no half core dump", || {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use vmseal_tests::counting_guest::{count, stop_counting};
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, some_of};
+use vmseal_tests::kills::{Victim, console_again, during, has_its_turn, some_of};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
 
@@ -246,6 +246,9 @@ fn the_tree_of_a_vm_that_runs_follows_while_its_guest_writes() {
 /// Whatever dies while a tree is copied, the task goes on or is undone, and nothing is lost.
 #[test]
 fn what_dies_while_a_tree_is_copied_loses_nothing() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, mut console) = tree("plain");
     let mut encrypted = false;
     for (round, milliseconds) in some_of(&[100, 250, 400, 600, 900, 1300]).into_iter().enumerate() {

@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 
 const FILTER: &str = "vmseal-filter";
@@ -186,6 +187,9 @@ fn kill(here: &mut Installation, victim: &str) {
 /// changed in the end: it was not written again. All else is as the image has it.
 #[test]
 fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = Installation::new().unwrap();
     let image = noise(&here);
     // One that is encrypted goes on with the key that its half-made disk was begun with.
@@ -230,6 +234,9 @@ fn an_import_goes_on_after_a_kill_of_filter_agent_and_server() {
 /// A file has its name only when it is whole, and nothing half-written stays, whatever dies in the middle.
 #[test]
 fn an_export_that_is_killed_is_whole_or_not_there() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = Installation::new().unwrap();
     let image = noise(&here);
     import(&here, "web", "plain", &image, "raw");

@@ -11,7 +11,7 @@ use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::eventually;
 use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, during_which, retried};
+use vmseal_tests::kills::{Victim, console_again, during, during_which, has_its_turn, retried};
 
 const VM: &str = "web";
 
@@ -41,6 +41,9 @@ fn directory(here: &Installation, name: &str) -> String {
 
 #[test]
 fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
+    if !has_its_turn() {
+        return;
+    }
     let mut here = Installation::new().unwrap();
     let mut console = started(&here, VM, "plain", "local");
     let second = directory(&here, "second");

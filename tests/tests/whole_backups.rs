@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::{Victim, during, has_its_turn, some_of};
 use vmseal_tests::scan::contains;
 use vmseal_tests::tpm_guest::{
     self, DONE, MARKER, ask, define, has_tpm, keeps, read, start, undefine, write,
@@ -187,7 +188,9 @@ fn a_backup_becomes_another_vm_with_a_tpm_of_its_own() {
 /// What the agent has taken with the snapshot is lost with it: the backup has what the TPM keeps then, and says so.
 #[test]
 fn an_agent_that_dies_while_a_backup_is_made_loses_no_tpm() {
-    use vmseal_tests::kills::{Victim, during, some_of};
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, to) = created();
     let mut guest = start(&here, VM);
     keep(&mut guest);

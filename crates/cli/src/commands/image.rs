@@ -74,7 +74,7 @@ fn make(image: &Path) -> anyhow::Result<()> {
     let program = builder()?;
     // What it says is for people; its result is this program's.
     let mut builder = Command::new(&program);
-    builder.args(["--cloud", "--to"]).arg(image).stdin(Stdio::null()).stdout(Stdio::null());
+    builder.arg("--to").arg(image).stdin(Stdio::null()).stdout(Stdio::null());
     let ended = builder.status().with_context(|| format!("cannot run {}", program.display()))?;
     if !ended.success() {
         return Err(Ended::new(Exit::Failed, "the image was not built; the reason is above").into());
