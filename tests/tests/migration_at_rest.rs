@@ -10,6 +10,7 @@ use vmseal_tests::counting_guest::{
 };
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{FILTER, HERE, QEMU, THERE, Victim, only_host, other, processes};
 
@@ -105,6 +106,9 @@ fn a_suspended_guest_goes_on_at_its_new_host() {
 
 #[test]
 fn whatever_dies_meanwhile_the_vm_is_at_one_host_and_goes_on_there() {
+    if !has_its_turn() {
+        return;
+    }
     let (mut here, console) = started();
     share(&here);
     drop(console);
