@@ -77,11 +77,12 @@ impl Victim {
 /// How many moments a run tries: each victim of [`Victim::of_round`] has its turn.
 const MOMENTS: usize = 3;
 
-/// One of how many tests of what dies, or is cancelled, has its turn.
+/// One of how many tests of what dies, is cancelled, or comes together seldom, has its turn.
 const TURNS: u64 = 3;
 
-/// Whether this test has its turn: each run of the tests tries a third of those of what dies at any moment, and with `VMSEAL_ALL` all of
-/// them have theirs. All of them take most of an hour, and the steps of tasks are tried by `held_steps` in any case.
+/// Whether this test has its turn: of the tests of what dies at any moment, and of those of what comes together seldom, each run tries a
+/// third, and with `VMSEAL_ALL` all of them have their turn. All of them take most of an hour, and the steps of tasks are tried by
+/// `held_steps` in any case.
 #[must_use]
 pub fn has_its_turn() -> bool {
     if std::env::var_os("VMSEAL_ALL").is_some() {
@@ -92,7 +93,7 @@ pub fn has_its_turn() -> bool {
     let thread = std::thread::current();
     let mut hasher = DefaultHasher::new();
     (seed, thread.name()).hash(&mut hasher);
-    let has = hasher.finish() % TURNS == 0;
+    let has = hasher.finish().is_multiple_of(TURNS);
     if !has {
         eprintln!("VMSEAL_SEED={seed}: another run has its turn (VMSEAL_ALL=1 has all)");
     }

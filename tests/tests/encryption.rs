@@ -211,6 +211,9 @@ fn a_vm_that_runs_gets_a_new_key_whatever_dies_meanwhile() {
 /// What a firmware keeps is encrypted with the rest.
 #[test]
 fn a_vm_with_uefi_is_encrypted_with_its_variables() {
+    if !has_its_turn() {
+        return;
+    }
     let here = Installation::new().unwrap();
     let disk = "datastore=local,size=16MiB";
     let create = ["vm", "create", VM, "--policy", "plain", "--firmware", "uefi", "--disk", disk];

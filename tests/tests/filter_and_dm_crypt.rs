@@ -18,6 +18,7 @@ use vmseal_luks::{DATA_OFFSET, Identity};
 use vmseal_secret::derive::KeyContext;
 use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 use vmseal_tests::filter::{Disk, Filter, Successor};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::scan::contains;
 use vmseal_tests::test_guest::{self, GuestDisk};
 
@@ -214,6 +215,9 @@ fn serve_and_kill(image: &Image, socket: &Path, done: &AtomicBool) -> usize {
 
 #[test]
 fn fio_verifies_what_it_writes_while_filter_after_filter_is_killed() {
+    if !has_its_turn() {
+        return;
+    }
     let image = Image::new();
     let (socket, done) = (image.directory.path().join("vmm.sock"), AtomicBool::new(false));
     let script = "set -e

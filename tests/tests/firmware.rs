@@ -8,6 +8,7 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::installation::{self, Installation, text};
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 
@@ -211,6 +212,9 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
 /// Variables are a disk in layers, too: these follow while the firmware has them, and each snapshot brings its own back.
 #[test]
 fn variables_follow_with_their_snapshots() {
+    if !has_its_turn() {
+        return;
+    }
     let here = Installation::new().unwrap();
     create(&here, "web", "plain", &["--firmware", "uefi"]);
     here.vmseal(&["vm", "start", "web"]).unwrap();
