@@ -12,6 +12,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
 use crate::outcome::OperationError;
+use crate::stop;
 
 const QEMU: &str = "qemu-system-x86_64";
 /// How long a QEMU may take to listen, and to say what is waited for while it migrates.
@@ -153,7 +154,7 @@ impl Qemu {
         let begun = Instant::now();
         loop {
             // There are others all the time.
-            if begun.elapsed() > ANSWER {
+            if stop::asked() || begun.elapsed() > ANSWER {
                 let log = format!("{:?}", self.events.last());
                 return Err(OperationError::Never {
                     what: "a QEMU says that it has migrated",

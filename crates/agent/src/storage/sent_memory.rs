@@ -15,7 +15,7 @@ use vmseal_api::atomic_file;
 use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::problem::Problem;
-use vmseal_seal::file::{FileError, Header, Kind};
+use vmseal_seal::file::{FileError, Header, Kind, Wanted};
 use vmseal_seal::frame::CONTENT_MAX;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
@@ -63,7 +63,10 @@ pub fn send(
     let mut file = sealed::open(&path)?;
     let header = Header::read(&mut file).map_err(refused)?;
     let key = vm_key(spec, kek)?;
-    let from = vmseal_seal::file::open(sealed::open(&path)?, spec.vm.0, Kind::Memory, key.as_ref());
+    // The one that is sent as such, whatever has been put in its place meanwhile.
+    let generation = Some(header.identity().generation);
+    let wanted = Wanted { vm: spec.vm.0, kind: Kind::Memory, generation };
+    let from = vmseal_seal::file::open_wanted(sealed::open(&path)?, wanted, key.as_ref());
     let mut from = from.map_err(refused)?;
     let mut to = vmseal_seal::file::create(BufWriter::new(to), header.identity(), key.as_ref())
         .map_err(internal)?;

@@ -356,8 +356,11 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
 /// Refuses what would leave core dumps behind that no key opens, or that are not as the VM's disks are. Returns how many follow.
 async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
     if wanted.operation.is_in_place() {
-        let what = "they would not be encrypted as the VM is";
-        super::dumps::require_none(services, &wanted.vm, what).await?;
+        // Other data keys leave the VM's key as it is, which core dumps are under.
+        if wanted.policy.is_some() {
+            let what = "they would not be encrypted as the VM is";
+            super::dumps::require_none(services, &wanted.vm, what).await?;
+        }
         return Ok(0);
     }
     if !wanted.moves_first_disk() && wanted.policy.is_none() {

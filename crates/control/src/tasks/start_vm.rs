@@ -172,19 +172,24 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
                 run.hosts().until_shown(vm.host, &next).await;
                 return Ok(());
             }
-            Some((Power::Off | Power::Suspended, Some(stopped))) => match stopped.reason {
-                // It ran, and has ended already.
-                StopReason::GuestShutdown | StopReason::PoweredOff => {
+            Some((power @ (Power::Off | Power::Suspended), Some(stopped))) => {
+                // Of one that is off no memory is there any more: its guest may have gone on from it.
+                if power == Power::Off {
                     outdate_memory(run).await?;
-                    run.hosts().until_shown(vm.host, &next).await;
-                    return Ok(());
                 }
-                StopReason::FoundDead => return Err(again(&stopped.detail)),
-                _ => {
-                    let detail = format!("it did not start: {}", stopped.detail);
-                    return Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)));
+                match stopped.reason {
+                    // It ran, and has ended already.
+                    StopReason::GuestShutdown | StopReason::PoweredOff => {
+                        run.hosts().until_shown(vm.host, &next).await;
+                        return Ok(());
+                    }
+                    StopReason::FoundDead => return Err(again(&stopped.detail)),
+                    _ => {
+                        let detail = format!("it did not start: {}", stopped.detail);
+                        return Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)));
+                    }
                 }
-            },
+            }
             Some((Power::Off | Power::Suspended, None)) | None => {
                 return Err(again("the host's agent restarted while it started the VM"));
             }

@@ -108,11 +108,16 @@ async fn suspend(run: &Run<'_>) -> Result<(), StepError> {
             }
             Some((Power::Suspending | Power::Unknown, _)) => {}
             Some((Power::Off, seen)) => {
+                // What was written of the memory has the former number.
+                number(run).await?;
                 let why = seen.stopped.as_ref().map_or("", |stopped| stopped.detail.as_str());
                 return Err(failed(format!("it is off, and its memory was not saved: {why}")));
             }
             Some((_, seen)) => match &seen.not_suspended {
-                Some(why) => return Err(failed(format!("it runs on: {why}"))),
+                Some(why) => {
+                    number(run).await?;
+                    return Err(failed(format!("it runs on: {why}")));
+                }
                 // The agent restarted meanwhile, and let the guest go on.
                 None => {
                     // What that agent has written and not named has the former number.

@@ -9,6 +9,7 @@ use super::layout::Layout;
 use super::processes;
 use super::progress::Progress;
 use super::tools::{self, Tools};
+use crate::stop;
 
 /// How long it may take. Seconds on an idle machine; after a crash OSDs recover data first.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -60,7 +61,7 @@ impl Waiting<'_> {
                 Err(error) => return Err(error),
             };
             self.check()?;
-            if begun.elapsed() > LIMIT {
+            if stop::asked() || begun.elapsed() > LIMIT {
                 let (seconds, logs) = (LIMIT.as_secs(), self.layout.logs());
                 return Err(CephError::Never { seconds, state, logs });
             }

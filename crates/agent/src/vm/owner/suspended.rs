@@ -82,10 +82,11 @@ impl Owner {
     /// The guest goes on, as its memory could not be saved.
     async fn goes_on(&mut self, problem: Problem) {
         tracing::error!(vm = %self.spec.vm, %problem, "the VM is not suspended, and goes on");
-        self.let_go_on().await;
-        if let Err(problem) = self.with_files(|files| files.sweep()).await {
+        // Before its guest changes its disks: the file may have its name already.
+        if let Err(problem) = self.with_files(|files| files.discard()).await {
             tracing::warn!(vm = %self.spec.vm, %problem, "what was saved cannot be removed");
         }
+        self.let_go_on().await;
         self.not_suspended = Some(problem.detail);
     }
 
