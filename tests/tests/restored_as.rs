@@ -80,7 +80,7 @@ fn backups_of_before_and_after_an_encryption_become_vms_of_their_own() {
     assert!(told.contains("new addresses") && !told.contains("data keys"), "{told}");
     backup(&here, &["restore", VM, "clear", "--as", "then"]);
     let told = warned(&here, "sealed", "since");
-    assert!(told.contains("shares the data keys"), "{told}");
+    assert!(told.contains("has the same data keys"), "{told}");
     backup(&here, &["restore", VM, "sealed", "--as", "since"]);
     let taken = here.refused(&["backup", "restore", VM, "sealed", "--as", "since"]).unwrap();
     assert!(taken.contains("since"), "{taken}");
