@@ -79,7 +79,7 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     }
     let (mut here, mut console) = running();
 
-    // What is not there, or not to be had, is refused, before and at the attempt, and leaves nothing.
+    // The dry run and the command refuse a card whose bridge or tap is missing, or whose port is in use. Nothing is left of it.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let forward = format!("user,forward=tcp:{port}:7");

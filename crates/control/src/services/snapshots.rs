@@ -186,7 +186,7 @@ pub async fn take(
 /// a TPM keeps is not taken back.
 ///
 /// # Errors
-/// `unsupported` where one of them has a replica and the agent of the VM's host `cannot` do what is asked with that.
+/// `unsupported` where a disk has a replica, and the agent of the VM's host is too old to keep such disks. `cannot` says what it cannot do.
 pub(super) fn keepable(
     services: &Services,
     vm: &Vm,

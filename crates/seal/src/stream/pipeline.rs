@@ -21,8 +21,8 @@ use zeroize::Zeroizing;
 use super::{Frame, SealedFrames, SealedReader, SealedWriter, room_for_a_frame};
 use crate::frame::Sealer;
 
-/// How many frames there are: one for each side to work on, and as many that wait for one of them. Together they are a MiB, as much
-/// as the kernel lets a pipe hold. With one, either side would wait for the other for ever.
+/// How many frames there are: each thread works on one, and two wait between the threads. Together they take one MiB. With a single
+/// frame the two threads would wait for each other and never go on.
 const FRAMES: usize = 4;
 
 /// Why the content of a stream was not given out to its end.

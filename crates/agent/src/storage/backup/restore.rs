@@ -284,7 +284,7 @@ impl Restoring {
         // The old one has the data key under the other VM's key, and is not overwritten by a new one.
         wipe(file, data_offset(&entry.facts)).map_err(|error| failed(&path, "written", &error))?;
         let context = keys::context(self.spec.vm, vm_key.reference);
-        // The other VM has the data key, and whoever gets the same backup.
+        // The VM that was backed up has the same data key, and so has each other VM that is made of this backup.
         let identity = Identity { disk: disk.disk.0, holes: opened.holes, shared: true };
         let (dek, kek) = (&opened.dek, vm_key.kek);
         let made = vmseal_luks::create(file, disk.size, dek, kek, &context, identity);
