@@ -44,9 +44,10 @@ fn launched(here: &Installation) {
     let typed = format!("{PASSWORD}\n{PASSWORD}\n");
     let launched = here.answered(&[&launch[..], &more].concat(), &typed).unwrap();
     assert!(launched.status.success(), "{}", String::from_utf8_lossy(&launched.stderr));
-    // Its SSH server starts again when cloud-init has set the password.
+    // Its SSH server starts again when cloud-init has set the password, which ends what was connected.
     let said = eventually("its owner is let in", || {
-        here.vmseal(&["vm", "ssh", VM, "--", "hostname; sudo id -u"]).ok()
+        let command = "cloud-init status --wait >/dev/null; hostname; sudo id -u";
+        here.vmseal(&["vm", "ssh", VM, "--", command]).ok()
     });
     assert_eq!(said.unwrap(), format!("{VM}\n0\n"));
 }
@@ -57,11 +58,8 @@ fn in_guest(here: &Installation, command: &[&str]) -> Output {
 
 /// The password is known to the guest as a hash, and lets its owner in at the console.
 fn lets_its_owner_in_by_the_password(here: &Installation) {
-    eventually("the password is set", || {
-        let shadow = in_guest(here, &["/usr/bin/getent", "shadow", "debian"]);
-        shadow.stdout.starts_with(b"debian:$6$").then_some(())
-    })
-    .unwrap();
+    let shadow = in_guest(here, &["/usr/bin/getent", "shadow", "debian"]);
+    assert!(shadow.stdout.starts_with(b"debian:$6$"), "{shadow:?}");
     let mut console = here.console(VM).unwrap();
     console.expect(" login: ", 0).unwrap();
     console.type_text("debian\r").unwrap();

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde_json::{Value, json};
@@ -19,8 +19,12 @@ const PIPE_SIZE: i32 = 1 << 20;
 /// The pause between questions about a stream: the guest may stand still while its end is not noticed.
 const ASK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How often QEMU is asked for the times of a stream that is complete, without a pause: the guest stands still.
-const TIMES_ASKED: u32 = 5;
+/// The pause between questions for the times of a stream that is complete: the guest stands still.
+const TIMES_INTERVAL: Duration = Duration::from_millis(1);
+
+/// How long QEMU is asked for the times of a stream that is complete. It takes a moment to measure them, and more where the
+/// machine is busy; a guest should not stand still for longer to have a figure.
+const TIMES_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// As fast as it can, in bytes a second: QEMU's usual limit is for networks.
 pub const BANDWIDTH_MAX: u64 = 1 << 40;
@@ -61,17 +65,19 @@ pub async fn take_back(qmp: &Qmp, name: &str) {
 /// # Errors
 /// `internal`: QEMU's, and that the stream failed.
 pub async fn completed(qmp: &Qmp, mut tell: impl FnMut(&Value)) -> Result<(), Problem> {
-    let mut asked_for_times = 0;
+    let mut complete_since = None;
     loop {
         let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
         tell(&state);
         if !is_complete(&state)? {
             sleep(ASK_INTERVAL).await;
-        } else if has_times(&state) || asked_for_times >= TIMES_ASKED {
-            return Ok(());
-        } else {
-            asked_for_times += 1;
+            continue;
         }
+        let since = complete_since.get_or_insert_with(Instant::now);
+        if has_times(&state) || since.elapsed() >= TIMES_TIMEOUT {
+            return Ok(());
+        }
+        sleep(TIMES_INTERVAL).await;
     }
 }
 

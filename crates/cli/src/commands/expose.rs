@@ -224,8 +224,11 @@ mod tests {
         assert!(Socket::listen(&path).is_err(), "it is in use");
         drop(socket);
         assert!(!path.exists());
-        // The socket that a killed command leaves.
+        // The socket that a killed command leaves. A process that another test starts has the listener for a moment, too.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        while std::os::unix::net::UnixStream::connect(&path).is_ok() {
+            tokio::task::yield_now().await;
+        }
         drop(Socket::listen(&path).unwrap());
         std::fs::write(&path, "mine").unwrap();
         assert!(Socket::listen(&path).is_err());
