@@ -70,7 +70,7 @@ async fn kept_exports(
     }
 }
 
-/// Another VM's disk stands on what a snapshot keeps, which stays until that disk is gone.
+/// Another VM's disk stands on what a snapshot keeps, which stays until the snapshot's disk has a copy in its place. The other one keeps what it had.
 async fn linked_clones(
     agent: &dyn HostAgent,
     session: &Session,
@@ -122,15 +122,17 @@ async fn linked_clones(
     let on_source = |job| agent.put_job(session.vm(), TaskId::new(), job);
     let code = ErrorCode::WrongState;
     refused(on_source(drop_snapshot(of, kept)).await, code, "what a clone stands on");
-    refused(on_source(copy(of, true)).await, code, "a copy of what a clone stands on");
-    refused(agent.examine_job(session.vm(), copy(of, true)).await, code, "examining it");
     let dropped = agent.examine_job(session.vm(), drop_snapshot(of, other)).await;
     done(dropped, "a snapshot that no clone stands on");
+    let copied = agent.examine_job(session.vm(), copy(of, true)).await;
+    done(copied, "a copy of what a clone stands on");
+    mirrored(agent, session, of, copy(of, true)).await;
+    let dropped = agent.examine_job(session.vm(), drop_snapshot(of, kept)).await;
+    done(dropped, "a snapshot whose former files a clone stands on");
     for _ in 0..2 {
         done(agent.delete_disk(vm, disk.disk).await, "deleting the clone's disk");
     }
     done(agent.unregister_vm(vm).await, "forgetting the clone");
-    done(agent.examine_job(session.vm(), copy(of, true)).await, "what is the VM's own again");
 }
 
 /// An encrypted disk in layers is copied with them, to where it is, to another datastore, and back.

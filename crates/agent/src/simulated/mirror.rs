@@ -49,7 +49,6 @@ impl Inside {
     ) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
         for disk in &job.disks {
-            self.is_unshared(disk.disk, None)?;
             let Copies { unfinished, sources, .. } = &self.persisted.copies;
             let other = unfinished.get(&disk.disk).filter(|other| **other != task);
             if let Some(other) = other.or_else(|| sources.get(&disk.disk)) {
@@ -135,7 +134,7 @@ impl Inside {
                 (_, Some(of)) if *of == task => {}
                 _ => return Err(rules::nothing_to_commit(task)),
             }
-            self.unlink(disk.disk);
+            self.part(disk.disk);
             self.use_copy(vm, &spec, disk, wanted)?;
             if spec.disks().next().is_some_and(|first| first.disk == disk.disk) {
                 self.seal_beside(vm, job.forgets_key)?;

@@ -44,7 +44,7 @@ impl Inside {
                     return Err(Problem::new(ErrorCode::LimitExceeded, what));
                 }
                 JobSpec::DropSnapshot(job) => {
-                    self.is_unshared(disk.disk, Some(job.snapshot))?;
+                    self.is_unshared(disk.disk, job.snapshot)?;
                 }
                 JobSpec::Revert(job) if !known.contains(&job.snapshot) => {
                     return Err(rules::no_snapshot(&spec.name, disk, job.snapshot));
@@ -61,18 +61,16 @@ impl Inside {
         Ok(())
     }
 
-    /// Checks that no linked clone stands on a disk, or on what one snapshot of it keeps. What is linked to a snapshot stands on
-    /// those before it, too.
-    pub fn is_unshared(&self, disk: DiskId, of: Option<SnapshotId>) -> Result<(), Problem> {
+    /// Checks that no linked clone stands on what a snapshot of a disk keeps. What is linked to a snapshot stands on those before it, too.
+    fn is_unshared(&self, disk: DiskId, snapshot: SnapshotId) -> Result<(), Problem> {
         let mut links = self.persisted.links.0.values();
         let known = self.persisted.snapshots.0.get(&disk).map_or(&[][..], Vec::as_slice);
         let up_to = |kept: &SnapshotId| {
             let end = known.iter().position(|it| it == kept);
             end.map_or(&[][..], |end| &known[..=end])
         };
-        let stands = |(on, kept): &(DiskId, SnapshotId)| {
-            *on == disk && of.is_none_or(|snapshot| up_to(kept).contains(&snapshot))
-        };
+        let stands =
+            |(on, kept): &(DiskId, SnapshotId)| *on == disk && up_to(kept).contains(&snapshot);
         if links.any(stands) {
             let what = "linked clones stand on this: delete them first";
             return Err(Problem::new(ErrorCode::WrongState, what));
@@ -90,7 +88,16 @@ impl Inside {
         }
     }
 
-    /// A disk is a copy now, or gone: it stands on nothing.
+    /// A disk is a copy now: it stands on nothing, and what stood on it keeps the former files, with those below.
+    pub fn part(&mut self, disk: DiskId) {
+        let Links(links) = &mut self.persisted.links;
+        match links.remove(&disk) {
+            Some(below) => links.values_mut().filter(|it| it.0 == disk).for_each(|it| *it = below),
+            None => links.retain(|_, (on, _)| *on != disk),
+        }
+    }
+
+    /// A disk is gone: it stands on nothing.
     pub fn unlink(&mut self, disk: DiskId) {
         self.persisted.links.0.remove(&disk);
     }

@@ -39,6 +39,7 @@ use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{check_length, data_offset, header_problem};
+use crate::storage::sharing;
 
 /// A disk to convert.
 pub struct Wanted {
@@ -181,6 +182,8 @@ impl Wanted {
         if !layers::read(&home, self.id())?.is_empty() {
             return Err(rules::no_layers_in_place(&self.spec, &self.disk));
         }
+        // It writes the file itself, which they read.
+        sharing::check_alone(&home, &[home.image(self.id())])?;
         if !is_there(&home.image(self.id()))? {
             return Err(gone(&home.image(self.id())));
         }

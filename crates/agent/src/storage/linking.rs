@@ -9,7 +9,8 @@
 //! ```
 //! The files get further names (hard links) in the home of the clone, so each VM has all it needs in its own directory, whatever
 //! becomes of the other, and a note names no path. What has a name in another home is not written: a merge into it is
-//! refused ([`super::sharing`]).
+//! refused ([`super::sharing`]). Where the other VM's disk is copied to other files, which take its place, only the names there go
+//! ([`super::mirror`]), and the clone keeps the files as it does when the other VM is deleted.
 //!
 //! The clone has a header of its own, under its own key, with the other's data key (DEK). It is made like any disk:
 //!
@@ -22,6 +23,7 @@ use std::path::Path;
 
 use vmseal_api::atomic_file;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
 use vmseal_secret::SecretBytes;
@@ -97,6 +99,7 @@ impl Link<'_> {
             Ok(identity)
         });
         let files = files.collect::<Result<Vec<_>, Problem>>()?;
+        self.is_still_of(&source, snapshot, &files)?;
         let made = match (key, self.kek, &spec.key) {
             (None, ..) => DiskFacts::Raw,
             (Some((dek, holes)), Some(kek), Some(reference)) => {
@@ -116,6 +119,40 @@ impl Link<'_> {
         home.finish(disk.disk, &file)?;
         Ok(made)
     }
+
+    /// Checks that the files which have got further names are still those of the snapshot. Where a copy of the disk has taken its place
+    /// meanwhile, they may have been overwritten before they had these names ([`super::mirror`]). From here on they are not: what looks
+    /// how many names they have does so after its note is changed.
+    fn is_still_of(
+        &self,
+        source: &Home,
+        snapshot: SnapshotId,
+        files: &[FileIdentity],
+    ) -> Result<(), Problem> {
+        let Lent { spec, disk, .. } = self.lent;
+        if keeps(source, disk.disk, snapshot, files)? {
+            return Ok(());
+        }
+        let what = format!(
+            "disk '{}' of VM '{}' was copied to other files meanwhile: try again",
+            disk.name, spec.name
+        );
+        Err(Problem::new(ErrorCode::WrongState, what))
+    }
+}
+
+/// Whether these files are what a snapshot keeps of a disk. Blocks.
+///
+/// # Errors
+/// As [`layers::base_of`].
+pub(super) fn keeps(
+    home: &Home,
+    disk: DiskId,
+    snapshot: SnapshotId,
+    files: &[FileIdentity],
+) -> Result<bool, Problem> {
+    let now = layers::base_of(home, disk, snapshot)?.unwrap_or_default();
+    Ok(now.iter().map(|(_, identity)| identity).eq(files))
 }
 
 /// Gives a file another name, and checks that it is still that file.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use uuid::Uuid;
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
-use vmseal_api::id::{DatastoreId, DiskId, SnapshotId, VmId};
+use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_luks::Holes;
 use vmseal_secret::{DEK_LEN, KEK_LEN};
 

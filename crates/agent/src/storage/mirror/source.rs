@@ -1,13 +1,15 @@
 //! Removing the image that a disk had before its copy took its place.
 //!
 //! With it go the layers that it had, and what was beside it: memory, core dumps. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
-//! header, without which the data key is lost. On storage that writes elsewhere (flash, copy-on-write and
+//! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
+//! the name here goes ([`crate::storage::linking`]). On storage that writes elsewhere (flash, copy-on-write and
 //! log-structured file systems, snapshots of the datastore) earlier versions of the blocks may remain: no program above the
 //! medium can promise otherwise.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
@@ -58,8 +60,7 @@ pub fn remove(
             DiskFacts::Raw => length,
             DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
         };
-        // What linked clones stand on is theirs.
-        if sharing::clones_of(&home, std::slice::from_ref(&path))?.is_empty() {
+        if !is_of_others(&home, &path, &file)? {
             overwrite(&file, end, |done| progress(done, end), &is_cancelled)
                 .map_err(|problem| problem.unwrap_or_else(ended))?;
         }
@@ -68,7 +69,7 @@ pub fn remove(
     if mirror.note.layers {
         // After the image, whose header has the key of encrypted ones.
         layers::drop_sources(&home, disk.disk, |path, file| {
-            if !sharing::clones_of(&home, &[path.to_owned()])?.is_empty() {
+            if is_of_others(&home, path, file)? {
                 return Ok(());
             }
             let end = match facts {
@@ -85,6 +86,18 @@ pub fn remove(
     home.remove(&home.mirror_map(disk.disk))?;
     home.remove_note(&home.mirror_pace(disk.disk))?;
     mirror.remove_notes()
+}
+
+/// Whether a former file has further names, and so stays as it is for who has those: linked clones, as far as is known. Their names on the
+/// datastore do not decide, as a clone's directory may have been renamed. Nobody gives it another name from here on: its disk has pivoted, and
+/// [`crate::storage::linking`] looks for that afterwards.
+fn is_of_others(home: &Home, path: &Path, file: &File) -> Result<bool, Problem> {
+    if !sharing::has_other_names(file).map_err(internal)? {
+        return Ok(false);
+    }
+    let clones = sharing::clones_of(home, &[path.to_owned()]).unwrap_or_default();
+    tracing::warn!(path = %path.display(), clones = %clones.join(", "), "it has further names and is not overwritten: linked clones keep it");
+    Ok(true)
 }
 
 fn ended() -> Problem {

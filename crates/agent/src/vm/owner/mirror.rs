@@ -42,7 +42,6 @@ impl Owner {
     ) -> Result<Vec<Wanted>, Problem> {
         self.may_work(Action::MirrorDisk, spec)?;
         let wanted = self.wanted(job)?;
-        self.are_unshared(job.disks.iter().map(|wanted| wanted.disk)).await?;
         for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
             if let Some(other) = known.filter(|known| known.task() != task) {
                 return Err(rules::other_mirror(disk, other.task()));
@@ -401,6 +400,8 @@ impl Owner {
         let (spec, next) = (change(&self.spec), self.next.as_ref().map(change));
         for disk in &taken {
             self.made.extend(disk.facts.clone().map(|facts| (disk.disk, facts)));
+            // Linked clones have its former data key.
+            self.shared_out.remove(&disk.disk);
         }
         self.next = next;
         if running {

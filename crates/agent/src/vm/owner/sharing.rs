@@ -55,7 +55,7 @@ impl Owner {
         spawn_blocking(check).await.map_err(internal)?
     }
 
-    /// Checks that no linked clone stands on disks that are to be copied: it would keep what the copy is made to be rid of.
+    /// Checks that no linked clone stands on disks that are to be sent to another host, which are removed here.
     pub(super) async fn are_unshared(
         &self,
         disks: impl Iterator<Item = DiskId>,
