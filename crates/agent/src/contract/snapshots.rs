@@ -120,8 +120,8 @@ async fn linked_clones(
         }
     }
     let on_source = |job| agent.put_job(session.vm(), TaskId::new(), job);
-    let code = ErrorCode::WrongState;
-    refused(on_source(drop_snapshot(of, kept)).await, code, "what a clone stands on");
+    let dropped = on_source(drop_snapshot(of, kept)).await;
+    refused(dropped, ErrorCode::WrongState, "what a clone stands on");
     let dropped = agent.examine_job(session.vm(), drop_snapshot(of, other)).await;
     done(dropped, "a snapshot that no clone stands on");
     let copied = agent.examine_job(session.vm(), copy(of, true)).await;

@@ -103,7 +103,7 @@ pub async fn clone(
     }
     if let Some(link) = &link {
         for disk in &copies.linked {
-            links::insert(&mut write, *disk, link).await?;
+            links::insert(&mut write, *disk, link, copies.disks.get(disk).copied()).await?;
         }
     }
     for (position, nic) in cards.iter().enumerate() {

@@ -1,6 +1,8 @@
 //! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run, be off or be suspended; its
 //! disks are copied, and the copies used ([`crate::tasks`]).
 
+mod parents;
+
 use vmseal_api::host::version::{
     IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE,
 };
@@ -253,10 +255,7 @@ async fn begin(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let mut kept = require_snapshots_follow(services, &wanted).await?;
-    // The former files, which the copies are to replace, would stay.
-    let mut read = services.store.read().await?;
-    super::vms::require_no_clones(&mut read, &wanted.vm, None).await?;
-    drop(read);
+    let keeps = parents::examine(services, &wanted.vm, &wanted.known, &wanted.operation).await?;
     kept.dumps = require_dumps_follow(services, &wanted).await?;
     kept.suspended = require_power(services, &wanted).await?;
     require_places(services, &wanted).await?;
@@ -270,6 +269,7 @@ async fn begin(
     require_work(services, &wanted).await?;
     let mut warnings = examine(services, &wanted, dry_run).await?;
     warnings.extend(kept.warnings(&wanted));
+    warnings.extend(keeps);
     let mut write = services.store.write().await?;
     // Read again: a task may have ended since.
     let vm = vms::get(&mut write, wanted.vm.id).await?;

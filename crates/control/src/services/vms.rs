@@ -536,7 +536,7 @@ pub async fn delete(
 }
 
 /// Names of VMs, as an error has them.
-fn named(names: &[String]) -> String {
+pub(super) fn named(names: &[String]) -> String {
     names.iter().map(|name| format!("'{name}'")).collect::<Vec<_>>().join(", ")
 }
 

@@ -1,6 +1,7 @@
-//! Which disks are those of linked clones, and what they stand on.
+//! Which disks are those of linked clones, and what they stand on. A disk that has a copy in its place is not what others stand on any more: these
+//! keep its former files ([`part`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
@@ -41,27 +42,31 @@ impl Row {
     }
 }
 
-/// Notes what a disk stands on.
+/// Notes what a disk stands on: on this disk of the other VM.
 pub async fn insert(
     to: &mut SqliteConnection,
     disk: DiskId,
     link: &Link,
+    on: Option<DiskId>,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO linked_disks (disk_id, source_vm, source_name, snapshot_id, snapshot_name)
-         VALUES ($1, $2, $3, $4, $5)",
+        "INSERT INTO linked_disks
+             (disk_id, source_vm, source_name, snapshot_id, snapshot_name, source_disk)
+         VALUES ($1, $2, $3, $4, $5, $6)",
     )
     .bind(disk.to_string())
     .bind(link.vm.to_string())
     .bind(&link.vm_name)
     .bind(link.snapshot.to_string())
     .bind(&link.snapshot_name)
+    .bind(on.map(|on| on.to_string()))
     .execute(to)
     .await?;
     Ok(())
 }
 
-/// What the disks of a VM stand on: one link, as all of a clone's are of one snapshot. None of a VM of its own.
+/// What the disks of a VM stand on: one link, as all of a clone's are of one snapshot. Where some of these have been copied to other files since,
+/// and the VM of that snapshot is a clone itself, it is that of some disk. None of a VM of its own.
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Link>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT d.vm_id, l.source_vm, l.source_name, l.snapshot_id, l.snapshot_name
@@ -100,6 +105,54 @@ pub async fn clones_of(
     let wanted = snapshot.map(|snapshot| snapshot.to_string());
     let is_wanted = |of: &String| wanted.as_ref().is_none_or(|wanted| wanted == of);
     Ok(names.into_iter().filter(|(_, of)| is_wanted(of)).map(|(name, _)| name).collect())
+}
+
+/// The names of the linked clones that have disks which stand on one of these disks of a VM, in their order.
+pub async fn clones_of_disks(
+    from: &mut SqliteConnection,
+    vm: VmId,
+    disks: &[DiskId],
+) -> Result<Vec<String>, StoreError> {
+    let mut names = BTreeSet::new();
+    for disk in disks {
+        let found: Vec<(String,)> = sqlx::query_as(
+            "SELECT v.name FROM linked_disks l JOIN disks d ON d.id = l.disk_id
+             JOIN vms v ON v.id = d.vm_id
+             WHERE l.source_vm = $1 AND (l.source_disk = $2 OR l.source_disk IS NULL)",
+        )
+        .bind(vm.to_string())
+        .bind(disk.to_string())
+        .fetch_all(&mut *from)
+        .await?;
+        names.extend(found.into_iter().map(|(name,)| name));
+    }
+    Ok(names.into_iter().collect())
+}
+
+/// A copy has taken the place of a VM's disk: no disk stands on it any more. Those that did keep its former files, and with them what it stood on
+/// itself, which is then what they stand on. To be called before that is forgotten ([`forget`]).
+pub async fn part(to: &mut SqliteConnection, vm: VmId, disk: DiskId) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE linked_disks SET
+             (source_vm, source_name, snapshot_id, snapshot_name, source_disk) =
+             (SELECT source_vm, source_name, snapshot_id, snapshot_name, source_disk
+              FROM linked_disks WHERE disk_id = $2)
+         WHERE source_vm = $1 AND (source_disk = $2 OR source_disk IS NULL)
+             AND EXISTS (SELECT 1 FROM linked_disks WHERE disk_id = $2)",
+    )
+    .bind(vm.to_string())
+    .bind(disk.to_string())
+    .execute(&mut *to)
+    .await?;
+    sqlx::query(
+        "DELETE FROM linked_disks
+         WHERE source_vm = $1 AND (source_disk = $2 OR source_disk IS NULL)",
+    )
+    .bind(vm.to_string())
+    .bind(disk.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
 }
 
 /// A disk stands on nothing any more.

@@ -12,7 +12,7 @@ macro_rules! migration {
 }
 
 /// The migrations that are tested here, and those that they need, in order.
-const MIGRATIONS: [(u32, &str); 17] = [
+const MIGRATIONS: [(u32, &str); 19] = [
     (1, migration!("0001_inventory")),
     (10, migration!("0010_allocation")),
     (11, migration!("0011_image_format")),
@@ -29,7 +29,9 @@ const MIGRATIONS: [(u32, &str); 17] = [
     (90, migration!("0090_volumes_and_placements")),
     (91, migration!("0091_key_requests_moved")),
     (156, migration!("0156_proofs")),
+    (200, migration!("0200_linked_clones")),
     (235, migration!("0235_proofs_of_a_vm")),
+    (239, migration!("0239_disks_that_clones_stand_on")),
 ];
 
 /// An inventory with the migrations before the one with this number.
@@ -191,4 +193,25 @@ async fn the_last_proof_of_a_vm_is_kept_as_one_of_several() {
     assert_eq!(lines(i, sql).await, ["v t S", "v u D T"]);
     raw_sql("DELETE FROM vms").execute(&mut *i).await.unwrap();
     assert_eq!(lines(i, "SELECT vm_id FROM proofs").await, [""; 0]);
+}
+
+#[tokio::test]
+async fn disks_of_clones_stand_on_those_of_the_same_name() {
+    let mut inventory = inventory_before(239).await;
+    raw_sql(
+        "INSERT INTO policies (id, name, encryption, allocation, limits)
+             VALUES ('p', 'plain', FALSE, 'thin', '{}');
+         INSERT INTO vms (id, name, policy_id, vcpus, memory, lifecycle)
+             VALUES ('v', 'web', 'p', 1, 1, 'ready'), ('c', 'one', 'p', 1, 1, 'ready');
+         INSERT INTO disks (id, vm_id, position, name, size, encrypted, allocation, limits)
+             VALUES ('v0', 'v', 0, 'a', 1, FALSE, 'thin', '{}'), ('v1', 'v', 1, 'b', 1, FALSE, 'thin', '{}'),
+                    ('c0', 'c', 0, 'b', 1, FALSE, 'thin', '{}'), ('c1', 'c', 1, 'x', 1, FALSE, 'thin', '{}');
+         INSERT INTO linked_disks VALUES ('c0', 'v', 'web', 's', 'base'), ('c1', 'gone', 'old', 's', 'base');",
+    )
+    .execute(&mut inventory)
+    .await
+    .unwrap();
+    migrate(&mut inventory, 239).await;
+    let sql = "SELECT concat_ws(' ', disk_id, source_disk) FROM linked_disks ORDER BY disk_id";
+    assert_eq!(lines(&mut inventory, sql).await, ["c0 v1", "c1"]);
 }

@@ -22,6 +22,7 @@
 mod copying;
 pub(crate) mod in_place;
 mod keys;
+mod parents;
 
 use async_trait::async_trait;
 use vmseal_api::host::version::MIRROR_BESIDE;
@@ -331,7 +332,7 @@ async fn clear(run: &Run<'_>) -> Result<(), StepError> {
         if !disks.is_empty() && cancel(run, &vm, task, &disks).await? == Cancelled::InUse {
             // Some disks may use their copies and others not, and the inventory may not know.
             commit(run, &vm, task, &disks).await?;
-            record_found(run, &disks).await?;
+            record_found(run, &disks, parents::Pivoted::All).await?;
         }
     }
     remove_sources(run, &vm).await
@@ -452,6 +453,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;
     let mut names = Vec::new();
+    let clones = links::clones_of_disks(&mut write, vm.id, copied).await?;
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
         let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
             let detail = format!(
@@ -460,12 +462,13 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
             );
             return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
         };
+        links::part(&mut write, vm.id, disk.id).await?;
         set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
-    tell(run, &mut write, &vm, &names, policy).await?;
+    tell(run, &mut write, &vm, &names, (policy, parents::told(&clones))).await?;
     Ok(write.commit().await?)
 }
 
@@ -521,7 +524,7 @@ async fn tell(
     write: &mut Write<'_>,
     vm: &Vm,
     names: &[&str],
-    policy: Option<String>,
+    (policy, clones): (Option<String>, String),
 ) -> Result<(), StepError> {
     let kind = match run.task.operation {
         Operation::EncryptVm { .. } => "vm.encrypted",
@@ -554,7 +557,7 @@ async fn tell(
         None => None,
     };
     let detail =
-        format!("{disks}{}{}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
+        format!("{disks}{}{}{clones}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
 }
@@ -570,7 +573,7 @@ async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         Err(StepError::Again(problem)) => return Err(StepError::Again(problem)),
         Err(StepError::Final(problem) | StepError::Paused(problem)) => {
             tracing::warn!(task = %run.task.id, %problem, "not all disks use their copies");
-            record_found(run, &disks).await?;
+            record_found(run, &disks, parents::Pivoted::AsFound).await?;
         }
         Ok(()) => {}
     }
@@ -578,7 +581,11 @@ async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
 }
 
 /// Records which of the copied disks use their copies: for each what the host says.
-async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
+async fn record_found(
+    run: &Run<'_>,
+    copied: &[DiskId],
+    pivoted: parents::Pivoted,
+) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let state = run.host_state(vm.host, None).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
@@ -586,6 +593,10 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError>
     let seen = state_of(&state, run.vm_id).map_or(&[][..], |seen| &seen.disks);
     let known = disks::of_vm(&mut write, run.vm_id).await?;
     for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
+        let before = known.iter().find(|it| it.id == disk.disk);
+        if before.is_some_and(|before| pivoted.is_certain(&run.task.operation, before, disk)) {
+            links::part(&mut write, run.vm_id, disk.disk).await?;
+        }
         set_image(&mut write, disk).await?;
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;

@@ -31,6 +31,7 @@ mod mirror;
 mod mirror_beside;
 mod outage;
 mod pacing;
+mod parents;
 mod part;
 mod proofs;
 mod recrypt;

@@ -92,7 +92,7 @@ impl Cloned {
             if let Some(base) = base.as_ref().filter(|_| stands) {
                 let (vm_name, snapshot_name) = (origin.name.clone(), base.name.clone());
                 let link = links::Link { vm: origin.id, vm_name, snapshot: base.id, snapshot_name };
-                links::insert(&mut write, disk.id, &link).await.unwrap();
+                links::insert(&mut write, disk.id, &link, Some(from.id)).await.unwrap();
                 linked.insert(disk.id);
             }
         }
