@@ -332,7 +332,7 @@ async fn clear(run: &Run<'_>) -> Result<(), StepError> {
         if !disks.is_empty() && cancel(run, &vm, task, &disks).await? == Cancelled::InUse {
             // Some disks may use their copies and others not, and the inventory may not know.
             commit(run, &vm, task, &disks).await?;
-            record_found(run, &disks, parents::Pivoted::All).await?;
+            record_found(run, &disks, &task.operation).await?;
         }
     }
     remove_sources(run, &vm).await
@@ -573,19 +573,15 @@ async fn switch_back(run: &Run<'_>, cause: &Problem) -> Result<(), StepError> {
         Err(StepError::Again(problem)) => return Err(StepError::Again(problem)),
         Err(StepError::Final(problem) | StepError::Paused(problem)) => {
             tracing::warn!(task = %run.task.id, %problem, "not all disks use their copies");
-            record_found(run, &disks, parents::Pivoted::AsFound).await?;
+            record_found(run, &disks, &run.task.operation).await?;
         }
         Ok(()) => {}
     }
     Err(StepError::Final(unfinished(&run.task.operation, &run.task.target, cause)))
 }
 
-/// Records which of the copied disks use their copies: for each what the host says.
-async fn record_found(
-    run: &Run<'_>,
-    copied: &[DiskId],
-    pivoted: parents::Pivoted,
-) -> Result<(), StepError> {
+/// Records which of the disks that `of` has copied use their copies: for each what the host says.
+async fn record_found(run: &Run<'_>, copied: &[DiskId], of: &Operation) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let state = run.host_state(vm.host, None).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
@@ -594,7 +590,7 @@ async fn record_found(
     let known = disks::of_vm(&mut write, run.vm_id).await?;
     for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
         let before = known.iter().find(|it| it.id == disk.disk);
-        if before.is_some_and(|before| pivoted.is_certain(&run.task.operation, before, disk)) {
+        if before.is_some_and(|before| parents::has_pivoted(of, before, disk)) {
             links::part(&mut write, run.vm_id, disk.disk).await?;
         }
         set_image(&mut write, disk).await?;
