@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 51] = [
+pub const FEATURES: [&str; 52] = [
     "job-create",
     "job-export",
     NICS,
@@ -76,6 +76,7 @@ pub const FEATURES: [&str; 51] = [
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
     REPLICA_SNAPSHOTS,
+    SHARE_DATA_KEYS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -169,6 +170,9 @@ pub const WHOLE_BACKUP: &str = "backup-beside";
 
 /// The feature of agents that restore a backup of one VM as the disks of another.
 pub const RESTORE_AS: &str = "restore-as";
+
+/// The feature of agents that mark disks whose data keys other VMs get, and what they restore of such disks.
+pub const SHARE_DATA_KEYS: &str = "share-data-keys";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";
