@@ -112,7 +112,10 @@ fn backups_of_before_and_after_an_encryption_become_vms_of_their_own() {
     assert!(refused.contains("is encrypted now") && refused.contains("--as NAME"), "{refused}");
     backup(&here, &["restore", VM, "sealed"]);
     let head = &image(&here, VM)[..HEADER];
-    assert!(contains(head, "\"shared\":true"), "the backup of before has no mark, and was given none");
+    assert!(
+        contains(head, "\"shared\":true"),
+        "the backup of before has no mark, and was given none"
+    );
     // With data keys of its own it has nothing in common with the backup, and outlives all of that.
     here.vmseal(&["vm", "recrypt", "since", "--deep"]).unwrap();
     assert_ne!(data(&image(&here, "since")), data(&sealed));

@@ -1,8 +1,6 @@
 //! The keys that open the disks of a VM, which is off or runs.
 
-use vmseal_api::host::{
-    HostAgent, KeyReference, OtherKey, Power, PowerOff, ShareDataKeys, VmSpec,
-};
+use vmseal_api::host::{HostAgent, KeyReference, OtherKey, Power, PowerOff, ShareDataKeys, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::ErrorCode;
 use vmseal_secret::{KEK_LEN, SecretBytes};

@@ -28,8 +28,8 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange,
-    VmSpec,
+    OtherKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;

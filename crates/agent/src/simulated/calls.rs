@@ -15,8 +15,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShareDataKeys, Sharing,
-    ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShareDataKeys,
+    Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -323,8 +323,7 @@ impl Inside {
         };
         let length = spec.size + offset;
         let (written, shared) = (facts.clone(), false);
-        let made =
-            SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
+        let made = SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }

@@ -7,8 +7,8 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Inside, gone};
-use crate::rules::{self, find_disk};
 use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
 
 impl Inside {
     /// The encrypted disks of a VM, all of which open with its registered key.

@@ -30,8 +30,8 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
-    VmChange, VmSpec,
+    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    StateChange, VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;

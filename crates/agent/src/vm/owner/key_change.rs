@@ -9,8 +9,8 @@ use vmseal_api::problem::Problem;
 
 use super::super::{Change, Reply, internal};
 use super::Owner;
-use crate::rules::{self, find_disk};
 use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
 use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
 
