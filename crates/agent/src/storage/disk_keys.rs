@@ -1,7 +1,7 @@
-//! Changing the keys that open a VM's disks and sealed files, and marking those disks whose data keys others get. Only the headers are written, in an order that survives a power
-//! cut at any point (crate luks). All encrypted disks of the VM are opened before the first is written: one that is missing,
-//! damaged or in use fails the change before anything is written. Those of a VM that is off are locked; those of a guest
-//! are locked by the processes that serve it, which read headers only at their start.
+//! Changing the keys that open a VM's disks and sealed files, and marking those disks whose data keys others get. Only the headers
+//! are written, in an order that survives a power cut at any point (crate luks). All encrypted disks of the VM are opened before
+//! the first is written: one that is missing, damaged or in use fails the change before anything is written. Those of a VM that is
+//! off are locked; those of a guest are locked by the processes that serve it, which read headers only at their start.
 //!
 //! ```text
 //!             add(new)                registered with the new one           drop_others
