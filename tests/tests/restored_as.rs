@@ -73,6 +73,7 @@ fn backups_of_before_and_after_an_encryption_become_vms_of_their_own() {
     write(&mut console, "TEXT-OF-SEALED");
     backup(&here, &["create", VM, "sealed"]);
     write(&mut console, "TEXT-OF-NOW");
+    assert_eq!(bounced_bytes(&here, VM).unwrap(), 0, "it has its data key alone");
 
     let refused = here.refused(&["backup", "restore", VM, "clear"]).unwrap();
     assert!(refused.contains("stop it first") && refused.contains("--as NAME"), "{refused}");
@@ -102,6 +103,7 @@ fn backups_of_before_and_after_an_encryption_become_vms_of_their_own() {
     // Others have its data keys.
     assert!(started_as(&here, "since", "TEXT-OF-SEALED"), "it decrypts in its guest's memory");
     reads(&mut console, "TEXT-OF-NOW");
+    assert!(bounced_bytes(&here, VM).unwrap() > 0, "it decrypts in its guest's memory");
 
     // In place what has another form does not fit; what has the same does, and other VMs are as they were.
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
@@ -109,6 +111,11 @@ fn backups_of_before_and_after_an_encryption_become_vms_of_their_own() {
     let refused = here.refused(&["backup", "restore", VM, "clear"]).unwrap();
     assert!(refused.contains("is encrypted now") && refused.contains("--as NAME"), "{refused}");
     backup(&here, &["restore", VM, "sealed"]);
+    let head = &image(&here, VM)[..HEADER];
+    assert!(
+        contains(head, "\"shared\":true"),
+        "the backup of before has no mark, and was given none"
+    );
     // With data keys of its own it has nothing in common with the backup, and outlives all of that.
     here.vmseal(&["vm", "recrypt", "since", "--deep"]).unwrap();
     assert_ne!(data(&image(&here, "since")), data(&sealed));

@@ -337,6 +337,9 @@ pub struct Proof {
     /// What it says.
     pub report: ProofReport,
     /// The SHA-256 of the text that is signed, in hexadecimal: what names the report, also in the event `vm.proved`.
+    // Servers of earlier versions do not send it.
+    #[serde(default)]
+    #[cfg_attr(feature = "openapi", schema(required = true))]
     pub digest: String,
     /// The same as the VM's host has signed it.
     pub signed: SignedReport,

@@ -187,9 +187,14 @@ impl Redundancy {
         format!("{}{layout}", self.failures)
     }
 
-    /// What pools lack of this: that of names and headers, and that of data where it is another one. None if they do not.
+    /// What pools lack of this: that of names and headers, and that of data where it is another one. None if they do not. Of a
+    /// datastore without pools, or whose cluster has not described them, nothing is known.
     #[must_use]
     pub fn lacking(self, pools: &[PoolFacts]) -> Option<String> {
+        if pools.is_empty() && !self.is_nothing() {
+            let what = "it is not known what failures it outlives: it is a directory, or its cluster has not described its pools yet";
+            return Some(what.to_owned());
+        }
         let weak = pools.iter().find(|pool| pool.failures() < u32::from(self.failures));
         if let Some(pool) = weak {
             return Some(format!("pool '{}' has {pool}", pool.pool));
@@ -264,6 +269,8 @@ mod tests {
         let weak = [mirrored(1, 1), coded(4, 2, 4)];
         assert!(asks(1, None).lacking(&weak).unwrap().contains("'vms'"));
         assert_eq!(asks(0, None).lacking(&weak), None);
+        assert!(asks(1, None).lacking(&[]).unwrap().contains("not known"));
+        assert_eq!(asks(0, None).lacking(&[]), None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Create, open, inspect, change keys, repair, adopt. Every function that changes a header can be killed at
+//! Create, open, inspect, change keys, mark, repair, adopt. Every function that changes a header can be killed at
 //! any point and repeated.
 //!
 //! A change of KEK (shallow recrypt), as the inventory sees it:
@@ -192,6 +192,40 @@ pub fn drop_other_keks(
     drop(attached);
     plan.run(store)?;
     session.prove(store, expected, (kek, context))
+}
+
+/// Notes that disks of other VMs may have the data key: it is read through buffers from now on. Does nothing if that is noted
+/// already, and cannot be taken back. The header is read back.
+///
+/// # Errors
+/// As [`open`], [`HeaderError::TwoKeys`] while another KEK opens the disk, too, as its note cannot be made without it;
+/// [`HeaderError::Write`], or [`HeaderError::ReadBackFailed`]: the disk opens as before.
+pub fn mark_shared(
+    store: &mut impl HeaderStore,
+    expected: &Facts,
+    kek: &SecretBytes,
+    context: &KeyContext<'_>,
+) -> Result<(), HeaderError> {
+    let session = Session::open(store, expected, kek, context)?;
+    let Session { metadata, slot, dek, holes, shared, .. } = &session;
+    // The token of another key would stay without the note, and be the only one when that key is.
+    if metadata.tokens.values().any(|token| !token.shared && !token.is_of(context)) {
+        return Err(HeaderError::TwoKeys);
+    }
+    let attached = session.attach(store, expected)?;
+    let mut plan = attached.plan();
+    if !*shared {
+        let token = Token::new(*slot, expected, (*holes, true), dek, kek, context)?;
+        attached.device.set_token(*slot, &token.encode()?)?;
+        attached.working.check(expected)?;
+        plan.copies(&attached.working)?;
+    }
+    drop(attached);
+    plan.run(store)?;
+    match Session::open(store, expected, kek, context) {
+        Ok(read) if read.shared && read.dek == session.dek => Ok(()),
+        _ => Err(HeaderError::ReadBackFailed(name(context))),
+    }
 }
 
 /// Takes over a disk that cryptsetup made with vmseal's parameters (docs/formats/disk.md) and `kek` as its

@@ -13,7 +13,7 @@
 //! | `loaded`, `session` | a header in memory, and one that is checked and unlocked |
 //! | `unlock` | the key in a slot |
 //! | `write_back` | the order of writes |
-//! | [`header`] | create, open, inspect, change of key, repair, adopt |
+//! | [`header`] | create, open, inspect, change of key, mark, repair, adopt |
 //! | `export` | headers of exported volumes |
 
 pub mod error;
@@ -33,7 +33,9 @@ mod write_back;
 pub use error::{CopyFault, HeaderError, Refusal};
 pub use export::create_for_passphrase;
 pub use facts::{DATA_OFFSET, Facts, Holes, Identity, SECTOR_SIZE};
-pub use header::{Opened, add_kek, adopt, create, drop_other_keks, inspect, open, repair};
+pub use header::{
+    Opened, add_kek, adopt, create, drop_other_keks, inspect, mark_shared, open, repair,
+};
 pub use layout::{Copy, HeaderNotice};
 pub use store::HeaderStore;
 pub use token::KeyReference;

@@ -76,6 +76,29 @@ fn a_disk_whose_data_key_others_may_have_says_so() {
     }
 }
 
+/// Another VM gets the data key of a disk that had it alone.
+#[test]
+fn a_disk_is_marked_when_others_get_its_data_key() {
+    let mut store = created();
+    let (held, new) = ((&kek(), &CONTEXT), (&new_kek(), &NEW_CONTEXT));
+    vmseal_luks::add_kek(&mut store, &facts(), held, new).unwrap();
+    let before = store.head.clone();
+    // The token of the other key would stay without the mark.
+    let refused = vmseal_luks::mark_shared(&mut store, &facts(), &kek(), &CONTEXT).unwrap_err();
+    assert!(matches!(refused, HeaderError::TwoKeys), "{refused}");
+    assert!(store.head == before);
+    vmseal_luks::drop_other_keks(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
+    vmseal_luks::mark_shared(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
+    let opened = open(&store).unwrap();
+    assert!(opened.shared && opened.dek == dek() && opened.notice.is_none());
+    store.journal.clear();
+    vmseal_luks::mark_shared(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
+    assert!(store.journal.is_empty(), "it was marked already");
+    vmseal_luks::add_kek(&mut store, &facts(), held, new).unwrap();
+    vmseal_luks::drop_other_keks(&mut store, &facts(), new.0, new.1).unwrap();
+    assert!(vmseal_luks::open(&store, &facts(), new.0, new.1).unwrap().shared);
+}
+
 #[test]
 fn facts_survive_json_and_name_no_secret() {
     let json = serde_json::to_value(facts()).unwrap();

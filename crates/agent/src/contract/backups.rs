@@ -55,8 +55,16 @@ pub fn verify(session: &Session, backup: BackupId) -> JobSpec {
 pub fn restore(session: &Session, backup: BackupId) -> JobSpec {
     let (directory, disks) = (directory(session), vec![session.disk(0).disk]);
     let opens_with = session.spec.key.clone();
-    let (key, from) = (None, None);
-    JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key, from })
+    let (key, from, shared) = (None, None, false);
+    JobSpec::RestoreBackup(RestoreBackupJob {
+        backup,
+        directory,
+        disks,
+        opens_with,
+        key,
+        from,
+        shared,
+    })
 }
 
 impl Session {

@@ -1,6 +1,7 @@
 //! The keys that open the disks of a VM, which is off or runs.
 
-use vmseal_api::host::{HostAgent, KeyReference, OtherKey, Power, PowerOff, VmSpec};
+use vmseal_api::host::{HostAgent, KeyReference, OtherKey, Power, PowerOff, ShareDataKeys, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::ErrorCode;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
@@ -38,6 +39,14 @@ pub async fn others(agent: &dyn HostAgent, session: &mut Session) {
     done(agent.drop_other_keys(vm, first.clone()).await, "dropping none");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "another key");
     done(agent.add_key(vm, other(&first, &second, &second_kek)).await, "the same again");
+    // What another VM gets the data keys of: not while a key is changed, as its note would be lost.
+    let shared = |key: &KeyReference, disk| ShareDataKeys { key: key.clone(), disks: vec![disk] };
+    let encrypted = session.spec.disks().find(|disk| disk.encrypted).map(|disk| disk.disk);
+    let encrypted = encrypted.expect("a disk is encrypted");
+    let two = agent.share_data_keys(vm, shared(&first, encrypted)).await;
+    refused(two, ErrorCode::InUse, "sharing a data key under two keys");
+    let unknown = agent.share_data_keys(vm, shared(&first, DiskId::new())).await;
+    refused(unknown, ErrorCode::NotFound, "sharing that of an unknown disk");
     done(agent.drop_other_keys(vm, first.clone()).await, "dropping the added key");
     let called_off = VmSpec { key: Some(second.clone()), ..session.spec.clone() };
     let new_kek = std::mem::replace(&mut session.kek, second_kek);
@@ -78,6 +87,9 @@ pub async fn others(agent: &dyn HostAgent, session: &mut Session) {
     done(session.offer(agent).await, "its key, while it runs");
     done(agent.drop_other_keys(vm, second.clone()).await, "dropping while it runs");
     done(agent.check_key(vm, second.clone()).await, "checking the new key");
+    for what in ["sharing a data key while it runs", "sharing it again"] {
+        done(agent.share_data_keys(vm, shared(&second, encrypted)).await, what);
+    }
     console(agent, session).await;
     done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
     done(agent.power_on(vm).await, "starting with the key that it got while it ran");

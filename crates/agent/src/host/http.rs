@@ -116,6 +116,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/check", post(check_key))
         .route("/v1/vms/{vm}/key/add", post(add_key))
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
+        .route("/v1/vms/{vm}/key/share", post(share_data_keys))
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/examine-change", post(examine_change))
@@ -326,6 +327,15 @@ async fn drop_other_keys(
     request: Body,
 ) -> Answer<Response> {
     agent.drop_other_keys(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn share_data_keys(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    agent.share_data_keys(id("vm", &vm)?, body(request).await?).await?;
     done()
 }
 

@@ -28,8 +28,8 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, ReceiveJob, SealedKey, Sharing, ShowsCertificate, StateChange, VmChange,
-    VmSpec,
+    OtherKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -422,6 +422,11 @@ impl HostAgent for RealHost {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.change_keys(vm, keep, Change::DropOthers).await
+    }
+
+    async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
+        let ShareDataKeys { key, disks } = shared;
+        self.change_keys(vm, key, Change::Share(disks)).await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -297,6 +297,7 @@ impl Inside {
                 image.facts = entry.facts.clone();
                 image.checks = key.iter().map(|key| key.check.clone()).collect();
                 image.keys = key.into_iter().collect();
+                image.shared = !image.keys.is_empty() && (job.shared || job.from.is_some());
             }
         }
         if found { Ok(()) } else { Err(rules::nothing_to_commit(task)) }

@@ -15,8 +15,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, Sharing,
-    ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShareDataKeys,
+    Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -322,7 +322,8 @@ impl Inside {
             DiskFacts::Luks2 { data_offset, .. } => *data_offset,
         };
         let length = spec.size + offset;
-        let made = SimulatedDisk { vm, datastore, facts: facts.clone(), checks, keys, length };
+        let (written, shared) = (facts.clone(), false);
+        let made = SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }
@@ -605,6 +606,10 @@ impl HostAgent for SimulatedHost {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.call(Call::DropOtherKeys, |inside| inside.drop_other_keys(vm, &keep))
+    }
+
+    async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
+        self.call(Call::ShareDataKeys, |inside| inside.share_data_keys(vm, &shared))
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -46,6 +46,8 @@ pub enum Call {
     AddKey,
     /// `drop_other_keys`
     DropOtherKeys,
+    /// `share_data_keys`
+    ShareDataKeys,
     /// `delete_disk`
     DeleteDisk,
     /// `examine_hardware`

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use vmseal_api::host::{KeyReference, OtherKey};
+use vmseal_api::host::{KeyReference, OtherKey, ShareDataKeys};
 use vmseal_api::id::{DiskId, VmId};
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Inside, gone};
-use crate::rules;
 use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
 
 impl Inside {
     /// The encrypted disks of a VM, all of which open with its registered key.
@@ -42,6 +42,20 @@ impl Inside {
     pub fn drop_other_keys(&mut self, vm: VmId, keep: &KeyReference) -> Result<(), Problem> {
         let disks = self.key_opens(vm, keep)?;
         self.set_keys(&disks, [keep])
+    }
+
+    pub fn share_data_keys(&mut self, vm: VmId, shared: &ShareDataKeys) -> Result<(), Problem> {
+        let encrypted = self.key_opens(vm, &shared.key)?;
+        let spec = self.known(vm)?.spec.clone();
+        shared.disks.iter().try_for_each(|disk| find_disk(&spec, *disk).map(drop))?;
+        for disk in encrypted.iter().filter(|disk| shared.disks.contains(disk)) {
+            let Some(there) = self.persisted.disks.get_mut(disk) else { continue };
+            if there.keys.len() > 1 {
+                return Err(Problem::new(ErrorCode::InUse, "a disk opens with two keys"));
+            }
+            there.shared = true;
+        }
+        Ok(())
     }
 
     fn set_keys<const N: usize>(

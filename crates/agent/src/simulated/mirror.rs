@@ -164,6 +164,7 @@ impl Inside {
             image.facts = facts.clone();
             image.checks = key.iter().map(|key| key.check.clone()).collect();
             image.keys = key.into_iter().collect();
+            image.shared = false;
             image.length = disk.size + offset;
         }
         let change = |spec: &mut VmSpec| {

@@ -94,6 +94,8 @@ pub struct SimulatedDisk {
     pub checks: BTreeSet<String>,
     /// The keys that its header names; none where it is not encrypted.
     pub keys: Vec<KeyReference>,
+    /// Whether its header says that others may have its data key.
+    pub shared: bool,
     /// The length of its image, in bytes.
     pub length: u64,
 }

@@ -1,7 +1,7 @@
-//! Changing the keys that open a VM's disks and sealed files. Only the headers are written, in an order that survives a power
-//! cut at any point (crate luks). All encrypted disks of the VM are opened before the first is written: one that is missing,
-//! damaged or in use fails the change before anything is written. Those of a VM that is off are locked; those of a guest
-//! are locked by the processes that serve it, which read headers only at their start.
+//! Changing the keys that open a VM's disks and sealed files, and marking those disks whose data keys others get. Only the headers
+//! are written, in an order that survives a power cut at any point (crate luks). All encrypted disks of the VM are opened before
+//! the first is written: one that is missing, damaged or in use fails the change before anything is written. Those of a VM that is
+//! off are locked; those of a guest are locked by the processes that serve it, which read headers only at their start.
 //!
 //! ```text
 //!             add(new)                registered with the new one           drop_others
@@ -11,8 +11,9 @@
 use std::fs::File;
 
 use vmseal_api::host::{DiskSpec, KeyReference, VmSpec};
-use vmseal_api::problem::Problem;
-use vmseal_luks::Facts;
+use vmseal_api::id::DiskId;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_luks::{Facts, HeaderError};
 use vmseal_seal::slot::VmKey;
 use vmseal_secret::SecretBytes;
 
@@ -125,6 +126,29 @@ impl<'a> DiskKeys<'a> {
         self.tell_replicas()
     }
 
+    /// Marks those of these disks that are encrypted: others may have their data keys. Blocks.
+    ///
+    /// # Errors
+    /// `in-use` where a disk opens with another key, too; else as [`DiskKeys::add`].
+    pub fn mark_shared(&mut self, disks: &[DiskId]) -> Result<(), Problem> {
+        let (vm, context) = (self.spec, keys::context(self.spec.vm, self.registered));
+        for header in self.headers.iter_mut().filter(|it| disks.contains(&it.disk.disk)) {
+            let (name, file) = (&header.disk.name, &mut header.file);
+            let marked = vmseal_luks::mark_shared(file, &header.facts, self.kek, &context);
+            marked.map_err(|error| match error {
+                HeaderError::TwoKeys => {
+                    let what = format!(
+                        "disk '{name}' of VM '{0}' opens with two keys: a change of its key is under way, or has left one. Wait for it, or repeat it (vmseal vm recrypt {0})",
+                        vm.name
+                    );
+                    Problem::new(ErrorCode::InUse, what)
+                }
+                error => opening::header_problem(name, &error),
+            })?;
+        }
+        self.tell_replicas()
+    }
+
     /// The caller relies on the replicas opening with the same keys as the disks.
     fn tell_replicas(&self) -> Result<(), Problem> {
         for DiskHeader { replica, disk, facts, file } in &self.headers {
@@ -158,8 +182,7 @@ pub fn all_name(spec: &VmSpec, key: &KeyReference) -> Result<bool, Problem> {
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
-    use vmseal_api::id::{DatastoreId, DiskId};
-    use vmseal_api::problem::ErrorCode;
+    use vmseal_api::id::DatastoreId;
     use vmseal_api::replica::ReplicaPlace;
     use vmseal_luks::{Holes, Identity};
     use vmseal_secret::{DEK_LEN, KEK_LEN};

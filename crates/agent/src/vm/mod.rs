@@ -216,6 +216,8 @@ pub enum Change {
     Add(KeyReference, SealedKey),
     /// Remove all but the registered one.
     DropOthers,
+    /// None, but others get the data keys of these disks.
+    Share(Vec<DiskId>),
 }
 
 impl Change {
@@ -225,6 +227,15 @@ impl Change {
             Self::None => "the key opens all disks",
             Self::Add(..) => "another key opens all disks, too",
             Self::DropOthers => "no other key opens a disk any more",
+            Self::Share(_) => "disks are marked, as others may have their data keys",
+        }
+    }
+
+    /// The disks whose data keys others get.
+    fn shared(&self) -> Vec<DiskId> {
+        match self {
+            Self::Share(disks) => disks.clone(),
+            Self::None | Self::Add(..) | Self::DropOthers => Vec::new(),
         }
     }
 }

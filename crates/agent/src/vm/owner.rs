@@ -330,10 +330,15 @@ impl Owner {
                 self.dump_waiting_panic().await;
                 reply!(to, offered)
             }
-            Call::ChangeKeys(key, change, to) => match self.change_keys(&key, *change) {
-                Ok(task) => self.changing_keys = Some(KeyChange { task, reply: to }),
-                refused => reply!(to, refused.map(drop)),
-            },
+            Call::ChangeKeys(key, change, to) => {
+                let shared = change.shared();
+                match self.change_keys(&key, *change) {
+                    Ok(task) => {
+                        self.changing_keys = Some(KeyChange { task, shared, reply: to });
+                    }
+                    refused => reply!(to, refused.map(drop)),
+                }
+            }
             Call::DeleteDisk(disk, to) => reply!(to, self.delete_disk(disk).await),
             Call::ExamineJob(spec, to) => reply!(to, self.examine_job(spec).await),
             Call::ExamineChange(change, to) => reply!(to, self.examine_change(change).await),
@@ -418,6 +423,10 @@ impl Owner {
             Event::Disk(disk, report) => self.reported(disk, report).await,
             Event::KeysChanged(result) => {
                 if let Some(change) = self.changing_keys.take() {
+                    let result = match result {
+                        Ok(()) => self.serve_as_shared(&change.shared).await,
+                        failed => failed,
+                    };
                     let _ = change.reply.send(result);
                 }
                 self.dump_waiting_panic().await;

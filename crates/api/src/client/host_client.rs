@@ -30,8 +30,8 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, Sharing, ShowsCertificate, StateChange,
-    VmChange, VmSpec,
+    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    StateChange, VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -261,6 +261,10 @@ impl HostAgent for HostClient {
 
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/key/drop-others"), &keep).await
+    }
+
+    async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
+        self.command_with(Method::POST, &format!("vms/{vm}/key/share"), &shared).await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

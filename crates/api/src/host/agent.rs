@@ -8,7 +8,7 @@ use super::change::VmChange;
 use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
-use super::key::{KeyReference, OtherKey, SealedKey};
+use super::key::{KeyReference, OtherKey, SealedKey, ShareDataKeys};
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
@@ -195,6 +195,15 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// As [`HostAgent::check_key`].
     async fn drop_other_keys(&self, vm: VmId, keep: KeyReference) -> Result<(), Problem>;
+
+    /// Marks disks whose data keys (DEKs) another VM gets, in their headers. What a guest reads of them goes through buffers of its
+    /// filter from then on, which is replaced if it runs. Agents without the feature
+    /// [`SHARE_DATA_KEYS`](super::version::SHARE_DATA_KEYS) do not know it.
+    ///
+    /// # Errors
+    /// As [`HostAgent::check_key`]; `in-use` while a disk opens with another key, too; `timed-out` while the filter is being
+    /// replaced: it may be asked again.
+    async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem>;
 
     /// Checks whether a job could be put now. Nothing is begun.
     ///

@@ -411,6 +411,9 @@ pub struct RestoreBackupJob {
     /// The VM that was backed up, where that is another one. For hosts with [`super::version::RESTORE_AS`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<RestoredFrom>,
+    /// Whether other VMs have data keys that are in it: the disks are marked then. For hosts with [`super::version::SHARE_DATA_KEYS`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub shared: bool,
 }
 
 /// Another VM, whose backup is restored as the disks of one that has none yet. Each image gets a header of its own: of its disk and
@@ -483,9 +486,13 @@ impl JobSpec {
                 let keyless = |job: &VerifyBackupJob| VerifyBackupJob { key: None, ..job.clone() };
                 keyless(one) == keyless(other)
             }
+            // That others have got its data keys may be known since it began.
             (Self::RestoreBackup(one), Self::RestoreBackup(other)) => {
-                let keyless =
-                    |job: &RestoreBackupJob| RestoreBackupJob { key: None, ..job.clone() };
+                let keyless = |job: &RestoreBackupJob| RestoreBackupJob {
+                    key: None,
+                    shared: false,
+                    ..job.clone()
+                };
                 keyless(one) == keyless(other)
             }
             // A task has one at a time at each host, however it was begun.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::id::{ProviderId, VmId};
+use crate::id::{DiskId, ProviderId, VmId};
 
 /// Which key of which provider, and how to know that it is the right one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +39,16 @@ pub struct OtherKey {
     pub key: KeyReference,
     /// The other KEK, sealed with the [`key_info`] of `key`.
     pub sealed: SealedKey,
+}
+
+/// The disks of a VM whose data keys (DEKs) another VM gets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShareDataKeys {
+    /// The registered key.
+    pub key: KeyReference,
+    /// The disks; those that are not encrypted stay as they are.
+    pub disks: Vec<DiskId>,
 }
 
 /// The context that a KEK is sealed with: it cannot be offered for another VM or as another key.

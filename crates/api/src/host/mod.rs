@@ -30,6 +30,7 @@
 //! POST   /v1/vms/{vm}/key/check            check_key
 //! POST   /v1/vms/{vm}/key/add              add_key
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
+//! POST   /v1/vms/{vm}/key/share            share_data_keys
 //! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! POST   /v1/vms/{vm}/examine-change       examine_change
@@ -97,7 +98,7 @@ pub use self::job::{
     JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
     RestoredFrom, RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
-pub use self::key::{KeyReference, OtherKey, SealedKey, key_info};
+pub use self::key::{KeyReference, OtherKey, SealedKey, ShareDataKeys, key_info};
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
     MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,

@@ -77,6 +77,7 @@ pub const FEATURES: [&str; 52] = [
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
     REPLICA_SNAPSHOTS,
+    SHARE_DATA_KEYS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -170,6 +171,9 @@ pub const WHOLE_BACKUP: &str = "backup-beside";
 
 /// The feature of agents that restore a backup of one VM as the disks of another.
 pub const RESTORE_AS: &str = "restore-as";
+
+/// The feature of agents that mark disks whose data keys other VMs get, and what they restore of such disks.
+pub const SHARE_DATA_KEYS: &str = "share-data-keys";
 
 /// The feature of agents that copy disks with their snapshots.
 pub const MIRROR_LAYERS: &str = "job-mirror-layers";

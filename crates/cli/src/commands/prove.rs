@@ -80,7 +80,8 @@ fn lines(Proof { report, digest, signed }: &Proof) -> Vec<String> {
     for reason in &report.reasons {
         say(format!("because: {reason}"));
     }
-    say(format!("report {digest}"));
+    // Servers of earlier versions do not say it.
+    say(format!("report {}", if digest.is_empty() { "-" } else { digest.as_str() }));
     say(match &report.host {
         Some(host) if signed.signature.is_some() => format!("signed by host {host}"),
         _ => "not signed: the host has no identity".to_owned(),

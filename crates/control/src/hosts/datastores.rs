@@ -144,12 +144,7 @@ async fn less_redundant(
 ) -> Result<Vec<RaisedAlarm>, StoreError> {
     let mut raised: Vec<RaisedAlarm> = Vec::new();
     for disk in store::policies::protected_on(from, host).await? {
-        let unknown = || "it is not known what failures it outlives".to_owned();
-        let why = match disk.pools.is_empty() {
-            true => Some(unknown()),
-            false => disk.redundancy.lacking(&disk.pools),
-        };
-        let Some(why) = why else { continue };
+        let Some(why) = disk.redundancy.lacking(&disk.pools) else { continue };
         if raised.last().is_some_and(|alarm| alarm.target == disk.vm) {
             continue;
         }

@@ -86,13 +86,35 @@ pub async fn hand_over(
     key: &KeyReference,
     kek: SecretBytes,
 ) -> Result<(), Problem> {
-    let offer = seal(store, key_box, vm, key, kek).await?;
-    let answer = agent.offer_key(vm.id, offer).await;
+    let sealed = seal(store, key_box, vm, key, kek).await?;
+    offer(store, agent, vm, sealed).await
+}
+
+/// Offers a VM's key, which is sealed to the agent and on record as delivered.
+///
+/// # Errors
+/// As [`hand_over`].
+pub(super) async fn offer(
+    store: &Store,
+    agent: &dyn HostAgent,
+    vm: &Vm,
+    sealed: SealedKey,
+) -> Result<(), Problem> {
+    let answer = agent.offer_key(vm.id, sealed).await;
     if let Err(problem) = &answer {
-        let detail = format!("{}: {problem}", on_its_way(vm, key));
-        tell(store, "key.delivery-failed", vm, &detail).await?;
+        tell_failed(store, vm, problem).await?;
     }
     answer
+}
+
+/// Records that a VM's key, which is on record as delivered, has not come to its host, and why.
+///
+/// # Errors
+/// The inventory's.
+pub(super) async fn tell_failed(store: &Store, vm: &Vm, why: &Problem) -> Result<(), Problem> {
+    let Some(key) = &vm.key else { return Ok(()) };
+    let detail = format!("{}: {why}", on_its_way(vm, key));
+    tell(store, "key.delivery-failed", vm, &detail).await
 }
 
 fn on_its_way(vm: &Vm, key: &KeyReference) -> String {

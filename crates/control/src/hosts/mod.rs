@@ -11,6 +11,7 @@ pub mod keys;
 mod left;
 mod monitor;
 mod panics;
+mod preparing;
 mod registration;
 pub mod reports;
 #[cfg(test)]
@@ -258,16 +259,29 @@ impl Hosts {
     /// The host's or the provider's.
     pub async fn prepare(&self, vm: VmId, purpose: Purpose) -> Result<(), Problem> {
         let vm = register(&self.store, self, vm).await?;
-        let delivered = match self.known_fault(&vm) {
+        let delivered = self.deliver_unless_held(&vm, purpose).await;
+        self.or_held(&vm, purpose, delivered).await
+    }
+
+    /// Gives a VM's key to its host; an error where the host has it and its provider is known to give none.
+    async fn deliver_unless_held(&self, vm: &Vm, purpose: Purpose) -> Result<(), Problem> {
+        match self.known_fault(vm) {
             // Do not wait for a provider that is known to give nothing if the host has the key.
-            Some(fault) if self.holds_key(&vm).await? => Err(fault),
-            _ => self.deliver(&vm, purpose).await,
-        };
+            Some(fault) if self.holds_key(vm).await? => Err(fault),
+            _ => self.deliver(vm, purpose).await,
+        }
+    }
+
+    /// Uses the key that the host holds where none was delivered, if it may be used.
+    async fn or_held(
+        &self,
+        vm: &Vm,
+        purpose: Purpose,
+        delivered: Result<(), Problem>,
+    ) -> Result<(), Problem> {
         match delivered {
-            Err(problem)
-                if keys::may_use_held(&problem, purpose) && self.holds_key(&vm).await? =>
-            {
-                keys::tell_held(&self.store, &vm, &problem).await
+            Err(problem) if keys::may_use_held(&problem, purpose) && self.holds_key(vm).await? => {
+                keys::tell_held(&self.store, vm, &problem).await
             }
             other => other,
         }

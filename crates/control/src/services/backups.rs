@@ -17,6 +17,7 @@ use vmseal_api::request::{CreateBackup, RestoreBackup};
 pub(crate) mod as_new;
 mod reader;
 mod replicas;
+mod shared_keys;
 
 use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
@@ -382,6 +383,7 @@ pub async fn restore(
     }
     let reader = of.vm.as_ref().map(host_of).or(asked).unwrap_or(of_backup);
     let backup = &read_by(services, backup, reader, caller.name(), dry_run).await?;
+    shared_keys::require_of_reader(services, backup).await?;
     let manifest = manifest_of(services, backup).await?;
     let Some(vm) = &of.vm else {
         return restore_deleted(services, caller, backup, manifest, &request, dry_run).await;

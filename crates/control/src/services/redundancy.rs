@@ -27,14 +27,7 @@ pub(super) async fn lacking(
     for disk in disks {
         let id = disk.datastore.datastore.to_string();
         let pools = datastores::find(from, &id).await?.map_or_else(Vec::new, |it| it.pools);
-        let why = if !pools.is_empty() {
-            policy.redundancy.lacking(&pools)
-        } else if disk.datastore.location.pool().is_some() {
-            Some("its cluster has not said yet how it keeps data".to_owned())
-        } else {
-            Some("of a directory it is not known what failures it outlives".to_owned())
-        };
-        if let Some(why) = why {
+        if let Some(why) = policy.redundancy.lacking(&pools) {
             let why = format!("datastore '{}': {why}", disk.datastore_name);
             return Ok(Some(Lacking { disk: disk.name.clone(), why }));
         }

@@ -221,6 +221,34 @@ pub async fn set_whole(to: &mut SqliteConnection, backup: &Backup) -> Result<(),
     Ok(())
 }
 
+/// Records that another VM gets the data keys that are in backups of this one: in any of those that there are, as it is not known
+/// which of them have the same.
+///
+/// # Errors
+/// [`StoreError::Database`].
+pub async fn share_data_keys(to: &mut SqliteConnection, vm: VmId) -> Result<(), StoreError> {
+    sqlx::query("UPDATE backups SET shared = TRUE WHERE vm_id = $1")
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Whether other VMs may have data keys that are in a backup.
+///
+/// # Errors
+/// [`StoreError::Database`].
+pub async fn shares_data_keys(
+    from: &mut SqliteConnection,
+    backup: BackupId,
+) -> Result<bool, StoreError> {
+    let shared: Option<bool> = sqlx::query_scalar("SELECT shared FROM backups WHERE id = $1")
+        .bind(backup.to_string())
+        .fetch_optional(from)
+        .await?;
+    Ok(shared.unwrap_or(false))
+}
+
 /// Records what is in a backup.
 pub async fn set_contents(
     to: &mut SqliteConnection,

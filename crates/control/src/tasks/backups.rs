@@ -6,13 +6,14 @@
 //! verify   prepare ─► read all of it ─► record
 //! restore  check that the VM is off ─► prepare ─► write new images ─► decide (commit) ─► use them ─► record
 //!          of a deleted VM: reserve (rows are there) ─► prepare ─► write ─► use ─► record (commit)
-//!          as a new VM: reserve (rows are there) ─► key ─► register ─► keys ─► its TPM ─► write ─► use ─► record (commit)
+//!          as a new VM: reserve (rows are there) ─► key ─► register ─► keys ─► its TPM ─► mark ─► write ─► use ─► record (commit)
 //! delete   mark (commit) ─► remove the files ─► destroy keys that nothing needs ─► remove the row
 //! ```
 //! A backup is undone as a whole: its snapshot is dropped, and its directory is removed, whether it has its name or not. Host
 //! and inventory agree on which backups there are, but for what is done by hand.
 
 mod dropping;
+mod marking;
 mod new_tpm;
 
 use async_trait::async_trait;
@@ -110,6 +111,7 @@ pub(crate) const RESTORE_NEW: &[&dyn Step] = &[
     &CreateVmStep::Register,
     &CreateVmStep::DeliverKey,
     &BackupStep::MakeTpm,
+    &marking::MarkOrigin,
     &BackupStep::WriteImages,
     &BackupStep::UseFirstImages,
     &BackupStep::RecordVm,
@@ -600,8 +602,10 @@ async fn restoration(run: &Run<'_>, key: Option<BackupKey>) -> Result<JobSpec, S
     let Backup { id, vm, directory, key: opens_with, .. } = backup;
     let from =
         (vm != run.vm_id).then(|| RestoredFrom { vm, disks: restored.iter().copied().collect() });
-    let backup = id;
-    Ok(JobSpec::RestoreBackup(RestoreBackupJob { backup, directory, disks, opens_with, key, from }))
+    let shared = backups::shares_data_keys(&mut *run.store().read().await?, id).await?;
+    let shared = shared && from.is_none();
+    let job = RestoreBackupJob { backup: id, directory, disks, opens_with, key, from, shared };
+    Ok(JobSpec::RestoreBackup(job))
 }
 
 /// Has the host write new images; returns what is to be pinned of them.

@@ -69,8 +69,12 @@ impl super::step::Step for StartVmStep {
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Prepare | Self::AwaitKey => {
-                prepare(run).await?;
-                is_suspended(run).await.map(|suspended| Output::of(&suspended))
+                // That a VM is suspended the host need not be asked again if it knew the VM.
+                let suspended = match prepare_seen(run).await? {
+                    Some(power) => power == Power::Suspended,
+                    None => is_suspended(run).await?,
+                };
+                Ok(Output::of(&suspended))
             }
             Self::PowerOn => power_on(run).await.map(Output::from),
         }
@@ -93,13 +97,17 @@ const OFF_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Ensures that the host has the VM's key; for what only reads its disks, any key that opens them.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
+    prepare_seen(run).await.map(drop)
+}
+
+/// The same; returns what the VM did before on its host, if the host knew it.
+async fn prepare_seen(run: &Run<'_>) -> Result<Option<Power>, StepError> {
     let vm = run.vm().await?;
     let state = run.host_state(vm.host, None).await?;
+    let power = state_of(&state, vm.id).map(|seen| seen.power);
     // Processes of an earlier attempt may be running: they have what they need.
-    if state_of(&state, vm.id)
-        .is_some_and(|seen| !matches!(seen.power, Power::Off | Power::Suspended))
-    {
-        return Ok(());
+    if power.is_some_and(|power| !matches!(power, Power::Off | Power::Suspended)) {
+        return Ok(power);
     }
     let purpose = match run.task.operation {
         Operation::ExportDisk { .. }
@@ -109,7 +117,8 @@ pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
         | Operation::CreateVm { .. } => Purpose::Open,
         _ => Purpose::Encrypt,
     };
-    Ok(run.hosts().prepare(vm.id, purpose).await.map_err(locked)?)
+    run.hosts().prepare_seen(vm.id, purpose, &state).await.map_err(locked)?;
+    Ok(power)
 }
 
 /// Whether the VM is suspended.

@@ -677,6 +677,13 @@ async fn every_use_of_a_key_is_an_event() {
     let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
     let task = fixture.begin(stop, "web").await;
     fixture.ended(task).await;
+    // It is on its way while the VM is registered, and has not come where that is refused.
+    fixture.inject(Call::RegisterVm, HostFault::Refuse(ErrorCode::Internal), 1);
+    let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Failed);
+    let of = async |kind: &str| fixture.events(kind).await.len();
+    assert_eq!(of("key.delivered").await, delivered + 1);
+    assert_eq!((of("key.delivery-failed").await, fixture.calls(Call::OfferKey)), (1, delivered));
     let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     fixture.ended(task).await;
     let destroyed = fixture.events("key.destroyed").await;

@@ -54,6 +54,8 @@ pub struct Restoring {
     pub place: BackupPlace,
     /// The VM that it is of, where that is another one.
     pub from: Option<RestoredFrom>,
+    /// Whether others have its data keys.
+    pub shared: bool,
     /// The key that the backup opens with; none where it is in the clear.
     pub opens_with: Option<KeyReference>,
     /// The VM's KEK, where it has a key.
@@ -267,7 +269,11 @@ impl Restoring {
             vmseal_luks::drop_other_keks(file, &facts, held.0, held.1).map_err(cannot)?;
             vmseal_luks::add_kek(file, &facts, held, (vm_key.kek, &wanted)).map_err(cannot)?;
         }
-        vmseal_luks::drop_other_keks(file, &facts, vm_key.kek, &wanted).map_err(cannot)
+        vmseal_luks::drop_other_keks(file, &facts, vm_key.kek, &wanted).map_err(cannot)?;
+        if self.shared {
+            vmseal_luks::mark_shared(file, &facts, vm_key.kek, &wanted).map_err(cannot)?;
+        }
+        Ok(())
     }
 
     /// Has the image of another VM's disk begin with a header of this one's, under this VM's key alone.

@@ -128,6 +128,7 @@ impl Owner {
             task,
             place: BackupPlace { vm: backed_up, ..self.place(&job.directory, job.backup) },
             from: job.from.clone(),
+            shared: job.shared,
             opens_with: job.opens_with.clone(),
             kek: self.clone_kek()?,
             other: self.backup_key(backed_up, job.key.as_ref())?,

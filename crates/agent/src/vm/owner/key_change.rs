@@ -4,18 +4,21 @@ use std::time::Instant;
 
 use tokio::task::{JoinHandle, spawn_blocking};
 use vmseal_api::host::{KeyReference, Power};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::super::{Change, Reply, internal};
 use super::Owner;
-use crate::rules;
 use crate::rules::exclusion::Action;
+use crate::rules::{self, find_disk};
 use crate::storage::disk_keys::DiskKeys;
 use crate::storage::locked::Access;
 
 /// A check or change of keys in progress.
 pub struct KeyChange {
     pub task: JoinHandle<Result<(), Problem>>,
+    /// The disks whose data keys others get when it is done.
+    pub shared: Vec<DiskId>,
     /// The caller that waits for it.
     pub reply: Reply<()>,
 }
@@ -42,6 +45,10 @@ impl Owner {
             Change::Add(key, sealed) => {
                 Some((key.clone(), self.shared.key_box.open(self.spec.vm, key, sealed)?))
             }
+            Change::Share(disks) => {
+                disks.iter().try_for_each(|disk| find_disk(&self.spec, *disk).map(drop))?;
+                None
+            }
             Change::None | Change::DropOthers => None,
         };
         let (spec, registered) = (self.spec.clone(), registered.clone());
@@ -50,12 +57,13 @@ impl Owner {
             let access = match change {
                 _ if in_use => Access::BesideGuest,
                 Change::None => Access::Read,
-                Change::Add(..) | Change::DropOthers => Access::Write,
+                Change::Add(..) | Change::DropOthers | Change::Share(_) => Access::Write,
             };
             let (done, begun) = (change.done(), Instant::now());
             let mut opened = DiskKeys::open(&spec, &registered, &kek, access)?;
             match (change, &other) {
                 (Change::DropOthers, _) => opened.drop_others()?,
+                (Change::Share(disks), _) => opened.mark_shared(&disks)?,
                 (_, Some((key, other))) => opened.add(key, other)?,
                 (_, None) => {}
             }

@@ -1,7 +1,8 @@
-//! Linked clones of this VM: what is shared with them ([`crate::storage::linking`]) stays as it is.
+//! What other VMs share with this one: the files that linked clones stand on ([`crate::storage::linking`]) stay as they are, and
+//! what is read under a data key that others have goes through buffers.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskSpec, DropSnapshotJob};
+use vmseal_api::host::{Attachment, DiskSpec, DropSnapshotJob};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -23,16 +24,40 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, "is being started: wait until it runs"));
         }
         self.shared_out.insert(disk.disk);
-        if !disk.encrypted || !self.is_served(disk.disk) || self.bounces(disk).await {
+        self.bounce_all(std::slice::from_ref(disk)).await
+    }
+
+    /// Has disks whose headers say that others may have their data keys be served so to a guest that runs.
+    pub(super) async fn serve_as_shared(&mut self, disks: &[DiskId]) -> Result<(), Problem> {
+        let disks = disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
+        let disks = disks.collect::<Result<Vec<_>, _>>()?;
+        self.bounce_all(&disks).await
+    }
+
+    /// Replaces the filter of the guest if it decrypts one of these disks in the guest's memory.
+    async fn bounce_all(&mut self, disks: &[DiskSpec]) -> Result<(), Problem> {
+        if self.all_bounce(disks).await {
             return Ok(());
         }
         self.may_replace_filter().await?;
         self.replace_filter_or_retry().await;
-        if self.bounces(disk).await {
+        if self.all_bounce(disks).await {
             return Ok(());
         }
         let what = "the guest's filter is being replaced, so that it can share a disk: try again";
         Err(Problem::new(ErrorCode::TimedOut, what))
+    }
+
+    /// Whether the guest has none of these disks decrypted in its memory.
+    async fn all_bounce(&mut self, disks: &[DiskSpec]) -> bool {
+        for disk in disks {
+            // What the firmware keeps is in no memory of the guest's.
+            let by_guest = disk.encrypted && disk.role.attachment() == Attachment::Disk;
+            if by_guest && self.is_served(disk.disk) && !self.bounces(disk).await {
+                return false;
+            }
+        }
+        true
     }
 
     /// Whether the filter of the guest does not decrypt this disk in the guest's memory.

@@ -14,7 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RestoreBackup;
 
 use super::reader::{Reader, require_found};
-use super::{OfVm, define, manifest_of, replicas, require_places};
+use super::{OfVm, define, manifest_of, replicas, require_places, shared_keys};
 use crate::operation::{Definition, Operation};
 use crate::services::caller::{Caller, Privilege};
 use crate::services::create_vm::provider_of;
@@ -49,6 +49,9 @@ pub(super) async fn restore(
         }
     }
     require_feature(services, backup)?;
+    if is_encrypted(&manifest) {
+        shared_keys::require_of_origin(services, of)?;
+    }
     let machine = &manifest.vm.hardware;
     hardware::examine(services, backup.host, &backup.host_name, machine).await?;
     let mut write = services.store.write().await?;
@@ -158,7 +161,7 @@ fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> V
     let mut warnings = Vec::new();
     if is_encrypted(manifest) {
         warnings.push(format!(
-            "the new VM has a key-encryption key of its own, and the data keys that are in backup '{}'. VM '{}' has the same data keys, unless it was encrypted, moved or deeply recrypted since; vmseal vm recrypt {} --deep gives the new VM its own",
+            "the new VM has a key-encryption key of its own, and the data keys that are in backup '{}'. VM '{}' has the same data keys, unless it was encrypted, moved or deeply recrypted since; what either of them reads goes through buffers, until vmseal vm recrypt --deep gives it data keys of its own. For the new VM: vmseal vm recrypt {} --deep",
             backup.name,
             of.name(),
             vm.name

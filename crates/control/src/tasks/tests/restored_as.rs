@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmseal_api::host::NicSpec;
-use vmseal_api::host::version::RESTORE_AS;
+use vmseal_api::host::version::{RESTORE_AS, SHARE_DATA_KEYS};
 use vmseal_api::id::PolicyId;
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::ErrorCode;
@@ -109,12 +109,20 @@ async fn backups_become_other_vms_whatever_becomes_of_the_first() {
         let (old, new) = (cards(&fixture, vm).await, cards(&fixture, made.id).await);
         assert!(old.len() == 1 && new.len() == 1 && old[0].mac != new[0].mac, "{new:?}");
         assert!(fixture.agent.running().contains(&vm), "the VM that was backed up was stopped");
+        let disks = fixture.agent.disks();
+        let mut of_either = disks.values().filter(|it| it.vm == vm || it.vm == made.id);
+        assert!(of_either.all(|it| it.shared == encrypted), "{name}: {disks:?}");
     }
     let told = fixture.events("backup.restored").await;
     assert!(told[0].detail.starts_with("backup 'clear' of VM 'web' of "), "{told:?}");
     assert!(told[1].detail.ends_with(", with the data keys in it"), "{told:?}");
 
     fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 1 }, "web").await;
+    // In place the header of before comes back, which has no mark: it gets one.
+    let in_place = service::restore(&services, &me, "web", "sealed", Default::default(), false);
+    done(&fixture, in_place.await).await;
+    let disks = fixture.agent.disks();
+    assert!(disks.values().filter(|it| it.vm == vm).all(|it| it.shared), "{disks:?}");
     fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     done(&fixture, restore("sealed", "later", false).await).await;
     for backup in rows(&fixture, vm).await.into_iter().rev() {
@@ -181,13 +189,17 @@ async fn another_host_makes_another_vm_of_a_backup() {
     let reader = rows(&fixture, vm).await.pop().unwrap().host_name;
     assert_eq!(reader, "here", "another host reads the VM's backups from now on");
 
-    fixture.agent.lack_features(&[RESTORE_AS]);
-    fixture.agent.restart();
-    let known = async || (!fixture.hosts.view(fixture.host).has(RESTORE_AS)).then_some(());
-    fixture.eventually("the server knows", known).await;
-    fixture.connected().await;
-    let refused = restore(as_another("third")).await.unwrap_err();
-    assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
-    let says = "host 'here' cannot restore a backup as another VM";
-    assert!(refused.detail.contains(says), "{refused}");
+    for (feature, says) in [
+        (SHARE_DATA_KEYS, "host 'here' cannot mark disks whose data keys other VMs have"),
+        (RESTORE_AS, "host 'here' cannot restore a backup as another VM"),
+    ] {
+        fixture.agent.lack_features(&[feature]);
+        fixture.agent.restart();
+        let known = async || (!fixture.hosts.view(fixture.host).has(feature)).then_some(());
+        fixture.eventually("the server knows", known).await;
+        fixture.connected().await;
+        let refused = restore(as_another("third")).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+        assert!(refused.detail.contains(says), "{refused}");
+    }
 }
