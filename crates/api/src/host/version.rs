@@ -56,6 +56,7 @@ pub const FEATURES: [&str; 51] = [
     MIRROR_LAYERS,
     MIRROR_MEMORY,
     MIRROR_BESIDE,
+    MIRROR_AS_IT_IS,
     PACE,
     PACE_OF_WORK,
     LINKED_CLONES,
@@ -179,6 +180,10 @@ pub const MIRROR_MEMORY: &str = "job-mirror-memory";
 /// The feature of agents that copy all that is beside a disk with it: the memory of a VM that is suspended, and core dumps. They refuse to
 /// forget a key that any of it is under.
 pub const MIRROR_BESIDE: &str = "job-mirror-beside";
+
+/// The feature of agents that copy the first disk of a VM in the clear to the clear, on the datastore where it is: what is beside it is sealed
+/// then, or in the clear.
+pub const MIRROR_AS_IT_IS: &str = "job-mirror-as-it-is";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";
