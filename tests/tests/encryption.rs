@@ -14,6 +14,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
+use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{
     Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
@@ -100,10 +101,40 @@ fn a_running_vm_is_encrypted_rekeyed_and_decrypted() {
     // The same while it is off.
     here.vmseal(&["vm", "encrypt", VM, "--policy", "encrypted"]).unwrap();
     is_encrypted(&here, true);
+    let second = "datastore=local,size=16MiB,name=second";
+    here.vmseal(&["disk", "add", VM, "--disk", second]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
-    read_marker(&mut booted(&here, VM).unwrap());
+    let mut console = booted(&here, VM).unwrap();
+    read_marker(&mut console);
+    one_disk_alone(&here, &mut console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    is_encrypted(&here, true);
+}
+
+/// The disk that the guest writes is decrypted and encrypted again, and others of the VM are not.
+fn one_disk_alone(here: &Installation, console: &mut Console) {
+    let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
+    let key = |here: &Installation| here.vm(VM).unwrap()["key"].clone();
+    let before = key(here);
+    count(console);
+    here.vmseal(&["vm", "decrypt", VM, "--disk", &disk, "--yes"]).unwrap();
+    stop_counting(console);
+    read_marker(console);
+    let vm = here.vm(VM).unwrap();
+    for known in vm["disks"].as_array().unwrap() {
+        assert_eq!(known["encrypted"], known["name"] != disk, "{vm}");
+    }
+    assert_eq!(vm["disks_in_the_clear"], serde_json::json!([disk]), "{vm}");
+    assert_eq!((&vm["policy"], &vm["key"]), (&serde_json::json!("encrypted"), &before), "{vm}");
+    assert_eq!(in_the_clear(here).len(), 1, "{:?}", in_the_clear(here));
+    assert!(!here.try_vmseal(&["vm", "prove", VM]).unwrap().status.success(), "all is encrypted");
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    assert_ne!(key(here), before);
+    count(console);
+    here.vmseal(&["vm", "encrypt", VM, "--disk", &disk]).unwrap();
+    stop_counting(console);
+    read_marker(console);
 }
 
 /// Disks are copied, and pivot, by the filter that serves them, which keeps their dirty bitmaps: one that the guest writes, and

@@ -286,6 +286,9 @@ pub struct Vm {
     pub provider: Option<String>,
     /// Its disks, in boot order.
     pub disks: Vec<Disk>,
+    /// The disks that are in the clear though its policy encrypts, by name: they were decrypted alone, or not encrypted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks_in_the_clear: Vec<String>,
     /// Its network cards, in the order in which the guest finds them.
     #[serde(default)]
     pub nics: Vec<Nic>,

@@ -616,15 +616,19 @@ pub struct EncryptVm {
     /// Converts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_place: bool,
+    /// The disks, by name or id; none means all. Others stay as they are. What is the VM's and no disk of its guest's is
+    /// encrypted in any case.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
 }
 
-/// Decrypts a VM, off or running.
+/// Decrypts a VM, off or running; or, with `disks`, some disks of one that stays encrypted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DecryptVm {
     /// Its policy after that, by name or id: one that does not encrypt and asks nothing else of it; none means the only
-    /// such one.
+    /// such one. Not with `disks`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
     /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
@@ -634,6 +638,9 @@ pub struct DecryptVm {
     /// Converts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_place: bool,
+    /// The disks, by name or id; none means all. With some, also with every one, the VM keeps its key and its policy.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
 }
 
 /// Moves disks of a VM, off or running, to another datastore of its host.

@@ -230,6 +230,7 @@ mod tests {
         assert!(asks("vm", "encrypt", "vms") && asks("vm", "decrypt", "vms"));
         assert!(asks("vm", "move", "vms") && asks("vm", "move", "datastore"));
         assert!(asks("vm", "move", "disks") && asks("vm", "recrypt", "disks"));
+        assert!(asks("vm", "encrypt", "disks") && asks("vm", "decrypt", "disks"));
         assert!(!asks("vm", "create", "disks") && !asks("disk", "add", "disk"));
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));

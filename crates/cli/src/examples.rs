@@ -214,6 +214,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal vm encrypt web1 --policy encrypted --dry-run",
     ),
     ("vmseal-vm-encrypt", "", "vmseal vm encrypt web1 --policy encrypted"),
+    ("vmseal-vm-encrypt", "One disk of it:", "vmseal vm encrypt web1 --disk data"),
     ("vmseal-vm-recrypt", "After a data key may have been seen:", "vmseal vm recrypt web1 --deep"),
     ("vmseal-vm-console", "Take it over from another user:", "vmseal vm console web1 --force"),
     (

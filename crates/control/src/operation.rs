@@ -327,8 +327,12 @@ pub enum Operation {
         /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         in_place: bool,
+        /// The disks of the guest's; none means all. What is no disk of the guest's is encrypted in any case.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        disks: Vec<DiskId>,
     },
-    /// Decrypts the disks of a VM, and gives it a policy that does not encrypt.
+    /// Decrypts the disks of a VM, and gives it a policy that does not encrypt; or decrypts some disks of a VM that keeps its key
+    /// and its policy.
     DecryptVm {
         /// The VM.
         vm: VmId,
@@ -337,6 +341,9 @@ pub enum Operation {
         /// Whether each disk is converted in its own file, while the VM is off: there is room for no copy.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         in_place: bool,
+        /// The disks; none means all, and that the VM gives up its key.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        disks: Vec<DiskId>,
     },
     /// Gives the encrypted disks of a VM new data keys. Its KEK stays.
     DeepRecryptVm {
@@ -603,6 +610,12 @@ impl Operation {
             }
             _ => None,
         }
+    }
+
+    /// Whether its VM has no key when it is done, unless a TPM needs it.
+    #[must_use]
+    pub fn gives_up_key(&self) -> bool {
+        matches!(self, Self::DecryptVm { disks, .. } if disks.is_empty())
     }
 
     /// Whether it converts disks in their own files.

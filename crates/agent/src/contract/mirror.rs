@@ -105,6 +105,14 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
     goes_on(agent, session).await;
 
     suspend(agent, session).await;
+    // Alone it is decrypted, copied as it is, and encrypted again: the memory beside it is under the VM's key throughout.
+    for encrypted in [false, false, true] {
+        let facts = mirrored(agent, session, disk, copy(disk, encrypted)).await.facts;
+        assert_eq!(matches!(facts, DiskFacts::Luks2 { .. }), encrypted, "{facts:?}");
+        let known = disk_mut(session, disk);
+        (known.encrypted, known.facts) = (encrypted, Some(facts));
+        done(agent.register_vm(session.spec.clone()).await, "registering it as it is");
+    }
     let second = second_datastore(agent, session).await;
     for to in [second, session.place.clone()] {
         let seen = mirrored(agent, session, disk, moved(disk, true, &to)).await;

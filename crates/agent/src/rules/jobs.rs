@@ -299,7 +299,9 @@ fn check_mirror(
         let what = format!("has disk '{}' already", disk.name);
         return Err(Problem::invalid("datastore", what));
     }
-    if !disk.encrypted && !wanted.encrypted && wanted.datastore.is_none() {
+    // With what is beside it, which is sealed then, or in the clear.
+    let as_it_is = spec.key.is_some() && spec.disks().next().is_some_and(|it| it.disk == disk.disk);
+    if !disk.encrypted && !wanted.encrypted && wanted.datastore.is_none() && !as_it_is {
         let what = format!("disk '{}' is not encrypted already", disk.name);
         return Err(Problem::invalid("encrypted", what));
     }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 52] = [
+pub const FEATURES: [&str; 54] = [
     "job-create",
     "job-export",
     NICS,
@@ -57,6 +57,7 @@ pub const FEATURES: [&str; 52] = [
     MIRROR_MEMORY,
     MIRROR_BESIDE,
     MIRROR_PARENTS,
+    MIRROR_AS_IT_IS,
     PACE,
     PACE_OF_WORK,
     LINKED_CLONES,
@@ -187,6 +188,10 @@ pub const MIRROR_BESIDE: &str = "job-mirror-beside";
 
 /// The feature of agents that copy disks which linked clones stand on, and leave to those what they share.
 pub const MIRROR_PARENTS: &str = "job-mirror-parents";
+
+/// The feature of agents that copy the first disk of a VM in the clear to the clear, on the datastore where it is: what is beside it is sealed
+/// then, or in the clear.
+pub const MIRROR_AS_IT_IS: &str = "job-mirror-as-it-is";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

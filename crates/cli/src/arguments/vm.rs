@@ -205,6 +205,9 @@ pub enum Vm {
     /// overwritten with zeroes once and removed. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
     /// cancelled. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may
     /// remain.
+    ///
+    /// With --disk the disks that are named are encrypted, and others stay as they are. What is no disk of the guest's, as the
+    /// variables of its firmware, is encrypted with the VM in any case.
     Encrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
@@ -215,6 +218,9 @@ pub enum Vm {
         /// The provider of their keys [default: the policy's]
         #[arg(long, value_name = "NAME")]
         provider: Option<String>,
+        /// A disk to encrypt, by name or id; may be given several times [default: all]
+        #[arg(long = "disk", value_name = "NAME")]
+        disks: Vec<String>,
         /// Convert each disk in its own file: for a VM that is off, where there is no room for copies; it cannot start before the
         /// end
         #[arg(long)]
@@ -232,14 +238,20 @@ pub enum Vm {
     /// overwritten and removed, and the VM's key is destroyed: older copies of the disks, such as sealed exports, cannot be opened
     /// any more. A key that backups of vmseal's need is kept until the last of these is deleted. Core dumps and the memory of a
     /// suspended VM are in the clear, too. A VM with a TPM keeps its key.
+    ///
+    /// With --disk the disks that are named are decrypted, and the VM keeps its key and its policy, also where these are all of its
+    /// disks.
     Decrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
         vms: Vec<String>,
         /// The policy that they get, by name or id: it does not encrypt, and is otherwise as theirs [default: the only such
         /// one]
-        #[arg(long, value_name = "NAME")]
+        #[arg(long, value_name = "NAME", conflicts_with = "disks")]
         policy: Option<String>,
+        /// A disk to decrypt, by name or id; may be given several times [default: all]
+        #[arg(long = "disk", value_name = "NAME")]
+        disks: Vec<String>,
         /// Do not ask
         #[arg(short, long)]
         yes: bool,

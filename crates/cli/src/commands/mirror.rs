@@ -52,7 +52,7 @@ pub async fn decrypt(
         for vm in vms {
             server.try_post(&path(vm, "decrypt"), request).await?;
         }
-        confirm(vms)?;
+        confirm(vms, &request.disks)?;
     }
     begin(server, output, vms, "decrypt", request, dry_run, wait).await
 }
@@ -102,11 +102,19 @@ async fn begin(
     task::begin_all(server, output, &paths, request, dry_run, wait).await
 }
 
-/// Asks whether VMs are to be decrypted.
-fn confirm(vms: &[String]) -> anyhow::Result<()> {
+/// Asks whether VMs, or disks of theirs, are to be decrypted.
+fn confirm(vms: &[String], disks: &[String]) -> anyhow::Result<()> {
     let vms = printable(&vms.join(", "));
-    let lost = "will be on the datastore in the clear, and the key is destroyed";
-    if !super::confirm::says_yes(&format!("The data of {vms} {lost}. Go on"))? {
+    let asked = match disks {
+        [] => format!(
+            "The data of {vms} will be on the datastore in the clear, and the key is destroyed"
+        ),
+        disks => {
+            let disks = printable(&disks.join(", "));
+            format!("The data of disks {disks} of {vms} will be on the datastore in the clear")
+        }
+    };
+    if !super::confirm::says_yes(&format!("{asked}. Go on"))? {
         return Err(Ended::new(Exit::Failed, "nothing was decrypted").into());
     }
     Ok(())

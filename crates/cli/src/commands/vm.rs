@@ -161,12 +161,12 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             let (path, request) = (format!("vms/{name}/resume"), ResumeVm { accept_memory });
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Encrypt { vms, policy, provider, in_place, rate, dry_run, wait } => {
-            let request = EncryptVm { policy, provider, rate: rate.rate, in_place };
+        arguments::Vm::Encrypt { vms, policy, provider, disks, in_place, rate, dry_run, wait } => {
+            let request = EncryptVm { policy, provider, rate: rate.rate, in_place, disks };
             mirror::encrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
-        arguments::Vm::Decrypt { vms, policy, yes, in_place, rate, dry_run, wait } => {
-            let request = DecryptVm { policy, rate: rate.rate, in_place };
+        arguments::Vm::Decrypt { vms, policy, disks, yes, in_place, rate, dry_run, wait } => {
+            let request = DecryptVm { policy, rate: rate.rate, in_place, disks };
             mirror::decrypt(server, output, &vms, &request, yes, &dry_run, &wait).await
         }
         arguments::Vm::Move { vms, datastore, disks, rate, dry_run, wait } => {

@@ -172,6 +172,13 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
             ),
         ));
     }
+    if !vm.disks_in_the_clear.is_empty() {
+        let disks = vm.disks_in_the_clear.join(", ");
+        lines.push((
+            "NOT AS POLICY",
+            format!("disks in the clear: {disks}; policy '{}' encrypts", vm.policy),
+        ));
+    }
     lines.extend(vm.nics.iter().map(|nic| ("NIC", nic_line(nic))));
     if let Some(stopped) = &vm.stopped {
         lines.push((

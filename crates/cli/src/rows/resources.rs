@@ -253,6 +253,7 @@ impl Row for Vm {
         more("provider-id", |it| it.key.as_ref().map(|key| key.provider.to_string()).into()),
         more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),
         more("disks", |it| Cell::Number(it.disks.len() as u64)),
+        more("disks-in-the-clear", |it| all(it.disks_in_the_clear.iter().cloned())),
         more("size", |it| Cell::Bytes(it.disks.iter().map(|disk| disk.size).sum())),
         more("nics", |it| Cell::Number(it.nics.len() as u64)),
         more("addresses", |it| {

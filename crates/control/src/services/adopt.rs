@@ -425,7 +425,8 @@ fn define(
             key.provider
         ));
     }
-    let encrypts = descriptor.disks.iter().any(|disk| disk.encrypted);
+    let encrypts =
+        descriptor.disks.iter().any(|disk| disk.encrypted) || keeps_key(known, request, descriptor);
     let (policy, policy_name) = policy_of(known, request, descriptor, encrypts)?;
     let disks = descriptor.disks.iter().map(|disk| place(known, descriptor, disk, made));
     let disks = disks.collect::<Result<Vec<_>, String>>()?;
@@ -448,6 +449,15 @@ fn define(
         policy_name,
         replaces: None,
     })
+}
+
+/// Whether a VM of which no disk is encrypted has a key that it keeps: its policy encrypts. A VM that is being encrypted, or has just been
+/// decrypted, has a key as well.
+fn keeps_key(known: &Known, request: &AdoptVms, descriptor: &VmDescriptor) -> bool {
+    let Some(asked) = request.policy.as_ref().or(descriptor.policy.as_ref()) else { return false };
+    let called = |policy: &&Policy| policy.name == *asked || policy.id.to_string() == *asked;
+    let policy = known.policies.iter().find(called);
+    descriptor.key.is_some() && policy.is_some_and(|policy| policy.encryption)
 }
 
 /// A snapshot that a descriptor names.

@@ -79,7 +79,9 @@ pub async fn clone(
         _ => None,
     };
     if documents.is_some() {
-        made.extend(cloud_init::disk(&made));
+        // It is as the clone is, also where the clone's first disk is in the clear as that of the other VM.
+        let encrypted = policy.encryption;
+        made.extend(cloud_init::disk(&made).map(|disk| Disk { encrypted, ..disk }));
     }
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
@@ -124,7 +126,7 @@ pub async fn clone(
             Plan { warnings: room::examine(services, &vm, &made).await?, ..plan(&task, &vm) };
         planned.steps.insert(0, room::understood(&vm, &made));
         if let Some(link) = &link {
-            planned.warnings.push(shares(&origin, link));
+            planned.warnings.push(shares(&made, link));
         }
         if runs {
             planned.warnings.push(takes_snapshot(&origin, request.quiesce));
@@ -144,8 +146,9 @@ fn needs_snapshot(origin: &vms::Vm) -> String {
 }
 
 /// What a linked clone shares.
-fn shares(origin: &vms::Vm, link: &Link) -> String {
-    let key = if origin.key.is_some() { "the data key and " } else { "" };
+fn shares(made: &[Disk], link: &Link) -> String {
+    let shares_key = made.iter().any(|disk| disk.role.is_data() && disk.encrypted);
+    let key = if shares_key { "the data key and " } else { "" };
     format!(
         "the clone shares {key}the data of VM '{}', snapshot '{}'",
         link.vm_name, link.snapshot_name

@@ -82,7 +82,8 @@ pub(super) fn variables(firmware: Firmware, others: &[Disk]) -> Option<Disk> {
 /// The disk for the key of a TPM.
 pub(super) fn tpm(hardware: &Hardware, others: &[Disk]) -> Option<Disk> {
     let first = others.first().filter(|_| hardware.tpm)?;
-    Some(beside(first, TPM_DISK, TPM_DISK_SIZE, DiskRole::Tpm))
+    // What a TPM keeps is encrypted in any case; the VM's first disk may be in the clear.
+    Some(Disk { encrypted: true, ..beside(first, TPM_DISK, TPM_DISK_SIZE, DiskRole::Tpm) })
 }
 
 /// A disk of the machine's own, on the datastore of the VM's first disk. It is small, and written seldom: nothing of it

@@ -1,4 +1,4 @@
-//! Encrypts and decrypts VMs that are there, gives their disks new keys (deep recrypt), and moves these. The VM may run, be off or be suspended; its
+//! Encrypts and decrypts VMs that are there, or single disks of theirs, gives their disks new keys (deep recrypt), and moves these. The VM may run, be off or be suspended; its
 //! disks are copied, and the copies used ([`crate::tasks`]).
 
 mod parents;
@@ -13,6 +13,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm, RecryptVm};
 use vmseal_api::size::Size;
 
+use self::single_disks::{copied_as_it_is, kept_policy, require_of_guest};
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
@@ -27,6 +28,8 @@ use crate::store::{Part, alarms, datastores, providers, snapshots};
 use crate::tasks::mirror_vm::in_place;
 use crate::tasks::{Engine, mirror_vm};
 
+mod single_disks;
+
 /// Encrypts the disks of a VM, and gives it a policy that encrypts.
 pub async fn encrypt(
     services: &Services,
@@ -40,14 +43,16 @@ pub async fn encrypt(
     require_ready(&vm)?;
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
+    let EncryptVm { rate, in_place, .. } = request;
+    let disks = disks_by_name(&vm, &known, &request.disks, "is encrypted in any case")?;
     let operation =
-        Operation::EncryptVm { vm: vm.id, policy: policy.id, provider, in_place: request.in_place };
-    let rate = request.rate;
-    let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
+        Operation::EncryptVm { vm: vm.id, policy: policy.id, provider, in_place, disks };
+    let policy = Some(policy);
+    let wanted = Wanted { vm, known, operation, policy, place: None, rate, as_it_is: None };
     begin(services, caller, wanted, dry_run).await
 }
 
-/// Decrypts the disks of a VM, gives it a policy that does not encrypt, and destroys its key.
+/// Decrypts the disks of a VM, gives it a policy that does not encrypt, and destroys its key; or decrypts some of its disks.
 pub async fn decrypt(
     services: &Services,
     caller: &Caller,
@@ -58,11 +63,16 @@ pub async fn decrypt(
     caller.require(Privilege::Decrypt)?;
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
-    let policy = policy_for(services, &vm, &known, request.policy.as_deref(), false).await?;
-    let operation =
-        Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place: request.in_place };
-    let rate = request.rate;
-    let wanted = Wanted { vm, known, operation, policy: Some(policy), place: None, rate };
+    let policy = match request.disks.is_empty() {
+        true => policy_for(services, &vm, &known, request.policy.as_deref(), false).await?,
+        false => kept_policy(services, &vm, &request).await?,
+    };
+    let DecryptVm { rate, in_place, .. } = request;
+    let disks = disks_by_name(&vm, &known, &request.disks, "is encrypted in any case")?;
+    require_of_guest(&vm, &known, &disks)?;
+    let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place, disks };
+    let policy = Some(policy);
+    let wanted = Wanted { vm, known, operation, policy, place: None, rate, as_it_is: None };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -81,13 +91,14 @@ pub(super) async fn recrypt_deep(
     let is_plain = |disk: &&Disk| disks.contains(&disk.id) && !disk.encrypted;
     if let Some(disk) = known.iter().find(is_plain) {
         let detail = format!(
-            "disk '{}' of VM '{}' is not encrypted: encrypt the VM (vmseal vm encrypt)",
+            "disk '{0}' of VM '{1}' is not encrypted: encrypt it (vmseal vm encrypt {1} --disk {0})",
             disk.name, vm.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let operation = Operation::DeepRecryptVm { vm: vm.id, in_place, disks };
-    let wanted = Wanted { vm, known, operation, policy: None, place: None, rate };
+    let (policy, place, as_it_is) = (None, None, None);
+    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -134,7 +145,7 @@ pub async fn move_disks(
     let (place, to) = (Some(to.name), spec);
     let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
     let rate = request.rate;
-    let wanted = Wanted { vm, known, operation, policy: None, place, rate };
+    let wanted = Wanted { vm, known, operation, policy: None, place, rate, as_it_is: None };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -176,12 +187,26 @@ struct Wanted {
     place: Option<String>,
     /// The highest rate that was asked for, in bytes a second; 0 is none.
     rate: Option<u64>,
+    /// The disk that is copied as it is, where what is beside it is to be sealed or in the clear.
+    as_it_is: Option<DiskId>,
 }
 
 impl Wanted {
     /// The disks that are copied.
     fn disks(&self) -> impl Iterator<Item = &Disk> {
-        self.known.iter().filter(|disk| mirror_vm::concerns(&self.operation, disk))
+        self.known.iter().filter(|disk| self.copies(disk))
+    }
+
+    fn copies(&self, disk: &Disk) -> bool {
+        mirror_vm::concerns(&self.operation, disk) || self.as_it_is == Some(disk.id)
+    }
+
+    /// The disks that the request is about by their names; none where it is about all.
+    fn named(&self) -> &[DiskId] {
+        match &self.operation {
+            Operation::EncryptVm { disks, .. } | Operation::DecryptVm { disks, .. } => disks,
+            _ => &[],
+        }
     }
 
     /// What is to be done, with the policy and the disks as they were chosen.
@@ -226,10 +251,28 @@ impl Wanted {
         Disk { encrypted, datastore: to, datastore_name, ..disk.clone() }
     }
 
-    /// Whether the VM's first disk moves, beside which are its core dumps.
-    fn moves_first_disk(&self) -> bool {
+    /// Whether core dumps, which are beside the VM's first disk, follow: that moves, or is encrypted or decrypted.
+    fn takes_dumps_along(&self) -> bool {
         let first = self.known.iter().find(|disk| disk.facts.is_some() && !disk.detached);
-        self.place.is_some() && first.is_some_and(|disk| mirror_vm::concerns(&self.operation, disk))
+        let changes = self.place.is_some() || self.policy.is_some();
+        changes && first.is_some_and(|disk| self.copies(disk))
+    }
+
+    /// Whether the VM gets its key, or gives it up: core dumps are to be sealed, or in the clear.
+    fn changes_key(&self) -> bool {
+        match &self.operation {
+            Operation::EncryptVm { policy, .. } => *policy != self.vm.policy && !self.has_tpm(),
+            operation => operation.gives_up_key() && !self.has_tpm(),
+        }
+    }
+
+    /// What is said of the disks that stay in the clear in a VM that is encrypted.
+    fn stays_in_the_clear(&self) -> Option<String> {
+        let is_left = |disk: &&Disk| {
+            disk.role.is_data() && !disk.detached && !mirror_vm::encrypts(&self.operation, disk)
+        };
+        let left: Vec<_> = self.known.iter().filter(is_left).map(|disk| &*disk.name).collect();
+        (!left.is_empty()).then(|| format!("disks {} stay in the clear", left.join(", ")))
     }
 
     /// What a move leaves where it is.
@@ -251,13 +294,14 @@ impl Wanted {
 async fn begin(
     services: &Services,
     caller: &Caller,
-    wanted: Wanted,
+    mut wanted: Wanted,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let mut kept = require_snapshots_follow(services, &wanted).await?;
     let keeps = parents::examine(services, &wanted.vm, &wanted.known, &wanted.operation).await?;
-    kept.dumps = require_dumps_follow(services, &wanted).await?;
     kept.suspended = require_power(services, &wanted).await?;
+    wanted.as_it_is = copied_as_it_is(services, &wanted, &kept).await?;
+    kept.dumps = require_dumps_follow(services, &wanted).await?;
     require_places(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
     let pace = super::tasks::pace_of(wanted.rate)?;
@@ -314,8 +358,12 @@ impl Kept {
         if *dumps > 0 {
             warnings.push(format!("its {dumps} core dumps are copied as well"));
         }
-        let decrypts = matches!(wanted.operation, Operation::DecryptVm { .. });
-        if !decrypts || wanted.known.iter().any(mirror_vm::stays_encrypted) {
+        if let Some(id) = wanted.as_it_is {
+            let of = |disk: &&Disk| disk.id == id;
+            let name = wanted.known.iter().find(of).map(|disk| &*disk.name).unwrap_or_default();
+            warnings.push(format!("disk '{name}', which stays in the clear, is copied as it is, for what is beside it: core dumps, the memory of snapshots and of a suspended VM"));
+        }
+        if !wanted.operation.gives_up_key() || wanted.known.iter().any(mirror_vm::stays_encrypted) {
             return warnings;
         }
         let in_the_clear = [
@@ -353,17 +401,17 @@ async fn require_snapshots_follow(services: &Services, wanted: &Wanted) -> Resul
     Ok(Kept { snapshots: known.len(), with_memory, ..Kept::default() })
 }
 
-/// Refuses what would leave core dumps behind that no key opens, or that are not as the VM's disks are. Returns how many follow.
+/// Refuses what would leave core dumps behind that no key opens, or that are not as the VM is. Returns how many follow.
 async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<usize, Problem> {
     if wanted.operation.is_in_place() {
-        // Other data keys leave the VM's key as it is, which core dumps are under.
-        if wanted.policy.is_some() {
+        // Where the VM's key stays as it is core dumps do, too.
+        if wanted.changes_key() {
             let what = "they would not be encrypted as the VM is";
             super::dumps::require_none(services, &wanted.vm, what).await?;
         }
         return Ok(0);
     }
-    if !wanted.moves_first_disk() && wanted.policy.is_none() {
+    if !wanted.takes_dumps_along() {
         return Ok(0);
     }
     let count = super::dumps::count(services, &wanted.vm).await?;
@@ -418,7 +466,16 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
         return Ok(());
     }
     let (finishes, why) = match operation {
-        Operation::EncryptVm { policy, .. } => (*policy != vm.policy, "is encrypted already"),
+        Operation::EncryptVm { policy, disks, .. } => {
+            let why = match disks.is_empty() {
+                true => "is encrypted already",
+                false => "has these disks encrypted already",
+            };
+            (*policy != vm.policy, why)
+        }
+        Operation::DecryptVm { disks, .. } if !disks.is_empty() => {
+            (false, "has these disks in the clear already")
+        }
         Operation::DecryptVm { policy, .. } => {
             let key = vm.key.is_some() && !wanted.has_tpm();
             (*policy != vm.policy || key, "is not encrypted")
@@ -488,6 +545,12 @@ async fn examine(
         }
     }
     match operation {
+        Operation::EncryptVm { .. } => warnings.extend(wanted.stays_in_the_clear()),
+        Operation::DecryptVm { .. } if !wanted.named().is_empty() => {
+            warnings.push(
+                "the data of these disks will be on the datastore in the clear; the VM keeps its key and its policy".to_owned(),
+            );
+        }
         Operation::DecryptVm { .. } => {
             warnings.push("the data of the disks will be on the datastore in the clear".to_owned());
             if wanted.has_tpm() {

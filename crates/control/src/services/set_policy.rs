@@ -28,6 +28,8 @@ pub(super) enum Need {
     Settings { runs: bool },
     /// Its disks must be encrypted, or decrypted; with this policy, where it can have that already.
     Encryption { vm: String, encrypt: bool, policy: Option<String> },
+    /// These disks of it are in the clear, and stay so.
+    InTheClear { vm: String, disks: Vec<String> },
     /// Its key is another provider's.
     Provider { vm: String, provider: String },
     /// Its disks take their room at another time.
@@ -47,7 +49,7 @@ pub(super) enum Need {
 impl Need {
     /// Whether nobody has to do anything for it.
     pub(super) fn is_met_by_itself(&self) -> bool {
-        matches!(self, Self::Settings { .. })
+        matches!(self, Self::Settings { .. } | Self::InTheClear { .. })
     }
 
     /// Whether the policy of a VM may not change so.
@@ -74,6 +76,11 @@ impl fmt::Display for Need {
                     "its disks would have to be {done}, also while it runs: vmseal vm {verb} {vm} --policy {policy}"
                 )
             }
+            Self::InTheClear { vm, disks } => write!(
+                f,
+                "disks {} stay in the clear until they are encrypted, also while it runs: vmseal vm encrypt {vm}",
+                disks.join(", ")
+            ),
             Self::Provider { vm, provider } => write!(
                 f,
                 "its key stays with its provider until it is recrypted (vmseal vm recrypt {vm} --provider {provider})"
@@ -117,7 +124,12 @@ pub(super) fn needs(
 ) -> Vec<Need> {
     let data = || disks.iter().filter(|disk| disk.role.is_data());
     let mut needs = Vec::new();
-    if data().any(|disk| disk.encrypted != after.encryption) {
+    let in_the_clear: Vec<_> = data().filter(|it| !it.encrypted).map(|it| &it.name).collect();
+    if before.encryption && after.encryption && !in_the_clear.is_empty() {
+        // They were decrypted alone, or not encrypted, and that is no matter of the policy.
+        let disks = in_the_clear.into_iter().cloned().collect();
+        needs.push(Need::InTheClear { vm: vm.name.clone(), disks });
+    } else if data().any(|disk| disk.encrypted != after.encryption) {
         let (encrypt, other) = (after.encryption, before.id != after.id);
         let policy = other.then(|| after.name.clone());
         needs.push(Need::Encryption { vm: vm.name.clone(), encrypt, policy });

@@ -50,6 +50,10 @@ pub async fn add_disk(
     let Some(disk) = made.pop() else {
         return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
     };
+    // By its policy, also where all other disks of the VM are in the clear.
+    if disk.encrypted {
+        caller.require(Privilege::EncryptNew)?;
+    }
     if disk.encrypted && vm.key.is_none() {
         let detail = format!("VM '{}' has no key, and its policy encrypts", vm.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmChange, VmState};
-use vmseal_api::id::{HostId, VmId, check_name};
+use vmseal_api::id::{HostId, PolicyId, VmId, check_name};
 use vmseal_api::model::{
     self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
 };
@@ -22,7 +22,7 @@ use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
 use crate::store::{
-    StoreError, Write, disks, free_name, hosts, nics, policies, providers, tasks, vms,
+    Part, StoreError, Write, disks, free_name, hosts, nics, policies, providers, tasks, vms,
 };
 use crate::tasks::{Engine, steps};
 
@@ -43,7 +43,7 @@ struct Links {
 
 fn shown(
     vm: vms::Vm,
-    disks: Vec<disks::Disk>,
+    (disks, disks_in_the_clear): (Vec<disks::Disk>, Vec<String>),
     nics: Vec<NicSpec>,
     provider: Option<String>,
     links: Links,
@@ -92,6 +92,7 @@ fn shown(
         key: vm.key,
         provider,
         disks: disks.collect(),
+        disks_in_the_clear,
         nics: super::nics::shown(nics, seen),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
@@ -99,6 +100,12 @@ fn shown(
         key_state: seen.map(|seen| seen.key),
         stopped: seen.and_then(|seen| seen.stopped.clone()).or(vm.seen_stopped),
     }
+}
+
+/// The disks that are in the clear though the policy of their VM encrypts, by name.
+fn in_the_clear(disks: &[disks::Disk], encrypts: bool) -> Vec<String> {
+    let in_the_clear = disks.iter().filter(|disk| encrypts && !disk.encrypted);
+    in_the_clear.map(|disk| disk.name.clone()).collect()
 }
 
 fn attachment(disk: &disks::Disk, seen: Option<&VmState>) -> DiskAttachment {
@@ -192,6 +199,9 @@ pub async fn list(
     let mut disks = disks::of_part(&mut read, &part).await?;
     let mut nics = nics::of_part(&mut read, &part).await?;
     let providers = providers::names(&mut read).await?;
+    let policies = policies::list(&mut read, &Part::all()).await?;
+    let encrypt = policies.iter().filter(|policy| policy.encryption).map(|policy| policy.id);
+    let encrypt: HashSet<PolicyId> = encrypt.collect();
     let mut links = links::all(&mut read).await?;
     let mut clones: HashMap<VmId, Vec<String>> = HashMap::new();
     for link in links.values() {
@@ -213,7 +223,8 @@ pub async fn list(
         let seen = seen.get(&(vm.host, vm.id)).copied();
         let from = clones.remove(&vm.id).unwrap_or_default();
         let links = Links { to: links.remove(&vm.id), from };
-        shown(vm, disks, nics, provider, links, seen)
+        let in_the_clear = in_the_clear(&disks, encrypt.contains(&vm.policy));
+        shown(vm, (disks, in_the_clear), nics, provider, links, seen)
     });
     Ok(Page { items: items.collect(), next })
 }
@@ -227,10 +238,12 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let nics = nics::of_vm(&mut read, vm.id).await?;
     let to = links::of_vm(&mut read, vm.id).await?;
     let links = Links { to, from: links::clones_of(&mut read, vm.id, None).await? };
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let in_the_clear = in_the_clear(&disks, policy.is_some_and(|policy| policy.encryption));
     drop(read);
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
-    Ok(shown(vm, disks, nics, provider, links, seen))
+    Ok(shown(vm, (disks, in_the_clear), nics, provider, links, seen))
 }
 
 /// A VM that is made, on a host whose agent has a feature; `cannot` completes "the agent of host 'x' cannot …".

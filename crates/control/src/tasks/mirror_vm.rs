@@ -18,7 +18,12 @@
 //! disks, or with some disks that use their copies and others that do not. Any of these operations, begun again, deals
 //! with that first (`clear`), before it looks which disks are to be copied. The key goes last of all, when no disk of
 //! the VM is encrypted with it ([`keys`]); a TPM's disk always is.
+//!
+//! Single disks of the guest's may be named, and the others stay as they are: the key then belongs to a VM of which some disks are
+//! in the clear. Where a VM gets or gives up its key, what is beside its first disk follows also if that disk itself stays as
+//! it is ([`as_it_is`]).
 
+pub(crate) mod as_it_is;
 mod copying;
 pub(crate) mod in_place;
 mod keys;
@@ -92,6 +97,8 @@ pub(crate) const DECRYPT: &[&dyn Step] = &[
     &MirrorVmStep::DestroyKey,
 ];
 
+/// Of disks that are named: the VM keeps its key.
+pub(crate) const DECRYPT_DISKS: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 pub(crate) const DEEP_RECRYPT: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 pub(crate) const MOVE: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 
@@ -180,10 +187,15 @@ impl Step for MirrorVmStep {
     }
 }
 
-/// Whether a disk is encrypted after an operation that copies it.
+/// Whether a disk is encrypted after an operation; one that is not named stays as it is.
 pub(crate) fn encrypts(operation: &Operation, disk: &Disk) -> bool {
+    let named = |disks: &[DiskId]| disks.is_empty() || disks.contains(&disk.id);
     match operation {
-        Operation::DecryptVm { .. } => false,
+        // What is not a disk of the guest's is as the VM is.
+        Operation::EncryptVm { disks, .. } => {
+            disk.encrypted || !disk.role.is_data() || named(disks)
+        }
+        Operation::DecryptVm { disks, .. } => disk.encrypted && !named(disks),
         Operation::MoveVm { .. } => disk.encrypted,
         _ => true,
     }
@@ -237,7 +249,9 @@ async fn mirror_of(
 ) -> Result<JobSpec, StepError> {
     let known = run.disks().await?;
     let mut job = mirror_at(operation, disks, &known, pace);
-    if let (JobSpec::Mirror(job), Operation::DecryptVm { .. }) = (&mut job, operation) {
+    if let JobSpec::Mirror(job) = &mut job
+        && operation.gives_up_key()
+    {
         let snapshots = snapshots::of_vm(&mut *run.store().read().await?, run.vm_id).await?;
         // Where there is such a snapshot the agent knows it: the service has asked.
         let with_memory = snapshots.iter().any(|snapshot| snapshot.memory);
@@ -283,10 +297,12 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     }
     let disks = run.disks().await?;
     let operation = &run.task.operation;
-    Ok(disks.iter().filter(|disk| concerns(operation, disk)).map(|disk| disk.id).collect())
+    let as_it_is = as_it_is::copied_so(run, &vm, &disks, state_of(&state, vm.id)).await?;
+    let copied = |disk: &&Disk| concerns(operation, disk) || Some(disk.id) == as_it_is;
+    Ok(disks.iter().filter(copied).map(|disk| disk.id).collect())
 }
 
-/// What the key is for: a decryption writes nothing under it.
+/// What the key is for: a decryption writes no disk under it.
 fn purpose(run: &Run<'_>) -> Purpose {
     match run.task.operation {
         Operation::DecryptVm { .. } => Purpose::Open,
@@ -485,7 +501,7 @@ async fn set_dumps(
     let seen = copied.and_then(|first| seen.iter().find(|seen| seen.disk == first.id));
     let Some(seen) = seen else { return Ok(()) };
     // As the host does: it seals them where the VM has a key and keeps it.
-    let has_key = vm.key.is_some() && !matches!(operation, Operation::DecryptVm { .. });
+    let has_key = vm.key.is_some() && !operation.gives_up_key();
     let encrypted = has_key || is_encrypted(&seen.facts) || known.iter().any(stays_encrypted);
     Ok(dumps::set_encrypted(write, vm.id, encrypted).await?)
 }
@@ -621,18 +637,28 @@ async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     follow(run, vm, JobKind::DropSources).await.map(drop)
 }
 
+/// Disks as the options that name them.
+fn as_options(disks: &[DiskId]) -> String {
+    disks.iter().map(|disk| format!(" --disk {disk}")).collect()
+}
+
 /// The problem of a failure after the host has begun to use the copies.
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     let (what, left, again) = match operation {
-        Operation::EncryptVm { .. } => (
+        Operation::EncryptVm { disks, .. } => (
             "uses encrypted copies of its disks",
             "their former images, which are not encrypted, may be on the datastore still",
-            format!("vmseal vm encrypt {target}"),
+            format!("vmseal vm encrypt {target}{}", as_options(disks)),
         ),
-        Operation::DecryptVm { .. } => (
+        Operation::DecryptVm { disks, .. } => (
             "uses copies of its disks that are not encrypted",
-            "their former images may be on the datastore still, and the VM may have its key",
-            format!("vmseal vm decrypt {target}"),
+            match disks.is_empty() {
+                true => {
+                    "their former images may be on the datastore still, and the VM may have its key"
+                }
+                false => "their former images may be on the datastore still",
+            },
+            format!("vmseal vm decrypt {target}{}", as_options(disks)),
         ),
         Operation::MoveVm { to, .. } => (
             "uses copies of its disks, all or some of them on the other datastore",

@@ -49,11 +49,17 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::EncryptVm { provider: None, in_place: true, .. } => {
             in_place::ENCRYPT_WITH_ITS_KEY
         }
-        Operation::DecryptVm { in_place: true, .. } => in_place::DECRYPT,
+        Operation::DecryptVm { in_place: true, disks, .. } => match disks.is_empty() {
+            true => in_place::DECRYPT,
+            false => in_place::DECRYPT_DISKS,
+        },
         Operation::DeepRecryptVm { in_place: true, .. } => in_place::DEEP_RECRYPT,
         Operation::EncryptVm { provider: Some(_), .. } => mirror_vm::ENCRYPT,
         Operation::EncryptVm { provider: None, .. } => mirror_vm::ENCRYPT_WITH_ITS_KEY,
-        Operation::DecryptVm { .. } => mirror_vm::DECRYPT,
+        Operation::DecryptVm { disks, .. } => match disks.is_empty() {
+            true => mirror_vm::DECRYPT,
+            false => mirror_vm::DECRYPT_DISKS,
+        },
         Operation::DeepRecryptVm { .. } => mirror_vm::DEEP_RECRYPT,
         Operation::MoveVm { .. } => mirror_vm::MOVE,
         Operation::MigrateVm { .. } => migrate_vm::STEPS,

@@ -38,6 +38,7 @@ mod recrypt;
 mod remote;
 mod restored_as;
 mod revoked;
+mod single_disks;
 mod snapshots;
 mod tpm;
 mod upgrade;

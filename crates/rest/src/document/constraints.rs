@@ -216,6 +216,14 @@ fn deep_or_with_provider() -> Value {
     ] })
 }
 
+/// A VM of which some disks are decrypted keeps its policy.
+fn disks_or_policy() -> Value {
+    json!({ "anyOf": [
+        { "properties": { "disks": { "maxItems": 0 } } },
+        { "properties": { "policy": { "type": "null" } } },
+    ] })
+}
+
 /// What is sealed to a box, in base64: at least a byte.
 fn sealed() -> Value {
     json!({ "minLength": (BOX_OVERHEAD + 1).div_ceil(3) * 4, "pattern": "^[A-Za-z0-9+/]+=*$" })
@@ -374,6 +382,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("CloneVm/properties/name", name()),
         ("CloneVm", linked_with_snapshot()),
         ("RecryptVm", deep_or_with_provider()),
+        ("DecryptVm", disks_or_policy()),
         ("TakeSnapshot/properties/name", name()),
         ("TakeSnapshot/properties/description", description()),
         ("CreateBackup/properties/name", name()),

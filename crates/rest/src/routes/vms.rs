@@ -180,7 +180,7 @@ pub(super) async fn clone(
     Ok(Answer(begun.map(Accepted)))
 }
 
-/// Encrypts the disks of a VM, off or running, and gives it a policy that encrypts. The disks are copied, the copies used,
+/// Encrypts the disks of a VM, all or some, off or running, and gives it a policy that encrypts. The disks are copied, the copies used,
 /// and the former images overwritten and removed.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/encrypt", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
@@ -197,7 +197,7 @@ pub(super) async fn encrypt(
 }
 
 /// Decrypts the disks of a VM, off or running, gives it a policy that does not encrypt, and destroys its key, unless its
-/// TPM needs it. Its data is in the clear on the datastore after that.
+/// TPM needs it. Its data is in the clear on the datastore after that. With disks that are named it keeps key and policy.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/decrypt", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = Option<DecryptVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]

@@ -162,6 +162,13 @@ fn of_vms() -> Vec<Try> {
         },
         Try {
             method: Method::POST,
+            path: "vms/web/decrypt?dry_run=true",
+            schema: "DecryptVm",
+            body: json!({ "disks": ["data"] }),
+            refused: vec![("/policy", json!("plain"), "policy")],
+        },
+        Try {
+            method: Method::POST,
             path: "vms/web/recrypt?dry_run=true",
             schema: "RecryptVm",
             body: json!({ "provider": "keys" }),

@@ -218,11 +218,16 @@ fn open(
     let header = Header::read(&mut file).map_err(refused)?;
     let total = file.metadata().map_err(|error| failed(path, "read", &error))?.len();
     let in_the_clear = header.is_in_the_clear();
-    if in_the_clear && spec.key.is_some() && mirror.note.source_facts != DiskFacts::Raw {
+    // A VM gets its key before its first disk is encrypted: what it had before that is in the clear. Once any of its disks is
+    // encrypted, all of this is sealed, also beside a disk that is in the clear.
+    let was_sealed =
+        mirror.note.source_facts != DiskFacts::Raw || spec.disks().any(|disk| disk.encrypted);
+    if in_the_clear && spec.key.is_some() && was_sealed {
         let why = format!(
-            "{} is in the clear, and disk '{}', beside which it is, is not: somebody has put it there. {}",
+            "{} is in the clear, and what is beside disk '{}' of VM '{}' is sealed: somebody has put it there. {}",
             path.display(),
             disk.name,
+            spec.name,
             remedy(spec, what)
         );
         return Err(Problem::new(ErrorCode::Damaged, why));

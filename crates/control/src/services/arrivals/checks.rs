@@ -134,7 +134,8 @@ async fn policy_for(
     let all = vm.disks.iter().all(|disk| disk.encrypted == vm.has_key);
     if !all {
         return Err(
-            "some disks are encrypted and others are not: encrypt all of them first".to_owned()
+            "some disks are encrypted and others are not: encrypt all of them first (vmseal vm encrypt)"
+                .to_owned()
         );
     }
     match (policy.encryption, vm.has_key) {

@@ -146,6 +146,8 @@ fn tpm_beside(first: &DiskSpec) -> DiskSpec {
         disk: DiskId::new(),
         name: TPM_DISK.to_owned(),
         size: TPM_DISK_SIZE,
+        // The first disk may be in the clear.
+        encrypted: true,
         role: DiskRole::Tpm,
         allocation: Allocation::Thin,
         limits: DiskLimits::default(),

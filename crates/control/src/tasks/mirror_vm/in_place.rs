@@ -7,6 +7,8 @@
 //!   recrypt --deep   check ─────────────┘                        │                                    └─► decrypt:
 //!                                                           commit step                  forget-key ─► destroy-key
 //! ```
+//! Where single disks are decrypted the VM keeps its key.
+//!
 //! Until the host has begun everything is undone. From then on the disks cannot be used and the task goes forward only: it
 //! waits for a host or a datastore that is away, and goes on where it was after the death of any process. A task that cannot
 //! go on leaves disks that are converted in part; the same begun again goes on with them.
@@ -17,8 +19,8 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{
-    Cancelled, MirrorVmStep, check, copied, drop_sources, encrypts, is_lost, keys, known_to_host,
-    may_go_on, prepare, put, record,
+    Cancelled, MirrorVmStep, as_options, check, copied, drop_sources, encrypts, is_lost, keys,
+    known_to_host, may_go_on, prepare, put, record,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -75,6 +77,8 @@ pub(crate) const DECRYPT: &[&dyn Step] = &[
     &InPlaceStep::DestroyKey,
 ];
 
+/// Of disks that are named: the VM keeps its key.
+pub(crate) const DECRYPT_DISKS: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 pub(crate) const DEEP_RECRYPT: &[&dyn Step] = ENCRYPT_WITH_ITS_KEY;
 
 #[async_trait]
@@ -301,8 +305,12 @@ async fn cancel(
 /// The problem of a failure after the host has begun.
 pub(crate) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     let (what, again) = match operation {
-        Operation::EncryptVm { .. } => ("encrypted", format!("vmseal vm encrypt {target}")),
-        Operation::DecryptVm { .. } => ("decrypted", format!("vmseal vm decrypt {target}")),
+        Operation::EncryptVm { disks, .. } => {
+            ("encrypted", format!("vmseal vm encrypt {target}{}", as_options(disks)))
+        }
+        Operation::DecryptVm { disks, .. } => {
+            ("decrypted", format!("vmseal vm decrypt {target}{}", as_options(disks)))
+        }
         _ => ("encrypted anew", format!("vmseal vm recrypt --deep {target}")),
     };
     let detail = format!(

@@ -104,11 +104,11 @@ impl Mirror {
                 let has_key = fixture.vm(vm).await.unwrap().key.is_some();
                 let provider = (!has_key).then_some(fixture.provider());
                 let policy = policy(fixture, "encrypted").await;
-                Operation::EncryptVm { vm, policy, provider, in_place }
+                Operation::EncryptVm { vm, policy, provider, in_place, disks: vec![] }
             }
             What::Decrypt => {
                 let policy = policy(fixture, "plain").await;
-                Operation::DecryptVm { vm, policy, in_place }
+                Operation::DecryptVm { vm, policy, in_place, disks: vec![] }
             }
             What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place, disks: vec![] },
             What::Move => {
@@ -129,9 +129,9 @@ impl Mirror {
         match self.what {
             What::Encrypt => {
                 let provider = Some(vmseal_api::id::ProviderId::new());
-                Operation::EncryptVm { vm, policy, provider, in_place }
+                Operation::EncryptVm { vm, policy, provider, in_place, disks: vec![] }
             }
-            What::Decrypt => Operation::DecryptVm { vm, policy, in_place },
+            What::Decrypt => Operation::DecryptVm { vm, policy, in_place, disks: vec![] },
             What::DeepRecrypt => Operation::DeepRecryptVm { vm, in_place, disks: vec![] },
             What::Move => {
                 let location = DatastoreLocation::Dir { path: "/second".into() };
@@ -254,7 +254,7 @@ async fn done(fixture: &Fixture, operation: Operation) {
 }
 
 /// Each image is as the inventory has its disk, and opens with the VM's key.
-async fn assert_agrees(fixture: &Fixture, vm: VmId, what: &str) {
+pub(super) async fn assert_agrees(fixture: &Fixture, vm: VmId, what: &str) {
     let (row, images) = (fixture.vm(vm).await.unwrap(), fixture.agent.disks());
     for disk in fixture.disks(vm).await {
         let image = &images[&disk.id];

@@ -35,7 +35,7 @@ async fn encrypted_since(fixture: &Fixture) -> VmId {
     done(fixture, create_vm::create(&services, &me, request, false).await).await;
     let vm = back_up(fixture, &services, "clear").await.vm_id;
     let (policy, provider) = (policy_of(fixture, "encrypted").await, Some(fixture.provider()));
-    let encrypt = Operation::EncryptVm { vm, policy, provider, in_place: false };
+    let encrypt = Operation::EncryptVm { vm, policy, provider, in_place: false, disks: vec![] };
     fixture.done(encrypt, "web").await;
     back_up(fixture, &services, "sealed").await;
     vm

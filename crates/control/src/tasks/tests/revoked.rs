@@ -141,7 +141,8 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         let plain = policies::find(&mut fixture.store.read().await.unwrap(), "plain").await;
         let policy = plain.unwrap().unwrap().id;
-        here.done(Operation::DecryptVm { vm: running, policy, in_place: false }, &on).await;
+        let decrypt = Operation::DecryptVm { vm: running, policy, in_place: false, disks: vec![] };
+        here.done(decrypt, &on).await;
         assert_eq!(fixture.vm(running).await.unwrap().key, None);
         here.until("vm-locked", &on, None).await;
         // Longer than the watch's interval, so that it does not see by chance that they are gone.

@@ -221,6 +221,18 @@ fn a_memory_in_the_clear_beside_an_encrypted_disk_is_not_taken_for_the_vms_own()
     assert!(!home.copy_memory(disk, snapshot).exists());
 }
 
+/// The first disk of a VM of which others are encrypted: what is beside it was sealed with the key that these have.
+#[test]
+fn a_memory_in_the_clear_beside_a_plain_disk_of_an_encrypted_vm_is_not_taken_for_its_own() {
+    let mut bench = bench();
+    bench.keep(false);
+    let other = DiskSpec { encrypted: true, ..crate::rules::tests::disk("other") };
+    bench.spec.devices.push(Device::Disk(other));
+    bench.begin_with(false);
+    let refused = bench.copy_next().unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
+}
+
 #[test]
 fn a_memory_that_is_damaged_or_of_another_key_is_named_and_nothing_is_lost() {
     let bench = bench();

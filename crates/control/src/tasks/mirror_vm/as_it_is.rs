@@ -1,0 +1,42 @@
+//! The first disk of a VM where it stays in the clear while the VM gets its key or gives it up ([`super`]).
+//!
+//! The memory that snapshots keep, that of a suspended VM, and core dumps are beside the first disk, and belong to the VM:
+//! they are under its key while it has one, and in the clear otherwise. They follow a copy of that disk. So where there are any
+//! the disk is copied as it is, in the clear to the clear, and they are sealed, or not, when the copy is used.
+
+use vmseal_api::host::{Power, VmState};
+use vmseal_api::id::DiskId;
+
+use super::{concerns, stays_encrypted};
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::vms::Vm;
+use crate::store::{dumps, snapshots};
+use crate::tasks::run::{Run, StepError};
+
+/// The first disk, which the host has what is beside it with, of a VM that gets or gives up its key by an operation that leaves that
+/// disk in the clear.
+pub(crate) fn first_left(operation: &Operation, vm: &Vm, known: &[Disk]) -> Option<DiskId> {
+    let another = operation.next_policy().is_some_and(|policy| policy != vm.policy);
+    // The key of a VM with a TPM comes and goes with that.
+    if !another || operation.is_in_place() || known.iter().any(stays_encrypted) {
+        return None;
+    }
+    let first = known.iter().find(|disk| disk.facts.is_some() && !disk.detached)?;
+    (!first.encrypted && !concerns(operation, first)).then_some(first.id)
+}
+
+/// That disk, where there is something beside it.
+pub(super) async fn copied_so(
+    run: &Run<'_>,
+    vm: &Vm,
+    known: &[Disk],
+    seen: Option<&VmState>,
+) -> Result<Option<DiskId>, StepError> {
+    let Some(first) = first_left(&run.task.operation, vm, known) else { return Ok(None) };
+    let mut read = run.store().read().await?;
+    let suspended = seen.is_some_and(|seen| seen.power == Power::Suspended);
+    let has_dumps = !dumps::of_vm(&mut read, vm.id).await?.is_empty();
+    let with_memory = snapshots::of_vm(&mut read, vm.id).await?.iter().any(|it| it.memory);
+    Ok((suspended || has_dumps || with_memory).then_some(first))
+}

@@ -1,0 +1,198 @@
+//! VMs of which some disks are encrypted and others are in the clear.
+
+use vmseal_api::request::{CloneVm, DecryptVm, EncryptVm, RecryptVm, SetPolicy};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::mirror::{Mirror, What, assert_agrees};
+use super::{snapshots, *};
+use crate::services::{
+    Caller, Outcome, Services, clone_vm, mirror, recrypt, set_policy, vms as vms_service,
+};
+use crate::store::dumps;
+
+fn names(disks: &[&str]) -> Vec<String> {
+    disks.iter().map(|name| (*name).to_owned()).collect()
+}
+
+fn me() -> Caller {
+    Caller::administrator("me")
+}
+
+/// Whether each disk is encrypted, for the inventory and on the host.
+async fn encrypted(fixture: &Fixture, vm: VmId, what: &str) -> Vec<bool> {
+    assert_agrees(fixture, vm, what).await;
+    fixture.disks(vm).await.iter().map(|disk| disk.encrypted).collect()
+}
+
+async fn encrypts(fixture: &Fixture, services: &Services, disks: &[&str], in_place: bool) {
+    let request = EncryptVm { disks: names(disks), in_place, ..EncryptVm::default() };
+    let begun = mirror::encrypt(services, &me(), "web", request, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+}
+
+async fn decrypts(fixture: &Fixture, services: &Services, disks: &[&str], in_place: bool) {
+    let request = DecryptVm { disks: names(disks), in_place, ..DecryptVm::default() };
+    let begun = mirror::decrypt(services, &me(), "web", request, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+}
+
+/// The VM gets its key with its first encrypted disk, and loses it only when it is decrypted as a whole.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn disks_are_encrypted_and_decrypted_one_by_one() {
+    for (runs, in_place) in [(false, false), (true, false), (false, true)] {
+        let what = format!("runs: {runs}, in place: {in_place}");
+        let fixture = Fixture::new().await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let vm = fixture.made("web", "plain").await;
+        if runs {
+            fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        }
+        let not_as_policy =
+            async || vms_service::show(&services, &me(), "web").await.unwrap().disks_in_the_clear;
+        encrypts(&fixture, &services, &["disk1"], in_place).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [false, true], "{what}");
+        assert_eq!(not_as_policy().await, ["disk0"], "{what}");
+        let row = fixture.vm(vm).await.unwrap();
+        assert!(row.policy_name == "encrypted" && row.key.is_some(), "{what}");
+
+        // What is still in the clear.
+        encrypts(&fixture, &services, &[], in_place).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [true, true], "{what}");
+        assert_eq!(not_as_policy().await, Vec::<String>::new(), "{what}");
+        decrypts(&fixture, &services, &["disk0"], in_place).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [false, true], "{what}");
+        decrypts(&fixture, &services, &["disk1"], in_place).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [false, false], "{what}");
+        let last = fixture.vm(vm).await.unwrap();
+        assert_eq!((last.key, last.policy), (row.key, row.policy), "{what}");
+        assert!(fixture.events("key.destroyed").await.is_empty(), "{what}");
+
+        encrypts(&fixture, &services, &["disk0"], in_place).await;
+        decrypts(&fixture, &services, &[], in_place).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [false, false], "{what}");
+        let row = fixture.vm(vm).await.unwrap();
+        assert!(row.policy_name == "plain" && row.key.is_none(), "{what}");
+        assert_eq!(fixture.events("key.destroyed").await.len(), 1, "{what}");
+        assert_eq!(fixture.agent.mirrored(), (vec![], vec![]), "{what}");
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_done_with_single_disks_is_refused() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    fixture.made("web", "plain").await;
+    let encrypt = async |disks: &[&str]| {
+        let request = EncryptVm { disks: names(disks), ..EncryptVm::default() };
+        mirror::encrypt(&services, &me(), "web", request, true).await.map(drop)
+    };
+    let decrypt = async |disks: &[&str], policy: Option<&str>| {
+        let policy = policy.map(str::to_owned);
+        let request = DecryptVm { disks: names(disks), policy, ..DecryptVm::default() };
+        mirror::decrypt(&services, &me(), "web", request, true).await.map(drop)
+    };
+    let says = |refused: Result<(), Problem>, what: &str, field: Option<&str>| {
+        let problem = refused.unwrap_err();
+        assert!(problem.detail.contains(what), "{problem}");
+        assert_eq!(problem.field.as_deref(), field, "{problem}");
+    };
+    says(encrypt(&["disk1", "none"]).await, "has no disk 'none'", Some("disks[1]"));
+    says(decrypt(&["disk1"], None).await, "in the clear already", None);
+    encrypts(&fixture, &services, &["disk1"], false).await;
+    says(encrypt(&["disk1"]).await, "has these disks encrypted already", None);
+    says(decrypt(&["disk0"], None).await, "in the clear already", None);
+    says(decrypt(&["disk1"], Some("plain")).await, "keeps its policy", Some("policy"));
+    let deep = RecryptVm { deep: true, disks: names(&["disk0"]), ..RecryptVm::default() };
+    let deep = recrypt::recrypt(&services, &me(), "web", deep, true).await.map(drop);
+    says(deep, "vmseal vm encrypt web --disk disk0", None);
+}
+
+/// Every other operation leaves each disk as it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vm_with_both_kinds_of_disks_is_used_as_others_are() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.made("web", "plain").await;
+    encrypts(&fixture, &services, &["disk1"], false).await;
+    let is_as_before = async |what: &str| {
+        assert_eq!(encrypted(&fixture, vm, what).await, [false, true], "{what}");
+    };
+    for (power, runs) in [("off", false), ("running", true)] {
+        if runs {
+            fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        }
+        let snapshot = snapshots::taken(&fixture, vm, power).await;
+        fixture.done(proving(vm), "web").await;
+        fixture.done(fixture.recryption(vm).await, "web").await;
+        is_as_before(power).await;
+        fixture.done(Operation::DeleteSnapshot { vm, snapshot }, "web").await;
+        let deep = Mirror { what: What::DeepRecrypt, runs, in_place: false };
+        fixture.done(deep.operation(&fixture, vm).await, "web").await;
+        is_as_before("deeply recrypted").await;
+    }
+    let moves = Mirror { what: What::Move, runs: true, in_place: false };
+    fixture.done(moves.operation(&fixture, vm).await, "web").await;
+    is_as_before("moved").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+
+    let request = SetPolicy { iops: Some(1000), ..SetPolicy::default() };
+    let planned = set_policy::set(&services, &me(), "encrypted", request.clone(), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("it is not planned") };
+    let steps = plan.steps.concat();
+    assert!(steps.contains("disks disk0 stay in the clear"), "{steps}");
+    set_policy::set(&services, &me(), "encrypted", request, false).await.map(drop).unwrap();
+
+    fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 5 }, "web").await;
+    let request = CloneVm {
+        name: "clone".to_owned(),
+        snapshot: None,
+        linked: false,
+        cloud_init: None,
+        quiesce: false,
+        rate: None,
+    };
+    let begun = clone_vm::clone(&services, &me(), "web", request, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+    let clone = fixture.task(task.id).await.operation.vm().unwrap();
+    assert_eq!(encrypted(&fixture, clone, "the clone").await, [false, true]);
+}
+
+/// What is beside the first disk is the VM's, and is sealed and unsealed with it, though that disk stays in the clear.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_beside_a_disk_in_the_clear_is_as_its_vm() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let vm = fixture.made("web", "plain").await;
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    let dump = fixture.add_dump(vm, "first").await;
+    fixture.done(Operation::DumpVm { vm, dump, to: None }, "web").await;
+    let mut write = fixture.store.write().await.unwrap();
+    dumps::set_encrypted(&mut write, vm, false).await.unwrap();
+    write.commit().await.unwrap();
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let is_sealed = async || {
+        let rows = dumps::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
+        rows[0].encrypted
+    };
+
+    let request = EncryptVm { disks: names(&["disk1"]), ..EncryptVm::default() };
+    let planned = mirror::encrypt(&services, &me(), "web", request, true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("it is not planned") };
+    let copied = "disk 'disk0', which stays in the clear, is copied as it is";
+    assert!(plan.warnings.iter().any(|it| it.contains(copied)), "{plan:?}");
+    encrypts(&fixture, &services, &["disk1"], false).await;
+    assert_eq!(encrypted(&fixture, vm, "suspended").await, [false, true]);
+    assert!(is_sealed().await);
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    let key = fixture.vm(vm).await.unwrap().key;
+    assert_eq!(fixture.agent.runs_with(vm).unwrap().key, key, "its memory was not sealed");
+
+    // The key is destroyed only where nothing is under it.
+    decrypts(&fixture, &services, &[], false).await;
+    assert!(!is_sealed().await);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, None);
+}
