@@ -101,6 +101,7 @@ fn disk(
     let disk = Disk::new(size, read_only, encryption, DiskStorage::Mem(bytes.clone()), POOLS);
     let state = Arc::new(DiskState::new(DiskId::new(), queues).with_bitmaps(disk.bitmaps()));
     let allocation = disk.allocation().into();
-    let served = ServedDisk { size, read_only, serial: "serial-1".into(), state, allocation };
+    let (size, serial) = (size.into(), "serial-1".into());
+    let served = ServedDisk { size, read_only, serial, state, allocation };
     (disk, Arc::new(served))
 }

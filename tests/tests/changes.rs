@@ -57,8 +57,12 @@ fn qemu_major() -> u32 {
     version.split('.').next().unwrap().parse().unwrap()
 }
 
+fn filters(here: &Installation) -> Vec<i32> {
+    here.processes_of(VM, "vmseal-filter").unwrap()
+}
+
 fn kill_filter(here: &Installation) {
-    here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
+    filters(here).into_iter().for_each(kill_hard);
     here.wait_alarm(VM, "filter-restarted").unwrap();
 }
 
@@ -84,7 +88,9 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
 
     shell_guest::boots(&mut console).unwrap();
 
-    // A disk that grows.
+    // A disk that grows, served by the same filter.
+    let filter = filters(&here);
+    assert_eq!(filter.len(), 1);
     let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
     here.vmseal(&["disk", "resize", VM, &disk, "--size", "80MiB"]).unwrap();
     holds(&mut console, "[ $(cat /sys/block/vda/size) = 163840 ]");
@@ -93,6 +99,7 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
     here.vmseal(&["disk", "resize", VM, &disk, "--size", "96MiB"]).unwrap();
     holds(&mut console, "[ $(cat /sys/block/vda/size) = 196608 ]");
     assert_eq!(here.vm(VM).unwrap()["disks"][0]["size"], 96 << 20);
+    assert_eq!(filters(&here), filter, "the filter was replaced");
 
     // A disk that is added, written to, and read again from other filters and by another agent.
     let hot = "datastore=local,size=32MiB,name=hot.disk_1";
@@ -113,6 +120,7 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
         assert!(!contains(&bytes, b"VMSEAL-MARKER"), "it is in the clear");
     }
     // Growing goes on after that, and bitmaps do: what is new is dirty.
+    let filter = filters(&here);
     here.vmseal(&["disk", "bitmap", "add", VM, "hot.disk_1", "since"]).unwrap();
     here.vmseal(&["disk", "resize", VM, "hot.disk_1", "--size", "48MiB"]).unwrap();
     holds(&mut console, "[ $(cat /sys/block/vdb/size) = 98304 ]");
@@ -122,6 +130,7 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
         (&bitmaps[0]["name"], bitmaps[0]["dirty_bytes"].as_u64()),
         (&"since".into(), Some(16 << 20))
     );
+    assert_eq!(filters(&here), filter, "the filter was replaced");
 
     // A network card that comes and goes.
     here.vmseal(&["nic", "add", VM, "--nic", "user,forward=tcp:80,name=second"]).unwrap();

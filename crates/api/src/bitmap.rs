@@ -33,6 +33,9 @@ pub enum BitmapError {
     /// A client reads it.
     #[error("the bitmap '{0}' is being read by a backup; wait until that is done")]
     Read(String),
+    /// The disk gets longer at this moment.
+    #[error("the disk is being made longer at this moment; ask again")]
+    Grows,
 }
 
 impl BitmapError {
@@ -45,7 +48,7 @@ impl BitmapError {
             Self::Unknown(_) => ErrorCode::NotFound,
             Self::TooMany | Self::Memory => ErrorCode::LimitExceeded,
             Self::NoRoom => ErrorCode::NoSpace,
-            Self::Read(_) => ErrorCode::InUse,
+            Self::Read(_) | Self::Grows => ErrorCode::InUse,
         }
     }
 }

@@ -99,6 +99,22 @@ impl Handles {
         Self { taken: HashSet::new(), passed }
     }
 
+    /// Has a descriptor that came with a request be used no more where there is another one `instead` of it.
+    ///
+    /// # Errors
+    /// Those of `instead`.
+    pub fn exchange(
+        &mut self,
+        instead: impl Fn(&OwnedFd) -> io::Result<Option<OwnedFd>>,
+    ) -> io::Result<()> {
+        for passed in self.passed.iter_mut().flatten().flatten() {
+            if let Some(other) = instead(passed)? {
+                *passed = other;
+            }
+        }
+        Ok(())
+    }
+
     /// A file.
     ///
     /// # Errors

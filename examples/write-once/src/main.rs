@@ -45,7 +45,7 @@ fn main() -> anyhow::Result<()> {
     let chains = (0..CONNECTIONS).map(|_| disk.chain()).collect::<Result<Vec<_>, _>>()?;
     let state = DiskState::new(DiskId::new(), CONNECTIONS).with_layers(disk.layers());
     let served = ServedDisk {
-        size,
+        size: size.into(),
         read_only: false,
         serial: "example".into(),
         state: Arc::new(state),

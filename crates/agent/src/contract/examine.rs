@@ -159,6 +159,12 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     alike(grown(agent, session).await, ErrorCode::InUse, "growing a disk that is exposed");
     refused(add().await, ErrorCode::InUse, "another disk beside one that is exposed");
     let_go(held).await;
+    let hold = Exposing::Hold { writable: false };
+    let held = agent.expose_disk(vm, session.disk(1).disk, hold).await;
+    let held = done(held, "exposing the other disk");
+    let longer = ask(VmChange::GrowDisk { disk, size: 2 * DISK_SIZE }).await;
+    done(longer, "growing a disk beside one that is exposed");
+    let_go(held).await;
     let now = session.now(agent).await.started_with.expect("it runs");
     assert_eq!(now.disks.len(), 2, "a question has changed something");
     cards(agent, session).await;

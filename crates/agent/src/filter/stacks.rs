@@ -116,6 +116,18 @@ impl Waiting {
     /// # Errors
     /// [`FilterError::Refused`]: they have what they had. After any other error either may be the case.
     pub fn replace(&mut self, new: &[NewLayers]) -> Result<(), FilterError> {
+        self.exchange(new, None)
+    }
+
+    /// Gives one of these disks its files with `size` bytes, which may be more than it has. Only a filter that grows disks does. Blocks.
+    ///
+    /// # Errors
+    /// As [`Waiting::replace`].
+    pub fn lengthen(&mut self, new: NewLayers, size: u64) -> Result<(), FilterError> {
+        self.exchange(&[new], Some(size))
+    }
+
+    fn exchange(&mut self, new: &[NewLayers], size: Option<u64>) -> Result<(), FilterError> {
         let mut numbers = Vec::new();
         let stacks = new.iter().map(|new| {
             let mut passed = |file: &File| {
@@ -125,7 +137,7 @@ impl Waiting {
             let files: Vec<_> = new.layers.iter().chain([&new.file]).map(&mut passed).collect();
             let lock = new.own.as_ref().map(passed);
             let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto, lock);
-            NewStack { disk: new.disk, chain: None, backend }
+            NewStack { disk: new.disk, chain: None, backend, size }
         });
         let request = ControlRequest::Replace { stacks: stacks.collect() };
         self.ask(&request, &numbers)

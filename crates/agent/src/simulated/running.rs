@@ -254,14 +254,20 @@ impl Inside {
 
     /// Whether the filter of a guest can be replaced without a loss.
     fn may_replace_filter(&self, vm: VmId) -> Result<(), Problem> {
-        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
-        let spec = &known.spec;
-        if spec.disks().any(|disk| disk.encrypted) && !known.key_held {
-            return Err(rules::locked(spec));
-        }
+        self.may_start_filter(vm)?;
+        let spec = &self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?.spec;
         let exposed =
             spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has(*disk));
         plugging::check_exposed(spec, exposed)
+    }
+
+    /// Whether another filter of a guest could be started.
+    fn may_start_filter(&self, vm: VmId) -> Result<(), Problem> {
+        let known = self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?;
+        if known.spec.disks().any(|disk| disk.encrypted) && !known.key_held {
+            return Err(rules::locked(&known.spec));
+        }
+        Ok(())
     }
 
     /// Checks that a disk may be made so long, and returns it.
@@ -273,7 +279,7 @@ impl Inside {
         let known = self.known(vm)?;
         rules::check_growth(&known.spec, &of, made, size)?;
         if grows && known.in_use.contains(&disk) {
-            self.may_replace_filter(vm)?;
+            self.may_start_filter(vm)?;
         }
         self.check_place(&of.datastore)?;
         if grows && self.has_snapshots(disk) {

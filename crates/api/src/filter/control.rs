@@ -72,8 +72,8 @@ pub enum ControlRequest {
         /// The disks.
         disks: Vec<DiskId>,
     },
-    /// Exchange the stacks of disks that this connection has drained, all of them or none: the new ones hold the same bytes. A copy
-    /// of a disk that stays ([`super::MirrorSpec::stays`]) ends. Answered by [`ControlReply::Done`]; the disks wait on. After an error they have their stacks as before. A `fd` in a
+    /// Exchange the stacks of disks that this connection has drained, all of them or none: the new ones hold the same bytes, and
+    /// perhaps more behind them ([`NewStack::size`]). A copy of a disk that stays ([`super::MirrorSpec::stays`]) ends. Answered by [`ControlReply::Done`]; the disks wait on. After an error they have their stacks as before. A `fd` in a
     /// stack is the number, from 0 on, of a descriptor that is sent with this request (SCM_RIGHTS).
     Replace {
         /// The stacks.
@@ -114,6 +114,10 @@ pub struct NewStack {
     pub chain: Option<Vec<FilterSpec>>,
     /// Where the data is stored.
     pub backend: BackendSpec,
+    /// How long the disk is from then on, in bytes: no shorter than it is, and none of it is copied or read beside the guest where
+    /// it is longer; none: as it is. A filter that does not say that it [grows](FilterStatus::grows) disks does not know this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
 }
 
 /// What a disk is to be copied to while it is served.
@@ -207,6 +211,9 @@ pub struct FilterStatus {
     /// Whether it copies disks for other hosts ([`ControlRequest::Complete`]). One of an earlier vmseal does not.
     #[serde(default)]
     pub completes: bool,
+    /// Whether it makes disks longer while it runs ([`NewStack::size`]). One of an earlier vmseal does not.
+    #[serde(default)]
+    pub grows: bool,
     /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,

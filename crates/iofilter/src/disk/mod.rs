@@ -3,6 +3,7 @@
 pub mod allocation;
 pub mod current;
 pub mod pacing;
+pub mod size;
 pub mod status;
 
 use std::fs::File;
@@ -66,6 +67,12 @@ impl Disk {
         Ok(Self { bitmaps, ..self })
     }
 
+    /// The same disk, whose chains mark these dirty bitmaps.
+    #[must_use]
+    pub fn with_bitmaps(self, bitmaps: Arc<Bitmaps>) -> Self {
+        Self { bitmaps, ..self }
+    }
+
     /// A disk of `size` bytes with no layer but encryption.
     #[must_use]
     pub fn new(
@@ -115,10 +122,12 @@ impl Disk {
         self.stack.storage()
     }
 
-    /// The same disk in another place: its layers, keys, counters and dirty bitmaps are those of this one.
+    /// The same disk in the place of `stack`, where it may be longer: its layers, keys, counters and dirty bitmaps are those of this
+    /// one.
     #[must_use]
-    pub fn moved_to(&self, storage: DiskStorage) -> Self {
-        Self { stack: self.stack.over(storage), ..self.clone() }
+    pub fn moved_to(&self, stack: &Stack) -> Self {
+        let (storage, size) = (stack.storage().clone(), stack.storage_size());
+        Self { stack: self.stack.over(storage, size), ..self.clone() }
     }
 
     /// Whether the filters of this disk's chains give `other` what its storage takes. They are those of [`Disk::moved_to`].

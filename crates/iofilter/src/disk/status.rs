@@ -77,7 +77,7 @@ pub struct DiskState {
     layers: Mutex<Vec<Arc<dyn Layer>>>,
     waits: Mutex<Option<DiskWaits>>,
     file: Mutex<Option<DiskFile>>,
-    bitmaps: Option<Arc<Bitmaps>>,
+    bitmaps: Mutex<Option<Arc<Bitmaps>>>,
     replica: Option<Replicate>,
     mirror: Mutex<Option<Arc<Mirror>>>,
     /// The pace of its work, where the work copies the disk and no guest waits for it.
@@ -132,7 +132,7 @@ impl DiskState {
             layers: Mutex::default(),
             waits: Mutex::default(),
             file: Mutex::default(),
-            bitmaps: None,
+            bitmaps: Mutex::default(),
             replica: None,
             mirror: Mutex::default(),
             pace: None,
@@ -179,7 +179,13 @@ impl DiskState {
     /// The same, of a disk that has these dirty bitmaps.
     #[must_use]
     pub fn with_bitmaps(self, bitmaps: Arc<Bitmaps>) -> Self {
-        Self { bitmaps: Some(bitmaps), ..self }
+        self.set_bitmaps(bitmaps);
+        self
+    }
+
+    /// The disk has these dirty bitmaps from now on.
+    pub fn set_bitmaps(&self, bitmaps: Arc<Bitmaps>) {
+        *lock(&self.bitmaps) = Some(bitmaps);
     }
 
     /// The same, of a disk that has a replica.
@@ -220,8 +226,8 @@ impl DiskState {
 
     /// The disk's dirty bitmaps; none where nobody marks them.
     #[must_use]
-    pub fn bitmaps(&self) -> Option<&Arc<Bitmaps>> {
-        self.bitmaps.as_ref()
+    pub fn bitmaps(&self) -> Option<Arc<Bitmaps>> {
+        lock(&self.bitmaps).clone()
     }
 
     /// The same, of a disk whose cipher's time is measured here.
@@ -349,7 +355,7 @@ impl DiskState {
             file: *lock(&self.file),
             counters: self.totals(),
             last_error: self.last_error(),
-            bitmaps: self.bitmaps.as_ref().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
+            bitmaps: self.bitmaps().map(|bitmaps| bitmaps.status()).unwrap_or_default(),
             replica: self.replica.as_ref().map(Replicate::status),
             mirror: lock(&self.mirror).as_ref().map(|mirror| mirror.status()),
         }

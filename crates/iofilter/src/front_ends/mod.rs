@@ -9,13 +9,14 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use crate::disk::allocation::CurrentAllocation;
+use crate::disk::size::CurrentSize;
 use crate::disk::status::DiskState;
 
 /// The disk that a front end serves, for the life of the process.
 #[derive(Debug)]
 pub struct ServedDisk {
-    /// The disk's size in bytes.
-    pub size: u64,
+    /// The disk's size.
+    pub size: CurrentSize,
     /// Whether it is read-only.
     pub read_only: bool,
     /// The device id.

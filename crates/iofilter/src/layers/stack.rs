@@ -52,10 +52,10 @@ impl Stack {
         self.layers.iter().position(is_crypt).unwrap_or(self.layers.len())
     }
 
-    /// The same layers over other storage of the same size.
+    /// The same layers over other storage of `size` bytes.
     #[must_use]
-    pub fn over(&self, storage: DiskStorage) -> Self {
-        Self::new(self.layers.clone(), storage, self.size)
+    pub fn over(&self, storage: DiskStorage, size: u64) -> Self {
+        Self::new(self.layers.clone(), storage, size)
     }
 
     /// The same below further layers, from the guest downwards.
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(kinds(&sealed), ["keeps", align::KIND, crypt::KIND, "keeps"]);
         assert!(sealed.boundary(0).suits_guests() && sealed.boundary(1).suits_guests());
         assert_eq!(sealed.boundary(2).block, CRYPT_SECTOR);
-        let moved = sealed.over(mem());
+        let moved = sealed.over(mem(), SIZE);
         assert!(Arc::ptr_eq(&moved.layers()[1], &sealed.layers()[1]), "its locks are others");
         assert!(sealed.filters_suit(&plain) && !plain.filters_suit(&sealed));
         let full = Stack::new(vec![encryption(Holes::Ciphertext)], mem(), SIZE);

@@ -23,6 +23,9 @@ pub const CONFIG_MAX: u64 = 1024 * 1024;
 /// under 32 MiB.
 pub const ALL_QUEUES_MAX: usize = 64;
 
+/// The longest disk, in bytes: what is behind a header still has a place that files can have.
+pub const SIZE_MAX: u64 = i64::MAX as u64 / 2;
+
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -177,6 +180,7 @@ pub fn check_new_stack(stack: &NewStack) -> Result<(), String> {
         return Err("what a disk holds is not in new memory".into());
     }
     check_backend(&stack.backend)?;
+    stack.size.map_or(Ok(()), check_size)?;
     let Some(chain) = &stack.chain else { return Ok(()) };
     let at_start = |link: &FilterSpec| {
         matches!(link, FilterSpec::Cache(_) | FilterSpec::Replicate(_) | FilterSpec::Mirror(_))
@@ -232,14 +236,20 @@ fn check(config: &FilterConfig) -> Result<(), ConfigError> {
         .map_err(|(index, what)| ConfigError::Disk { disk: caches[index].0, what })
 }
 
+/// Checks the size of a disk, in bytes.
+fn check_size(size: u64) -> Result<(), String> {
+    if size == 0 || !size.is_multiple_of(u64::from(CRYPT_SECTOR)) {
+        return Err(format!("its size, {size}, is not a multiple of {CRYPT_SECTOR}"));
+    }
+    if size > SIZE_MAX {
+        return Err(format!("its size, {size}, is beyond what a file can have"));
+    }
+    Ok(())
+}
+
 fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
     let refuse = |what: String| Err(ConfigError::Disk { disk: disk.disk, what });
-    if disk.size == 0 || !disk.size.is_multiple_of(u64::from(CRYPT_SECTOR)) {
-        return refuse(format!("its size, {}, is not a multiple of {CRYPT_SECTOR}", disk.size));
-    }
-    if disk.size > i64::MAX as u64 / 2 {
-        return refuse(format!("its size, {}, is beyond what a file can have", disk.size));
-    }
+    check_size(disk.size).or_else(refuse)?;
     if disk.serial.len() > SERIAL_MAX || !disk.serial.is_ascii() {
         return refuse(format!("its serial is not {SERIAL_MAX} bytes of ASCII at most"));
     }

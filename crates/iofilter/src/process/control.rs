@@ -192,6 +192,7 @@ impl Control {
             retires: true,
             mirrors: true,
             completes: true,
+            grows: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }

@@ -404,7 +404,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
     let copies = export.is_some() || merge.is_some() || import.is_some();
     let pace = copies.then(WorkPace::new).transpose()?.map(Arc::new);
     let served = Arc::new(ServedDisk {
-        size: config.size,
+        size: config.size.into(),
         read_only: config.read_only,
         serial: config.serial.as_str().into(),
         state: Arc::new(
@@ -451,7 +451,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         listener,
         uid,
         served: Arc::new(ServedDisk {
-            size: config.size,
+            size: config.size.into(),
             read_only: true,
             serial: Arc::clone(&served.serial),
             state,

@@ -15,6 +15,9 @@
 //! from the former file is done before: an image of QEMU's format is left as if it were closed.
 //!
 //! The first descriptor of each file that a disk still has is kept: it holds the file's lock.
+//!
+//! A disk that gets longer (docs/decisions/234) has its file by that very descriptor, so that the lock lasts as long as the
+//! kernel works on its requests. Its chains are made anew, as each knows the disk's size, and so are its dirty bitmaps.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -22,6 +25,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmseal_api::filter::{CacheSpec, DRAINED_MAX, DiskFile, DiskWaits, NewCopy, NewStack};
 use vmseal_api::id::DiskId;
 
@@ -35,6 +39,8 @@ use crate::process::mirror::{self, Copy, Mirrored};
 use crate::process::open_stack::{self, IMAGE, WantedStack};
 use crate::process::{CurrentPivot, RunningDisk, StartError, config};
 use crate::stack::chain::{Chain, Storage};
+use crate::stack::dirty::Bitmaps;
+use crate::stack::dirty::growing::Closed;
 use crate::stack::gate::{Gate, Held};
 use crate::stack::orders::{Asked, NotAsked, Orders};
 use crate::stack::request::IoError;
@@ -222,30 +228,76 @@ impl DiskStack {
         self.current.is_free().map_err(|error| NotChanged::Read(id, error))?;
         let served = self.current.disk().ok_or(NotChanged::Ending(id))?;
         let former = served.unmirrored();
+        let (size, read_only) = (spec.size.unwrap_or(former.size()), former.read_only());
+        let grows = self.may_grow(former.size(), size)?;
+        if grows {
+            handles.exchange(|passed| self.held_for_writing(passed))?;
+        }
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
-        let (size, read_only) = (former.size(), former.read_only());
         let (chain, backend) = (spec.chain.as_deref().unwrap_or_default(), &spec.backend);
         let wanted = WantedStack { disk: id, what: IMAGE, size, read_only, chain, backend };
         let open_stack::OpenedStack { stack, files, .. } =
             open_stack::open_without_legs(wanted, handles)?;
         let disk = match &spec.chain {
-            None => former.moved_to(stack.storage().clone()),
+            None => former.moved_to(&stack),
             Some(_) => Disk::of(stack, read_only, self.pools).as_copy_of(&former),
         };
         let is_mirrored = self.copier().is_some();
-        let keeps_filters = spec.chain.is_none() && !is_mirrored && former.filters_suit(&disk);
+        let is_as_before = spec.chain.is_none() && !is_mirrored && !grows;
+        let keeps_filters = is_as_before && former.filters_suit(&disk);
         let new = if keeps_filters {
             NewChains::Storage((0..chains).map(|_| disk.queue_storage()).collect::<Result<_, _>>()?)
         } else {
             let made = (0..chains).map(|_| disk.chain()).collect::<std::io::Result<_>>();
             NewChains::Whole(made.map_err(|error| StartError::Chain { disk: id, error })?)
         };
-        Ok(OpenedDisk { disk: Arc::new(disk), new, files })
+        // Last: nobody can read or change them until the disk is longer.
+        let bitmaps = grows.then(|| Closed::close(former.bitmaps())).transpose();
+        let bitmaps = bitmaps.map_err(|_| NotChanged::Read(id, IsRead))?;
+        Ok(OpenedDisk { disk, new, files, bitmaps })
+    }
+
+    /// Whether the disk gets longer, if it may get this size.
+    fn may_grow(&self, has: u64, size: u64) -> Result<bool, NotChanged> {
+        if size < has {
+            let what = format!("it has {has} bytes, and does not shrink to {size}");
+            return Err(NotChanged::Sense(self.id(), what));
+        }
+        // Its copy would stay as long as it is.
+        if size > has && self.copier().is_some() {
+            return Err(NotChanged::Mirrored(self.id()));
+        }
+        Ok(size > has)
+    }
+
+    /// The descriptor of this file that the disk has to write to it, if it has one.
+    fn held_for_writing(&self, file: &OwnedFd) -> std::io::Result<Option<OwnedFd>> {
+        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(held) = files.get(&identity(file)?) else { return Ok(None) };
+        let flags = OFlag::from_bits_retain(fcntl(held, FcntlArg::F_GETFL)?);
+        let writes = flags & OFlag::O_ACCMODE == OFlag::O_RDWR;
+        writes.then(|| held.try_clone()).transpose()
+    }
+
+    /// The disk has so many bytes from now on, and these dirty bitmaps.
+    fn grow(&self, size: u64, bitmaps: &Arc<Bitmaps>) {
+        for served in [Some(&self.served), self.beside.as_ref()].into_iter().flatten() {
+            served.size.set(size);
+            served.state.set_bitmaps(Arc::clone(bitmaps));
+        }
+        tracing::info!(disk = %self.id(), size, "the disk is longer");
     }
 
     /// Puts a new stack under the disk.
     fn put(&self, opened: OpenedDisk, chains: &mut Vec<Chain>) -> FormerStack {
-        let OpenedDisk { disk, new, files } = opened;
+        let OpenedDisk { mut disk, mut new, files, bitmaps } = opened;
+        if let Some(bitmaps) = bitmaps {
+            let bitmaps = Arc::new(bitmaps.longer(disk.size()));
+            new.mark_in(&bitmaps);
+            self.grow(disk.size(), &bitmaps);
+            disk = disk.with_bitmaps(bitmaps);
+        }
+        let disk = Arc::new(disk);
         let before = self.show(&disk, files);
         // Of a copy that it has pivoted to, nothing is left to be said.
         self.served.state.set_mirror(None);
@@ -334,15 +386,26 @@ fn by_identity(files: Vec<Arc<OwnedFd>>) -> BTreeMap<(u64, u64), Arc<OwnedFd>> {
 
 /// A stack that is open, and not yet in use.
 struct OpenedDisk {
-    disk: Arc<Disk>,
+    disk: Disk,
     new: NewChains,
     files: Vec<Arc<OwnedFd>>,
+    /// Those of the disk as it is, where it gets longer.
+    bitmaps: Option<Closed>,
 }
 
 enum NewChains {
     /// To be put under the filters of the chains that there are.
     Storage(Vec<Box<dyn Storage>>),
     Whole(Vec<Chain>),
+}
+
+impl NewChains {
+    /// Has chains that are made anew mark their changes in these bitmaps.
+    fn mark_in(&mut self, bitmaps: &Arc<Bitmaps>) {
+        if let Self::Whole(chains) = self {
+            chains.iter_mut().for_each(|chain| chain.mark_in(Arc::clone(bitmaps)));
+        }
+    }
 }
 
 #[expect(dead_code, reason = "they are closed when this goes")]

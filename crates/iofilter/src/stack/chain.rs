@@ -417,6 +417,11 @@ impl Chain {
         self
     }
 
+    /// Marks its changes in these dirty bitmaps from now on, and no others. The chain has no request in flight.
+    pub fn mark_in(&mut self, bitmaps: Arc<Bitmaps>) {
+        self.bitmaps = Some(bitmaps);
+    }
+
     /// The disk's size in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {

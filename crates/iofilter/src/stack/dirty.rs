@@ -15,6 +15,7 @@
 //!
 //! The queues of a disk mark without locks (`marks`).
 
+pub mod growing;
 mod kept;
 mod longer;
 mod marks;
@@ -22,7 +23,7 @@ mod marks;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
@@ -75,6 +76,9 @@ pub struct Bitmaps {
     names: Mutex<[Option<NamedBitmap>; BITMAPS_MAX]>,
     taken: &'static BitmapMemory,
     kept: Option<Kept>,
+    /// Whether they become those of a longer disk (`growing`), or have: nobody reads or changes them. It changes while `names` is
+    /// locked.
+    closed: AtomicBool,
 }
 
 impl Bitmaps {
@@ -90,7 +94,11 @@ impl Bitmaps {
     /// # Errors
     /// Those of the file.
     pub fn kept_in(file: File, size: u64) -> io::Result<Self> {
-        let mut bitmaps = Self::new(size);
+        Self::kept_within(file, size, &TAKEN)
+    }
+
+    fn kept_within(file: File, size: u64, taken: &'static BitmapMemory) -> io::Result<Self> {
+        let mut bitmaps = Self::within(size, taken);
         let kept = Kept::open(file, size, bitmaps.granule().trailing_zeros(), bitmaps.bytes)?;
         bitmaps.go_on_with(&kept);
         bitmaps.kept = Some(kept);
@@ -103,7 +111,8 @@ impl Bitmaps {
             shift += 1;
         }
         let (marks, bytes) = (Marks::new(size, shift), marks::bytes(size, shift));
-        Self { marks, bytes, names: Mutex::default(), taken, kept: None }
+        let closed = AtomicBool::new(false);
+        Self { marks, bytes, names: Mutex::default(), taken, kept: None, closed }
     }
 
     /// Has the bitmaps that a file keeps.
@@ -147,6 +156,9 @@ impl Bitmaps {
     /// [`BitmapError`].
     pub fn change(&self, name: &str, change: BitmapChange) -> Result<(), BitmapError> {
         let mut names = self.names();
+        if self.closed.load(SeqCst) {
+            return Err(BitmapError::Grows);
+        }
         bitmap::check(names.iter().flatten().map(|named| &*named.name), name, change)?;
         if change == BitmapChange::Start {
             return self.start(&mut names, name);
@@ -223,10 +235,13 @@ impl Bitmaps {
         self.names().iter().flatten().map(|named| named.name.clone()).collect()
     }
 
-    /// A bitmap to read: it cannot be cleared or removed meanwhile. None if none has that name.
+    /// A bitmap to read: it cannot be cleared or removed meanwhile. None if none has that name, and while the disk gets longer.
     #[must_use]
     pub fn read(self: &Arc<Self>, name: &str) -> Option<Reader> {
         let mut names = self.names();
+        if self.closed.load(SeqCst) {
+            return None;
+        }
         let slot = find(&names, name)?;
         names[slot].as_mut()?.readers += 1;
         Some(Reader { bitmaps: Arc::clone(self), slot })
@@ -235,12 +250,19 @@ impl Bitmaps {
     fn names(&self) -> MutexGuard<'_, [Option<NamedBitmap>; BITMAPS_MAX]> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn give_memory(&self) {
+        let made = (0..BITMAPS_MAX).filter(|slot| self.marks.is_made(*slot));
+        self.taken.give(made.count() * self.bytes);
+    }
 }
 
 impl Drop for Bitmaps {
     fn drop(&mut self) {
-        let made = (0..BITMAPS_MAX).filter(|slot| self.marks.is_made(*slot));
-        self.taken.give(made.count() * self.bytes);
+        // Those that have become another disk's gave it then.
+        if !self.closed.load(SeqCst) {
+            self.give_memory();
+        }
     }
 }
 

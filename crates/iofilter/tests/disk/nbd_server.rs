@@ -29,7 +29,7 @@ impl NbdServer {
         let directory = tempfile::tempdir().unwrap();
         let (size, queues) = (chains[0].size(), chains.len());
         let served = ServedDisk {
-            size,
+            size: size.into(),
             read_only: chains[0].read_only(),
             serial: "nbd".into(),
             state: Arc::new(DiskState::new(DiskId::new(), queues)),

@@ -75,7 +75,7 @@ impl Server {
         let socket = Socket::Listening(UnixListener::bind(&path).unwrap());
         let state = Arc::new(DiskState::new(DiskId::new(), queues));
         let served = Arc::new(ServedDisk {
-            size,
+            size: size.into(),
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),

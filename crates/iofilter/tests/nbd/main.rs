@@ -332,7 +332,7 @@ impl Filter for Slow {
 fn serve_one(filter: Box<dyn Filter>, server: UnixStream, stop: &Stop) {
     let chain = Chain::new(SIZE, false, vec![filter], MemDisk::new(1 << 20).queue()).unwrap();
     let served = ServedDisk {
-        size: SIZE,
+        size: SIZE.into(),
         read_only: false,
         serial: "serial-1".into(),
         state: Arc::new(DiskState::new(DiskId::new(), 1)),

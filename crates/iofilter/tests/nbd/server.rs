@@ -68,7 +68,7 @@ impl Server {
         let state = DiskState::new(DiskId::new(), queues).with_bitmaps(Arc::clone(&bitmaps));
         let state = Arc::new(state);
         let served = ServedDisk {
-            size: SIZE,
+            size: SIZE.into(),
             read_only,
             serial: "serial-1".into(),
             state: Arc::clone(&state),

@@ -372,7 +372,8 @@ fn a_flush_makes_durable_what_was_answered_on_other_connections() {
             let state = Arc::new(DiskState::new(DiskId::new(), 1));
             let serial = "serial-1".into();
             let allocation = Allocation::Unknown.into();
-            let served = ServedDisk { size: SIZE, read_only: false, serial, state, allocation };
+            let size = SIZE.into();
+            let served = ServedDisk { size, read_only: false, serial, state, allocation };
             let (stop, agreed) = (Stop::new().unwrap(), Agreed::default());
             let connection =
                 Transmission::new(&server, agreed, &served, &stop, (0, chain), 1 << 20);

@@ -122,7 +122,7 @@ fn take_snapshot(place: &Place, control: &Path) -> io::Result<Acted> {
     let below = BackingSpec { file: Handle::Fd(1), format: ImageFormat::Raw };
     let (file, offset) = (Handle::Fd(0), DATA_OFFSET);
     let backend = BackendSpec::Qcow2 { file, backing: vec![below], offset, lock: None };
-    let stacks = vec![NewStack { disk: served, chain: None, backend }];
+    let stacks = vec![NewStack { disk: served, chain: None, backend, size: None }];
     let note = atomic_file::prepare(&note_path(place), &[b' '; NOTE_LENGTH], PRIVATE)?;
     let begun = Instant::now();
     done(ask(&mut stream, &ControlRequest::Drain { disks: vec![served] }, &[])?)?;

@@ -1,21 +1,29 @@
 //! Making a disk longer, of a VM that is off as of one that runs.
 //!
-//! The image grows first, then what is on record of the disk, then the filter is replaced by one that serves the new
-//! size, and then QEMU is told. In the disk's dirty bitmaps what is new is dirty. An agent that ends in between finds the new
-//! size on record, or is asked again.
+//! ```text
+//!  image grown ─► size on record ─► disk drained ─► its stack replaced by a longer one ─► resumed ─► QEMU told
+//!                                     └── not possible: the filter is replaced by one that serves the new size ──^
+//! ```
+//! The other disks are not disturbed (docs/decisions/234). In the disk's dirty bitmaps what is new is dirty. An agent that ends in
+//! between finds the new size on record, or is asked again. A filter that still serves the former size harms nothing.
 
 use std::fs::File;
 
-use vmseal_api::host::VmSpec;
-use vmseal_api::id::DiskId;
+use tokio::task::spawn_blocking;
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
+use crate::filter::{Control, FilterError, NewLayers};
 use crate::process::run_dir::ProcessDir;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::builder::is_preallocated;
 use crate::storage::grow::{Growth, Holder};
-use crate::storage::timed;
+use crate::storage::home::Home;
+use crate::storage::layers::{self, Files};
+use crate::storage::{opening, timed};
 use crate::vm::{images, internal};
 
 /// Checks that a file is the image that the guest's filter has.
@@ -35,7 +43,7 @@ impl Owner {
         rules::check_growth(&self.spec, &disk, facts.is_some(), size)?;
         let Some(facts) = facts else { return Err(internal("a disk without facts")) };
         let used = self.running().is_some_and(|running| running.live.disk(disk.disk).is_some());
-        if used && disk.size != size {
+        if used && disk.size != size && self.filter_that_grows(disk.disk).await.is_none() {
             self.may_replace_filter().await?;
         }
         let holder = if used { Holder::Filter } else { Holder::Nobody };
@@ -77,14 +85,58 @@ impl Owner {
             known.for_each(|known| known.grown = true);
             self.keep(spec)?;
             self.describe();
-            if let Err(problem) = self.replace_filter().await {
+            self.serves_sizes = false;
+        }
+        if !self.serves_sizes {
+            self.serve_sizes().await?;
+        }
+        self.tell_of_growth().await;
+        Ok(())
+    }
+
+    /// The guest's filter, where it can make this disk longer while it runs.
+    async fn filter_that_grows(&mut self, disk: DiskId) -> Option<Control> {
+        let (control, status) = self.filter_that_replaces(&[disk]).await?;
+        status.grows.then_some(control)
+    }
+
+    /// Has the disks that have grown served with the sizes that are on record.
+    async fn serve_sizes(&mut self) -> Result<(), Problem> {
+        let Some(running) = self.running() else { return Err(internal("it has ended")) };
+        let disks = running.live.disks.iter().filter(|disk| disk.grown);
+        let disks: Vec<DiskId> = disks.map(|disk| disk.disk).collect();
+        let mut served = true;
+        for disk in disks {
+            served = served && self.lengthen_served(disk).await;
+        }
+        if !served {
+            let replaced = match self.may_replace_filter().await {
+                Ok(()) => self.replace_filter().await,
+                refused => refused,
+            };
+            if let Err(problem) = replaced {
                 // It is started again until it serves: the guest waits.
                 self.serve_again();
                 return Err(problem);
             }
         }
-        self.tell_of_growth().await;
+        self.serves_sizes = true;
         Ok(())
+    }
+
+    /// Has the filter serve a disk with the size that is on record, without a restart; false where that is not possible.
+    async fn lengthen_served(&mut self, disk: DiskId) -> bool {
+        let Some(control) = self.filter_that_grows(disk).await else { return false };
+        let Some(disk) = self.spec.disk(disk).cloned() else { return false };
+        let Some(facts) = self.facts(&disk) else { return false };
+        let (vm, directory) = (self.spec.vm, self.shared.run_dir.vm(self.spec.vm));
+        let lengthened = spawn_blocking(move || lengthen(vm, &control, &directory, &disk, &facts));
+        let lengthened = lengthened.await.map_err(internal).flatten();
+        lengthened
+            .inspect_err(
+                |problem| tracing::info!(%vm, %problem, "the filter is replaced for a longer disk"),
+            )
+            .is_ok()
     }
 
     /// Has QEMU look at disks that have grown since it looked. It does not look while its guest's driver does not use
@@ -95,15 +147,11 @@ impl Owner {
             return;
         }
         // An earlier agent may have ended between putting the size on record and having it served.
-        if !self.serves_sizes {
-            let served = match self.may_replace_filter().await {
-                Ok(()) => self.replace_filter().await,
-                refused => refused,
-            };
-            if let Err(problem) = served {
-                tracing::info!(vm = %spec.vm, %problem, "a disk is not served with its new size yet");
-                return self.serve_again();
-            }
+        if !self.serves_sizes
+            && let Err(problem) = self.serve_sizes().await
+        {
+            tracing::info!(vm = %spec.vm, %problem, "a disk is not served with its new size yet");
+            return;
         }
         let Some(running) = self.running() else { return };
         let control = running.control.clone();
@@ -117,5 +165,35 @@ impl Owner {
         if told && let Err(problem) = running.write(&spec) {
             tracing::warn!(vm = %spec.vm, %problem, "QEMU will be told of a disk's size again");
         }
+    }
+}
+
+/// Has a filter serve a disk, whose image is long enough, with the size that it has in `disk`. Blocks.
+fn lengthen(
+    vm: VmId,
+    control: &Control,
+    directory: &ProcessDir,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+) -> Result<(), Problem> {
+    let home = Home::of(&disk.datastore, vm)?;
+    let known = layers::read(&home, disk.disk)?;
+    let files = layers::open_served(&home, disk.disk, &known)?;
+    images::check(directory, &[(disk, files.own())])?;
+    let Files { image: file, layers, own, .. } = files;
+    let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
+    let new = NewLayers { disk: disk.disk, file, layers, offset, keeps_room, own };
+    let mut waiting = control.drain(vec![disk.disk]).map_err(internal)?;
+    let begun = std::time::Instant::now();
+    waiting.lengthen(new, disk.size).map_err(internal)?;
+    match waiting.resume() {
+        Ok(()) => {
+            let waited = begun.elapsed().as_micros();
+            tracing::info!(%vm, disk = %disk.disk, size = disk.size, microseconds = waited, "the disk is longer");
+            Ok(())
+        }
+        // They have gone on by themselves, with what they have now.
+        Err(FilterError::Refused { .. }) => Ok(()),
+        Err(error) => Err(internal(error)),
     }
 }

@@ -92,9 +92,9 @@ fn connection(
 ) {
     let export = Export {
         name: served.state.disk().to_string(),
-        size: served.size,
+        size: served.size.get(),
         read_only: true,
-        bitmaps: served.state.bitmaps().cloned(),
+        bitmaps: served.state.bitmaps(),
     };
     let blocking = stream.set_nonblocking(false).map_err(NegotiationError::from);
     let agreed = match blocking.and_then(|()| negotiation::run(stream, &export, stop)) {

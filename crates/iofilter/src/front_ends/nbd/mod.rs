@@ -99,9 +99,9 @@ fn serve_round(
     let round = Stop::new()?;
     let export = Export {
         name: served.state.disk().to_string(),
-        size: served.size,
+        size: served.size.get(),
         read_only: served.read_only,
-        bitmaps: served.state.bitmaps().cloned(),
+        bitmaps: served.state.bitmaps(),
     };
     let connections = Mutex::new(0);
     let server = Server { served, export, pool_bytes, stop: &round, connections };

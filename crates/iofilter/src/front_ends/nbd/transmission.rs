@@ -313,7 +313,7 @@ impl<'a> Transmission<'a> {
 
     fn terms(&self) -> Terms {
         Terms {
-            size: self.served.size,
+            size: self.served.size.get(),
             read_only: self.served.read_only,
             structured: self.agreed.structured,
             contexts: !self.agreed.contexts.is_empty(),

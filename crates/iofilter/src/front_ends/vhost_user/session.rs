@@ -142,7 +142,10 @@ impl Session {
     /// # Errors
     /// A ring cannot start again.
     pub fn exchange(&mut self, orders: &Orders) -> Result<()> {
+        let used = self.is_used();
         self.stop_all();
+        // The guest's driver has not gone: it can be told of another size before all rings have started again.
+        self.served.state.set_driver(used);
         // Not before: whoever asked may have given up while requests were in flight.
         let Some(exchange) = orders.take() else { return self.start_all() };
         if self.rings.iter().all(|ring| matches!(ring.serving, Serving::Stopped(_))) {
@@ -236,8 +239,12 @@ impl Session {
             },
             other => other,
         };
-        let runs = |ring: &Ring| matches!(ring.serving, Serving::Running(_));
-        self.served.state.set_driver(self.rings.iter().any(runs));
+        self.served.state.set_driver(self.is_used());
+    }
+
+    /// Whether the guest's driver uses the disk.
+    fn is_used(&self) -> bool {
+        self.rings.iter().any(|ring| matches!(ring.serving, Serving::Running(_)))
     }
 
     fn stop_all(&mut self) {
@@ -554,7 +561,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         size: u32,
         _flags: VhostUserConfigFlags,
     ) -> Result<Vec<u8>> {
-        let space = config::space(self.served.size, self.rings.len() as u16);
+        let space = config::space(self.served.size.get(), self.rings.len() as u16);
         let end = offset.checked_add(size).filter(|&end| end as usize <= SPACE);
         let end = end.ok_or_else(|| invalid("beyond the configuration space"))?;
         Ok(space[offset as usize..end as usize].to_vec())

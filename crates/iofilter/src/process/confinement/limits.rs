@@ -43,7 +43,11 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
         let chains = config::queues(disk) + readers(disk) + COPY_CHAINS;
         config::caches(disk).map(move |cache| cache::memory(cache, chains))
     });
-    let of_copy = |disk: &DiskConfig| replicate::memory(disk.disk, disk.size) + COPY_CHAINS_BYTES;
+    // A disk that may grow may be copied after that.
+    let longest =
+        |disk: &DiskConfig| if config::can_change(disk) { config::SIZE_MAX } else { disk.size };
+    let of_copy =
+        |disk: &DiskConfig| replicate::memory(disk.disk, longest(disk)) + COPY_CHAINS_BYTES;
     let copies = |disk: &DiskConfig| {
         let may_come = config::mirror(disk).is_none() && config::can_change(disk);
         // The chains of one that is there from the start are among the disk's pools.

@@ -119,6 +119,14 @@ impl Kept {
         }
     }
 
+    /// The file, for the bitmaps of the disk when it is longer: they are mapped anew, and nobody touches these any more.
+    ///
+    /// # Errors
+    /// No descriptor.
+    pub fn file(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
     fn words_at(&self, slot: usize) -> usize {
         HEADER + slot * stride(self.bytes)
     }

@@ -55,6 +55,13 @@ pub fn slots(file: &File, size: u64, shift: u32, bytes: usize) -> io::Result<Vec
     Ok(slots)
 }
 
+/// The same bits of a disk that had `before` bytes and granules of 2 to the power `shift_before` bytes, for the disk when it has
+/// `size` bytes and granules of 2 to the power `shift`, which are no smaller.
+pub fn bits(then: &[u8], (before, shift_before): (u64, u32), (size, shift): (u64, u32)) -> Vec<u8> {
+    let before = Before { size: before, shift: shift_before };
+    before.longer(then, size, shift, marks::bytes(size, shift))
+}
+
 /// The disk as it was.
 struct Before {
     size: u64,

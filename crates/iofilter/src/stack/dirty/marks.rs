@@ -102,11 +102,35 @@ impl Marks {
 
     /// Puts a slot into use, all clean. Its words are made if it has none.
     pub fn start(&self, slot: usize) {
+        self.make(slot);
+        self.clear(slot);
+        self.use_slot(slot);
+    }
+
+    /// Makes the words of a slot, if it has none.
+    fn make(&self, slot: usize) {
         let count = words(self.size, self.shift);
         let clean = || (0..count).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
         self.words[slot].get_or_init(|| Box::new(clean()));
-        self.clear(slot);
+    }
+
+    /// Puts a slot into use with these bits. Its words are made if it has none.
+    pub fn start_with(&self, slot: usize, bits: &[u8]) {
+        self.make(slot);
+        let (bits, _) = bits.as_chunks::<8>();
+        let pairs = self.all(slot).zip(bits);
+        pairs.for_each(|(word, bits)| word.store(u64::from_ne_bytes(*bits), SeqCst));
         self.use_slot(slot);
+    }
+
+    /// The bits of a slot, its words one after another.
+    pub fn bits(&self, slot: usize) -> Vec<u8> {
+        self.all(slot).flat_map(|word| word.load(SeqCst).to_ne_bytes()).collect()
+    }
+
+    /// How many bytes a granule has, as a power of two.
+    pub fn shift(&self) -> u32 {
+        self.shift
     }
 
     /// Has a slot that was not used yet have its bits there, which has one for each granule.

@@ -58,7 +58,7 @@ impl Server {
         let chains = vec![kind.disk().chain_over(platter.queue()).unwrap()];
         let state = Arc::new(DiskState::new(DiskId::new(), 1));
         let served = ServedDisk {
-            size: SIZE,
+            size: SIZE.into(),
             read_only: false,
             serial: "serial-1".into(),
             state,

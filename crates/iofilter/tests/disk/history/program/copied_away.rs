@@ -75,7 +75,7 @@ fn same(directory: &Path) -> (NewStack, Vec<OwnedFd>) {
         direct: Direct::Auto,
         keeps_room: false,
     };
-    let stack = NewStack { disk: id(), chain: None, backend };
+    let stack = NewStack { disk: id(), chain: None, backend, size: None };
     (stack, vec![open(directory, "disk").into()])
 }
 

@@ -13,6 +13,8 @@ use crate::history::stamp::{self, Found, Stamp};
 
 /// The blocks that are used: enough that some are written for the first time throughout.
 const BLOCKS: u64 = 2048;
+/// The same, in bytes.
+pub const USED: u64 = BLOCKS * BLOCK as u64;
 /// The range where half of the requests begin: eight sectors, so that many meet in one.
 const CROWDED: u64 = 64;
 /// The length that most requests do not exceed: otherwise all of them would meet.

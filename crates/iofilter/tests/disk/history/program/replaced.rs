@@ -1,4 +1,4 @@
-//! A disk that gets other stacks while its guest reads and writes: layers of QEMU's format, each above all before. The
+//! A disk that gets other stacks while its guest reads and writes: longer ones, and layers of QEMU's format, each above all before. The
 //! filter may be killed at any instant, and the client that drains the disk may disconnect or send what makes no sense: the guest sees one disk.
 
 use std::fs::File;
@@ -25,11 +25,14 @@ use vmseal_secret::SecretBytes;
 
 use super::backends::{SIZE, qemu_img_check};
 use super::chains;
-use super::guest::Guest;
+use super::guest::{Guest, USED};
 use crate::seed::seed;
 use crate::successor::Filter;
 
 const LIVES: usize = 5;
+/// How long the disk is at first, and how often it gets longer until it has [`SIZE`].
+const SHORT: u64 = SIZE / 2;
+const GROWTHS: u64 = 2;
 const TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) const OFFSET: u64 = 16 << 10;
 
@@ -93,14 +96,14 @@ impl Files {
         if self.names.len() == 1 {
             let (file, direct, keeps_room) = (Handle::Fd(0), Direct::Auto, false);
             let backend = BackendSpec::File { file, offset: OFFSET, direct, keeps_room };
-            return (NewStack { disk: id(), chain: None, backend }, fds);
+            return (NewStack { disk: id(), chain: None, backend, size: None }, fds);
         }
         let below = (0..self.names.len() - 1).rev().zip(1..);
         let below = below
             .map(|(index, fd)| BackingSpec { file: Handle::Fd(fd), format: Self::format(index) });
         let (file, offset) = (Handle::Fd(0), OFFSET);
         let backend = BackendSpec::Qcow2 { file, backing: below.collect(), offset, lock: None };
-        (NewStack { disk: id(), chain: None, backend }, fds)
+        (NewStack { disk: id(), chain: None, backend, size: None }, fds)
     }
 
     pub(super) fn start(&self, chain: &Value) -> (Filter, UnixStream) {
@@ -236,10 +239,23 @@ fn snapshot(files: &Files, killed: &AtomicBool, random: &mut fastrand::Rng) -> (
     (note, outcome)
 }
 
-/// Gives the disk its image once more, which needs a ring each time, and every other time its filters, too.
+/// How long the disk is when it has been given its image so often.
+fn length(times: u64) -> u64 {
+    SHORT + (SIZE - SHORT) / GROWTHS * times.min(GROWTHS)
+}
+
+/// Gives the disk its image once more, which needs a ring each time, and every other time its filters, too. At first it gets longer
+/// with that; it never gets shorter. What is new is dirty.
 fn again(files: &Files, chain: &Value) {
     let mut agent = Agent::connect(&files.directory, &AtomicBool::new(false)).unwrap();
+    let change = |agent: &mut Agent, change| {
+        let (disk, name) = (id(), "grown".to_owned());
+        let changed = agent.ask(&ControlRequest::Bitmap { disk, name, change }, &[]);
+        assert!(matches!(changed, Some(ControlReply::Bitmaps { .. })), "{changed:?}");
+    };
+    change(&mut agent, BitmapChange::Start);
     for time in 0..4 {
+        let size = length(time + 1);
         let file = File::options().read(true).write(true).open(files.path("disk")).unwrap();
         let key = SecretBytes::from_wiped(&mut std::fs::read(files.path("key")).unwrap());
         let key = key.unwrap().to_memfd().unwrap();
@@ -258,23 +274,46 @@ fn again(files: &Files, chain: &Value) {
         }
         let cached = filters.as_array().unwrap().iter().any(|link| link["kind"] == "cache");
         let filters = (time % 2 == 1 && !cached).then(|| serde_json::from_value(filters).unwrap());
-        let stacks = vec![NewStack { disk: id(), chain: filters, backend }];
+        file.set_len(OFFSET + size).unwrap();
+        let size = (size > length(time)).then_some(size);
+        let stacks = vec![NewStack { disk: id(), chain: filters, backend, size }];
         let drain = ControlRequest::Drain { disks: vec![id()] };
         assert_eq!(agent.ask(&drain, &[]), Some(ControlReply::Done));
+        let shorter = vec![NewStack { size: Some(length(time) - 4096), ..stacks[0].clone() }];
+        let others = [file.try_clone().unwrap().into(), key.try_clone().unwrap()];
+        let refused = agent.ask(&ControlRequest::Replace { stacks: shorter }, &others);
+        assert!(matches!(refused, Some(ControlReply::Error { .. })), "{refused:?}");
         let replaced = agent.ask(&ControlRequest::Replace { stacks }, &[file.into(), key]);
         let log = || std::fs::read_to_string(files.path("log")).unwrap();
         assert_eq!(replaced, Some(ControlReply::Done), "{time}: {}", log());
         assert_eq!(agent.ask(&ControlRequest::Resume, &[]), Some(ControlReply::Done));
     }
+    let dirty = agent.status().unwrap().bitmaps[0].dirty_bytes;
+    let new = SIZE - SHORT;
+    assert!((new..=new + USED).contains(&dirty), "{dirty}");
+    change(&mut agent, BitmapChange::Remove);
+}
+
+/// The guest sees the size of now, and what is new is there to write to.
+fn see_all(guest: &mut Guest) {
+    guest.finish();
+    let space = guest.driver.config();
+    assert_eq!(u64::from_le_bytes(space[..8].try_into().unwrap()) * 512, SIZE);
+    let (last, data) = (SIZE / 512 - 8, [0x5a; 4096]);
+    let (write, read) = (1, 0);
+    assert_eq!(guest.driver.request(read, last, &data), (0, vec![0; 4096]), "it is new");
+    assert_eq!(guest.driver.request(write, last, &data).0, 0);
+    assert_eq!(guest.driver.request(read, last, &[0; 4096]), (0, data.to_vec()));
+    assert_ne!(guest.driver.request(read, last + 8, &data).0, 0, "beyond the end");
 }
 
 fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Count) {
     let place = tempfile::tempdir_in(place).unwrap();
     let directory = place.path().to_owned();
     let chain = chains::in_place(chain, &directory);
-    File::create(directory.join("disk")).unwrap().set_len(OFFSET + SIZE).unwrap();
+    File::create(directory.join("disk")).unwrap().set_len(OFFSET + SHORT).unwrap();
     let mut files = Files { directory: directory.clone(), names: vec!["disk".to_owned()] };
-    let (mut filter, socket) = files.start(&chain);
+    let (mut filter, socket) = Filter::start(&directory, &files.backend(), SHORT, &chain);
     let mut guest = Guest::new(Driver::connect_with_record(socket, u64::MAX), random.fork());
     guest.history.tears_beside_writes = true;
     guest.write_all();
@@ -284,6 +323,7 @@ fn run(place: &Path, chain: &[Value], mut random: fastrand::Rng, count: &mut Cou
         guest.go_on();
     }
     agent.join().unwrap();
+    see_all(&mut guest);
     for _ in 0..LIVES {
         guest.go_on();
         let (before, mut of_agent) = (files.clone(), random.fork());
