@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 51] = [
+pub const FEATURES: [&str; 52] = [
     "job-create",
     "job-export",
     NICS,
@@ -76,6 +76,7 @@ pub const FEATURES: [&str; 51] = [
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
     REPLICA_SNAPSHOTS,
+    MIRROR_REPLICAS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -179,6 +180,9 @@ pub const MIRROR_MEMORY: &str = "job-mirror-memory";
 /// The feature of agents that copy all that is beside a disk with it: the memory of a VM that is suspended, and core dumps. They refuse to
 /// forget a key that any of it is under.
 pub const MIRROR_BESIDE: &str = "job-mirror-beside";
+
+/// The feature of agents that copy disks which have replicas, and make others of the copies.
+pub const MIRROR_REPLICAS: &str = "job-mirror-replicas";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

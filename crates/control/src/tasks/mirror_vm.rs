@@ -451,7 +451,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;
-    let mut names = Vec::new();
+    let (mut names, mut replicated) = (Vec::new(), Vec::new());
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
         let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
             let detail = format!(
@@ -462,10 +462,11 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
         };
         set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
+        replicated.extend(disk.replica.is_some().then_some(disk.name.as_str()));
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
-    tell(run, &mut write, &vm, &names, policy).await?;
+    tell(run, &mut write, &vm, (&names[..], &replicated[..]), policy).await?;
     Ok(write.commit().await?)
 }
 
@@ -515,12 +516,12 @@ async fn give_policy(
     Ok(Some(name))
 }
 
-/// Writes the event that the copies are in use; once, as this step may be repeated.
+/// Writes the event that the copies are in use, and which of them have replicas; once, as this step may be repeated.
 async fn tell(
     run: &Run<'_>,
     write: &mut Write<'_>,
     vm: &Vm,
-    names: &[&str],
+    (names, replicated): (&[&str], &[&str]),
     policy: Option<String>,
 ) -> Result<(), StepError> {
     let kind = match run.task.operation {
@@ -553,8 +554,15 @@ async fn tell(
         }
         None => None,
     };
-    let detail =
-        format!("{disks}{}{}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
+    let replicas = match replicated {
+        [] => String::new(),
+        names => format!(
+            "; no second copy of {} until their new replicas have caught up",
+            names.join(", ")
+        ),
+    };
+    let (place, policy) = (place.unwrap_or_default(), policy.unwrap_or_default());
+    let detail = format!("{disks}{place}{policy}{replicas}; {by}");
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
 }
