@@ -500,7 +500,9 @@ async fn examine_room(
     let made = copied.iter().map(|disk| wanted.copy(disk));
     let made: Vec<Disk> = made.chain(replicas::replicated_copies(wanted)).collect();
     let examined = room::examine_copies(services, vm, &made).await;
-    if matches!(operation, Operation::MoveVm { .. }) {
+    // In place is no way for a move, nor for a disk with a replica.
+    let replicated = copied.iter().any(|disk| disk.replica.is_some());
+    if replicated || matches!(operation, Operation::MoveVm { .. }) {
         return examined;
     }
     let hint = "where there is no room for copies, the disks of a VM that is off can be converted in place (--in-place)";
