@@ -16,7 +16,7 @@ use crate::tasks::mirror_vm;
 pub(super) fn require(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
     let vm = &wanted.vm;
     let Some((first, _)) = replicated(wanted).next() else { return Ok(()) };
-    let refused = |detail| Err(Problem::new(ErrorCode::WrongState, detail));
+    let refused = |detail: String| Err(Problem::new(ErrorCode::WrongState, detail));
     if wanted.operation.is_in_place() {
         return refused(format!(
             "VM '{}' has a replica of its disk '{}', which would stay as it is: leave out --in-place, and the disk is copied and gets another replica, where there is room",
