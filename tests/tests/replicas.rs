@@ -69,8 +69,11 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     let copied = ["policy", "create", "copied", "--encrypt", "--replicate-to"];
     let refused = here.refused(&[&copied[..], &["nowhere"]].concat()).unwrap();
     assert!(refused.contains("nowhere"), "{refused}");
-    here.vmseal(&[&copied[..], &["second", "--replicate-rate", "64MiB"]].concat()).unwrap();
-    here.create_counter("web", "copied").unwrap();
+    let rate = ["second", "--replicate-rate", "64MiB"];
+    here.vmseal(&[&copied[..], &rate].concat()).unwrap();
+    let open = ["policy", "create", "copied-open", "--plain", "--replicate-to"];
+    here.vmseal(&[&open[..], &rate].concat()).unwrap();
+    here.create_counter("web", "copied-open").unwrap();
     let said = here.vmseal(&["vm", "show", "web"]).unwrap();
     assert!(said.contains("replicated to second at 64.0 MiB/s at most"), "{said}");
 
@@ -81,6 +84,17 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     assert_eq!(header(&replica), header(&image), "it does not begin as the image does");
 
     assert_eq!(here.boot_counter("web").unwrap(), 1);
+    caught_up(&here);
+
+    // Encrypted while its guest runs, the disk gets another replica, of ciphertext; the former one is gone.
+    let planned = here.vmseal(&["vm", "encrypt", "web", "--dry-run"]).unwrap();
+    assert!(planned.contains("no second copy"), "{planned}");
+    here.vmseal(&["vm", "encrypt", "web"]).unwrap();
+    assert_eq!(header(&replica), header(&image), "its replica is not that of the copy");
+    assert_eq!(header(&replica)[..4], *b"LUKS");
+    let left = std::fs::read_dir(replica.parent().unwrap()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert!(!left.iter().any(|name| text(name.as_ref()).unwrap().contains("former")), "{left:?}");
     caught_up(&here);
     assert!(metric(&here, "vmseal_disk_replica_copied_bytes_total").unwrap() > 0.0);
     let filter = here.processes_of("web", FILTER).unwrap()[0];

@@ -43,16 +43,15 @@ impl Session {
     }
 }
 
-/// The plain disk is encrypted, and decrypted again.
+/// The plain disk, which has a replica, is encrypted, and decrypted again.
 pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     let vm = session.vm();
     let [system, data] = [0, 1].map(|index| session.disk(index).disk);
     let put = |task, job| agent.put_job(vm, task, job);
-    let kept = put(TaskId::new(), copy(data, true)).await;
-    refused(kept, ErrorCode::WrongState, "a copy of a disk with a replica");
-    let replica = disk_mut(session, data).replica.take();
-    done(agent.register_vm(session.spec.clone()).await, "registering without the replica");
     let code = ErrorCode::InvalidRequest;
+    let replica = session.disk(1).replica.clone().expect("the suite's second disk has a replica");
+    let both = put(TaskId::new(), moved(data, false, &replica.datastore)).await;
+    refused(both, code, "a move to where the disk's replica is");
     refused(put(TaskId::new(), copy(data, false)).await, code, "decrypting a plain disk");
     let none = at_pace(vec![], CopyPace::default());
     refused(put(TaskId::new(), none).await, code, "a copy of no disk");
@@ -83,8 +82,6 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     move_disk(agent, session, data).await;
     let facts = mirrored(agent, session, system, copy(system, true)).await.facts;
     assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
-    disk_mut(session, data).replica = replica;
-    done(agent.register_vm(session.spec.clone()).await, "registering with the replica");
 }
 
 /// A VM that is suspended is copied as one that is off, and its memory with its first disk: it stays suspended, and its guest goes on

@@ -72,6 +72,13 @@ pub fn check_job(
                 let as_copy = DiskToMirror { disk: disk_, encrypted, datastore: None };
                 // A disk that was decrypted, and is not known to be, is as it is to be.
                 let again = !disk.encrypted && !encrypted;
+                if disk.replica.is_some() && !again {
+                    let what = format!(
+                        "has a replica of its disk '{}', which would stay as it is: have the disk copied instead",
+                        disk.name
+                    );
+                    return Err(wrong_state(spec, &what));
+                }
                 match check_mirror(spec, disk, &as_copy, key) {
                     Err(problem) if !again => {
                         Err(Problem { field: field_of(index, &problem), ..problem })
@@ -308,12 +315,10 @@ fn check_mirror(
     if wanted.encrypted && spec.key.is_none() {
         return Err(Problem::invalid("encrypted", "the VM has no key"));
     }
-    if disk.replica.is_some() {
-        let what = format!(
-            "has a replica of its disk '{}', which would stay as it is. Export the disk, and create a VM of it, or back the VM up, and restore it as another one",
-            disk.name
-        );
-        return Err(wrong_state(spec, &what));
+    let to = wanted.datastore.as_ref().map(|to| to.datastore);
+    if to.is_some() && to == disk.replica.as_ref().map(|replica| replica.datastore.datastore) {
+        let what = format!("has the replica of disk '{}', which is to be elsewhere", disk.name);
+        return Err(Problem::invalid("datastore", what));
     }
     // A disk that stays in the clear needs none.
     match key {

@@ -49,6 +49,11 @@ impl Inside {
     ) -> Result<(), Problem> {
         let spec = self.known(vm)?.spec.clone();
         for disk in &job.disks {
+            let replica = find_disk(&spec, disk.disk)?.replica.as_ref();
+            let begun = self.persisted.copies.unfinished.contains_key(&disk.disk);
+            if let Some(replica) = replica.filter(|_| !begun) {
+                self.check_place(&replica.datastore)?;
+            }
             let Copies { unfinished, sources, .. } = &self.persisted.copies;
             let other = unfinished.get(&disk.disk).filter(|other| **other != task);
             if let Some(other) = other.or_else(|| sources.get(&disk.disk)) {

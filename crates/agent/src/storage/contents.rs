@@ -49,7 +49,7 @@ const CLAIMS_MAX: usize = 4;
 const TEXT_MAX: usize = 1536 * 1024;
 
 /// The extensions of files beside a disk that are not images, and of those that come and go with a mirror or a conversion.
-const OURS: [&str; 14] = [
+const OURS: [&str; 15] = [
     "importing",
     "map",
     "pair",
@@ -58,6 +58,7 @@ const OURS: [&str; 14] = [
     "mirror-pace",
     "copy",
     "source",
+    "former-replica",
     "copy-layers",
     "source-layers",
     "in-place",

@@ -9,6 +9,7 @@
 //! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
 //! <datastore>/<vm id>/<disk id>.tpm/          what the VM's TPM keeps ([`crate::storage::tpm_state`])
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
+//! <datastore>/<vm id>/<disk id>.former-replica  that of the image that the disk had before
 //! <datastore>/<vm id>/<disk id>.mirror        the note of a copy that is to be the disk ([`crate::storage::mirror`])
 //! <datastore>/<vm id>/<disk id>.copy          that copy
 //! <datastore>/<vm id>/<disk id>.mirror-map    what the copy may lack

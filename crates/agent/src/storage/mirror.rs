@@ -7,7 +7,7 @@
 //! ```
 //! The copy may be on another datastore than the disk: then a note beside each of both leads to the other. Where the disk has
 //! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has. The memory that snapshots keep beside it,
-//! that of a VM that is suspended, and core dumps are copied, too ([`beside`]).
+//! that of a VM that is suspended, and core dumps are copied, too ([`beside`]). A replica is not: the copy gets another one ([`replicas`]).
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
@@ -15,6 +15,7 @@ mod beside;
 mod note;
 pub(crate) mod pace;
 mod pivot_mark;
+mod replicas;
 pub(crate) mod source;
 pub(crate) mod tree;
 
@@ -35,6 +36,7 @@ use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 pub use self::beside::is_suspended;
 use self::note::Note;
 use self::pivot_mark::PivotMark;
+pub use self::replicas::{examine_replica, make_replica, replica_for_writer};
 use crate::filter::{self, CopyPlace};
 use crate::keys;
 use crate::rules;
@@ -46,6 +48,7 @@ use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, make_locked, open_locked};
 use crate::storage::opening::{self, Open, data_offset, header_problem};
+use crate::storage::replica;
 
 /// A copy that is to take a disk's place, or has taken it.
 #[derive(Clone, Debug)]
@@ -412,7 +415,11 @@ pub fn delete_elsewhere(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
         beside::set_aside(&mirror)?;
     }
     match note.to.as_ref().or(note.from.as_ref()) {
-        Some(other) => home.on(other)?.delete(disk.disk),
+        Some(other) => {
+            let other = home.on(other)?;
+            replica::remove_beside(&other, disk.disk)?;
+            other.delete(disk.disk)
+        }
         None => Ok(()),
     }
 }

@@ -18,7 +18,11 @@
 //! A guest gets its disk even when its replica is unavailable or the second datastore hangs. Work on a
 //! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
 //! everything is copied.
+//!
+//! A disk whose copy takes its place (`vm encrypt`, `vm move`) gets another replica, and the former one goes with the former image
+//! ([`former`]).
 
+pub mod former;
 mod pair;
 
 use std::collections::BTreeMap;
@@ -64,9 +68,32 @@ pub async fn for_writer(
     image: &File,
     offset: u64,
 ) -> Result<Option<Replica>, Problem> {
+    prepare((spec, disk), image, offset, false).await
+}
+
+/// The same of a disk whose image was a copy that has taken the place of another one, whose replica may be there still: that is set
+/// aside, and another one is made, which has nothing yet.
+///
+/// # Errors
+/// As [`for_writer`].
+pub async fn for_writer_of_copy(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    image: &File,
+    offset: u64,
+) -> Result<Option<Replica>, Problem> {
+    prepare((spec, disk), image, offset, true).await
+}
+
+async fn prepare(
+    (spec, disk): (&VmSpec, &DiskSpec),
+    image: &File,
+    offset: u64,
+    was_copy: bool,
+) -> Result<Option<Replica>, Problem> {
     let Some(place) = disk.replica.clone() else { return Ok(None) };
     let bytes_per_second = place.bytes_per_second;
-    let of = Of { spec: spec.clone(), disk: disk.clone(), place };
+    let of = Of { spec: spec.clone(), disk: disk.clone(), place, was_copy };
     let without = |problem: Problem| {
         tracing::warn!(
             vm = %spec.vm, disk = %disk.disk, %problem,
@@ -152,8 +179,11 @@ pub async fn delete_with(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
     spawn_blocking(delete).await.map_err(internal)?
 }
 
-/// The map first: it must not exist without its replica.
-fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
+/// Removes what is beside the image of a disk for its replica. The map first: it must not exist without its replica.
+///
+/// # Errors
+/// `in-use`, or those of the file system.
+pub fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
     home.remove(&home.map(disk))?;
     pair::remove(home, disk)
 }
@@ -163,6 +193,7 @@ fn remove_beside(home: &Home, disk: DiskId) -> Result<(), Problem> {
 async fn remove_replica(vm: VmId, disk: DiskId, place: &ReplicaPlace) -> Result<(), Problem> {
     let remove = move |home: &Home| {
         pair::remove(home, disk)?;
+        home.remove(&home.former_replica(disk))?;
         home.remove(&home.replica(disk))
     };
     match look(&place.datastore, vm, remove).await {
@@ -192,6 +223,8 @@ struct Of {
     spec: VmSpec,
     disk: DiskSpec,
     place: ReplicaPlace,
+    /// Whether the replica of another image, which the disk had before, may be in its place.
+    was_copy: bool,
 }
 
 /// The files beside the image.
@@ -274,6 +307,11 @@ impl Of {
     /// Opens the replica, or makes it, with the header of the image.
     fn open_there(&self, home: &Home, image: &File, offset: u64) -> Result<Found, Problem> {
         let (disk, path) = (self.disk.disk, home.replica(self.disk.disk));
+        if self.was_copy {
+            let looked = FileIdentity::of(image);
+            let image = looked.map_err(|error| failed(&path, "compared with its image", &error))?;
+            former::set_aside(home, disk, &image)?;
+        }
         let file = home.open_or_make(&self.spec, &self.place.datastore, &path)?;
         let length = offset.saturating_add(self.disk.size);
         let found = file.metadata().map_err(|error| failed(&path, "read", &error))?.len();

@@ -33,8 +33,7 @@ use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::locked::Access;
-use crate::storage::open;
-use crate::storage::replica;
+use crate::storage::{mirror, open};
 
 /// Requests for connections that may wait.
 const WAITING_MAX: usize = 16;
@@ -204,7 +203,7 @@ async fn start(
     };
     let open = spawn_blocking(open).await.map_err(internal)??;
     let replica = match writable {
-        true => replica::for_writer(&spec, &disk, &open.file, open.offset).await?,
+        true => mirror::replica_for_writer(&spec, &disk, &open.file, open.offset).await?,
         false => None,
     };
     let socket = directory.listen(SOCKET).map_err(internal)?;

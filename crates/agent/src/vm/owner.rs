@@ -16,6 +16,7 @@ mod key_change;
 mod memory_snapshots;
 mod merge_served;
 mod mirror;
+mod mirror_replicas;
 mod mirror_served;
 mod pace;
 mod panics;

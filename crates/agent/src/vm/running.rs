@@ -373,12 +373,18 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
         let place = known.replica.as_ref()?;
         let detail = match &disk.replica {
             Some(replica) => {
-                let last_error = replica.last_error.as_ref()?;
                 let path = place.datastore.location.path();
                 let (name, path) = (&known.name, path.display());
-                format!(
-                    "the replica of disk '{name}' is not kept up: {last_error}. Check that {path} is mounted, has room and works; the guest does not notice, and writing to the replica is tried again"
-                )
+                let is_complete = replica.lag_milliseconds.is_some() || replica.dirty_bytes == 0;
+                match &replica.last_error {
+                    Some(last_error) => format!(
+                        "the replica of disk '{name}' is not kept up: {last_error}. Check that {path} is mounted, has room and works; the guest does not notice, and writing to the replica is tried again"
+                    ),
+                    None if !is_complete => format!(
+                        "the disk '{name}' has no second copy yet: its replica in {path} is being copied, and is not complete (vmseal disk replica tells how far it is)"
+                    ),
+                    None => return None,
+                }
             }
             None => rules::unreplicated(known, place),
         };
@@ -457,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_replica_that_is_not_kept_up_is_reported() {
+    fn only_a_replica_that_is_not_complete_or_not_kept_up_is_reported() {
         use vmseal_api::filter::ReplicaStatus;
         use vmseal_api::host::{DatastoreSpec, Device, DiskSpec};
         use vmseal_api::id::DatastoreId;
@@ -508,8 +514,13 @@ mod tests {
             let last_error = last_error.map(str::to_owned);
             Some(ReplicaStatus { dirty_bytes: 5, lag_milliseconds: None, last_error })
         };
-        assert_eq!(troubles(&spec, &status(with(None))), []);
-        for (replica, word) in [(with(Some("no room")), "no room"), (None, "without its replica")] {
+        let late = ReplicaStatus { dirty_bytes: 5, lag_milliseconds: Some(9), last_error: None };
+        assert_eq!(troubles(&spec, &status(Some(late))), []);
+        for (replica, word) in [
+            (with(Some("no room")), "no room"),
+            (with(None), "no second copy yet"),
+            (None, "without its replica"),
+        ] {
             let told = troubles(&spec, &status(replica));
             let [Notice { code: NoticeCode::ReplicaBehind, disk: Some(_), detail }] = &told[..]
             else {

@@ -30,7 +30,6 @@ use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::mirror::{self, GuestDisk};
 use crate::storage::placeholder;
-use crate::storage::replica;
 
 /// The longest that connecting a disk may take once QEMU's monitor answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -110,7 +109,7 @@ pub async fn filter(
         notices.extend(open.notice.take());
         let replica = match plan.memory {
             Memory::Arriving(_) => None,
-            _ => replica::for_writer(&plan.spec, disk, &open.file, open.offset).await?,
+            _ => mirror::replica_for_writer(&plan.spec, disk, &open.file, open.offset).await?,
         };
         // An earlier filter may have used it.
         directory.forget_socket(&beside(in_use.socket)).map_err(internal)?;
@@ -322,12 +321,25 @@ pub async fn wait_connected(
     }
 }
 
-/// Whether a filter writes the layers that the notes of its disks say: an agent that ended may have put a note and not told
-/// the filter. One that does not say what it writes got no note so. Blocks.
+/// Whether a filter serves disks that have replicas from copies that have taken their places since it began: it writes to no replica of
+/// these.
+#[must_use]
+pub fn leaves_replicas(spec: &VmSpec, status: &FilterStatus) -> bool {
+    status.disks.iter().any(|served| {
+        let has_replica = spec.disk(served.disk).is_some_and(|disk| disk.replica.is_some());
+        has_replica && served.mirror.as_ref().is_some_and(|mirror| mirror.pivoted)
+    })
+}
+
+/// Whether a filter writes the layers that the notes of its disks say, and the replicas of its disks: an agent that ended may have put a
+/// note, or had a disk pivot, and not replaced the filter. One that does not say what it writes got no note so. Blocks.
 ///
 /// # Errors
 /// Those of the notes.
 pub fn has_stacks_of(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Problem> {
+    if leaves_replicas(spec, status) {
+        return Ok(false);
+    }
     let settled = |served: &&DiskStatus| served.mirror.as_ref().is_none_or(|it| it.pivoted);
     for served in status.disks.iter().filter(settled) {
         let (Some(disk), Some(file)) = (spec.disk(served.disk), served.file) else { continue };

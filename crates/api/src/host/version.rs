@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 54] = [
+pub const FEATURES: [&str; 55] = [
     "job-create",
     "job-export",
     NICS,
@@ -79,6 +79,7 @@ pub const FEATURES: [&str; 54] = [
     MEMORY_GENERATION,
     REPLICA_SNAPSHOTS,
     SHARE_DATA_KEYS,
+    MIRROR_REPLICAS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -192,6 +193,9 @@ pub const MIRROR_PARENTS: &str = "job-mirror-parents";
 /// The feature of agents that copy the first disk of a VM in the clear to the clear, on the datastore where it is: what is beside it is sealed
 /// then, or in the clear.
 pub const MIRROR_AS_IT_IS: &str = "job-mirror-as-it-is";
+
+/// The feature of agents that copy disks which have replicas, and make others of the copies.
+pub const MIRROR_REPLICAS: &str = "job-mirror-replicas";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

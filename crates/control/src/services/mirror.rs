@@ -2,6 +2,7 @@
 //! disks are copied, and the copies used ([`crate::tasks`]).
 
 mod parents;
+mod replicas;
 
 use vmseal_api::host::version::{
     IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE,
@@ -493,27 +494,6 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
     Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
 }
 
-/// The error for a disk with a replica, which is made with its disk and stays as it is: it says what there is instead.
-fn has_replica(wanted: &Wanted, disk: &Disk) -> Problem {
-    let vm = &wanted.vm.name;
-    let instead = match (&wanted.operation, &wanted.place) {
-        (Operation::DeepRecryptVm { .. }, _) => {
-            format!(
-                "make a clone, whose disks have new data keys and replicas (vmseal vm clone {vm} NAME)"
-            )
-        }
-        (_, Some(place)) => format!(
-            "back the VM up, and restore it as another one there (vmseal backup create {vm} --to DIRECTORY, vmseal backup restore {vm} BACKUP --as NAME --datastore {place})"
-        ),
-        _ => "export the disk (vmseal disk export), and create a VM of it".to_owned(),
-    };
-    let detail = format!(
-        "VM '{vm}' has a replica of its disk '{}', which would stay as it is: {instead}. Then delete the VM",
-        disk.name
-    );
-    Problem::new(ErrorCode::WrongState, detail)
-}
-
 /// Asks the VM's host, and compares the room of its datastores with what the copies take. Returns what is to be
 /// considered. A VM without a key gets it as a part of the task: its host cannot be asked before.
 async fn examine(
@@ -523,10 +503,9 @@ async fn examine(
 ) -> Result<Vec<String>, Problem> {
     let Wanted { vm, operation, .. } = wanted;
     let copied: Vec<&Disk> = wanted.disks().collect();
-    if let Some(disk) = copied.iter().find(|disk| disk.replica.is_some()) {
-        return Err(has_replica(wanted, disk));
-    }
+    replicas::require(services, wanted)?;
     let mut warnings = examine_room(services, wanted, &copied).await?;
+    warnings.extend(replicas::warning(services, wanted));
     let asks = vm.key.is_some() || wanted.place.is_some();
     if asks && !copied.is_empty() {
         if dry_run && vm.key.is_some() {
@@ -580,9 +559,12 @@ async fn examine_room(
             "a backup of the disks is the only way back if the storage itself fails meanwhile".to_owned(),
         ]);
     }
-    let made: Vec<Disk> = copied.iter().map(|disk| wanted.copy(disk)).collect();
+    let made = copied.iter().map(|disk| wanted.copy(disk));
+    let made: Vec<Disk> = made.chain(replicas::replicated_copies(wanted)).collect();
     let examined = room::examine_copies(services, vm, &made).await;
-    if matches!(operation, Operation::MoveVm { .. }) {
+    // In place is no way for a move, nor for a disk with a replica.
+    let replicated = copied.iter().any(|disk| disk.replica.is_some());
+    if replicated || matches!(operation, Operation::MoveVm { .. }) {
         return examined;
     }
     let hint = "where there is no room for copies, the disks of a VM that is off can be converted in place (--in-place)";

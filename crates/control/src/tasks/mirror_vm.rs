@@ -468,7 +468,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;
-    let mut names = Vec::new();
+    let (mut names, mut replicated) = (Vec::new(), Vec::new());
     let clones = links::clones_of_disks(&mut write, vm.id, copied).await?;
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
         let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
@@ -481,10 +481,12 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
         links::part(&mut write, vm.id, disk.id).await?;
         set_image(&mut write, copy).await?;
         names.push(disk.name.as_str());
+        replicated.extend(disk.replica.is_some().then_some(disk.name.as_str()));
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
-    tell(run, &mut write, &vm, &names, (policy, parents::told(&clones))).await?;
+    let also = parents::told(&clones) + &replicas_told(&replicated);
+    tell(run, &mut write, &vm, &names, (policy, also)).await?;
     Ok(write.commit().await?)
 }
 
@@ -534,13 +536,24 @@ async fn give_policy(
     Ok(Some(name))
 }
 
+/// What an event says of replicas that are made anew for the copies.
+fn replicas_told(replicated: &[&str]) -> String {
+    match replicated {
+        [] => String::new(),
+        names => {
+            let names = names.join(", ");
+            format!("; no second copy of {names} until their new replicas have caught up")
+        }
+    }
+}
+
 /// Writes the event that the copies are in use; once, as this step may be repeated.
 async fn tell(
     run: &Run<'_>,
     write: &mut Write<'_>,
     vm: &Vm,
     names: &[&str],
-    (policy, clones): (Option<String>, String),
+    (policy, also): (Option<String>, String),
 ) -> Result<(), StepError> {
     let kind = match run.task.operation {
         Operation::EncryptVm { .. } => "vm.encrypted",
@@ -572,8 +585,8 @@ async fn tell(
         }
         None => None,
     };
-    let detail =
-        format!("{disks}{}{}{clones}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
+    let (place, policy) = (place.unwrap_or_default(), policy.unwrap_or_default());
+    let detail = format!("{disks}{place}{policy}{also}; {by}");
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
 }

@@ -1,7 +1,7 @@
 //! Replicas by policy.
 
 use serde_json::{Value, json};
-use vmseal_api::host::version::REPLICA_SNAPSHOTS;
+use vmseal_api::host::version::{MIRROR_REPLICAS, REPLICA_SNAPSHOTS};
 
 use super::{Api, vm_with};
 
@@ -128,4 +128,59 @@ async fn a_vm_with_replicas_is_backed_up_restored_cloned_and_kept_by_snapshots()
     assert!(said.contains("upgrade vmseal there"), "{said}");
     let snapshot = api.post("vms/web/snapshots?dry_run=true", Value::Null).await;
     snapshot.assert_problem(422, "unsupported");
+}
+
+/// A copy gets a replica of its own, where the former one was: until that is complete there is no second copy, which is said before and after.
+#[tokio::test]
+async fn a_vm_with_replicas_is_encrypted_moved_and_decrypted() {
+    let api = Api::new().await;
+    add_second(&api).await;
+    let third = api.fixture.directory.path().join("third");
+    std::fs::create_dir(&third).unwrap();
+    let place = json!({ "kind": "dir", "path": third });
+    let added = json!({ "name": "third", "host": "here", "location": place });
+    assert_eq!(api.post("datastores", added).await.status.as_u16(), 201);
+    for (name, encryption) in [("open", false), ("kept", true)] {
+        let replica = json!({ "datastore": "second", "bytes_per_second": 5 << 20 });
+        let policy = json!({ "name": name, "encryption": encryption, "replica": replica });
+        assert_eq!(api.post("policies", policy).await.status.as_u16(), 201);
+    }
+    api.done(api.post("vms", vm_with("/policy", json!("open"))).await).await;
+    let refused = async |path: &str, body: Value, word: &str| {
+        let answer = api.post(path, body).await;
+        let said = answer.assert_problem(409, "wrong-state").body["detail"].to_string();
+        assert!(said.contains(word), "{path}: {said}");
+    };
+    refused("vms/web/encrypt", json!({ "in_place": true }), "leave out --in-place").await;
+    let planned = api.post("vms/web/encrypt?dry_run=true", Value::Null).await.body;
+    let warned = planned["warnings"].to_string();
+    assert!(warned.contains("no second copy") && warned.contains("next start"), "{planned}");
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+    let steps = [
+        ("encrypt", Value::Null, "vm.encrypted"),
+        ("recrypt", json!({ "deep": true }), "vm.deep-recrypted"),
+        ("move", json!({ "datastore": "third" }), "vm.moved"),
+        ("decrypt", Value::Null, "vm.decrypted"),
+    ];
+    for (what, body, event) in steps {
+        let ended = api.done(api.post(&format!("vms/web/{what}"), body).await).await;
+        assert_eq!(ended["state"], "done", "{what}: {ended}");
+        let told = api.get(&format!("events?kind={event}")).await.body["items"].to_string();
+        assert!(told.contains("no second copy of"), "{what}: {told}");
+        let shown = api.get("vms/web").await.body;
+        let disks = shown["disks"].as_array().unwrap();
+        assert!(disks.iter().all(|disk| disk["replica"]["datastore"] == "second"), "{shown}");
+        assert!(disks.iter().all(|disk| disk["encrypted"] == (what != "decrypt")), "{shown}");
+    }
+    refused("vms/web/move", json!({ "datastore": "second" }), "without its replica").await;
+    assert_eq!(api.fixture.agent.mirrored(), (vec![], vec![]));
+
+    api.fixture.agent.lack_features(&[MIRROR_REPLICAS]);
+    api.fixture.agent.restart();
+    let refused = async || {
+        let answer = api.post("vms/web/encrypt?dry_run=true", Value::Null).await;
+        (answer.status.as_u16() == 422).then(|| answer.body["detail"].to_string())
+    };
+    let said = api.fixture.eventually("the server knows what the agent cannot do", refused).await;
+    assert!(said.contains("upgrade vmseal there"), "{said}");
 }

@@ -30,6 +30,12 @@ impl Home {
         self.path.join(format!("{disk}.replica"))
     }
 
+    /// The replica of the image that the disk had before, in the place of [`Home::replica`].
+    #[must_use]
+    pub fn former_replica(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.former-replica"))
+    }
+
     /// The note of which image and replica the map is of, beside either.
     #[must_use]
     pub fn pair(&self, disk: DiskId) -> PathBuf {

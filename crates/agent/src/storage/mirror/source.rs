@@ -1,6 +1,6 @@
 //! Removing the image that a disk had before its copy took its place.
 //!
-//! With it go the layers that it had, and what was beside it: memory, core dumps. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
+//! With it go the layers that it had, its replica, and what was beside it: memory, core dumps. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
 //! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
 //! the name here goes ([`crate::storage::linking`]). On storage that writes elsewhere (flash, copy-on-write and
 //! log-structured file systems, snapshots of the datastore) earlier versions of the blocks may remain: no program above the
@@ -20,6 +20,7 @@ use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
+use crate::storage::replica::{self, former};
 use crate::storage::sharing;
 
 /// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
@@ -83,6 +84,19 @@ pub fn remove(
     beside::drop_sources(&mirror, |file, end| {
         overwrite(file, end, |_| {}, &is_cancelled).map_err(|problem| problem.unwrap_or_else(ended))
     })?;
+    former::remove(spec.vm, disk, &mirror.note.copy, |file| {
+        let length = file.metadata().map_err(internal)?.len();
+        let end = match facts {
+            DiskFacts::Raw => length,
+            DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
+        };
+        overwrite(file, end, |done| progress(done, end), &is_cancelled)
+            .map_err(|problem| problem.unwrap_or_else(ended))
+    })?;
+    if mirror.moves() {
+        // What the former replica was known by. That of the copy is known beside the copy.
+        replica::remove_beside(&home, disk.disk)?;
+    }
     home.remove(&home.mirror_map(disk.disk))?;
     home.remove_note(&home.mirror_pace(disk.disk))?;
     mirror.remove_notes()

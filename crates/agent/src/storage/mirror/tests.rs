@@ -1,5 +1,6 @@
 mod memories;
 mod parents;
+mod replicas;
 mod trees;
 
 use std::io::Read;

@@ -44,7 +44,7 @@ pub fn name_of(name: &str) -> Named {
     match rest {
         "raw" => image(ImageKind::Image),
         "raw.creating" | "converting" => image(ImageKind::HalfMade),
-        "replica" => image(ImageKind::Replica),
+        "replica" | "former-replica" => image(ImageKind::Replica),
         "copy" | "restoring" => image(ImageKind::Copy),
         _ if rest.starts_with("restored-") => image(ImageKind::Copy),
         _ if rest.starts_with("tpm-restored-") => Named::Other(FileKind::Tpm),
@@ -89,6 +89,7 @@ mod tests {
             (format!("{disk}.raw"), image(ImageKind::Image)),
             (format!("{disk}.raw.creating"), image(ImageKind::HalfMade)),
             (format!("{disk}.replica"), image(ImageKind::Replica)),
+            (format!("{disk}.former-replica"), image(ImageKind::Replica)),
             (format!("{disk}.layer-{}", Uuid::now_v7()), image(ImageKind::Layer)),
             (format!("{disk}.base"), image(ImageKind::Layer)),
             (format!("{disk}.base-0"), image(ImageKind::Layer)),

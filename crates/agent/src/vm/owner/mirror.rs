@@ -8,6 +8,7 @@
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
 //! pause for the guest. Of a disk with layers everything but the active one is copied first, beside the guest ([`super::trees`]).
+//! A disk with a replica gets another one after that ([`super::mirror_replicas`]).
 
 use std::time::Duration;
 
@@ -43,8 +44,12 @@ impl Owner {
         self.may_work(Action::MirrorDisk, spec)?;
         let wanted = self.wanted(job)?;
         for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
-            if let Some(other) = known.filter(|known| known.task() != task) {
-                return Err(rules::other_mirror(disk, other.task()));
+            match known {
+                Some(other) if other.task() != task => {
+                    return Err(rules::other_mirror(disk, other.task()));
+                }
+                Some(_) => {}
+                None => mirror::examine_replica(&self.spec, disk).await?,
             }
         }
         Ok(wanted)
@@ -285,6 +290,7 @@ impl Owner {
         } else {
             self.take_copies(job).await?;
         }
+        self.serve_with_replicas().await?;
         self.jobs.committed(task);
         Ok(())
     }
@@ -332,7 +338,7 @@ impl Owner {
         match self.power() {
             Power::Off | Power::Suspended => {}
             Power::Running | Power::Paused => {
-                if served && pivots.is_none() {
+                if served && (pivots.is_none() || self.replicates_served(job)) {
                     self.may_replace_filter().await?;
                 }
             }
@@ -382,11 +388,15 @@ impl Owner {
                 if running {
                     images::replace(&directory, disk.disk, &image)?;
                 }
-                taken.push(disk);
+                taken.push((disk, image));
             }
             Ok::<_, Problem>(taken)
         };
         let taken = spawn_blocking(take).await.map_err(internal)??;
+        if !running {
+            self.make_replicas(&taken).await;
+        }
+        let taken: Vec<DiskSpec> = taken.into_iter().map(|(disk, _)| disk).collect();
         let change = |spec: &VmSpec| {
             let mut spec = spec.clone();
             for known in spec.disks_mut() {
