@@ -17,6 +17,7 @@ mod memory_snapshots;
 mod merge_served;
 mod mirror;
 mod mirror_served;
+mod mirror_tpm;
 mod pace;
 mod panics;
 mod power_off;

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 51] = [
+pub const FEATURES: [&str; 52] = [
     "job-create",
     "job-export",
     NICS,
@@ -56,6 +56,7 @@ pub const FEATURES: [&str; 51] = [
     MIRROR_LAYERS,
     MIRROR_MEMORY,
     MIRROR_BESIDE,
+    MIRROR_TPM,
     PACE,
     PACE_OF_WORK,
     LINKED_CLONES,
@@ -179,6 +180,9 @@ pub const MIRROR_MEMORY: &str = "job-mirror-memory";
 /// The feature of agents that copy all that is beside a disk with it: the memory of a VM that is suspended, and core dumps. They refuse to
 /// forget a key that any of it is under.
 pub const MIRROR_BESIDE: &str = "job-mirror-beside";
+
+/// The feature of agents that copy what the TPM of a VM at rest keeps, with the disk that has its key.
+pub const MIRROR_TPM: &str = "job-mirror-tpm";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

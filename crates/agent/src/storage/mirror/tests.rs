@@ -1,4 +1,5 @@
 mod memories;
+mod tpm;
 mod trees;
 
 use std::os::unix::fs::FileExt;
