@@ -1,6 +1,6 @@
 //! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, to give its disks new
 //! data keys (deep recrypt; its KEK stays), or to move them to another datastore. The VM may run, or be suspended: what is beside its first disk,
-//! saved memory and core dumps, is copied with that.
+//! saved memory and core dumps, is copied with that. What its TPM keeps is copied with the TPM's disk, of a VM that is off or suspended.
 //!
 //! ```text
 //!   encrypt          clear ─► check ─► make-key ─┐  make-key only where the VM has no key
@@ -188,9 +188,13 @@ pub(crate) fn encrypts(operation: &Operation, disk: &Disk) -> bool {
     }
 }
 
-/// Whether an operation copies a disk of its VM. What a TPM keeps is encrypted in any case, and is no disk of the guest's.
+/// Whether an operation copies a disk of its VM, while that is at rest: a guest that runs keeps its TPM ([`is_free`]). What a TPM keeps is
+/// encrypted in any case, so that only other keys or another place concern its disk, and it is not converted in its file.
 pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
-    let of_guest = disk.role != DiskRole::Tpm && !disk.detached;
+    let is_copied = match operation {
+        Operation::MoveVm { .. } | Operation::DeepRecryptVm { in_place: false, .. } => true,
+        _ => disk.role != DiskRole::Tpm,
+    };
     let differs = match operation {
         Operation::DeepRecryptVm { disks, .. } => {
             disk.encrypted && (disks.is_empty() || disks.contains(&disk.id))
@@ -200,7 +204,17 @@ pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
         }
         _ => disk.encrypted != encrypts(operation, disk),
     };
-    of_guest && differs
+    is_copied && !disk.detached && differs
+}
+
+/// Whether a disk can be copied as its VM is. What a TPM keeps is swtpm's for as long as the guest runs.
+pub(crate) fn is_free(disk: &Disk, at_rest: bool) -> bool {
+    at_rest || disk.role != DiskRole::Tpm
+}
+
+/// Whether a VM in this state has no guest.
+pub(crate) fn is_at_rest(power: Option<Power>) -> bool {
+    matches!(power, None | Some(Power::Off | Power::Suspended))
 }
 
 /// The datastore that an operation moves disks to.
@@ -272,7 +286,8 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
         return refused("has been changed meanwhile");
     }
     let state = run.host_state(vm.host, None).await?;
-    match state_of(&state, vm.id).map(|seen| seen.power) {
+    let power = state_of(&state, vm.id).map(|seen| seen.power);
+    match power {
         None | Some(Power::Off | Power::Suspended | Power::Running | Power::Paused) => {}
         Some(_) => {
             return refused(
@@ -282,7 +297,9 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     }
     let disks = run.disks().await?;
     let operation = &run.task.operation;
-    Ok(disks.iter().filter(|disk| concerns(operation, disk)).map(|disk| disk.id).collect())
+    let at_rest = is_at_rest(power);
+    let copied = disks.iter().filter(|disk| concerns(operation, disk) && is_free(disk, at_rest));
+    Ok(copied.map(|disk| disk.id).collect())
 }
 
 /// What the key is for: a decryption writes nothing under it.
@@ -451,7 +468,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;
-    let mut names = Vec::new();
+    let (mut names, tpm) = (Vec::new(), tpm_that_stays(&run.task.operation, &known, copied));
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
         let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
             let detail = format!(
@@ -465,8 +482,28 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
-    tell(run, &mut write, &vm, &names, policy).await?;
+    tell(run, &mut write, &vm, &names, (policy, tpm)).await?;
     Ok(write.commit().await?)
+}
+
+/// What is told of a TPM that has stayed as it was, as its guest runs.
+fn tpm_that_stays(
+    operation: &Operation,
+    known: &[Disk],
+    copied: &[DiskId],
+) -> Option<&'static str> {
+    let stays = |disk: &&Disk| {
+        disk.role == DiskRole::Tpm && concerns(operation, disk) && !copied.contains(&disk.id)
+    };
+    known.iter().find(stays)?;
+    Some(match target(operation) {
+        Some(_) => {
+            "; what its TPM keeps stays where it is, until that is moved while the VM is off"
+        }
+        None => {
+            "; what its TPM keeps stays under the data key that it has, until its disk is recrypted while the VM is off"
+        }
+    })
 }
 
 /// Records how the core dumps are beside the first disk, where that is among the copied ones: they have followed it.
@@ -521,7 +558,7 @@ async fn tell(
     write: &mut Write<'_>,
     vm: &Vm,
     names: &[&str],
-    policy: Option<String>,
+    (policy, tpm): (Option<String>, Option<&str>),
 ) -> Result<(), StepError> {
     let kind = match run.task.operation {
         Operation::EncryptVm { .. } => "vm.encrypted",
@@ -553,8 +590,8 @@ async fn tell(
         }
         None => None,
     };
-    let detail =
-        format!("{disks}{}{}; {by}", place.unwrap_or_default(), policy.unwrap_or_default());
+    let (place, policy) = (place.unwrap_or_default(), policy.unwrap_or_default());
+    let detail = format!("{disks}{place}{policy}{}; {by}", tpm.unwrap_or_default());
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
 }
@@ -605,8 +642,7 @@ async fn drop_sources(run: &Run<'_>) -> Result<(), StepError> {
 /// Of all disks: where there is none, there is nothing to do.
 async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
-    let of_guest = disks.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
-    let disks: Vec<DiskId> = of_guest.map(|disk| disk.id).collect();
+    let disks: Vec<DiskId> = disks.iter().filter(|it| !it.detached).map(|it| it.id).collect();
     if disks.is_empty() {
         return Ok(());
     }
