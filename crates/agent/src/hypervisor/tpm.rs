@@ -21,7 +21,6 @@ use std::time::Duration;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-pub use self::permanent::Permanent;
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 

@@ -289,7 +289,7 @@ fn ours(place: &Path) -> bool {
 fn of_tpm(place: &Path) -> bool {
     let directory = place.parent();
     let disk = directory.and_then(Path::file_name).and_then(OsStr::to_str);
-    let disk = disk.and_then(|name| TPM.iter().find_map(|end| name.strip_suffix(end)));
+    let disk = disk.and_then(|name| TPM.iter().find_map(|end| name.strip_suffix(*end)));
     let home = directory.and_then(Path::parent).and_then(Path::to_str);
     disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
         && home.is_some_and(|home| home.parse::<VmId>().is_ok())

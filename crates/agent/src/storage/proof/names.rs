@@ -62,7 +62,7 @@ pub fn name_of(name: &str) -> Named {
 #[must_use]
 pub fn is_tpm_directory(name: &str) -> bool {
     let ends = [".tpm", ".copy-tpm", ".copy-tpm.new", ".source-tpm"];
-    ends.iter().filter_map(|end| name.strip_suffix(end)).any(|disk| disk.parse::<DiskId>().is_ok())
+    ends.iter().filter_map(|end| name.strip_suffix(*end)).any(|disk| disk.parse::<DiskId>().is_ok())
 }
 
 /// What a file in that directory is.
