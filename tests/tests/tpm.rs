@@ -1,4 +1,4 @@
-//! Guests with a TPM: what it keeps outlives them, kills of all that serves it, and a change of the VM's key; it is
+//! Guests with a TPM: what it keeps outlives them, kills of all that serves it, a change of the VM's key and of its disk's, and a move; it is
 //! ciphertext on the datastore, and is used with its own disk alone.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
@@ -116,11 +116,31 @@ fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
     here.wait_no_alarm("web", "tpm-died").unwrap();
     keeps(&mut start(&here, "web"));
 
+    // It does not follow under its guest.
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let add = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
+    here.vmseal(&add).unwrap();
+    let to_second = ["vm", "move", "web", "--datastore", "second"];
+    let planned = here.vmseal(&[&to_second[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("stays on datastore 'local', as its guest runs"), "{planned}");
+    let told = here.refused(&[&to_second[..], &["--disk", "tpm"]].concat()).unwrap();
+    assert!(told.contains("stop the VM first"), "{told}");
+
     for qemu in here.processes_of("web", "qemu-system-x86_64").unwrap() {
         kill_hard(qemu);
     }
     here.wait_power("web", "off").unwrap();
     here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    // Another data key, and another datastore: the former ones open nothing of it any more, and have nothing of it.
+    let of_former_key = std::fs::read(kept.join("tpm2-00.permall")).unwrap();
+    here.vmseal(&["vm", "recrypt", "web", "--deep", "--disk", "tpm"]).unwrap();
+    assert!(std::fs::read(kept.join("tpm2-00.permall")).unwrap() != of_former_key);
+    let home = kept.parent().unwrap().to_owned();
+    assert_eq!(kept_in(&home), 1, "what the TPM kept under the former key is left");
+    here.vmseal(&to_second).unwrap();
+    assert!(!home.exists(), "something of the VM is left on the former datastore");
+    let kept = second.join(home.file_name().unwrap()).join(kept.file_name().unwrap());
     keeps(&mut start(&here, "web"));
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
     assert!(here.guest_processes("swtpm").is_empty(), "a TPM goes on without its guest");
@@ -129,7 +149,7 @@ fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
     let clear = here.path("clear");
     keep_in_the_clear(&clear);
     assert!(is_readable(&clear), "the search does not find what is there");
-    let found = here.json(&["datastore", "scan", "local"]).unwrap();
+    let found = here.json(&["datastore", "scan", "second"]).unwrap();
     assert_eq!(found["others"], 0, "{found}");
     here.vmseal(&["vm", "delete", "web"]).unwrap();
     assert!(!kept.exists(), "what a TPM kept is left");
@@ -198,8 +218,13 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
 /// The directories of TPMs on the datastore.
 fn kept_on(here: &Installation) -> usize {
     let vms = std::fs::read_dir(here.path("datastore")).unwrap().map(|it| it.unwrap().path());
-    let files = vms.filter(|it| it.is_dir()).flat_map(|it| std::fs::read_dir(it).unwrap());
-    files.filter(|it| it.as_ref().unwrap().path().extension() == Some("tpm".as_ref())).count()
+    vms.filter(|it| it.is_dir()).map(|home| kept_in(&home)).sum()
+}
+
+/// The directories in that of a VM, which has none but those of its TPM.
+fn kept_in(home: &Path) -> usize {
+    let entries = std::fs::read_dir(home).unwrap().map(|it| it.unwrap().path());
+    entries.filter(|path| path.is_dir()).count()
 }
 
 #[test]

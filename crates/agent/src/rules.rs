@@ -7,7 +7,9 @@ mod jobs;
 pub mod plugging;
 pub mod set_running;
 
-pub use self::jobs::{check_copied, check_copy, check_job, check_pace, check_session, lending};
+pub use self::jobs::{
+    check_copied, check_copy, check_job, check_pace, check_session, check_tpm_at_rest, lending,
+};
 
 use std::collections::BTreeSet;
 use std::time::Duration;

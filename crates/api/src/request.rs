@@ -650,7 +650,7 @@ pub struct DecryptVm {
 pub struct MoveVm {
     /// The datastore, by name or id.
     pub datastore: String,
-    /// The disks, by name or id; none means all but that of a TPM.
+    /// The disks, by name or id; none means all, but that of a TPM only of a VM that is off or suspended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
     /// The highest rate at which each disk is copied, in bytes a second; 0, as none, is no limit. At
@@ -709,7 +709,7 @@ pub struct RecryptVm {
     /// With `deep`: encrypts each disk in its own file, where there is no room for a copy: the VM is off, and cannot start before the end.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_place: bool,
-    /// With `deep`: the disks, by name or id; none means all but that of a TPM.
+    /// With `deep`: the disks, by name or id; none means all, but that of a TPM only of a VM that is off or suspended, and not in place.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! The disk of a TPM: made with what the TPM keeps, and nothing is done with it but to start the VM.
+//! The disk of a TPM: made with what the TPM keeps, and copied with that; nothing else is done with it but to start the VM.
 
 use vmseal_api::hardware::{Hardware, TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::{
@@ -9,6 +9,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ExportFormat;
 
 use super::jobs::image;
+use super::mirror::{copy, mirrored, moved, second_datastore};
 use super::{Session, done, refused};
 
 /// The session's VM with a TPM, and its disk.
@@ -57,6 +58,16 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
         let facts = session.made(agent, task, disk.disk).await;
         assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{what}: {facts:?}");
     }
+    let in_the_clear = agent.put_job(vm, TaskId::new(), copy(id, false)).await;
+    refused(in_the_clear, ErrorCode::InvalidRequest, "a copy in the clear of a TPM's disk");
+    let facts = mirrored(agent, session, id, copy(id, true)).await.facts;
+    assert!(matches!(facts, DiskFacts::Luks2 { .. }), "{facts:?}");
+    let second = second_datastore(agent, session).await;
+    let seen = mirrored(agent, session, id, moved(id, true, &second)).await;
+    assert_eq!(seen.datastore, Some(second.datastore));
+    let disk = DiskSpec { datastore: second, facts: Some(seen.facts), ..disk };
+    let spec = with(&hardware, Some(&disk));
+    done(agent.register_vm(spec).await, "registering it where it is");
     let hold = agent.expose_disk(vm, disk.disk, Exposing::Hold { writable: false }).await;
     refused(hold.map(drop), ErrorCode::WrongState, "exposing it");
     let export = JobSpec::Export(ExportJob {

@@ -7,6 +7,8 @@
 //! swtpm gets its key through a pipe, and all else as descriptors. It answers the agent before QEMU is started, so
 //! that a guest never finds a TPM that cannot read what it keeps.
 
+mod permanent;
+
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -102,12 +104,24 @@ impl Swtpm {
     /// `unsupported` without the program; `damaged` when what it keeps is damaged, or of another key. The process is
     /// on record, and is ended with the directory.
     pub fn start(&self, directory: &ProcessDir, state: &State<'_>) -> Result<Started, Problem> {
+        let mut started = self.launch(directory, state)?;
+        let control = &mut started.control;
+        // It takes flags after the command; none is needed.
+        let loaded = ask(control, &[INIT, 0]).and_then(|answer| match answer {
+            SUCCESS => ask(control, &[STOP]),
+            refused => Ok(refused),
+        });
+        started.if_done(directory, loaded)
+    }
+
+    /// Starts it, and has it load nothing yet.
+    fn launch(&self, directory: &ProcessDir, state: &State<'_>) -> Result<Started, Problem> {
         let program = self.open()?;
         let failed = |error: io::Error| {
             let what = format!("swtpm cannot be started: {error}");
             Problem::new(ErrorCode::Internal, what)
         };
-        let (mut control, theirs) = UnixStream::pair().map_err(failed)?;
+        let (control, theirs) = UnixStream::pair().map_err(failed)?;
         let key = key_to_read(state.key).map_err(failed)?;
         let process = process::launch(Launch {
             program: &program,
@@ -122,17 +136,19 @@ impl Swtpm {
         });
         let process = process.map_err(failed)?;
         drop((theirs, key));
-        // It takes flags after the command; none is needed.
-        let loaded = ask(&mut control, &[INIT, 0]).and_then(|answer| match answer {
-            SUCCESS => ask(&mut control, &[STOP]),
-            refused => Ok(refused),
-        });
+        Ok(Started { process, control })
+    }
+}
+
+impl Started {
+    /// It, where it has loaded what it keeps; else it is ended. `loaded` is its answer.
+    fn if_done(self, directory: &ProcessDir, loaded: io::Result<u32>) -> Result<Self, Problem> {
         if !matches!(loaded, Ok(SUCCESS)) {
             // It holds the lock of what it keeps.
-            process.kill();
+            self.process.kill();
         }
         match loaded {
-            Ok(SUCCESS) => Ok(Started { process, control }),
+            Ok(SUCCESS) => Ok(self),
             Ok(code) => {
                 let what = format!(
                     "the VM's TPM cannot load what it keeps (code {code:#x}), {}: that is damaged, or of another time than the VM's disk 'tpm'. Restore both from one backup",
@@ -149,9 +165,7 @@ impl Swtpm {
             }
         }
     }
-}
 
-impl Started {
     /// Has it end, where no guest is to use it. Blocks.
     ///
     /// # Errors

@@ -2,7 +2,8 @@
 
 use vmseal_api::host::{
     DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, MigrationSession, RestoreBackupJob, RevertJob, SendJob, SnapshotJob, VmSpec,
+    JobSpec, KeyState, MigrationSession, MirrorJob, Power, RestoreBackupJob, RevertJob, SendJob,
+    SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -68,6 +69,7 @@ pub fn check_job(
             job.disks.iter().enumerate().try_for_each(|(index, wanted)| {
                 let disk = find_disk(spec, wanted.disk)?;
                 needs_to_be_made(spec, disk, made(disk))?;
+                holds_data(spec, disk)?;
                 let (disk_, encrypted) = (wanted.disk, wanted.encrypted);
                 let as_copy = DiskToMirror { disk: disk_, encrypted, datastore: None };
                 // A disk that was decrypted, and is not known to be, is as it is to be.
@@ -301,7 +303,10 @@ fn check_mirror(
     wanted: &DiskToMirror,
     key: KeyState,
 ) -> Result<(), Problem> {
-    holds_data(spec, disk)?;
+    if disk.role == DiskRole::Tpm && !wanted.encrypted {
+        let what = format!("disk '{}' has the key of what the VM's TPM keeps", disk.name);
+        return Err(Problem::invalid("encrypted", what));
+    }
     if wanted.datastore.as_ref().is_some_and(|to| to.datastore == disk.datastore.datastore) {
         let what = format!("has disk '{}' already", disk.name);
         return Err(Problem::invalid("datastore", what));
@@ -325,6 +330,25 @@ fn check_mirror(
         KeyState::Held | KeyState::NotNeeded => Ok(()),
         KeyState::Missing | KeyState::Unknown => Err(locked(spec)),
     }
+}
+
+/// What a TPM keeps is copied of a VM that is at rest: swtpm has its directory and its key for as long as its guest runs.
+///
+/// # Errors
+/// `wrong-state`.
+pub fn check_tpm_at_rest(spec: &VmSpec, job: &MirrorJob, power: Power) -> Result<(), Problem> {
+    let of_tpm = |disk: &&DiskSpec| {
+        disk.role == DiskRole::Tpm && job.disks.iter().any(|wanted| wanted.disk == disk.disk)
+    };
+    let Some(disk) = spec.disks().find(of_tpm) else { return Ok(()) };
+    if matches!(power, Power::Off | Power::Suspended) {
+        return Ok(());
+    }
+    let what = format!(
+        "is not off, and its guest uses its TPM, whose key disk '{}' has: stop it first, or leave this disk out",
+        disk.name
+    );
+    Err(wrong_state(spec, &what))
 }
 
 /// A disk for cloud-init is made of its documents, and no other one is.

@@ -47,7 +47,8 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
-        let spec = self.known(vm)?.spec.clone();
+        let (spec, power) = (self.known(vm)?.spec.clone(), self.known(vm)?.power);
+        rules::check_tpm_at_rest(&spec, job, power)?;
         for disk in &job.disks {
             let replica = find_disk(&spec, disk.disk)?.replica.as_ref();
             let begun = self.persisted.copies.unfinished.contains_key(&disk.disk);
@@ -121,6 +122,8 @@ impl Inside {
         if self.is_paused(task) {
             return Err(rules::copies_are_paused(&self.known(vm)?.spec, task));
         }
+        let known = self.known(vm)?;
+        rules::check_tpm_at_rest(&known.spec, job, known.power)?;
         for (committed, wanted) in job.disks.iter().enumerate() {
             if self.halfway && committed > 0 {
                 return Err(gone());

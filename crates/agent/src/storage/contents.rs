@@ -67,6 +67,9 @@ const OURS: [&str; 15] = [
     "converting",
 ];
 
+/// The ends of the names of directories of what TPMs keep: as they are, and as they come and go with a mirror.
+const TPM: [&str; 4] = [".tpm", ".copy-tpm", ".copy-tpm.new", ".source-tpm"];
+
 /// The magic numbers of the two copies of a LUKS header, and their places.
 const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];
 
@@ -287,7 +290,7 @@ fn ours(place: &Path) -> bool {
 fn of_tpm(place: &Path) -> bool {
     let directory = place.parent();
     let disk = directory.and_then(Path::file_name).and_then(OsStr::to_str);
-    let disk = disk.and_then(|name| name.strip_suffix(".tpm"));
+    let disk = disk.and_then(|name| TPM.iter().find_map(|end| name.strip_suffix(*end)));
     let home = directory.and_then(Path::parent).and_then(Path::to_str);
     disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
         && home.is_some_and(|home| home.parse::<VmId>().is_ok())
@@ -400,6 +403,8 @@ mod tests {
         // What a TPM keeps.
         std::fs::create_dir(home.join(format!("{disk}.tpm"))).unwrap();
         File::create(home.join(format!("{disk}.tpm/tpm2-00.permall"))).unwrap();
+        std::fs::create_dir(home.join(format!("{disk}.source-tpm"))).unwrap();
+        File::create(home.join(format!("{disk}.source-tpm/tpm2-00.permall"))).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);

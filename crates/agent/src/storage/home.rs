@@ -8,6 +8,8 @@
 //! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may lack ([`crate::storage::replica`])
 //! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
 //! <datastore>/<vm id>/<disk id>.tpm/          what the VM's TPM keeps ([`crate::storage::tpm_state`])
+//! <datastore>/<vm id>/<disk id>.copy-tpm/     the same, to take its place with the disk's copy ([`crate::storage::mirror::tpm`])
+//! <datastore>/<vm id>/<disk id>.source-tpm/   what it was before
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
 //! <datastore>/<vm id>/<disk id>.former-replica  that of the image that the disk had before
 //! <datastore>/<vm id>/<disk id>.mirror        the note of a copy that is to be the disk ([`crate::storage::mirror`])
@@ -530,6 +532,9 @@ impl Home {
         self.remove_note(&self.source_layers_note(disk))?;
         self.remove_note(&self.merge_lock(disk))?;
         remove_state_of_none(&self.image(disk))?;
+        for path in [self.copy_tpm(disk), self.unfinished_tpm(disk), self.source_tpm(disk)] {
+            tpm_state::remove(&path)?;
+        }
         self.discard(disk)
     }
 

@@ -7,7 +7,8 @@
 //! ```
 //! The copy may be on another datastore than the disk: then a note beside each of both leads to the other. Where the disk has
 //! layers, the copy gets layers of its own ([`tree`]); a filter copies and pivots only what the active one has. The memory that snapshots keep beside it,
-//! that of a VM that is suspended, and core dumps are copied, too ([`beside`]). A replica is not: the copy gets another one ([`replicas`]).
+//! that of a VM that is suspended, and core dumps are copied, too ([`beside`]), and what a TPM keeps with the disk that has its key ([`tpm`]). A replica
+//! is not: the copy gets another one ([`replicas`]).
 //! Every arrow may be the last thing that a process does: the next one finds in note and map where the disk's data is.
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
@@ -17,6 +18,7 @@ pub(crate) mod pace;
 mod pivot_mark;
 mod replicas;
 pub(crate) mod source;
+pub(crate) mod tpm;
 pub(crate) mod tree;
 
 use std::fs::File;
@@ -26,7 +28,7 @@ use std::path::Path;
 
 use vmseal_api::atomic_file;
 use vmseal_api::filter::Holes;
-use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, DiskToMirror, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -181,6 +183,7 @@ impl Mirror {
             return Err(Problem::new(ErrorCode::Damaged, what));
         }
         beside::take_place(self)?;
+        tpm::take_place(self)?;
         if self.note.layers {
             layers::take_place(&target, self.disk)?;
         }
@@ -284,6 +287,7 @@ impl NewMirror<'_> {
                 Some(following) => note.with_beside(following),
                 None => note,
             };
+            let note = if disk.role == DiskRole::Tpm { note.of_tpm() } else { note };
             self.note(&home, &target, note)
         });
         noted.inspect_err(|_| {
@@ -297,6 +301,7 @@ impl NewMirror<'_> {
     fn target(&self, home: &Home) -> Result<Home, Problem> {
         let Some(to) = &self.wanted.datastore else { return Ok(home.clone()) };
         let target = home.on(to)?;
+        tpm::require_room(&target, self.disk)?;
         let image = target.image(self.disk.disk);
         match identity(&image)? {
             None => Ok(target),
@@ -362,6 +367,7 @@ fn remove_debris(home: &Home, target: &Home, disk: DiskId) -> Result<(), Problem
     target.remove(&target.copy(disk))?;
     layers::drop_copies(target, disk)?;
     beside::drop_copies(target, disk)?;
+    tpm::drop_copies(target, disk)?;
     // Nothing is copied to layers any more.
     home.remove(&home.merge_lock(disk))?;
     if target.path() != home.path() {
@@ -545,6 +551,21 @@ pub fn has_its_names(spec: &VmSpec, disk: &DiskSpec) -> Result<bool, Problem> {
     Ok(mirror.is_none_or(|mirror| !mirror.pivoted || mirror.is_settled()))
 }
 
+fn gone(path: &Path) -> Problem {
+    let what = format!("{} is not there, or is another file", path.display());
+    Problem::new(ErrorCode::Damaged, what)
+}
+
+/// Opens the image of a copy, with its lock.
+fn image_of_copy(mirror: &Mirror, disk: &DiskSpec) -> Result<File, Problem> {
+    let path = mirror.target()?.copy(disk.disk);
+    let file = open_locked(&path, Access::Write)?.ok_or_else(|| gone(&path))?;
+    match FileIdentity::of(&file) {
+        Ok(found) if found == mirror.note.copy => Ok(file),
+        _ => Err(gone(&path)),
+    }
+}
+
 fn open_copy(
     mirror: &Mirror,
     spec: &VmSpec,
@@ -552,15 +573,7 @@ fn open_copy(
     kek: Option<&SecretBytes>,
 ) -> Result<filter::Mirror, Problem> {
     let note = &mirror.note;
-    let path = mirror.target()?.copy(disk.disk);
-    let gone = |path: &Path| {
-        let what = format!("{} is not there, or is another file", path.display());
-        Problem::new(ErrorCode::Damaged, what)
-    };
-    let file = open_locked(&path, Access::Write)?.ok_or_else(|| gone(&path))?;
-    if FileIdentity::of(&file).ok().as_ref() != Some(&note.copy) {
-        return Err(gone(&path));
-    }
+    let file = image_of_copy(mirror, disk)?;
     let layers = tree::open(mirror)?;
     let map = mirror.source()?.mirror_map(disk.disk);
     let map = open_locked(&map, Access::Write)?.ok_or_else(|| gone(&map))?;
@@ -579,6 +592,18 @@ fn copy_key(
     kek: Option<&SecretBytes>,
     file: &File,
 ) -> Result<Option<SecretFd>, Problem> {
+    let dek = copy_dek(note, spec, disk, kek, file)?;
+    dek.map(|dek| dek.to_memfd()).transpose().map_err(internal)
+}
+
+/// The same, for the agent itself.
+fn copy_dek(
+    note: &Note,
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    kek: Option<&SecretBytes>,
+    file: &File,
+) -> Result<Option<SecretBytes>, Problem> {
     let facts = &note.copy_facts;
     let copy = DiskSpec { encrypted: note.encrypts(), facts: Some(facts.clone()), ..disk.clone() };
     let Some(pinned) = from_api(&copy, facts) else { return Ok(None) };
@@ -587,7 +612,7 @@ fn copy_key(
     };
     let opened = vmseal_luks::open(file, &pinned, kek, &keys::context(spec.vm, reference))
         .map_err(|error| header_problem(&disk.name, &error))?;
-    opened.dek.to_memfd().map(Some).map_err(internal)
+    Ok(Some(opened.dek))
 }
 
 /// Puts the names right of a disk that has pivoted; the disk as it is then, and its image. None if it has not. Blocks.

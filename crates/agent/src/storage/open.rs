@@ -49,9 +49,11 @@ pub fn examine(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<(), Problem> {
-    if has_its_names(spec, disk)? {
-        open(spec, disk, facts, kek, Access::Read)?;
+    if !has_its_names(spec, disk)? {
+        return Ok(());
     }
+    let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
+    opening::open(spec, &disk, &facts, kek, Access::Read)?;
     if disk.role == DiskRole::Tpm {
         let home = Home::of(&disk.datastore, spec.vm)?;
         tpm_state::read(&home.tpm_state(disk.disk))?;

@@ -18,6 +18,7 @@ mod merge_served;
 mod mirror;
 mod mirror_replicas;
 mod mirror_served;
+mod mirror_tpm;
 mod pace;
 mod panics;
 mod power_off;

@@ -17,6 +17,8 @@ use crate::hypervisor::tpm::{self, Started, State};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
+use crate::storage::locked::Access;
+use crate::storage::mirror;
 use crate::storage::opening;
 use crate::storage::tpm_disk::{self, OpenTpm};
 
@@ -92,8 +94,10 @@ fn open(plan: &Plan, user: Option<u32>) -> Result<Opened, Problem> {
             notice: None,
         });
     }
-    let unlocked = opening::open_for_key(&plan.spec, disk, facts, plan.kek.as_ref())?;
-    let open = tpm_disk::open(vm, disk, &unlocked.dek, user)?;
+    // As long as a copy of the disk has not pivoted, what the TPM keeps is where it was, and is copied when the VM is at rest again.
+    let (disk, facts) = mirror::as_it_is(&plan.spec, disk, facts, Access::Read)?;
+    let unlocked = opening::open_for_key(&plan.spec, &disk, &facts, plan.kek.as_ref())?;
+    let open = tpm_disk::open(vm, &disk, &unlocked.dek, user)?;
     Ok(Opened { open, lock: unlocked.file, notice: unlocked.notice })
 }
 

@@ -145,6 +145,9 @@ pub struct ExportJob {
 ///
 /// The same job with another pace is the same job: its copies go on at that pace when the call that puts it returns, and keep it
 /// until another is put, also over the deaths of all processes. While they are paused it is not committed.
+///
+/// The disk that has the key of a TPM is copied with what the TPM keeps, of a VM that is off or suspended when the job is put and
+/// committed. Agents without the feature [`MIRROR_TPM`](super::version::MIRROR_TPM) refuse it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MirrorJob {

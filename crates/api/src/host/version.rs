@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 55] = [
+pub const FEATURES: [&str; 56] = [
     "job-create",
     "job-export",
     NICS,
@@ -58,6 +58,7 @@ pub const FEATURES: [&str; 55] = [
     MIRROR_BESIDE,
     MIRROR_PARENTS,
     MIRROR_AS_IT_IS,
+    MIRROR_TPM,
     PACE,
     PACE_OF_WORK,
     LINKED_CLONES,
@@ -196,6 +197,9 @@ pub const MIRROR_AS_IT_IS: &str = "job-mirror-as-it-is";
 
 /// The feature of agents that copy disks which have replicas, and make others of the copies.
 pub const MIRROR_REPLICAS: &str = "job-mirror-replicas";
+
+/// The feature of agents that copy what the TPM of a VM at rest keeps, with the disk that has its key.
+pub const MIRROR_TPM: &str = "job-mirror-tpm";
 
 /// The feature of agents that encrypt, decrypt and re-encrypt disks in the files that they have.
 pub const IN_PLACE: &str = "job-convert";

@@ -270,7 +270,8 @@ pub enum Vm {
     ///
     /// The disks are copied, each guest changes to the copies in one instant, and the former images are removed: what was in the
     /// clear is overwritten with zeroes once. Encrypted disks get new data keys under the key that the VM has. Until the
-    /// change it can be cancelled. Core dumps and the memory of a suspended VM go with its first disk. What a TPM keeps stays where it is.
+    /// change it can be cancelled. Core dumps and the memory of a suspended VM go with its first disk. What a TPM keeps goes along
+    /// while the VM is off or suspended, and stays where it is while its guest runs.
     Move {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]
@@ -348,7 +349,7 @@ pub enum Vm {
     /// copies of the disks, such as sealed exports, cannot be opened any more. It is kept while backups of vmseal's need it.
     ///
     /// With --deep the disks get new keys of their own, and the VM keeps its key: the disks are copied as by `vmseal vm
-    /// encrypt`, also while the VM runs. What its TPM keeps is not encrypted again.
+    /// encrypt`, also while the VM runs. What its TPM keeps is encrypted again while the VM is off or suspended.
     Recrypt {
         /// Names or ids
         #[arg(required = true, value_name = "VM")]

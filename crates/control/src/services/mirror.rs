@@ -5,7 +5,7 @@ mod parents;
 mod replicas;
 
 use vmseal_api::host::version::{
-    IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MOVE, PACE,
+    IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MIRROR_TPM, MOVE, PACE,
 };
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, ProviderId};
@@ -45,11 +45,11 @@ pub async fn encrypt(
     let policy = policy_for(services, &vm, &known, request.policy.as_deref(), true).await?;
     let provider = provider_for(services, &vm, &policy, request.provider.as_deref()).await?;
     let EncryptVm { rate, in_place, .. } = request;
-    let disks = disks_by_name(&vm, &known, &request.disks, "is encrypted in any case")?;
+    let disks = disks_by_name(&vm, &known, &request.disks, Some("is encrypted in any case"))?;
     let operation =
         Operation::EncryptVm { vm: vm.id, policy: policy.id, provider, in_place, disks };
-    let policy = Some(policy);
-    let wanted = Wanted { vm, known, operation, policy, place: None, rate, as_it_is: None };
+    let (policy, place, as_it_is, at_rest) = (Some(policy), None, None, true);
+    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is, at_rest };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -69,11 +69,11 @@ pub async fn decrypt(
         false => kept_policy(services, &vm, &request).await?,
     };
     let DecryptVm { rate, in_place, .. } = request;
-    let disks = disks_by_name(&vm, &known, &request.disks, "is encrypted in any case")?;
+    let disks = disks_by_name(&vm, &known, &request.disks, Some("is encrypted in any case"))?;
     require_of_guest(&vm, &known, &disks)?;
     let operation = Operation::DecryptVm { vm: vm.id, policy: policy.id, in_place, disks };
-    let policy = Some(policy);
-    let wanted = Wanted { vm, known, operation, policy, place: None, rate, as_it_is: None };
+    let (policy, place, as_it_is, at_rest) = (Some(policy), None, None, true);
+    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is, at_rest };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -88,7 +88,13 @@ pub(super) async fn recrypt_deep(
     let (vm, known) = find(services, name).await?;
     require_ready(&vm)?;
     let RecryptVm { rate, in_place, .. } = *request;
-    let disks = disks_by_name(&vm, &known, &request.disks, "keeps the data key that it has")?;
+    let at_rest = tpm_is_at_rest(services, &vm, &known).await?;
+    let of_tpm = match (in_place, at_rest) {
+        (true, _) => Some("is not encrypted again in place: leave out --in-place"),
+        (false, false) => Some(IN_USE),
+        (false, true) => None,
+    };
+    let disks = disks_by_name(&vm, &known, &request.disks, of_tpm)?;
     let is_plain = |disk: &&Disk| disks.contains(&disk.id) && !disk.encrypted;
     if let Some(disk) = known.iter().find(is_plain) {
         let detail = format!(
@@ -99,7 +105,7 @@ pub(super) async fn recrypt_deep(
     }
     let operation = Operation::DeepRecryptVm { vm: vm.id, in_place, disks };
     let (policy, place, as_it_is) = (None, None, None);
-    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is };
+    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is, at_rest };
     begin(services, caller, wanted, dry_run).await
 }
 
@@ -133,12 +139,10 @@ pub async fn move_disks(
         return Err(of_datastore(Problem::new(ErrorCode::WrongState, detail)));
     };
     features::require(services, &vm, MOVE, "move disks to another datastore")?;
+    let at_rest = tpm_is_at_rest(services, &vm, &known).await?;
     let disks = match request.disks.is_empty() {
-        true => {
-            let all = known.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
-            all.map(|disk| disk.id).collect()
-        }
-        false => disks_by_name(&vm, &known, &request.disks, "stays where it is")?,
+        true => known.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect(),
+        false => disks_by_name(&vm, &known, &request.disks, (!at_rest).then_some(IN_USE))?,
     };
     let from = |disk: &Disk| disks.contains(&disk.id).then_some(disk.datastore.datastore);
     let mut from: Vec<_> = known.iter().filter_map(from).collect();
@@ -146,16 +150,28 @@ pub async fn move_disks(
     let (place, to) = (Some(to.name), spec);
     let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
     let rate = request.rate;
-    let wanted = Wanted { vm, known, operation, policy: None, place, rate, as_it_is: None };
+    let (policy, as_it_is) = (None, None);
+    let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is, at_rest };
     begin(services, caller, wanted, dry_run).await
 }
 
-/// The disks that were named. That of a TPM is refused: `of_tpm` says why.
+/// Why the disk of a TPM is not copied whose guest runs.
+const IN_USE: &str = "its guest uses: stop the VM first, or leave this disk out";
+
+/// Whether a VM's TPM, if it has one, is used by no guest.
+async fn tpm_is_at_rest(services: &Services, vm: &Vm, known: &[Disk]) -> Result<bool, Problem> {
+    if known.iter().all(|disk| disk.role != DiskRole::Tpm) {
+        return Ok(true);
+    }
+    Ok(mirror_vm::is_at_rest(power(services, vm).await?))
+}
+
+/// The disks that were named. Where that of a TPM is refused, `of_tpm` says why.
 fn disks_by_name(
     vm: &Vm,
     known: &[Disk],
     asked: &[String],
-    of_tpm: &str,
+    of_tpm: Option<&str>,
 ) -> Result<Vec<DiskId>, Problem> {
     let mut disks = Vec::new();
     for (index, name) in asked.iter().enumerate() {
@@ -165,7 +181,7 @@ fn disks_by_name(
             let detail = format!("VM '{}' has no disk '{name}'", vm.name);
             return Err(Problem { field, ..Problem::new(ErrorCode::NotFound, detail) });
         };
-        if disk.role == DiskRole::Tpm {
+        if let Some(of_tpm) = of_tpm.filter(|_| disk.role == DiskRole::Tpm) {
             let detail =
                 format!("disk '{name}' of VM '{}' is that of its TPM, which {of_tpm}", vm.name);
             return Err(Problem { field, ..Problem::new(ErrorCode::WrongState, detail) });
@@ -190,6 +206,8 @@ struct Wanted {
     rate: Option<u64>,
     /// The disk that is copied as it is, where what is beside it is to be sealed or in the clear.
     as_it_is: Option<DiskId>,
+    /// Whether its TPM, if it has one, is used by no guest.
+    at_rest: bool,
 }
 
 impl Wanted {
@@ -199,7 +217,13 @@ impl Wanted {
     }
 
     fn copies(&self, disk: &Disk) -> bool {
-        mirror_vm::concerns(&self.operation, disk) || self.as_it_is == Some(disk.id)
+        let concerned = mirror_vm::concerns(&self.operation, disk);
+        (concerned && mirror_vm::is_free(disk, self.at_rest)) || self.as_it_is == Some(disk.id)
+    }
+
+    /// Whether what the VM's TPM keeps is copied.
+    fn copies_tpm(&self) -> bool {
+        self.disks().any(|disk| disk.role == DiskRole::Tpm)
     }
 
     /// The disks that the request is about by their names; none where it is about all.
@@ -234,6 +258,10 @@ impl Wanted {
         let disks = match self.rate.filter(|rate| *rate > 0) {
             Some(rate) => format!("{disks}, each copied at {} a second at most", Size(rate)),
             None => disks,
+        };
+        let disks = match self.copies_tpm() {
+            true => format!("{disks}; what the VM's TPM keeps goes along, encrypted anew"),
+            false => disks,
         };
         match self.policy.as_ref().filter(|policy| policy.id != self.vm.policy) {
             Some(policy) => {
@@ -276,13 +304,31 @@ impl Wanted {
         (!left.is_empty()).then(|| format!("disks {} stay in the clear", left.join(", ")))
     }
 
-    /// What a move leaves where it is.
+    /// What stays as it is of a VM whose other disks move, or get other keys.
     fn stays(&self) -> Option<String> {
-        let to = mirror_vm::target(&self.operation)?;
-        let elsewhere = |disk: &&Disk| disk.datastore.datastore != to.datastore;
-        let tpm = self.known.iter().filter(|disk| disk.role == DiskRole::Tpm).find(elsewhere)?;
-        let place = &tpm.datastore_name;
-        Some(format!("what the VM's TPM keeps stays on datastore '{place}'"))
+        let tpm = self.known.iter().find(|disk| disk.role == DiskRole::Tpm)?;
+        let (vm, disk) = (&self.vm.name, &tpm.name);
+        let (stays, then) = match (mirror_vm::target(&self.operation), &self.place) {
+            (Some(to), _) if tpm.datastore.datastore == to.datastore => return None,
+            (Some(_), Some(place)) => (
+                format!("stays on datastore '{}'", tpm.datastore_name),
+                format!(
+                    "move it when the VM is off (vmseal vm move {vm} --datastore {place} --disk {disk})"
+                ),
+            ),
+            _ => (
+                "stays under the data key that it has".to_owned(),
+                format!(
+                    "give it another when the VM is off (vmseal vm recrypt {vm} --deep --disk {disk})"
+                ),
+            ),
+        };
+        let why = match (self.copies_tpm(), mirror_vm::concerns(&self.operation, tpm)) {
+            (true, _) => return None,
+            (false, true) => format!(", as its guest runs: {then}"),
+            (false, false) => String::new(),
+        };
+        Some(format!("what the VM's TPM keeps {stays}{why}"))
     }
 
     /// Whether the VM has a TPM, for which it needs a key in any case.
@@ -305,6 +351,9 @@ async fn begin(
     kept.dumps = require_dumps_follow(services, &wanted).await?;
     require_places(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;
+    if wanted.copies_tpm() {
+        features::require(services, &wanted.vm, MIRROR_TPM, "copy what a VM's TPM keeps")?;
+    }
     let pace = super::tasks::pace_of(wanted.rate)?;
     if wanted.operation.is_in_place() {
         features::require(services, &wanted.vm, IN_PLACE, "convert disks in their own files")?;
@@ -491,7 +540,12 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
     if finishes || raised.iter().any(left) {
         return Ok(());
     }
-    Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
+    let of_tpm = match operation {
+        Operation::MoveVm { .. } if !wanted.at_rest => wanted.stays(),
+        _ => None,
+    };
+    let of_tpm = of_tpm.map(|stays| format!(", and {stays}")).unwrap_or_default();
+    Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}{of_tpm}", vm.name)))
 }
 
 /// Asks the VM's host, and compares the room of its datastores with what the copies take. Returns what is to be
@@ -536,10 +590,9 @@ async fn examine(
                 warnings.push("the VM keeps its key, under which is what its TPM keeps".to_owned());
             }
         }
-        Operation::DeepRecryptVm { .. } if wanted.has_tpm() => {
-            warnings.push("what the VM's TPM keeps stays under the data key that it has".to_owned())
+        Operation::DeepRecryptVm { .. } | Operation::MoveVm { .. } => {
+            warnings.extend(wanted.stays());
         }
-        Operation::MoveVm { .. } => warnings.extend(wanted.stays()),
         _ => {}
     }
     Ok(warnings)

@@ -1,6 +1,6 @@
 //! Copies the disks of a VM to other images and uses the copies: to encrypt it, to decrypt it, to give its disks new
 //! data keys (deep recrypt; its KEK stays), or to move them to another datastore. The VM may run, or be suspended: what is beside its first disk,
-//! saved memory and core dumps, is copied with that.
+//! saved memory and core dumps, is copied with that. What its TPM keeps is copied with the TPM's disk, of a VM that is off or suspended.
 //!
 //! ```text
 //!   encrypt          clear ─► check ─► make-key ─┐  make-key only where the VM has no key
@@ -201,9 +201,13 @@ pub(crate) fn encrypts(operation: &Operation, disk: &Disk) -> bool {
     }
 }
 
-/// Whether an operation copies a disk of its VM. What a TPM keeps is encrypted in any case, and is no disk of the guest's.
+/// Whether an operation copies a disk of its VM, while that is at rest: a guest that runs keeps its TPM ([`is_free`]). What a TPM keeps is
+/// encrypted in any case, so that only other keys or another place concern its disk, and it is not converted in its file.
 pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
-    let of_guest = disk.role != DiskRole::Tpm && !disk.detached;
+    let is_copied = match operation {
+        Operation::MoveVm { .. } | Operation::DeepRecryptVm { in_place: false, .. } => true,
+        _ => disk.role != DiskRole::Tpm,
+    };
     let differs = match operation {
         Operation::DeepRecryptVm { disks, .. } => {
             disk.encrypted && (disks.is_empty() || disks.contains(&disk.id))
@@ -213,7 +217,17 @@ pub(crate) fn concerns(operation: &Operation, disk: &Disk) -> bool {
         }
         _ => disk.encrypted != encrypts(operation, disk),
     };
-    of_guest && differs
+    is_copied && !disk.detached && differs
+}
+
+/// Whether a disk can be copied as its VM is. What a TPM keeps is swtpm's for as long as the guest runs.
+pub(crate) fn is_free(disk: &Disk, at_rest: bool) -> bool {
+    at_rest || disk.role != DiskRole::Tpm
+}
+
+/// Whether a VM in this state has no guest.
+pub(crate) fn is_at_rest(power: Option<Power>) -> bool {
+    matches!(power, None | Some(Power::Off | Power::Suspended))
 }
 
 /// The datastore that an operation moves disks to.
@@ -287,7 +301,8 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
         return refused("has been changed meanwhile");
     }
     let state = run.host_state(vm.host, None).await?;
-    match state_of(&state, vm.id).map(|seen| seen.power) {
+    let power = state_of(&state, vm.id).map(|seen| seen.power);
+    match power {
         None | Some(Power::Off | Power::Suspended | Power::Running | Power::Paused) => {}
         Some(_) => {
             return refused(
@@ -298,7 +313,10 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     let disks = run.disks().await?;
     let operation = &run.task.operation;
     let as_it_is = as_it_is::copied_so(run, &vm, &disks, state_of(&state, vm.id)).await?;
-    let copied = |disk: &&Disk| concerns(operation, disk) || Some(disk.id) == as_it_is;
+    let at_rest = is_at_rest(power);
+    let copied = |disk: &&Disk| {
+        (concerns(operation, disk) && is_free(disk, at_rest)) || Some(disk.id) == as_it_is
+    };
     Ok(disks.iter().filter(copied).map(|disk| disk.id).collect())
 }
 
@@ -469,6 +487,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     let mut write = run.store().write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;
     let (mut names, mut replicated) = (Vec::new(), Vec::new());
+    let tpm = tpm_that_stays(&run.task.operation, &known, copied).unwrap_or_default();
     let clones = links::clones_of_disks(&mut write, vm.id, copied).await?;
     for disk in known.iter().filter(|disk| copied.contains(&disk.id)) {
         let Some(copy) = copy_of(seen, disk, &run.task.operation) else {
@@ -485,9 +504,29 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     let policy = give_policy(run, &mut write, &vm, &known).await?;
-    let also = parents::told(&clones) + &replicas_told(&replicated);
+    let also = tpm.to_owned() + &parents::told(&clones) + &replicas_told(&replicated);
     tell(run, &mut write, &vm, &names, (policy, also)).await?;
     Ok(write.commit().await?)
+}
+
+/// What is told of a TPM that has stayed as it was, as its guest runs.
+fn tpm_that_stays(
+    operation: &Operation,
+    known: &[Disk],
+    copied: &[DiskId],
+) -> Option<&'static str> {
+    let stays = |disk: &&Disk| {
+        disk.role == DiskRole::Tpm && concerns(operation, disk) && !copied.contains(&disk.id)
+    };
+    known.iter().find(stays)?;
+    Some(match target(operation) {
+        Some(_) => {
+            "; what its TPM keeps stays where it is, until that is moved while the VM is off"
+        }
+        None => {
+            "; what its TPM keeps stays under the data key that it has, until its disk is recrypted while the VM is off"
+        }
+    })
 }
 
 /// Records how the core dumps are beside the first disk, where that is among the copied ones: they have followed it.
@@ -641,8 +680,7 @@ async fn drop_sources(run: &Run<'_>) -> Result<(), StepError> {
 /// Of all disks: where there is none, there is nothing to do.
 async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
-    let of_guest = disks.iter().filter(|disk| disk.role != DiskRole::Tpm && !disk.detached);
-    let disks: Vec<DiskId> = of_guest.map(|disk| disk.id).collect();
+    let disks: Vec<DiskId> = disks.iter().filter(|it| !it.detached).map(|it| it.id).collect();
     if disks.is_empty() {
         return Ok(());
     }

@@ -48,6 +48,24 @@ impl Home {
         self.path.join(format!("{disk}.tpm"))
     }
 
+    /// What takes its place with the copy of that disk.
+    #[must_use]
+    pub fn copy_tpm(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.copy-tpm"))
+    }
+
+    /// The same while it is made, or debris.
+    #[must_use]
+    pub fn unfinished_tpm(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.copy-tpm.new"))
+    }
+
+    /// What it was before.
+    #[must_use]
+    pub fn source_tpm(&self, disk: DiskId) -> PathBuf {
+        self.path.join(format!("{disk}.source-tpm"))
+    }
+
     /// The note of the copy that is to take a disk's place.
     #[must_use]
     pub fn mirror_note(&self, disk: DiskId) -> PathBuf {

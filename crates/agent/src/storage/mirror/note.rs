@@ -27,6 +27,9 @@ const VERSION_OF_MEMORY: u32 = 4;
 /// The version of notes of a disk beside which is the memory of a VM that is suspended, or core dumps, which follow as well.
 const VERSION_OF_BESIDE: u32 = 5;
 
+/// The version of notes of the disk that has the key of a TPM: what that keeps follows.
+const VERSION_OF_TPM: u32 = 6;
+
 /// The longest note: several times as long as vmseal's, with as many core dumps as a VM has.
 const NOTE_MAX: u64 = 8192;
 
@@ -93,6 +96,9 @@ pub struct Note {
     /// The core dumps that were there then, by what their names have behind `vm.core-`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cores: Vec<String>,
+    /// Whether the disk has the key of a TPM, and what that keeps is beside it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tpm: bool,
 }
 
 /// What is beside a disk and follows its copy.
@@ -129,6 +135,7 @@ impl Note {
             suspended: None,
             suspended_written: None,
             cores: Vec::new(),
+            tpm: false,
         }
     }
 
@@ -145,6 +152,11 @@ impl Note {
         Self { version, ..note }
     }
 
+    /// The note of a disk that has the key of a TPM, whatever is beside it besides.
+    pub fn of_tpm(self) -> Self {
+        Self { version: VERSION_OF_TPM, tpm: true, ..self }
+    }
+
     /// Whether more than the memory of snapshots follows.
     fn has_more(&self) -> bool {
         self.suspended.is_some() || !self.cores.is_empty()
@@ -153,6 +165,7 @@ impl Note {
     /// The two notes of a copy on another datastore: that beside the image, and that beside the copy.
     pub fn of_move(self, from: DatastoreSpec, to: DatastoreSpec) -> (Self, Self) {
         let version = match (self.layers, self.memory) {
+            _ if self.tpm => self.version,
             (_, Some(_)) => self.version,
             (true, None) => VERSION_OF_LAYERS,
             (false, None) => VERSION_OF_MOVE,
@@ -166,6 +179,10 @@ impl Note {
         let places = usize::from(self.to.is_some()) + usize::from(self.from.is_some());
         match self.version {
             _ if self.suspended_written.is_some() && self.suspended.is_none() => false,
+            VERSION_OF_TPM => {
+                places <= 1 && self.tpm && (self.memory.is_some() || !self.has_more())
+            }
+            _ if self.tpm => false,
             VERSION_OF_BESIDE => places <= 1 && self.memory.is_some() && self.has_more(),
             _ if self.has_more() => false,
             VERSION_OF_MEMORY => places <= 1 && self.memory.is_some(),
@@ -297,6 +314,16 @@ mod tests {
         ] {
             assert!(!wrong.is_whole(), "{wrong:?}");
         }
+        let of_tpm = note.clone().of_tpm();
+        let text = serde_json::to_string(&of_tpm).unwrap();
+        assert!(
+            text.starts_with(r#"{"version":6,"#) && text.ends_with(r#","tpm":true}"#),
+            "{text}"
+        );
+        let moved = of_tpm.clone().of_move(place(1, "/a"), place(2, "/b"));
+        assert!([&of_tpm, &moved.0, &moved.1].iter().all(|it| it.version == 6 && it.is_whole()));
+        assert!(!Note { version: 1, ..of_tpm.clone() }.is_whole());
+        assert!(!Note { tpm: false, ..of_tpm }.is_whole());
         let neither = [Note { from: whole.1.from, ..whole.0 }, Note { version: 2, ..note.clone() }];
         assert!(neither.iter().chain([&Note { version: 3, ..note }]).all(|it| !it.is_whole()));
     }

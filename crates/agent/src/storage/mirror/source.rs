@@ -1,6 +1,6 @@
 //! Removing the image that a disk had before its copy took its place.
 //!
-//! With it go the layers that it had, its replica, and what was beside it: memory, core dumps. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
+//! With it go the layers that it had, its replica, and what was beside it: memory, core dumps, what a TPM kept. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
 //! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
 //! the name here goes ([`crate::storage::linking`]). On storage that writes elsewhere (flash, copy-on-write and
 //! log-structured file systems, snapshots of the datastore) earlier versions of the blocks may remain: no program above the
@@ -15,7 +15,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{Mirror, beside};
+use super::{Mirror, beside, tpm};
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
@@ -97,6 +97,7 @@ pub fn remove(
         // What the former replica was known by. That of the copy is known beside the copy.
         replica::remove_beside(&home, disk.disk)?;
     }
+    tpm::drop_sources(&mirror)?;
     home.remove(&home.mirror_map(disk.disk))?;
     home.remove_note(&home.mirror_pace(disk.disk))?;
     mirror.remove_notes()

@@ -1,6 +1,7 @@
 mod memories;
 mod parents;
 mod replicas;
+mod tpm;
 mod trees;
 
 use std::io::Read;

@@ -61,7 +61,8 @@ pub fn name_of(name: &str) -> Named {
 /// Whether a name is that of the directory of what a TPM keeps.
 #[must_use]
 pub fn is_tpm_directory(name: &str) -> bool {
-    name.strip_suffix(".tpm").is_some_and(|disk| disk.parse::<DiskId>().is_ok())
+    let ends = [".tpm", ".copy-tpm", ".copy-tpm.new", ".source-tpm"];
+    ends.iter().filter_map(|end| name.strip_suffix(*end)).any(|disk| disk.parse::<DiskId>().is_ok())
 }
 
 /// What a file in that directory is.
@@ -110,5 +111,6 @@ mod tests {
             assert_eq!(name_of(&name), named, "{name}");
         }
         assert!(is_tpm_directory(&format!("{disk}.tpm")) && !is_tpm_directory("x.tpm"));
+        assert!(is_tpm_directory(&format!("{disk}.copy-tpm.new")));
     }
 }

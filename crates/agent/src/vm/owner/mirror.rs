@@ -8,7 +8,8 @@
 //! ```
 //! The guest's filter does both while it serves ([`super::mirror_served`]). One of an earlier vmseal is replaced, which is a longer
 //! pause for the guest. Of a disk with layers everything but the active one is copied first, beside the guest ([`super::trees`]).
-//! A disk with a replica gets another one after that ([`super::mirror_replicas`]).
+//! A disk with a replica gets another one after that ([`super::mirror_replicas`]). The disk with the key of a TPM pivots before the others
+//! ([`super::mirror_tpm`]).
 
 use std::time::Duration;
 
@@ -42,6 +43,7 @@ impl Owner {
         spec: &JobSpec,
     ) -> Result<Vec<Wanted>, Problem> {
         self.may_work(Action::MirrorDisk, spec)?;
+        self.may_copy_tpm(job)?;
         let wanted = self.wanted(job)?;
         for (known, (_, disk, _)) in self.mirrors(job).await?.into_iter().zip(&wanted) {
             match known {
@@ -216,7 +218,7 @@ impl Owner {
     }
 
     /// What copies disks that no filter serves.
-    fn copying(&self, disks: &[DiskId]) -> Result<Copying, Problem> {
+    pub(super) fn copying(&self, disks: &[DiskId]) -> Result<Copying, Problem> {
         let of = |disk: &DiskId| {
             let disk = find_disk(&self.spec, *disk)?.clone();
             let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
@@ -286,6 +288,7 @@ impl Owner {
         }
         if known.iter().any(|known| known.as_ref().is_none_or(|known| !known.pivoted)) {
             self.nothing_is_left_behind(job, &known).await?;
+            self.pivot_tpm(job, &known).await?;
             self.pivot(job).await?;
         } else {
             self.take_copies(job).await?;

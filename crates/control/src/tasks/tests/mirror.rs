@@ -675,6 +675,59 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
     assert!(refused.detail.contains("is not encrypted"), "{refused}");
 }
 
+/// What a TPM keeps goes with the disks of a VM that is off. That of a guest that runs stays, and whoever asks is told so.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tpm_follows_the_disks_of_a_vm_that_is_off() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let begun = create_vm::create(&services, &me, super::tpm::request("encrypted"), false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    second(&fixture).await;
+    let to = async |datastore: &str, disk: Option<&str>, dry_run: bool| {
+        let disks = disk.map(str::to_owned).into_iter().collect();
+        let request = MoveVm { datastore: datastore.to_owned(), disks, rate: None };
+        mirror::move_disks(&services, &me, "web", request, dry_run).await
+    };
+    let moved = async || {
+        let begun = to("second", None, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+        let ended = fixture.ended(task.id).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        let disks = fixture.disks(vm).await.into_iter();
+        disks.map(|disk| disk.datastore_name).collect::<Vec<_>>()
+    };
+    done(&fixture, Operation::StartVm { vm, boot_once: None }).await;
+    let Ok(Outcome::Planned(plan)) = to("second", None, true).await else { panic!("no plan") };
+    let stays = "stays on datastore 'local', as its guest runs";
+    assert!(plan.warnings.iter().any(|it| it.contains(stays)), "{plan:?}");
+    assert_eq!(moved().await, ["second", "local"]);
+    let told = fixture.events("vm.moved").await;
+    assert!(told.iter().any(|event| event.detail.contains("its TPM keeps stays")), "{told:?}");
+    for disk in [Some("tpm"), None] {
+        let refused = to("second", disk, false).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.contains("TPM"), "{refused}");
+    }
+
+    done(&fixture, Operation::StopVm { vm, force: true, timeout_seconds: 1 }).await;
+    assert_eq!(moved().await, ["second", "second"]);
+    assert_eq!(fixture.agent.mirrored(), (Vec::new(), Vec::new()), "something is left");
+    let deep = RecryptVm { deep: true, ..Default::default() };
+    let planned = recrypt::recrypt(&services, &me, "web", deep, true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    assert!(plan.steps[0].contains("tpm (") && plan.steps[0].contains("goes along"), "{plan:?}");
+    fixture.agent.lack_features(&[vmseal_api::host::version::MIRROR_TPM]);
+    fixture.agent.restart();
+    let lacks = async || {
+        let moved = to("local", None, true).await;
+        moved.err().filter(|it| it.code == ErrorCode::Unsupported)
+    };
+    fixture.eventually("its agent cannot", lacks).await;
+}
+
 /// What snapshots keep follows, but memory, which belongs to disks that are encrypted as they are now, and are where they are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn snapshots_follow_and_the_memory_that_they_keep() {

@@ -1,0 +1,172 @@
+//! What a TPM keeps, taken from one swtpm and given to another, which encrypts it under its own key.
+//!
+//! ```text
+//! swtpm, former key ─► loads it ─► gives it in the clear ─► agent ─► swtpm, new key, empty directory ─► stores and loads it
+//! ```
+//! This is what QEMU asks of swtpm when a guest moves to another host, without what lasts only as long as the guest runs.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+
+use vmseal_api::host::backup::TPM_STATE_MAX;
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::{SECRET_LEN_MAX, SecretBytes};
+
+use super::{ANSWER_TIMEOUT, INIT, SUCCESS, State, Swtpm, ask};
+use crate::process::Process;
+use crate::process::run_dir::ProcessDir;
+
+/// The commands that ask for what it keeps and give it that (swtpm's tpm_ioctl.h).
+const GET_STATE: u32 = 12;
+const SET_STATE: u32 = 13;
+
+/// The kind of state that outlives the guest.
+const PERMANENT: u32 = 1;
+
+/// In the question: it is to be in the clear. In the answer: it is not, as swtpm has a key for migrations, which vmseal gives to none.
+const IN_THE_CLEAR: u32 = 1;
+const ENCRYPTED: u32 = 2;
+
+/// What a TPM keeps, in the clear.
+#[derive(Debug)]
+pub struct Permanent {
+    /// One after the other; each but the last is as long as a secret may be.
+    parts: Vec<SecretBytes>,
+}
+
+impl Swtpm {
+    /// Has a process of its own load what it keeps, and takes that. The process ends by itself. Blocks.
+    ///
+    /// # Errors
+    /// As [`Swtpm::start`].
+    pub fn take(
+        &self,
+        directory: &ProcessDir,
+        state: &State<'_>,
+    ) -> Result<(Permanent, Process), Problem> {
+        let mut started = self.launch(directory, state)?;
+        let loaded = ask(&mut started.control, &[INIT, 0]);
+        let mut started = started.if_done(directory, loaded)?;
+        let taken = Permanent::read(&mut started.control).map_err(unanswered);
+        let taken = taken.inspect_err(|_| started.process.kill())?;
+        Ok((taken, started.shut_down().map_err(unanswered)?))
+    }
+
+    /// Has a process of its own keep this, in a directory that is empty. The process ends by itself. Blocks.
+    ///
+    /// # Errors
+    /// As [`Swtpm::start`].
+    pub fn give(
+        &self,
+        directory: &ProcessDir,
+        state: &State<'_>,
+        permanent: &Permanent,
+    ) -> Result<Process, Problem> {
+        let mut started = self.launch(directory, state)?;
+        let control = &mut started.control;
+        // It stores what it was given when it loads that.
+        let kept = permanent.write(control).and_then(|answer| match answer {
+            SUCCESS => ask(control, &[INIT, 0]),
+            refused => Ok(refused),
+        });
+        started.if_done(directory, kept)?.shut_down().map_err(unanswered)
+    }
+}
+
+impl Permanent {
+    /// Asks a TPM that has loaded what it keeps.
+    fn read(control: &mut UnixStream) -> io::Result<Self> {
+        let code = ask(control, &[GET_STATE, IN_THE_CLEAR, PERMANENT, 0])?;
+        if code != SUCCESS {
+            return Err(io::Error::other(format!(
+                "it does not give what it keeps (code {code:#x})"
+            )));
+        }
+        control.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        // What follows the code: flags, the length of all, and that of what comes now, which is all.
+        let [flags, length, _] = words(control)?;
+        if flags & ENCRYPTED != 0 || length == 0 || u64::from(length) > TPM_STATE_MAX {
+            let what = format!("it gives {length} bytes of what it keeps, with flags {flags:#x}");
+            return Err(io::Error::other(what));
+        }
+        let mut parts = Vec::new();
+        let mut left = usize::try_from(length).map_err(io::Error::other)?;
+        while left > 0 {
+            let mut part =
+                SecretBytes::zeroed(left.min(SECRET_LEN_MAX)).map_err(io::Error::other)?;
+            control.read_exact(part.expose_mut())?;
+            left -= part.len();
+            parts.push(part);
+        }
+        Ok(Self { parts })
+    }
+
+    /// Gives it to a TPM that has loaded nothing; returns the code of the result.
+    fn write(&self, control: &mut UnixStream) -> io::Result<u32> {
+        let length: usize = self.parts.iter().map(SecretBytes::len).sum();
+        let length = u32::try_from(length).map_err(io::Error::other)?;
+        control.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+        control.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        let header = [SET_STATE, 0, PERMANENT, length].map(u32::to_be_bytes);
+        control.write_all(header.as_flattened())?;
+        for part in &self.parts {
+            control.write_all(part.expose())?;
+        }
+        let [code] = words(control)?;
+        Ok(code)
+    }
+}
+
+/// Reads so many words of an answer.
+fn words<const COUNT: usize>(control: &mut UnixStream) -> io::Result<[u32; COUNT]> {
+    let mut words = [[0_u8; 4]; COUNT];
+    control.read_exact(words.as_flattened_mut())?;
+    Ok(words.map(u32::from_be_bytes))
+}
+
+fn unanswered(error: io::Error) -> Problem {
+    Problem::new(ErrorCode::Internal, format!("swtpm does not answer as it should: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::id::DiskId;
+    use vmseal_secret::derive::DERIVED_LEN;
+
+    use super::*;
+    use crate::hypervisor::tpm::PROGRAM;
+    use crate::process::run_dir::RunDir;
+    use crate::storage::tpm_state;
+
+    #[tokio::test]
+    async fn another_swtpm_keeps_the_same_under_another_key() {
+        let place = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(place.path()).unwrap().import(DiskId::new());
+        directory.renew().await.unwrap();
+        let lock = tempfile::tempfile().unwrap();
+        let [former, new] = ["former", "new"].map(|name| place.path().join(name));
+        let kept = [&former, &new].map(|path| tpm_state::make(path, None).unwrap());
+        let keys = [(); 2].map(|()| SecretBytes::random(DERIVED_LEN).unwrap());
+        let state = |which: usize, key: usize| State {
+            directory: &kept[which],
+            lock: &lock,
+            key: &keys[key],
+            user: None,
+        };
+        let swtpm = Swtpm::of(PROGRAM.into());
+        let end = async |process: Process| process.end_within(ANSWER_TIMEOUT).await;
+        end(swtpm.start(&directory, &state(0, 0)).unwrap().shut_down().unwrap()).await;
+
+        let (permanent, process) = swtpm.take(&directory, &state(0, 0)).unwrap();
+        end(process).await;
+        end(swtpm.give(&directory, &state(1, 1), &permanent).unwrap()).await;
+        tpm_state::flush(&new, &kept[1]).unwrap();
+        assert_ne!(tpm_state::read(&new).unwrap(), tpm_state::read(&former).unwrap());
+        let (again, process) = swtpm.take(&directory, &state(1, 1)).unwrap();
+        end(process).await;
+        assert!(again.parts == permanent.parts, "it keeps something else");
+        let refused = swtpm.take(&directory, &state(1, 0)).map(drop).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
+        directory.sweep().await.unwrap();
+    }
+}
