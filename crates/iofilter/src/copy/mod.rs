@@ -14,3 +14,4 @@ pub mod in_place;
 pub mod merge;
 pub mod source;
 pub mod sums;
+mod to_chain;
