@@ -388,7 +388,9 @@ impl<'a, T: Sink> Writing<'a, T> {
             Own::Zeroes => self.sink.zero(at, length),
             Own::Nothing => self.sink.leave(at, length),
         };
-        taken.map_err(|error| CopyError::Sink { at, error })?;
+        if let Err(error) = taken {
+            return Err(CopyError::Sink { at, error });
+        }
         self.written += data;
         self.progress.done = piece.end;
         if self.flushes.is_some_and(|flushes| {
@@ -403,7 +405,9 @@ impl<'a, T: Sink> Writing<'a, T> {
     /// Makes durable what the sink has, and only then says so.
     fn flush<E>(&mut self) -> Result<(), CopyError<E, T::Error>> {
         let at = self.progress.done;
-        self.sink.flush().map_err(|error| CopyError::Sink { at, error })?;
+        if let Err(error) = self.sink.flush() {
+            return Err(CopyError::Sink { at, error });
+        }
         self.progress.durable = at;
         (self.written, self.flushed) = (0, Instant::now());
         Ok(())
