@@ -9,16 +9,17 @@
 //! Holes in the disk's own image are not even read. The file is flushed at the end, and is unfinished
 //! before that: the caller gives it its name only then.
 
+use std::convert::identity;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder};
-use vmseal_api::filter::{CRYPT_SECTOR, Direct, DiskActivity, Holes};
+use vmseal_api::filter::{Direct, DiskActivity, Holes};
 
-use crate::copy::import::run_of_zeroes_or_data;
-use crate::copy::sums::{self, Content, Sums};
+use crate::copy::engine::{Engine, Progress, Sink, Source, UNIT, by_runs};
+use crate::copy::sums::{self, Content, Sums, Unchanged};
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::layers::crypt::CryptError;
@@ -26,14 +27,8 @@ use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
-use crate::storage::extent::raw_extent;
+use crate::storage::extent::{Own, OwnExtent, raw_extent};
 use crate::storage::file::{FileDisk, OpenError};
-
-/// How much is read at a time.
-const CHUNK: usize = 1024 * 1024;
-
-/// The unit in which zeroes are looked for.
-const UNIT: u64 = CRYPT_SECTOR as u64;
 
 /// Why an export failed.
 #[derive(Debug, thiserror::Error)]
@@ -147,14 +142,10 @@ impl Target {
     fn has_holes(&self) -> bool {
         !matches!(self, Self::Luks2(_) | Self::Overlay(_))
     }
+}
 
-    /// Writes zeroes where a hole would not read as such.
-    fn write_zeroes(&self, at: u64, length: u64) -> Result<(), ExportError> {
-        match self {
-            Self::Overlay(image) => Ok(image.write_zeroes(at, length)?),
-            _ => Ok(()),
-        }
-    }
+impl Sink for Target {
+    type Error = ExportError;
 
     fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
         match self {
@@ -166,6 +157,19 @@ impl Target {
                     .map_err(ExportError::Volume)
             }
         }
+    }
+
+    /// Writes zeroes where a hole would not read as such.
+    fn zero(&mut self, at: u64, length: u64) -> Result<(), ExportError> {
+        match self {
+            Self::Overlay(image) => Ok(image.write_zeroes(at, length)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes what is no zeroes, if zeroes need not be written.
+    fn piece(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
+        if self.has_holes() { by_runs(self, bytes, at) } else { self.write(bytes, at) }
     }
 
     fn flush(&mut self) -> Result<(), ExportError> {
@@ -200,103 +204,106 @@ pub fn run(
     stop: &Stop,
 ) -> Result<(), ExportError> {
     let total = chain.size();
+    let unchanged = sums.as_mut().map(|sums| sums.unchanged()).transpose();
+    let unchanged = unchanged.map_err(ExportError::Sums)?.flatten();
     let unit = if sums.is_some() { sums::BLOCK } else { UNIT };
-    let (mut buffer, mut paced) = (vec![0; CHUNK], state.paced());
-    // What is not read is known by the block.
-    let chunk = match &sums {
-        Some(sums) if sums.knows_changes() => sums::BLOCK as usize,
-        _ => CHUNK,
+    // Sums note a hole, whatever it becomes.
+    let sparse = sparse.filter(|_| target.has_holes() || sums.is_some());
+    let mut disk = Exported { chain, sparse, unchanged, unit, state };
+    let engine = Engine { range: 0..total, pace: &mut state.paced(), stop, flushes: None };
+    let mut report = |progress: Progress| {
+        state.set(DiskActivity::Exporting { done: progress.done, total });
     };
-    let mut at = 0;
-    while at < total {
-        state.set(DiskActivity::Exporting { done: at, total });
-        // For the rate what is not read does not count.
-        if !paced.wait(0, stop) {
-            return Err(ExportError::Stopped);
+    let exported = match sums {
+        None => engine.run(&mut disk, target, &mut report),
+        Some(sums) => engine.run(&mut disk, &mut Summed { target, sums }, &mut report),
+    };
+    exported.map_err(|error| error.told(ExportError::Stopped, identity, identity))
+}
+
+/// A disk that is read for an export.
+struct Exported<'a> {
+    chain: &'a mut Chain,
+    /// Where its holes need not be read.
+    sparse: Option<&'a Sparse>,
+    unchanged: Option<Unchanged>,
+    /// The unit of holes.
+    unit: u64,
+    state: &'a DiskState,
+}
+
+impl Source for Exported<'_> {
+    type Error = ExportError;
+
+    /// What has not changed, a hole, or data; each from the beginning of a unit to that of another one, or to the end of the disk.
+    fn part(&mut self, at: u64, end: u64) -> Result<OwnExtent, ExportError> {
+        let (same, until) = match &self.unchanged {
+            Some(unchanged) => unchanged.at(at, end),
+            None => (false, end),
+        };
+        if same {
+            return Ok(OwnExtent { content: Own::Nothing, end: until });
         }
-        if let Some(sums) = &mut sums
-            && let Some(end) = keep(sums, at, total)?
-        {
-            at = end;
-            continue;
-        }
-        if (target.has_holes() || sums.is_some())
-            && let Some(end) = hole(sparse, at, total, unit).map_err(ExportError::Image)?
-        {
-            if let Some(sums) = &mut sums {
-                note_hole(target, sums, at, end)?;
+        Ok(match hole(self.sparse, at, end, self.unit).map_err(ExportError::Image)? {
+            Some(end) => OwnExtent { content: Own::Zeroes, end },
+            None => OwnExtent { content: Own::Data, end: until },
+        })
+    }
+
+    fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
+        blocking::move_bytes(self.chain, Operation::Read, bytes, at)?;
+        self.state.counters(0).succeeded(Operation::Read, bytes.len() as u64);
+        Ok(())
+    }
+}
+
+/// A target that gets the blocks that are not as before. Each part begins with a block.
+struct Summed<'a> {
+    target: &'a mut Target,
+    sums: &'a mut Sums,
+}
+
+impl Sink for Summed<'_> {
+    type Error = ExportError;
+
+    fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
+        self.target.write(bytes, at)
+    }
+
+    fn zero(&mut self, at: u64, length: u64) -> Result<(), ExportError> {
+        let end = at + length;
+        for at in (at..end).step_by(sums::BLOCK as usize) {
+            if self.sums.zeroed().map_err(ExportError::Sums)? {
+                self.target.zero(at, sums::BLOCK.min(end - at))?;
             }
-            at = end;
-            continue;
         }
-        let length = (total - at).min(chunk as u64) as usize;
-        if !paced.wait(length as u64, stop) {
-            return Err(ExportError::Stopped);
-        }
-        let part = &mut buffer[..length];
-        blocking::move_bytes(chain, Operation::Read, part, at)?;
-        state.counters(0).succeeded(Operation::Read, length as u64);
-        match &mut sums {
-            Some(sums) => write_changed(target, sums, part, at)?,
-            None => write_data(target, part, at)?,
-        }
-        at += length as u64;
+        Ok(())
     }
-    state.set(DiskActivity::Exporting { done: total, total });
-    if let Some(sums) = sums {
-        sums.finish().map_err(ExportError::Sums)?;
-    }
-    target.flush()
-}
 
-/// Writes what is no zeroes, if zeroes need not be written.
-fn write_data(target: &mut Target, part: &mut [u8], at: u64) -> Result<(), ExportError> {
-    let mut start = 0;
-    while let Some((end, zero)) = run_of_zeroes_or_data(part, start) {
-        if !zero || !target.has_holes() {
-            target.write(&mut part[start..end], at + start as u64)?;
+    /// Notes blocks that have not changed.
+    fn leave(&mut self, _at: u64, length: u64) -> Result<(), ExportError> {
+        for _ in 0..length.div_ceil(sums::BLOCK) {
+            self.sums.keep().map_err(ExportError::Sums)?;
         }
-        start = end;
+        Ok(())
     }
-    Ok(())
-}
 
-/// Writes the blocks that are not as before. `at` is a multiple of their length.
-fn write_changed(
-    target: &mut Target,
-    sums: &mut Sums,
-    part: &mut [u8],
-    at: u64,
-) -> Result<(), ExportError> {
-    for (number, block) in part.chunks_mut(sums::BLOCK as usize).enumerate() {
-        let at = at + number as u64 * sums::BLOCK;
-        match sums.changed(block).map_err(ExportError::Sums)? {
-            Some(Content::Data) => write_data(target, block, at)?,
-            Some(Content::Zeroes) => target.write_zeroes(at, block.len() as u64)?,
-            None => {}
+    fn piece(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
+        for (number, block) in bytes.chunks_mut(sums::BLOCK as usize).enumerate() {
+            let at = at + number as u64 * sums::BLOCK;
+            match self.sums.changed(block).map_err(ExportError::Sums)? {
+                Some(Content::Data) => self.target.piece(block, at)?,
+                Some(Content::Zeroes) => self.target.zero(at, block.len() as u64)?,
+                None => {}
+            }
         }
+        Ok(())
     }
-    Ok(())
-}
 
-/// Notes blocks that have not changed; returns where the next one begins that may have, if it is another one.
-fn keep(sums: &mut Sums, at: u64, total: u64) -> Result<Option<u64>, ExportError> {
-    let Some(end) = sums.unchanged_until(at, total) else { return Ok(None) };
-    let mut kept = at;
-    while kept < end && sums.kept().map_err(ExportError::Sums)? {
-        kept = (kept + sums::BLOCK).min(total);
+    fn flush(&mut self) -> Result<(), ExportError> {
+        self.sums.finish().map_err(ExportError::Sums)?;
+        self.target.flush()
     }
-    Ok((kept > at).then_some(kept))
-}
-
-/// Deals with a hole from the beginning of a block to that of another, or to the end of the disk.
-fn note_hole(target: &Target, sums: &mut Sums, from: u64, to: u64) -> Result<(), ExportError> {
-    for at in (from..to).step_by(sums::BLOCK as usize) {
-        if sums.zeroed().map_err(ExportError::Sums)? {
-            target.write_zeroes(at, sums::BLOCK.min(to - at))?;
-        }
-    }
-    Ok(())
 }
 
 /// Where the hole at `at` ends, if there is one of at least a unit; a hole at the end of the disk may be shorter.

@@ -6,27 +6,18 @@
 //! Written data is flushed regularly, and only then reported as durable: a caller that records that can
 //! have a later import resume there.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
+use vmseal_api::filter::DiskActivity;
 
+use crate::copy::engine::{self, Engine, Flushes, UNIT};
 use crate::copy::source::{Source, SourceError};
-use crate::disk::pacing::Paced;
+use crate::copy::to_chain::ToChain;
 use crate::disk::status::DiskState;
-use crate::stack::blocking;
 use crate::stack::chain::Chain;
-use crate::stack::memory::Segment;
-use crate::stack::request::{IoError, Operation};
+use crate::stack::request::IoError;
 use crate::stack::stop::Stop;
-
-/// How much of the source is read at a time.
-const CHUNK: usize = 1024 * 1024;
-
-/// The unit in which zeroes are looked for.
-const UNIT: u64 = CRYPT_SECTOR as u64;
-
-/// The longest write-zeroes, so that a stop is noticed soon.
-const ZEROES_MAX: u64 = 256 * 1024 * 1024;
+use crate::storage::extent::{Own, OwnExtent};
 
 /// The most bytes written between flushes: a few tenths of a second of work to repeat.
 const FLUSH_BYTES: u64 = 32 * 1024 * 1024;
@@ -85,131 +76,48 @@ pub fn run(
     if from > total || !from.is_multiple_of(UNIT) {
         return Err(ImportError::From { from, image: total });
     }
-    let (buffer, paced) = (vec![0; CHUNK], state.paced());
-    let mut import = Import { source, chain, stop, paced, buffer, written: 0 };
-    let (mut at, mut durable, mut flushed) = (from, from, Instant::now());
-    while at < total {
-        state.set(DiskActivity::Importing { done: at, total, durable });
-        at = import.step(at, total)?;
-        if import.written >= FLUSH_BYTES || flushed.elapsed() >= FLUSH_EVERY {
-            blocking::flush(import.chain)?;
-            (import.written, flushed) = (0, Instant::now());
-            // The last sector may be partial: no import resumes there.
-            durable = at / UNIT * UNIT;
+    let (mut image, mut disk) = (Image(source), ToChain(chain));
+    let range = from..disk.0.size();
+    let flushes = Some(Flushes { bytes: FLUSH_BYTES, every: FLUSH_EVERY });
+    let engine = Engine { range, pace: &mut state.paced(), stop, flushes };
+    let imported = engine.run(&mut image, &mut disk, &mut |progress| {
+        // The last sector may be partial: no import resumes there.
+        let durable = progress.durable.min(total) / UNIT * UNIT;
+        state.set(DiskActivity::Importing { done: progress.done.min(total), total, durable });
+    });
+    imported
+        .map_err(|error| error.told(ImportError::Stopped, ImportError::Source, ImportError::Disk))
+}
+
+/// An image, and zeroes after it.
+struct Image<'a>(&'a Source);
+
+impl engine::Source for Image<'_> {
+    type Error = SourceError;
+
+    /// A hole or data at `at`, a multiple of [`UNIT`], up to another one.
+    fn part(&mut self, at: u64, end: u64) -> Result<OwnExtent, SourceError> {
+        let total = self.0.size();
+        if at >= total {
+            return Ok(OwnExtent { content: Own::Zeroes, end });
         }
-    }
-    state.set(DiskActivity::Importing { done: total, total, durable });
-    let rest = total.next_multiple_of(UNIT);
-    import.zeroes(rest, import.chain.size().saturating_sub(rest))?;
-    blocking::flush(import.chain)?;
-    Ok(())
-}
-
-struct Import<'a> {
-    source: &'a Source,
-    chain: &'a mut Chain,
-    stop: &'a Stop,
-    paced: Paced,
-    buffer: Vec<u8>,
-    /// Bytes since the last flush.
-    written: u64,
-}
-
-impl Import<'_> {
-    /// Handles a hole or a chunk at `at` (a multiple of [`UNIT`]); returns where it ends.
-    fn step(&mut self, at: u64, total: u64) -> Result<u64, ImportError> {
-        // For the rate holes do not count.
-        self.pass(0)?;
-        let extent = self.source.extent(at)?;
+        let extent = self.0.extent(at)?;
         if !extent.data {
-            // The part after the source's end is zero, too.
-            let end = if extent.end == total { total.next_multiple_of(UNIT) } else { extent.end };
-            let end = end / UNIT * UNIT;
-            if end > at {
-                self.zeroes(at, end - at)?;
-                return Ok(end.min(total));
+            // The part after the image's end is zero, too.
+            let hole = if extent.end == total { end } else { extent.end / UNIT * UNIT };
+            if hole > at {
+                return Ok(OwnExtent { content: Own::Zeroes, end: hole });
             }
         }
-        let end = extent.end.next_multiple_of(UNIT).min(total);
-        let length = (end - at).min(CHUNK as u64) as usize;
-        self.pass(length as u64)?;
-        self.source.read(&mut self.buffer[..length], at)?;
+        Ok(OwnExtent { content: Own::Data, end: extent.end.next_multiple_of(UNIT).min(end) })
+    }
+
+    fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), SourceError> {
         // The last sector may be partial; the part after it on the disk is zero.
-        let whole = length.next_multiple_of(UNIT as usize);
-        self.buffer[length..whole].fill(0);
-        self.chunk(at, whole)?;
-        self.written += whole as u64;
-        Ok(at + length as u64)
+        let there = self.0.size().saturating_sub(at).min(bytes.len() as u64) as usize;
+        bytes[there..].fill(0);
+        self.0.read(&mut bytes[..there], at)
     }
-
-    /// Waits until the pace allows so many bytes.
-    fn pass(&mut self, bytes: u64) -> Result<(), ImportError> {
-        if self.paced.wait(bytes, self.stop) { Ok(()) } else { Err(ImportError::Stopped) }
-    }
-
-    /// Writes the buffer's first `length` bytes, run by run of zeroes and data.
-    fn chunk(&mut self, at: u64, length: usize) -> Result<(), ImportError> {
-        let mut start = 0;
-        while let Some((end, zero)) = run_of_zeroes_or_data(&self.buffer[..length], start) {
-            let offset = at + start as u64;
-            if zero {
-                self.submit(
-                    Operation::WriteZeroes { unmap: true },
-                    offset,
-                    (end - start) as u64,
-                    None,
-                )?;
-            } else {
-                let part = &mut self.buffer[start..end];
-                // SAFETY: the buffer stays until `drain` below has seen everything complete.
-                let segment = unsafe { Segment::new(part.as_mut_ptr(), part.len()) };
-                self.submit(Operation::Write, offset, 0, Some(segment))?;
-            }
-            start = end;
-        }
-        Ok(blocking::drain(self.chain)?)
-    }
-
-    fn zeroes(&mut self, mut at: u64, length: u64) -> Result<(), ImportError> {
-        let end = at + length;
-        while at < end {
-            if self.stop.asked() {
-                return Err(ImportError::Stopped);
-            }
-            let piece = (end - at).min(ZEROES_MAX);
-            self.submit(Operation::WriteZeroes { unmap: true }, at, piece, None)?;
-            blocking::drain(self.chain)?;
-            at += piece;
-        }
-        Ok(())
-    }
-
-    fn submit(
-        &mut self,
-        operation: Operation,
-        offset: u64,
-        length: u64,
-        segment: Option<Segment>,
-    ) -> Result<(), ImportError> {
-        // At most CHUNK / UNIT = 256 runs per chunk, which a chain can hold.
-        let id = self.chain.begin().ok_or(IoError::Overload)?;
-        if let Some(segment) = segment {
-            self.chain.data_mut(id).push(segment);
-        }
-        self.chain.submit(id, operation, offset, length, 0);
-        Ok(())
-    }
-}
-
-/// Where the run of zeroes or of data that begins at `start` ends, in units, and which of the two it is;
-/// none at the end.
-pub(crate) fn run_of_zeroes_or_data(bytes: &[u8], start: usize) -> Option<(usize, bool)> {
-    let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
-    let mut units = bytes.get(start..)?.chunks(UNIT as usize);
-    let first = units.next()?;
-    let zero = is_zero(first);
-    let more = units.take_while(|unit| is_zero(unit) == zero).map(<[u8]>::len).sum::<usize>();
-    Some((start + first.len() + more, zero))
 }
 
 #[cfg(test)]
@@ -224,7 +132,7 @@ mod tests {
 
     use super::*;
     use crate::stack::chain::{Io, Storage};
-    use crate::stack::request::RequestId;
+    use crate::stack::request::{Operation, RequestId};
 
     /// Knows what a power cut would leave, and checks at each request whether more is reported as durable.
     struct Forgetful {

@@ -15,31 +15,28 @@
 
 pub mod journal;
 
+use std::convert::identity;
 use std::io;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity, IN_PLACE_SAVED_MAX};
 use vmseal_api::id::DiskId;
+use vmseal_api::pace::CopyPace;
 
 use self::journal::{Journal, JournalError, Plan, Position};
-use crate::copy::import::run_of_zeroes_or_data;
+use crate::copy::engine::{Engine, Sink, Source};
 use crate::disk::allocation::Allocation;
+use crate::disk::pacing::{Paced, WorkPace};
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
-use crate::storage::extent::Extent;
-
-/// How much is read at a time.
-const CHUNK: u64 = 1024 * 1024;
+use crate::storage::extent::{Extent, Own, OwnExtent};
 
 /// The longest part between two notes, in bytes, where the distance is longer: seconds of work to do again.
 pub const PART_MAX: u64 = 16 * 1024 * 1024;
-
-/// The longest sleep of a conversion that is slowed, so that a stop is noticed soon.
-const NAP: Duration = Duration::from_millis(100);
 
 /// Why a conversion did not come to its end. The file is openable as what it is: a conversion under way.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +56,9 @@ pub enum InPlaceError {
     /// The distance by which data would move is not a multiple of the sector size.
     #[error("data cannot move by {0} bytes: give a multiple of {CRYPT_SECTOR}")]
     Distance(u64),
+    /// The system refuses what it takes to wait.
+    #[error("the rate of the conversion cannot be kept: {0}")]
+    Rate(#[source] io::Error),
     /// The process was asked to end.
     #[error("the conversion was stopped")]
     Stopped,
@@ -137,44 +137,47 @@ impl InPlace {
             std::cmp::Ordering::Equal => (Way::Stays, part.min(IN_PLACE_SAVED_MAX)),
         };
         let saved = if way == Way::Stays { part.min(size) as usize } else { 0 };
+        let pace = pace_at(rate).map_err(InPlaceError::Rate)?;
         let disk = disk.0.into_bytes();
         let plan = Plan { disk, size, from: from.offset, to: to.offset };
         let (journal, position) = Journal::open(journal, plan, saved)?;
         let mut work = Work {
             from,
-            to,
+            to: Rewritten { to, overwrites: overwrites && way == Way::Up, overwritten: Vec::new() },
             stored,
             journal,
-            overwrites: overwrites && way == Way::Up,
             keeps_room,
             way,
             part,
             size,
             noted: None,
-            overwritten: Vec::new(),
-            buffer: vec![0; CHUNK as usize],
-            pace: Pace { rate, begun: Instant::now(), moved: 0 },
+            pace,
         };
         work.run(position, state, stop)
     }
 }
 
+/// The pace of a conversion at this rate.
+fn pace_at(rate: Option<u64>) -> io::Result<Paced> {
+    let Some(rate) = rate.filter(|rate| *rate > 0) else { return Ok(Paced::new(None)) };
+    let pace = WorkPace::new()?;
+    pace.set(CopyPace { paused: false, bytes_per_second: Some(rate) });
+    Ok(Paced::new(Some(Arc::new(pace))))
+}
+
 struct Work {
     from: Side,
-    to: Side,
+    to: Rewritten,
     stored: Chain,
     journal: Journal,
-    overwrites: bool,
     keeps_room: bool,
     way: Way,
     part: u64,
     size: u64,
     /// The position that the journal has.
     noted: Option<u64>,
-    /// What was overwritten in this part and is to be a hole.
-    overwritten: Vec<Range<u64>>,
-    buffer: Vec<u8>,
-    pace: Pace,
+    /// Kept between parts: none is half written while it waits.
+    pace: Paced,
 }
 
 impl Work {
@@ -191,13 +194,13 @@ impl Work {
         }
         while done < total {
             state.set(DiskActivity::Converting { done, total });
-            self.pace.wait(stop)?;
+            self.wait(0, stop)?;
             let part = self.part_after(done);
             let length = part.end - part.start;
             // Where nothing is written nothing is noted: what comes before the next write does that.
             if !self.is_hole_in_both(&part)? {
-                self.convert_part(done, part)?;
-                self.pace.moved += length;
+                self.wait(length, stop)?;
+                self.convert_part(done, part, stop)?;
             }
             done += length;
         }
@@ -206,6 +209,11 @@ impl Work {
         }
         state.set(DiskActivity::Converting { done: total, total });
         Ok(())
+    }
+
+    /// Waits until the rate allows so many bytes.
+    fn wait(&mut self, bytes: u64, stop: &Stop) -> Result<(), InPlaceError> {
+        if self.pace.wait(bytes, stop) { Ok(()) } else { Err(InPlaceError::Stopped) }
     }
 
     /// The part that is converted when this much is.
@@ -236,12 +244,18 @@ impl Work {
             let found = parts.extent(part.start, part.end)?;
             Ok::<_, io::Error>(!found.data && found.end == part.end)
         };
-        Ok(is_hole(&*self.from.parts)? && is_hole(&*self.to.parts)?)
+        Ok(is_hole(&*self.from.parts)? && is_hole(&*self.to.to.parts)?)
     }
 
-    fn convert_part(&mut self, done: u64, part: Range<u64>) -> Result<(), InPlaceError> {
+    fn convert_part(
+        &mut self,
+        done: u64,
+        part: Range<u64>,
+        stop: &Stop,
+    ) -> Result<(), InPlaceError> {
+        let length = part.end - part.start;
         if self.way == Way::Stays {
-            let saved = (part.end - part.start) as usize;
+            let saved = length as usize;
             let bytes = self.journal.saved(saved);
             blocking::move_bytes(&mut self.stored, Operation::Read, bytes, part.start)
                 .map_err(InPlaceError::Read)?;
@@ -249,64 +263,67 @@ impl Work {
         } else if self.noted != Some(done) {
             self.note(Position { done, saved: 0 })?;
         }
-        self.write_part(&part)?;
-        blocking::flush(&mut self.to.chain).map_err(InPlaceError::Write)?;
-        let overwritten = std::mem::take(&mut self.overwritten);
+        let mut pace = Paced::new(None);
+        let engine = Engine { range: part, pace: &mut pace, stop, flushes: None };
+        let written = engine.in_turn(&mut self.from, &mut self.to, &mut |_| ());
+        written.map_err(|error| error.told(InPlaceError::Stopped, identity, identity))?;
+        let overwritten = std::mem::take(&mut self.to.overwritten);
         if !overwritten.is_empty() && !self.keeps_room {
             for range in overwritten {
-                self.make_zero(true, &range)?;
+                self.to.make_zero(true, &range)?;
             }
-            blocking::flush(&mut self.to.chain).map_err(InPlaceError::Write)?;
+            self.to.flush()?;
         }
         if self.way != Way::Stays {
-            self.note(Position { done: done + (part.end - part.start), saved: 0 })?;
+            self.note(Position { done: done + length, saved: 0 })?;
         }
         Ok(())
     }
+}
 
-    fn write_part(&mut self, part: &Range<u64>) -> Result<(), InPlaceError> {
-        let mut at = part.start;
-        while at < part.end {
-            let extent = self.from.parts.extent(at, part.end)?;
-            let end = if extent.data { extent.end.min(at + CHUNK) } else { extent.end };
-            if extent.data {
-                self.write_data(at, end)?;
-            } else {
-                self.zero(at..end)?;
-            }
-            at = end;
-        }
-        Ok(())
+impl Source for Side {
+    type Error = InPlaceError;
+
+    fn part(&mut self, at: u64, end: u64) -> Result<OwnExtent, InPlaceError> {
+        let Extent { data, end } = self.parts.extent(at, end)?;
+        Ok(OwnExtent { content: if data { Own::Data } else { Own::Zeroes }, end })
     }
 
-    fn write_data(&mut self, at: u64, end: u64) -> Result<(), InPlaceError> {
-        let mut buffer = std::mem::take(&mut self.buffer);
-        let bytes = &mut buffer[..(end - at) as usize];
-        let read = blocking::move_bytes(&mut self.from.chain, Operation::Read, bytes, at);
-        read.map_err(InPlaceError::Read)?;
-        let mut start = 0;
-        while let Some((end, zero)) = run_of_zeroes_or_data(bytes, start) {
-            let (from, to) = (at + start as u64, at + end as u64);
-            if zero {
-                self.zero(from..to)?;
-            } else {
-                let run = &mut bytes[start..end];
-                blocking::move_bytes(&mut self.to.chain, Operation::Write, run, from)
-                    .map_err(InPlaceError::Write)?;
-            }
-            start = end;
-        }
-        // It may have been in the clear.
-        buffer.fill(0);
-        self.buffer = buffer;
-        Ok(())
+    fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), InPlaceError> {
+        blocking::move_bytes(&mut self.chain, Operation::Read, bytes, at)
+            .map_err(InPlaceError::Read)
+    }
+}
+
+/// The disk as it is to be, which is written.
+struct Rewritten {
+    to: Side,
+    overwrites: bool,
+    /// What was overwritten in this part and is to be a hole.
+    overwritten: Vec<Range<u64>>,
+}
+
+impl Rewritten {
+    /// Writes zeroes, or gives room back where the file does that.
+    fn make_zero(&mut self, unmap: bool, range: &Range<u64>) -> Result<(), InPlaceError> {
+        let length = range.end - range.start;
+        blocking::write_zeroes(&mut self.to.chain, range.start, length, unmap)
+            .map_err(InPlaceError::Write)
+    }
+}
+
+impl Sink for Rewritten {
+    type Error = InPlaceError;
+
+    fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), InPlaceError> {
+        blocking::move_bytes(&mut self.to.chain, Operation::Write, bytes, at)
+            .map_err(InPlaceError::Write)
     }
 
-    /// Has a range read as zeroes.
-    fn zero(&mut self, range: Range<u64>) -> Result<(), InPlaceError> {
-        let mut at = range.start;
-        while at < range.end {
-            let extent = self.to.parts.extent(at, range.end)?;
+    fn zero(&mut self, at: u64, length: u64) -> Result<(), InPlaceError> {
+        let (mut at, end) = (at, at + length);
+        while at < end {
+            let extent = self.to.parts.extent(at, end)?;
             let part = at..extent.end;
             if extent.data {
                 self.make_zero(!self.overwrites, &part)?;
@@ -319,37 +336,7 @@ impl Work {
         Ok(())
     }
 
-    /// Writes zeroes, or gives room back where the file does that.
-    fn make_zero(&mut self, unmap: bool, range: &Range<u64>) -> Result<(), InPlaceError> {
-        let chain = &mut self.to.chain;
-        let id = chain.begin().ok_or(InPlaceError::Write(IoError::Overload))?;
-        let operation = Operation::WriteZeroes { unmap };
-        chain.submit(id, operation, range.start, range.end - range.start, 0);
-        blocking::drain(chain).map_err(InPlaceError::Write)
-    }
-}
-
-/// Holds a conversion back.
-struct Pace {
-    rate: Option<u64>,
-    begun: Instant,
-    moved: u64,
-}
-
-impl Pace {
-    /// Waits until the next part may be written.
-    fn wait(&self, stop: &Stop) -> Result<(), InPlaceError> {
-        loop {
-            if stop.asked() {
-                return Err(InPlaceError::Stopped);
-            }
-            let Some(rate) = self.rate.filter(|rate| *rate > 0) else { return Ok(()) };
-            let due = Duration::from_secs_f64(self.moved as f64 / rate as f64);
-            let early = due.saturating_sub(self.begun.elapsed());
-            if early.is_zero() {
-                return Ok(());
-            }
-            std::thread::sleep(early.min(NAP));
-        }
+    fn flush(&mut self) -> Result<(), InPlaceError> {
+        blocking::flush(&mut self.to.chain).map_err(InPlaceError::Write)
     }
 }

@@ -10,11 +10,13 @@
 //! below the layer, under another key or none; it is as sparse as the layer. The lowest image of all is copied in the same
 //! way: what it does not have is zero.
 
+use std::convert::identity;
 use std::io;
 
-use vmseal_api::filter::{CRYPT_SECTOR, DiskActivity};
+use vmseal_api::filter::DiskActivity;
 
-use crate::copy::import::run_of_zeroes_or_data;
+use crate::copy::engine::{Engine, Source};
+use crate::copy::to_chain::ToChain;
 use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
@@ -23,12 +25,6 @@ use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
 use crate::storage::extent::{Own, OwnExtent};
 use crate::storage::own::LayerParts;
-
-/// How much is read at a time.
-const CHUNK: u64 = 1024 * 1024;
-
-/// The longest write-zeroes, so that a stop is noticed soon.
-const ZEROES_MAX: u64 = 256 * 1024 * 1024;
 
 /// Why a layer could not be merged.
 #[derive(Debug, thiserror::Error)]
@@ -88,68 +84,32 @@ impl Merge {
         stop: &Stop,
     ) -> Result<(), MergeError> {
         let total = layer.size();
-        let (mut buffer, mut paced) = (vec![0; CHUNK as usize], state.paced());
-        let mut at = 0;
-        while at < total {
-            state.set(DiskActivity::Merging { done: at, total });
-            let extent = self.parts.at(at, total)?;
-            let end = match extent.content {
-                Own::Nothing => extent.end,
-                Own::Zeroes => extent.end.min(at + ZEROES_MAX),
-                Own::Data => extent.end.min(at + CHUNK),
-            };
-            let bytes = if extent.content == Own::Data { end - at } else { 0 };
-            if !paced.wait(bytes, stop) {
-                return Err(MergeError::Stopped);
-            }
-            match extent.content {
-                Own::Nothing => {}
-                Own::Zeroes => self.zeroes(at, end - at)?,
-                Own::Data => {
-                    let part = &mut buffer[..(end - at) as usize];
-                    blocking::move_bytes(layer, Operation::Read, part, at)
-                        .map_err(MergeError::Read)?;
-                    self.write(part, at)?;
-                }
-            }
-            at = end;
-        }
-        blocking::flush(&mut self.target).map_err(MergeError::Write)?;
-        state.set(DiskActivity::Merging { done: total, total });
-        Ok(())
+        let (mut own, mut target) =
+            (OwnParts { parts: &self.parts, layer }, ToChain(&mut self.target));
+        let engine = Engine { range: 0..total, pace: &mut state.paced(), stop, flushes: None };
+        let merged = engine.run(&mut own, &mut target, &mut |progress| {
+            state.set(DiskActivity::Merging { done: progress.done, total });
+        });
+        merged.map_err(|error| error.told(MergeError::Stopped, identity, MergeError::Write))
+    }
+}
+
+/// What a layer has itself.
+struct OwnParts<'a> {
+    parts: &'a Parts,
+    /// Reads through the layer.
+    layer: &'a mut Chain,
+}
+
+impl Source for OwnParts<'_> {
+    type Error = MergeError;
+
+    fn part(&mut self, at: u64, end: u64) -> Result<OwnExtent, MergeError> {
+        Ok(self.parts.at(at, end)?)
     }
 
-    /// Writes bytes; those that are zero take no room.
-    fn write(&mut self, bytes: &mut [u8], at: u64) -> Result<(), MergeError> {
-        // Runs are of whole sectors from the beginning of the part, so those of the disk must begin there, too.
-        if !at.is_multiple_of(u64::from(CRYPT_SECTOR)) {
-            return blocking::move_bytes(&mut self.target, Operation::Write, bytes, at)
-                .map_err(MergeError::Write);
-        }
-        let mut start = 0;
-        while let Some((end, zero)) = run_of_zeroes_or_data(bytes, start) {
-            let from = at + start as u64;
-            if zero {
-                self.zeroes(from, (end - start) as u64)?;
-            } else {
-                blocking::move_bytes(
-                    &mut self.target,
-                    Operation::Write,
-                    &mut bytes[start..end],
-                    from,
-                )
-                .map_err(MergeError::Write)?;
-            }
-            start = end;
-        }
-        Ok(())
-    }
-
-    fn zeroes(&mut self, at: u64, length: u64) -> Result<(), MergeError> {
-        let chain = &mut self.target;
-        let id = chain.begin().ok_or(MergeError::Write(IoError::Overload))?;
-        chain.submit(id, Operation::WriteZeroes { unmap: true }, at, length, 0);
-        blocking::drain(chain).map_err(MergeError::Write)
+    fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), MergeError> {
+        blocking::move_bytes(self.layer, Operation::Read, bytes, at).map_err(MergeError::Read)
     }
 }
 
@@ -172,6 +132,7 @@ mod tests {
     use crate::storage::qcow2::Qcow2Disk;
 
     const SIZE: u64 = 8 << 20;
+    const CHUNK: u64 = 1 << 20;
 
     fn open(at: &Path, write: bool) -> OwnedFd {
         File::options().read(true).write(write).open(at).unwrap().into()

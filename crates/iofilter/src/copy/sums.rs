@@ -66,36 +66,26 @@ impl Sums {
         Ok(self.is_new(&sum)?.then_some(content))
     }
 
-    /// Notes that the next block is as before, without reading it; returns false where nothing was noted before.
+    /// Notes that the next block is as before, without reading it.
+    ///
+    /// # Errors
+    /// Those of the files; `UnexpectedEof` where nothing was noted before.
+    pub fn keep(&mut self) -> io::Result<()> {
+        let except = self.except.as_mut().ok_or(io::ErrorKind::UnexpectedEof)?;
+        let mut before = ZEROES;
+        except.read_exact(&mut before)?;
+        self.written.write_all(&before)
+    }
+
+    /// What need not be read, if that is known; asked for once, before the first block.
     ///
     /// # Errors
     /// Those of the files.
-    pub fn kept(&mut self) -> io::Result<bool> {
-        let Some(except) = &mut self.except else { return Ok(false) };
-        let mut before = ZEROES;
-        match except.read_exact(&mut before) {
-            Ok(()) => self.written.write_all(&before).map(|()| true),
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                self.except = None;
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Whether it knows what may have changed since the copy before.
-    #[must_use]
-    pub fn knows_changes(&self) -> bool {
-        self.changed.is_some()
-    }
-
-    /// Where the next block that may have changed begins, from the beginning of a block on; none where it is this one.
-    #[must_use]
-    pub fn unchanged_until(&self, at: u64, total: u64) -> Option<u64> {
-        let changed = self.changed.as_ref().filter(|_| self.except.is_some())?;
-        let next = changed.partition_point(|extent| extent.offset + extent.length <= at);
-        let end = changed.get(next).map_or(total, |extent| extent.offset / BLOCK * BLOCK);
-        (end > at).then_some(end.min(total))
+    pub fn unchanged(&mut self) -> io::Result<Option<Unchanged>> {
+        let changed = self.changed.take();
+        let (Some(changed), Some(except)) = (changed, &self.except) else { return Ok(None) };
+        let blocks = except.get_ref().metadata()?.len() / SUM_LEN as u64;
+        Ok(Some(Unchanged { changed, summed: blocks.saturating_mul(BLOCK) }))
     }
 
     /// Notes that the next block is all zeroes; returns whether it was not before.
@@ -128,6 +118,33 @@ impl Sums {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// What is as in the copy before.
+pub struct Unchanged {
+    /// The rest, in order.
+    changed: Vec<Extent>,
+    /// How much of the disk has sums of that copy, in bytes.
+    summed: u64,
+}
+
+impl Unchanged {
+    /// Whether the block that begins at `at` is unchanged, and up to where it is the same of those that follow; `total` at most.
+    #[must_use]
+    pub fn at(&self, at: u64, total: u64) -> (bool, u64) {
+        let summed = self.summed.min(total);
+        if at >= summed {
+            return (false, total);
+        }
+        let next = self.changed.partition_point(|extent| extent.offset + extent.length <= at);
+        let Some(next) = self.changed.get(next) else { return (true, summed) };
+        let begins = next.offset / BLOCK * BLOCK;
+        if begins > at {
+            return (true, begins.min(summed));
+        }
+        let ends = (next.offset + next.length).min(total);
+        (false, ends.next_multiple_of(BLOCK).min(total))
     }
 }
 

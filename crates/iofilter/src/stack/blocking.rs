@@ -58,6 +58,16 @@ pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
     drain(chain)
 }
 
+/// Has a range read as zeroes, and waits until that is done. `unmap`: whether its room may be given back.
+///
+/// # Errors
+/// [`IoError`].
+pub fn write_zeroes(chain: &mut Chain, at: u64, length: u64, unmap: bool) -> Result<(), IoError> {
+    let id = chain.begin().ok_or(IoError::Overload)?;
+    chain.submit(id, Operation::WriteZeroes { unmap }, at, length, 0);
+    drain(chain)
+}
+
 /// Reads or writes bytes at `at`, and waits until that is done.
 ///
 /// # Errors

@@ -5,6 +5,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmseal_api::filter::{DiskConfig, FilterConfig, NBD_CONNECTIONS};
 
 use super::ConfinementError;
+use crate::copy::engine;
 use crate::disk::{POOLS_BYTES, READER_POOL_BYTES};
 use crate::front_ends::nbd::beside::POOL_BYTES as BESIDE_POOL_BYTES;
 use crate::layers::bounce;
@@ -64,7 +65,10 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     let bounced = config.disks.iter().filter(|disk| config::bounces_reads(disk));
     let bounced = bounced.map(|disk| config::queues(disk) + readers(disk)).sum::<usize>();
     let bounced = bounced as u64 * bounce::POOL_BYTES as u64;
-    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas + bounced
+    let copied =
+        |disk: &&DiskConfig| disk.import.is_some() || disk.export.is_some() || disk.merge.is_some();
+    let copied = config.disks.iter().filter(copied).count() as u64 * engine::BYTES as u64;
+    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas + bounced + copied
 }
 
 /// Sets them, never above the limits in force.
