@@ -6,7 +6,7 @@
 //!                                                                  └─────────────────────────────────────────┘
 //! ```
 //! A round is some writes and reads at once, and is judged by its history; the next one begins with what this one left. After each flush
-//! it prints `VMSEAL-FLUSHED` and numbers: whoever keeps the last of them gives them to the program that is started, with the next
+//! it prints `VMSEAL-DURABLE` and numbers: whoever keeps the last of them gives them to the program that is started, with the next
 //! GENERATION, after the guest has lost its power.
 
 use std::fs::{File, OpenOptions};
@@ -141,7 +141,7 @@ impl Writers {
         let answered = self.answered();
         disk.file.sync_data()?;
         // At once: others write to the console as well.
-        let line = format!("VMSEAL-FLUSHED {answered}\n");
+        let line = format!("VMSEAL-DURABLE {answered}\n");
         io::stdout().write_all(line.as_bytes())
     }
 }
