@@ -1,5 +1,6 @@
 //! fio in the guest of [`shell_guest`](crate::shell_guest), which brings it on a disk of its own: it writes to a disk all the
-//! time, and verifies what it has written.
+//! time, and verifies what it has written. Beside it `vmseal-guest-history` writes and reads the end of the same disk, and judges what it
+//! sees (docs/decisions/236).
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -8,16 +9,25 @@ use std::process::Command;
 
 use crate::guest::{Console, built};
 use crate::installation::{Installation, text};
+use crate::program;
 use crate::shell_guest::{self, booted, run};
 
-/// fio and all that it needs, as a tar that the guest reads from a disk.
+/// What the program whose history is judged says before what it has flushed.
+const FLUSHED: &str = "VMSEAL-DURABLE ";
+
+/// Where its part of the disk `data` begins, in MiB, and fio's ends.
+const HISTORY_AT: u32 = 30;
+
+/// Both programs and all that they need, as a tar that the guest reads from a disk.
 fn tools(here: &Installation) -> PathBuf {
     let (root, tar) = (here.path("tools"), here.path("tools.tar"));
     std::fs::create_dir(&root).unwrap();
     let initrd = built("build-test-initramfs", &[]).unwrap().join("initrd");
-    let pack = "cpio --quiet -id lib lib64 'usr/bin/fio' 'usr/lib64/*' 'usr/lib/x86_64-linux-gnu/*' <\"$1\" && tar -cf \"$2\" .";
+    let history = program("vmseal-guest-history").unwrap();
+    // The libraries of fio are those of this machine, where the other one was built.
+    let pack = "cpio --quiet -id lib lib64 'usr/bin/fio' 'usr/lib64/*' 'usr/lib/x86_64-linux-gnu/*' <\"$1\" && strip -o usr/bin/history \"$3\" && tar -cf \"$2\" .";
     let mut command = Command::new("sh");
-    command.args(["-c", pack, "sh"]).arg(initrd).arg(&tar).current_dir(&root);
+    command.args(["-c", pack, "sh"]).arg(initrd).arg(&tar).arg(history).current_dir(&root);
     assert!(command.status().unwrap().success());
     std::fs::remove_dir_all(root).unwrap();
     tar
@@ -49,11 +59,11 @@ pub fn ready(here: &Installation, vm: &str) -> Console {
     console
 }
 
-/// fio begins: blocks of 4 KiB at random places of the disk `data`, eight at a time, past all caches; each is read again and
+/// fio begins: blocks of 4 KiB at random places of most of the disk `data`, eight at a time, past all caches; each is read again and
 /// compared soon after it was written, and all of them at the end of a round of a thousand.
 pub fn write_and_verify(console: &mut Console, writes_a_second: u32) {
     let job = format!(
-        "--name=verify --filename=/dev/vdc --ioengine=libaio --iodepth=8 --direct=1 --rw=randwrite --bs=4k --size=32M \
+        "--name=verify --filename=/dev/vdc --ioengine=libaio --iodepth=8 --direct=1 --rw=randwrite --bs=4k --size={HISTORY_AT}M \
                --io_size=4M --rate_iops={writes_a_second} --verify=crc32c --verify_fatal=1 --verify_backlog=32 --randseed=$i"
     );
     let round = format!(
@@ -64,10 +74,30 @@ pub fn write_and_verify(console: &mut Console, writes_a_second: u32) {
     run(console, &format!("{begin} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
 }
 
-/// fio ends, and found everything that it wrote.
+/// The program whose history is judged has begun, in the guest's life of this number, counted from 0; `former` is what it had flushed in
+/// the one before ([`flushed`]). It ends with fio, which has begun before it.
+pub fn keep_history(console: &mut Console, life: u32, former: Option<&str>) {
+    let former = former.unwrap_or_default();
+    let history = format!("/usr/bin/history /dev/vdc {HISTORY_AT} /stop {life} {former}");
+    let failed = "cat /history.log; cp /history.log /failed; touch /stop";
+    let begin = format!("{{ {history} 2>/history.log || {{ {failed}; }}; }} &");
+    // It has written all of its part then, so that nothing of a former life is there.
+    run(console, &begin, &format!("{FLUSHED}{life} ")).unwrap();
+}
+
+/// What the program had flushed last in this life of the guest, as far as this console has heard of it.
+#[must_use]
+pub fn flushed(console: &Console, life: u32) -> Option<String> {
+    console.last_line(&format!("{FLUSHED}{life} ")).map(|steps| format!("{life} {steps}"))
+}
+
+/// fio ends, and found everything that it wrote; so does the program whose history is judged, if it has begun.
 pub fn stop_and_check(console: &mut Console) {
-    run(console, "touch /stop; wait; echo ENDED-$((6 * 7))", "ENDED-42").unwrap();
-    let verdict = "VERIFIED-$([ -e /failed ] && echo badly || echo well)";
-    run(console, &format!("[ ! -e /failed ] || cat /failed; echo {verdict}"), "VERIFIED-well")
+    // A console that is opened again repeats what was said at an earlier check.
+    let mark = fastrand::u32(..);
+    run(console, &format!("touch /stop; wait; echo ENDED-{mark}"), &format!("ENDED-{mark}"))
         .unwrap();
+    let verdict = format!("VERIFIED-{mark}-$([ -e /failed ] && echo badly || echo well)");
+    let wanted = format!("VERIFIED-{mark}-well");
+    run(console, &format!("[ ! -e /failed ] || cat /failed; echo {verdict}"), &wanted).unwrap();
 }

@@ -159,6 +159,13 @@ impl Console {
         self.heard.0.lock().is_ok_and(|heard| heard.text.contains(pattern))
     }
 
+    /// What follows a pattern in the last whole line that has it, of what nobody has expected yet.
+    pub fn last_line(&self, pattern: &str) -> Option<String> {
+        let heard = self.heard.0.lock().ok()?;
+        let mut whole = heard.text.split_inclusive('\n').rev().filter(|line| line.ends_with('\n'));
+        whole.find_map(|line| Some(line.split_once(pattern)?.1.trim().to_owned()))
+    }
+
     /// The next number of the counting guest.
     pub fn next_count(&mut self) -> anyhow::Result<u32> {
         let digits = self.expect(COUNT, 8)?;

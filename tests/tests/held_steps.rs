@@ -1,7 +1,8 @@
 //! What dies exactly before a step of what an operator does to a VM, or after it and before that is recorded: server, agent, filter,
 //! QEMU, and all of these at once. Each operation goes on or is undone, and a retry works.
 //!
-//! The VM runs, while fio in its guest writes and verifies, and no write is lost: a run tries one moment of some of the operations.
+//! The VM runs, while fio in its guest writes and verifies, and another program there has its history judged: no write is lost, torn,
+//! stale or back again, and after a kill of QEMU all that was flushed is there. A run tries one moment of some of the operations.
 //! Or it is off, and its disk holds what it has to: a run tries one moment of one. They are chosen by a seed that is printed; with
 //! `VMSEAL_ALL`, all of all.
 
@@ -10,7 +11,9 @@
 use std::path::{Path, PathBuf};
 
 use vmseal_tests::eventually;
-use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
+use vmseal_tests::fio_guest::{
+    flushed, keep_history, ready, started, stop_and_check, write_and_verify,
+};
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{Ended, killed_at, without_holding};
 use vmseal_tests::installation::{Installation, create, text};
@@ -28,9 +31,11 @@ const MOMENTS: usize = 10;
 /// More moments than any operation has.
 const MOMENTS_MAX: usize = 60;
 
-/// What an operator does, one after the other; at the end all is as it was at the beginning. `second` is a directory for a datastore,
-/// `to` one for backups.
-fn operations(to: &str) -> Vec<Vec<&str>> {
+/// What an operator does, one after the other; at the end all is as it was at the beginning. `to` is a directory for backups, and `files`
+/// are for what is in the clear.
+fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
+    let [exported, core, again] = files.each_ref().map(String::as_str);
+    let of_snapshot = ["--snapshot", "one", "--format", "raw", "--plaintext", "--to", exported];
     let disk = "datastore=local,size=16MiB,name=extra";
     vec![
         vec!["vm", "encrypt", VM, "--policy", "encrypted"],
@@ -43,14 +48,20 @@ fn operations(to: &str) -> Vec<Vec<&str>> {
         vec!["vm", "prove", VM],
         vec!["vm", "clone", VM, "copy", "--snapshot", "one"],
         vec!["vm", "clone", VM, "twin"],
+        vec!["vm", "delete", "twin"],
+        [&["disk", "export", VM, "data"][..], &of_snapshot].concat(),
         vec!["snapshot", "delete", VM, "one"],
         vec!["backup", "verify", VM, "full"],
         vec!["snapshot", "delete", VM, "asleep"],
         vec!["vm", "move", VM, "--datastore", "local"],
-        vec!["vm", "dump", VM, "core"],
+        vec!["vm", "dump", VM, "core", "--format", "kdump", "--decrypt-to", core],
+        vec!["dump", "decrypt", VM, "core", "--to", again],
+        vec!["dump", "delete", VM, "core"],
         vec!["disk", "add", VM, "--disk", disk],
         vec!["disk", "resize", VM, "extra", "--size", "32MiB"],
         vec!["disk", "remove", VM, "extra"],
+        vec!["nic", "add", VM, "--nic", "user,name=second"],
+        vec!["nic", "remove", VM, "second"],
         vec!["vm", "suspend", VM],
         vec!["vm", "resume", VM],
         vec!["vm", "decrypt", VM, "--policy", "plain", "--yes"],
@@ -58,15 +69,23 @@ fn operations(to: &str) -> Vec<Vec<&str>> {
 }
 
 /// What is made beside the VM, and is in the way of the next turn.
-fn tidy_up(here: &Installation) {
-    here.vmseal(&["dump", "delete", VM, "core"]).unwrap();
+fn tidy_up(here: &Installation, files: &[String]) {
     here.vmseal(&["vm", "delete", "copy"]).unwrap();
-    here.vmseal(&["vm", "delete", "twin"]).unwrap();
     here.vmseal(&["backup", "delete", VM, "full"]).unwrap();
+    files.iter().for_each(|file| std::fs::remove_file(file).unwrap());
+}
+
+/// The guest that writes, reads and verifies.
+struct Guest {
+    console: Console,
+    /// How often it was killed with its QEMU.
+    life: u32,
 }
 
 /// A guest that was killed with its QEMU: the VM starts again, and has what its guest had flushed.
-fn started_again(here: &Installation, console: Console) -> Console {
+fn started_again(here: &Installation, guest: Guest) -> Guest {
+    let Guest { console, life } = guest;
+    let former = flushed(&console, life);
     drop(console);
     eventually("the VM is off", || (here.vm(VM).ok()?["power"] == "off").then_some(())).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
@@ -74,14 +93,15 @@ fn started_again(here: &Installation, console: Console) -> Console {
     run(&mut console, "dd if=/dev/vda bs=1M skip=58 count=1 2>/dev/null | head -n 1", "FLUSHED")
         .unwrap();
     write_and_verify(&mut console, WRITES);
-    console
+    keep_history(&mut console, life + 1, former.as_deref());
+    Guest { console, life: life + 1 }
 }
 
 /// Does an operation, and kills something at this moment of it; whether it has so many.
 fn disturbed(
     here: &mut Installation,
     held: &Path,
-    console: &mut Option<Console>,
+    guest: &mut Option<Guest>,
     operation: &[&str],
     (victim, moment): (Victim, usize),
 ) -> bool {
@@ -91,9 +111,16 @@ fn disturbed(
             && at.is_some()
             && here.vm(VM).unwrap()["power"] == "off";
         if off {
-            *console = console.take().map(|console| started_again(here, console));
+            *guest = guest.take().map(|guest| started_again(here, guest));
         }
         retried(here, VM, operation, &output);
+        if here.vm(VM).unwrap()["power"] == "running" {
+            // What its guest flushes is heard by a connection that the victim has not ended.
+            *guest = guest.take().map(|Guest { console, life }| Guest {
+                console: console_again(here, VM, console),
+                life,
+            });
+        }
     });
     at.is_some()
 }
@@ -130,8 +157,11 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     let flush = "echo FLUSHED | dd of=/dev/vda bs=1M seek=58 conv=notrunc,fsync 2>/dev/null";
     run(&mut console, &format!("{flush}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
     write_and_verify(&mut console, WRITES);
+    keep_history(&mut console, 0, None);
     let held = here.hold_steps().unwrap();
-    let mut console = Some(console);
+    let mut guest = Some(Guest { console, life: 0 });
+    let files =
+        ["exported", "core", "core-again"].map(|name| text(&here.path(name)).unwrap().to_owned());
 
     let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu, Victim::Machine];
     let turns: Vec<Option<(Victim, usize)>> = match all {
@@ -144,7 +174,7 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     };
     for turn in turns {
         let mut reached = false;
-        for operation in operations(&to) {
+        for operation in operations(&to, &files) {
             if turn.is_none() && !random.bool() {
                 without_holding(&held, || here.vmseal(&operation).unwrap());
                 continue;
@@ -161,19 +191,19 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
                 Victim::Filter | Victim::Qemu | Victim::Machine if !alive => Victim::Agent,
                 victim => victim,
             };
-            reached |= disturbed(&mut here, &held, &mut console, &operation, (victim, moment));
+            reached |= disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
         }
-        without_holding(&held, || tidy_up(&here));
+        without_holding(&held, || tidy_up(&here, &files));
         if !reached {
             break;
         }
     }
-    let mut console = console_again(&here, VM, console.unwrap());
+    let mut console = console_again(&here, VM, guest.unwrap().console);
     stop_and_check(&mut console);
     without_holding(&held, || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap());
 }
 
-/// The fewest moments that an operation has of a VM that is off.
+/// Fewer moments than most operations have of a VM that is off.
 const MOMENTS_OFF: usize = 6;
 
 /// The size of the disk of the VM that is off, and where noise is on it, in bytes.
@@ -183,10 +213,17 @@ const NOISE: std::ops::Range<usize> = 4 << 20..12 << 20;
 /// Where the guest counts its boots, in bytes.
 const NUMBER: usize = 512;
 
-/// What an operator does to a VM that is off, in this order; at the end it is in the clear as at the beginning.
+/// Another VM, its disk, which is empty, and the command that makes it.
+const OTHER: &str = "other";
+const EMPTY: &str = "datastore=local,size=16MiB";
+const CREATE: [&str; 9] =
+    ["vm", "create", OTHER, "--policy", "encrypted", "--memory", "32MiB", "--disk", EMPTY];
+
+/// What an operator does to a VM that is off, in this order; at the end it is in the clear as at the beginning, and the other VM is gone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum WhileOff {
     EncryptInPlace,
+    RecryptInPlace,
     Revert,
     CloneLinked,
     RevertToMemory,
@@ -194,11 +231,16 @@ enum WhileOff {
     RestoreAs,
     DeleteBackup,
     DecryptInPlace,
+    Create,
+    Start,
+    Stop,
+    Delete,
 }
 
 impl WhileOff {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 13] = [
         Self::EncryptInPlace,
+        Self::RecryptInPlace,
         Self::Revert,
         Self::CloneLinked,
         Self::RevertToMemory,
@@ -206,11 +248,16 @@ impl WhileOff {
         Self::RestoreAs,
         Self::DeleteBackup,
         Self::DecryptInPlace,
+        Self::Create,
+        Self::Start,
+        Self::Stop,
+        Self::Delete,
     ];
 
     fn command(self) -> &'static [&'static str] {
         match self {
             Self::EncryptInPlace => &["vm", "encrypt", VM, "--policy", "encrypted", "--in-place"],
+            Self::RecryptInPlace => &["vm", "recrypt", VM, "--deep", "--in-place"],
             Self::Revert => &["snapshot", "revert", VM, "one"],
             Self::CloneLinked => &["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"],
             Self::RevertToMemory => &["snapshot", "revert", VM, "asleep"],
@@ -220,6 +267,10 @@ impl WhileOff {
             Self::DecryptInPlace => {
                 &["vm", "decrypt", VM, "--policy", "plain", "--yes", "--in-place"]
             }
+            Self::Create => &CREATE,
+            Self::Start => &["vm", "start", OTHER],
+            Self::Stop => &["vm", "stop", OTHER, "--force"],
+            Self::Delete => &["vm", "delete", OTHER],
         }
     }
 }
@@ -295,6 +346,15 @@ impl Off {
         at.is_some()
     }
 
+    /// Whether a VM is running or off, as soon as that is known.
+    fn power(&self, vm: &str) -> String {
+        let known = || {
+            let power = self.here.vm(vm).ok()?["power"].as_str()?.to_owned();
+            ["running", "off"].contains(&power.as_str()).then_some(power)
+        };
+        eventually(&format!("{vm} is running or off"), known).unwrap()
+    }
+
     /// Checks what an operation has done, and removes what is in the way of the next turn.
     fn check(&self, operation: WhileOff, booted: u32) {
         match operation {
@@ -302,6 +362,7 @@ impl Off {
                 self.holds(VM, booted);
                 self.does(&[&["vm", "prove", VM, "--all"]]);
             }
+            WhileOff::RecryptInPlace => self.holds(VM, booted),
             WhileOff::Revert | WhileOff::Restore => self.holds(VM, booted + 1),
             WhileOff::CloneLinked => {
                 self.holds("linked", booted + 1);
@@ -328,6 +389,14 @@ impl Off {
             WhileOff::DecryptInPlace => {
                 self.holds(VM, booted + 1);
                 assert_eq!(self.here.vm(VM).unwrap()["policy"], "plain");
+            }
+            WhileOff::Create => assert_eq!(self.power(OTHER), "off"),
+            // It may have started, and gone with the machine.
+            WhileOff::Start if self.power(OTHER) == "off" => self.does(&[operation.command()]),
+            WhileOff::Start => {}
+            WhileOff::Stop => assert_eq!(self.power(OTHER), "off"),
+            WhileOff::Delete => {
+                self.here.refused(&["vm", "show", OTHER]).unwrap();
             }
         }
     }

@@ -136,7 +136,15 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     std::fs::write(memory(&here), saved).unwrap();
     // Started in place of resumed.
     here.vmseal(&["vm", "start", VM]).unwrap();
-    counts(&mut here.console(VM).unwrap(), 2);
+    let mut console = here.console(VM).unwrap();
+    counts(&mut console, 2);
+    // One that cannot be saved: its guest goes on, and what has its name is removed before that.
+    std::fs::create_dir(home(&here).join("vm.memory.creating")).unwrap();
+    std::fs::write(memory(&here), &after).unwrap();
+    let why = here.refused(&["vm", "suspend", VM]).unwrap();
+    assert!(why.contains("it runs on"), "{why}");
+    assert!(!memory(&here).exists(), "the next start would take it");
+    counts(&mut console, 3);
 }
 
 /// The memories that snapshots keep.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use vmseal_tests::ceph::is_installed;
 use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::eventually;
-use vmseal_tests::fio_guest::{ready, started, stop_and_check, write_and_verify};
+use vmseal_tests::fio_guest::{keep_history, ready, started, stop_and_check, write_and_verify};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{Victim, console_again, during, during_which, has_its_turn, retried};
 
@@ -50,6 +50,7 @@ fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
     here.vmseal(&["datastore", "add", "second", "--host", "here", "--path", &second]).unwrap();
     let to = directory(&here, "backups");
     write_and_verify(&mut console, 300);
+    keep_history(&mut console, 0, None);
     let operations: [&[&str]; 12] = [
         &["vm", "encrypt", VM, "--policy", "encrypted"],
         &["snapshot", "create", VM, "one"],
@@ -80,6 +81,7 @@ fn fio_verifies_whatever_is_done_to_its_vm_and_whatever_dies_meanwhile() {
     }
     here.vmseal(&["dump", "delete", VM, "core"]).unwrap();
     write_and_verify(&mut console, 300);
+    keep_history(&mut console, 1, None);
     amid_a_kill(&mut here, &["vm", "decrypt", VM, "--policy", "plain", "--yes"], Victim::Agent);
     console = console_again(&here, VM, console);
     stop_and_check(&mut console);

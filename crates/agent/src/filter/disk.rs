@@ -668,6 +668,14 @@ mod tests {
             panic!("{chain:?}")
         };
         assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
+        disk.shared.key = true;
+        let chain = disk.config(0).chain;
+        let is_above = matches!(&chain[1..3], [FilterSpec::Bounce {}, FilterSpec::Crypt { .. }]);
+        assert!(
+            is_above,
+            "others have its key, and it is decrypted in its guest's memory: {chain:?}"
+        );
+        disk.shared.key = false;
         let replica = disk.replica.as_ref().unwrap().file.as_raw_fd();
         let BackendSpec::File { file, .. } = &replicate.to.backend else {
             panic!("{:?}", replicate.to)

@@ -393,6 +393,7 @@ impl Inside {
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_suspend(&known.spec, key == KeyState::Missing)?;
         known.power = Power::Suspending;
+        known.not_suspended = None;
         known.request = request_id::current();
         if let Some(guest) = self.persisted.guests.get_mut(&vm) {
             guest.generation = generation;

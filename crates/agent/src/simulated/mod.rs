@@ -19,6 +19,7 @@ mod exposed;
 mod faults;
 mod jobs;
 mod keys;
+mod memories;
 mod migration;
 mod mirror;
 mod panics;
@@ -142,6 +143,8 @@ struct Known {
     kek: Option<SecretBytes>,
     stopped: Option<Stopped>,
     died: Option<Stopped>,
+    /// Why its guest goes on that was to be suspended.
+    not_suspended: Option<String>,
     /// The disks that are made.
     made: BTreeMap<DiskId, DiskFacts>,
     jobs: Jobs,
@@ -179,6 +182,7 @@ impl Known {
             kek: None,
             stopped: None,
             died: None,
+            not_suspended: None,
             made: BTreeMap::new(),
             jobs: Jobs::default(),
             notices: Vec::new(),
@@ -214,7 +218,7 @@ impl Known {
             jobs: self.jobs.statuses(),
             nics: self.nics(),
             started_with: self.started_with(),
-            not_suspended: None,
+            not_suspended: self.not_suspended.clone(),
             panics: self.panics.past.clone(),
             panic_dumps: self.panic_dumps.clone(),
             request_id: self.request.as_ref().map(ToString::to_string),

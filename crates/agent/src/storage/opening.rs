@@ -404,3 +404,41 @@ fn unlock(
     });
     Ok(Unlocked { file, dek: opened.dek, holes, shared: opened.shared, notice })
 }
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{DatastoreLocation, Device};
+    use vmseal_luks::Identity;
+    use vmseal_secret::{DEK_LEN, KEK_LEN};
+
+    use super::*;
+    use crate::storage::facts::to_api;
+
+    #[test]
+    fn a_disk_whose_header_says_that_others_have_its_key_is_opened_as_such() {
+        for shared in [false, true] {
+            let directory = tempfile::tempdir().unwrap();
+            let mut disk = crate::rules::tests::disk("data");
+            disk.datastore.location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+            disk.encrypted = true;
+            crate::storage::datastore::probe(&disk.datastore).unwrap();
+            let kek = SecretBytes::random(KEK_LEN).unwrap();
+            let mut spec = crate::process::run_dir::tests::spec();
+            spec.key = Some(keys::reference_of(&kek, spec.vm, "key"));
+            spec.devices = vec![Device::Disk(disk.clone())];
+            let home = Home::of(&disk.datastore, spec.vm).unwrap();
+            let length = vmseal_luks::DATA_OFFSET + disk.size;
+            let mut file = home.begin(&spec, &disk, length).unwrap();
+            let dek = SecretBytes::random(DEK_LEN).unwrap();
+            let context = keys::context(spec.vm, spec.key.as_ref().unwrap());
+            let holes = vmseal_luks::Holes::Zero;
+            let identity = Identity { disk: disk.disk.0, holes, shared };
+            let made = vmseal_luks::create(&mut file, disk.size, &dek, &kek, &context, identity);
+            home.finish(disk.disk, &file).unwrap();
+            drop(file);
+            let facts = to_api(&made.unwrap());
+            let opened = open(&spec, &disk, &facts, Some(&kek), Access::Write).unwrap();
+            assert_eq!(opened.shared.key, shared);
+        }
+    }
+}

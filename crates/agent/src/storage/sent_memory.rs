@@ -15,7 +15,7 @@ use vmseal_api::atomic_file;
 use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::problem::Problem;
-use vmseal_seal::file::{FileError, Header, Kind, Wanted};
+use vmseal_seal::file::{FileError, Header, Kind};
 use vmseal_seal::frame::CONTENT_MAX;
 use vmseal_secret::SecretBytes;
 use zeroize::Zeroizing;
@@ -63,11 +63,8 @@ pub fn send(
     let mut file = sealed::open(&path)?;
     let header = Header::read(&mut file).map_err(refused)?;
     let key = vm_key(spec, kek)?;
-    // The one that is sent as such, whatever has been put in its place meanwhile.
-    let generation = Some(header.identity().generation);
-    let wanted = Wanted { vm: spec.vm.0, kind: Kind::Memory, generation };
-    let from = vmseal_seal::file::open_wanted(sealed::open(&path)?, wanted, key.as_ref());
-    let mut from = from.map_err(refused)?;
+    let whose = (spec.vm, Kind::Memory);
+    let mut from = sealed::open_as(&path, &header, whose, key.as_ref(), &remedy)?;
     let mut to = vmseal_seal::file::create(BufWriter::new(to), header.identity(), key.as_ref())
         .map_err(internal)?;
     let mut part = Zeroizing::new(vec![0; CONTENT_MAX]);

@@ -340,6 +340,10 @@ fn left<'a>(files: impl Iterator<Item = &'a File>) -> io::Result<Option<Vec<Left
 mod tests {
     use std::os::unix::fs::FileExt;
 
+    use jiff::Timestamp;
+    use vmseal_api::host::DatastoreLocation;
+
+    use super::super::kept_bitmaps::tests::{SIZE, empty};
     use super::*;
     use crate::filter::Shared;
 
@@ -396,5 +400,50 @@ mod tests {
         std::fs::copy(&image, &copy).unwrap();
         std::fs::rename(&copy, &image).unwrap();
         assert_eq!(offered(false), b"", "it is another file");
+    }
+
+    /// What is kept is older than the last use of the disk, which nobody marked.
+    #[test]
+    fn what_was_kept_is_not_looked_at_where_the_disk_was_used_since() {
+        let root = tempfile::tempdir().unwrap();
+        let files = BitmapFiles::in_state_directory(root.path());
+        atomic_file::private_directory(&files.directory).unwrap();
+        let store = root.path().join("store");
+        std::fs::create_dir(&store).unwrap();
+        let mut disk = crate::rules::tests::disk("data");
+        disk.datastore.location = DatastoreLocation::Dir { path: store };
+        disk.size = SIZE;
+        crate::storage::datastore::probe(&disk.datastore).unwrap();
+        let spec = crate::process::run_dir::tests::spec();
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let file = home.begin(&spec, &disk, disk.size).unwrap();
+        home.finish(disk.disk, &file).unwrap();
+        drop(file);
+        let image = home.image(disk.disk);
+        let keep = || {
+            sleep(TICK);
+            let now = left([&opened(&image).file].into_iter()).unwrap().expect("no such times");
+            let mut bitmaps = KeptBitmaps::parse(empty(), SIZE).unwrap();
+            assert!(bitmaps.start("nightly", Timestamp::now()));
+            let kept = Kept { left: Left { version: VERSION, files: now }, bitmaps };
+            files.put(disk.disk, &kept).unwrap();
+            sleep(TICK);
+        };
+        let is_used = || {
+            let kept = files.look(&spec, &disk, None).unwrap();
+            kept.is_some_and(|kept| kept.bitmaps.names().eq(["nightly"]))
+        };
+        assert!(!is_used(), "there is nothing");
+        keep();
+        assert!(is_used() && is_used(), "it does not stay");
+        opened(&image).file.write_all_at(b"x", 0).unwrap();
+        assert!(!is_used(), "the disk was written to since");
+        keep();
+        std::fs::copy(&image, home.path().join("older")).unwrap();
+        std::fs::rename(home.path().join("older"), &image).unwrap();
+        assert!(!is_used(), "another image was put there");
+        keep();
+        let grown = DiskSpec { size: 2 * SIZE, ..disk.clone() };
+        assert!(files.look(&spec, &grown, None).unwrap().is_none(), "the disk is longer");
     }
 }

@@ -138,14 +138,14 @@ fn number(bytes: &[u8], at: usize) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Of a disk of 70 granules and a rest, without a bitmap.
-    const SIZE: u64 = 70 * BITMAP_GRANULE + 4096;
+    pub const SIZE: u64 = 70 * BITMAP_GRANULE + 4096;
 
     /// The file of such a disk.
-    fn empty() -> Vec<u8> {
+    pub fn empty() -> Vec<u8> {
         let mut file = vec![0; HEADER + BITMAPS_MAX * stride(2 * NUMBER)];
         file[..MAGIC.len()].copy_from_slice(&MAGIC);
         file[SIZE_AT..][..NUMBER].copy_from_slice(&SIZE.to_ne_bytes());

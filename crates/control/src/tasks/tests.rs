@@ -29,6 +29,7 @@ mod matrix;
 mod migrate;
 mod mirror;
 mod mirror_beside;
+mod older_memories;
 mod outage;
 mod pacing;
 mod parents;

@@ -24,7 +24,7 @@ use vmseal_api::atomic_file;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_seal::file::{FileError, HEADER_LEN, Header, Kind, Wanted};
+use vmseal_seal::file::{FileError, HEADER_LEN, Header, Kind};
 use vmseal_seal::frame::CONTENT_MAX;
 use vmseal_seal::stream::SealedReader;
 use vmseal_secret::SecretBytes;
@@ -237,11 +237,9 @@ fn open(
         Beside::SnapshotMemory(_) | Beside::Memory => Kind::Memory,
         Beside::Core(_) => Kind::Core,
     };
-    // The one that the copy is made as, whatever has been put in its place meanwhile.
-    let generation = Some(header.identity().generation);
-    let wanted = Wanted { vm: spec.vm.0, kind, generation };
-    let opened = vmseal_seal::file::open_wanted(sealed::open(path)?, wanted, key.as_ref());
-    Ok((opened.map_err(refused)?, header, total))
+    let remedy = remedy(spec, what);
+    let from = sealed::open_as(path, &header, (spec.vm, kind), key.as_ref(), &remedy)?;
+    Ok((from, header, total))
 }
 
 /// What errors call a file.

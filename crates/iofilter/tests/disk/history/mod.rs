@@ -2,12 +2,10 @@
 //! a power cut: through every chain, judged by the history of what a guest did and saw.
 
 mod bad_histories;
-mod checker;
 mod driver;
 mod guest;
 mod over_nbd;
 mod program;
-mod stamp;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -16,6 +14,7 @@ use vmseal_api::filter::{
     BackendSpec, Budget, CacheSpec, DelaySpec, FaultKind, FaultRule, FaultSpec, FilterSpec, Handle,
     Holes, LimitSpec, OperationKind, ReplicateSpec, StackSpec,
 };
+use vmseal_history::{checker, stamp};
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers;
 use vmseal_iofilter::stack::layer::Layer;

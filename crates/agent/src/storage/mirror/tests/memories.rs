@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 
 use vmseal_api::id::{DumpId, SnapshotId};
-use vmseal_seal::file::{HEADER_LEN, Identity as SealedIdentity, Kind};
+use vmseal_seal::file::{HEADER_LEN, Identity as SealedIdentity, Kind, Wanted};
 
 use super::*;
 use crate::storage::home::Beside;
@@ -12,6 +12,9 @@ use crate::storage::sealed::vm_key;
 
 /// More than a frame, so that there are several.
 const LENGTH: usize = 700 << 10;
+
+/// The number of each file, which its copy has as well.
+const GENERATION: u64 = 7;
 
 fn content() -> Vec<u8> {
     MARKER.iter().cycle().take(LENGTH).copied().collect()
@@ -34,7 +37,8 @@ impl Bench {
     fn write(&self, what: &Beside, sealed: bool) {
         let file = File::create(self.home().beside(what)).unwrap();
         let key = vm_key(&self.spec, Some(&self.kek)).unwrap().filter(|_| sealed);
-        let identity = SealedIdentity { vm: self.spec.vm.0, kind: kind_of(what), generation: 0 };
+        let (vm, kind, generation) = (self.spec.vm.0, kind_of(what), GENERATION);
+        let identity = SealedIdentity { vm, kind, generation };
         let mut to = vmseal_seal::file::create(file, identity, key.as_ref()).unwrap();
         to.write_all(&content()).unwrap();
         to.finish().unwrap();
@@ -78,7 +82,8 @@ fn read(path: &Path, spec: &VmSpec, kek: &SecretBytes) -> Result<Vec<u8>, String
 fn read_as(kind: Kind, path: &Path, spec: &VmSpec, kek: &SecretBytes) -> Result<Vec<u8>, String> {
     let key = vm_key(spec, Some(kek)).unwrap();
     let file = File::open(path).map_err(|error| error.to_string())?;
-    let opened = vmseal_seal::file::open(file, spec.vm.0, kind, key.as_ref());
+    let wanted = Wanted { vm: spec.vm.0, kind, generation: Some(GENERATION) };
+    let opened = vmseal_seal::file::open_wanted(file, wanted, key.as_ref());
     let mut content = Vec::new();
     opened
         .map_err(|error| error.to_string())?

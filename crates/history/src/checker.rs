@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use crate::history::stamp::Found;
+use crate::stamp::Found;
 
 /// Counts events, one after the other.
 pub type Time = u64;
@@ -23,36 +23,50 @@ pub type Time = u64;
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
+    /// It was done, and answered then.
     Done(Time),
     /// Perhaps in part, but not after that time.
     Failed(Time),
+    /// It was not answered.
     Open,
 }
 
 /// A write of stamped units, or of zeroes.
 #[derive(Clone, Debug)]
 pub struct Write {
+    /// Its number: no other write has it.
     pub sequence: u64,
+    /// Where it is.
     pub units: Range<u64>,
+    /// Whether it is of zeroes.
     pub zeroes: bool,
+    /// When it was submitted.
     pub asked: Time,
+    /// How it ended.
     pub end: End,
 }
 
 /// A read that succeeded.
 #[derive(Clone, Debug)]
 pub struct Read {
+    /// The first unit of it.
     pub first: u64,
+    /// What each unit held.
     pub found: Vec<Found>,
+    /// When it was submitted.
     pub asked: Time,
+    /// When it was answered.
     pub done: Time,
 }
 
 /// Everything that a guest did and saw, from the disk's content at its start.
 #[derive(Clone, Debug)]
 pub struct History {
+    /// What each unit held before.
     pub start: Vec<Found>,
+    /// In the order in which they were submitted.
     pub writes: Vec<Write>,
+    /// Those that succeeded.
     pub reads: Vec<Read>,
     /// When each flush that succeeded was submitted.
     pub flushes: Vec<Time>,
@@ -65,11 +79,17 @@ pub struct History {
 /// The faults of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Wrong {
+    /// Neither zeroes nor one whole unit.
     Torn,
+    /// A whole unit of another place or disk.
     Misplaced,
+    /// A write that was never made, or only later.
     Invented,
+    /// A write that was done is never found.
     Lost,
+    /// What was there before, and then the write that was done.
     Stale,
+    /// What was there before, after the write was found; or a write that is back after another one.
     Doubled,
     /// After a power cut: a flush covered the write that hides it.
     Unflushed,
@@ -78,9 +98,13 @@ pub enum Wrong {
 /// Where the fault is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finding {
+    /// What is wrong.
     pub wrong: Wrong,
+    /// The unit.
     pub unit: u64,
+    /// What it held.
     pub found: Found,
+    /// When that was read.
     pub at: Time,
 }
 
@@ -108,6 +132,8 @@ struct Sight {
 }
 
 impl History {
+    /// One in which nothing was done yet.
+    #[must_use]
     pub fn new(start: Vec<Found>) -> Self {
         let (writes, reads, flushes) = (Vec::new(), Vec::new(), Vec::new());
         Self { start, writes, reads, flushes, tears_beside_writes: false, now: 0 }
@@ -146,6 +172,7 @@ impl History {
     }
 
     /// All findings that no disk could have caused.
+    #[must_use]
     pub fn check(&self) -> Vec<Finding> {
         let units = 0..self.start.len() as u64;
         units.flat_map(|unit| self.check_unit(unit)).collect()
@@ -166,6 +193,7 @@ impl History {
     }
 
     /// What was done to a unit and seen of it, a line each, for the message of a test that fails.
+    #[must_use]
     pub fn of_unit(&self, unit: u64) -> String {
         let versions = self.versions(unit);
         let writes = versions.iter().map(|version| {
@@ -182,6 +210,7 @@ impl History {
     }
 
     /// All findings that a power cut cannot have caused: `after` is the content of each unit then.
+    #[must_use]
     pub fn check_cut(&self, after: &[Found]) -> Vec<Finding> {
         let units = (0..).zip(after);
         let judged = units.filter_map(|(unit, &found)| {

@@ -4,14 +4,18 @@
 /// The disk, place and write of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
+    /// The number of the disk.
     pub disk: u64,
+    /// The number of the unit on it.
     pub unit: u64,
+    /// The number of the write.
     pub sequence: u64,
 }
 
 /// The content that a read found in a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
+    /// Nothing but zeroes.
     Zeroes,
     /// A write, by its sequence number.
     Write(u64),
@@ -43,11 +47,19 @@ impl Stamp {
 }
 
 /// Identifies the content that was read at `unit` of `disk`.
+///
+/// # Panics
+/// If a unit has less than three numbers of 8 bytes.
+#[must_use]
 pub fn find(bytes: &[u8], disk: u64, unit: u64) -> Found {
     if bytes.iter().all(|&byte| byte == 0) {
         return Found::Zeroes;
     }
-    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&bytes[at..at + 8]);
+        u64::from_le_bytes(word)
+    };
     let stamp = Stamp { disk: word(0), unit: word(8), sequence: word(16) };
     let mut whole = vec![0; bytes.len()];
     stamp.fill(&mut whole);
