@@ -130,6 +130,11 @@ fn identity(file: &OwnedFd) -> std::io::Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
+fn is_for_writing(file: &OwnedFd) -> std::io::Result<bool> {
+    let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
+    Ok(flags & OFlag::O_ACCMODE == OFlag::O_RDWR)
+}
+
 /// The file that is written, of those that a disk has.
 pub(super) fn written(files: &[Arc<OwnedFd>]) -> Option<DiskFile> {
     let (device, inode) = identity(files.first()?).ok()?;
@@ -230,7 +235,8 @@ impl DiskStack {
         let former = served.unmirrored();
         let (size, read_only) = (spec.size.unwrap_or(former.size()), former.read_only());
         let grows = self.may_grow(former.size(), size)?;
-        if grows {
+        if spec.size.is_some() {
+            // Where it has this size already, too: who asks again passes no lock either.
             handles.exchange(|passed| self.held_for_writing(passed))?;
         }
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
@@ -270,13 +276,12 @@ impl DiskStack {
         Ok(size > has)
     }
 
-    /// The descriptor of this file that the disk has to write to it, if it has one.
+    /// The descriptor that the disk has to write to this file, if it has one; none for a file that is only to be read.
     fn held_for_writing(&self, file: &OwnedFd) -> std::io::Result<Option<OwnedFd>> {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(held) = files.get(&identity(file)?) else { return Ok(None) };
-        let flags = OFlag::from_bits_retain(fcntl(held, FcntlArg::F_GETFL)?);
-        let writes = flags & OFlag::O_ACCMODE == OFlag::O_RDWR;
-        writes.then(|| held.try_clone()).transpose()
+        let both = is_for_writing(file)? && is_for_writing(held)?;
+        both.then(|| held.try_clone()).transpose()
     }
 
     /// The disk has so many bytes from now on, and these dirty bitmaps.
@@ -291,11 +296,11 @@ impl DiskStack {
     /// Puts a new stack under the disk.
     fn put(&self, opened: OpenedDisk, chains: &mut Vec<Chain>) -> FormerStack {
         let OpenedDisk { mut disk, mut new, files, bitmaps } = opened;
-        if let Some(bitmaps) = bitmaps {
-            let bitmaps = Arc::new(bitmaps.longer(disk.size()));
-            new.mark_in(&bitmaps);
-            self.grow(disk.size(), &bitmaps);
-            disk = disk.with_bitmaps(bitmaps);
+        let size = disk.size();
+        let bitmaps = bitmaps.map(|former| Arc::new(former.longer(size)));
+        if let Some(bitmaps) = &bitmaps {
+            new.mark_in(bitmaps);
+            disk = disk.with_bitmaps(Arc::clone(bitmaps));
         }
         let disk = Arc::new(disk);
         let before = self.show(&disk, files);
@@ -313,6 +318,10 @@ impl DiskStack {
             NewChains::Whole(new) => FormerChains::Whole(std::mem::replace(chains, new)),
         };
         let disk = self.current.exchange(disk);
+        if let Some(bitmaps) = &bitmaps {
+            // Last: a reader beside the guest that is told of the new size gets a chain of it.
+            self.grow(size, bitmaps);
+        }
         FormerStack { _chains: former, _copier: copier, _disk: disk, _files: before }
     }
 

@@ -79,16 +79,19 @@ impl Owner {
             self.describe();
             return Ok(());
         }
+        let mut only = None;
         if disk.size != size {
             let Some(running) = self.running() else { return Err(internal("it has ended")) };
             let known = running.live.disks.iter_mut().filter(|known| known.disk == disk.disk);
             known.for_each(|known| known.grown = true);
             self.keep(spec)?;
             self.describe();
+            // The others are served so already: a client of theirs does not matter.
+            only = self.serves_sizes.then_some(disk.disk);
             self.serves_sizes = false;
         }
         if !self.serves_sizes {
-            self.serve_sizes().await?;
+            self.serve_sizes(only).await?;
         }
         self.tell_of_growth().await;
         Ok(())
@@ -100,10 +103,11 @@ impl Owner {
         status.grows.then_some(control)
     }
 
-    /// Has the disks that have grown served with the sizes that are on record.
-    async fn serve_sizes(&mut self) -> Result<(), Problem> {
+    /// Has the disks that have grown, or only this one of them, served with the sizes that are on record.
+    async fn serve_sizes(&mut self, only: Option<DiskId>) -> Result<(), Problem> {
         let Some(running) = self.running() else { return Err(internal("it has ended")) };
-        let disks = running.live.disks.iter().filter(|disk| disk.grown);
+        let meant = |disk: DiskId| only.is_none_or(|only| only == disk);
+        let disks = running.live.disks.iter().filter(|disk| disk.grown && meant(disk.disk));
         let disks: Vec<DiskId> = disks.map(|disk| disk.disk).collect();
         let mut served = true;
         for disk in disks {
@@ -148,7 +152,7 @@ impl Owner {
         }
         // An earlier agent may have ended between putting the size on record and having it served.
         if !self.serves_sizes
-            && let Err(problem) = self.serve_sizes().await
+            && let Err(problem) = self.serve_sizes(None).await
         {
             tracing::info!(vm = %spec.vm, %problem, "a disk is not served with its new size yet");
             return;

@@ -275,7 +275,8 @@ fn again(files: &Files, chain: &Value) {
         let cached = filters.as_array().unwrap().iter().any(|link| link["kind"] == "cache");
         let filters = (time % 2 == 1 && !cached).then(|| serde_json::from_value(filters).unwrap());
         file.set_len(OFFSET + size).unwrap();
-        let size = (size > length(time)).then_some(size);
+        // Longer, then as long as it is, as where an agent asks again, and then whatever it is.
+        let size = (time <= GROWTHS).then_some(size);
         let stacks = vec![NewStack { disk: id(), chain: filters, backend, size }];
         let drain = ControlRequest::Drain { disks: vec![id()] };
         assert_eq!(agent.ask(&drain, &[]), Some(ControlReply::Done));
