@@ -17,9 +17,14 @@ use crate::tasks::run::{Run, StepError};
 /// The first disk, which the host has what is beside it with, of a VM that gets or gives up its key by an operation that leaves that
 /// disk in the clear.
 pub(crate) fn first_left(operation: &Operation, vm: &Vm, known: &[Disk]) -> Option<DiskId> {
-    let another = operation.next_policy().is_some_and(|policy| policy != vm.policy);
+    let changes_key = match operation {
+        // Where an attempt before has made the key, the policy is given with the disks.
+        Operation::EncryptVm { policy, provider, .. } => provider.is_some() || *policy != vm.policy,
+        // Also where an attempt before has given the policy, and a core dump under the key keeps that from being given up.
+        operation => operation.gives_up_key() && vm.key.is_some(),
+    };
     // The key of a VM with a TPM comes and goes with that.
-    if !another || operation.is_in_place() || known.iter().any(stays_encrypted) {
+    if !changes_key || operation.is_in_place() || known.iter().any(stays_encrypted) {
         return None;
     }
     let first = known.iter().find(|disk| disk.facts.is_some() && !disk.detached)?;
