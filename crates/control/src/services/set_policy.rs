@@ -124,12 +124,14 @@ pub(super) fn needs(
 ) -> Vec<Need> {
     let data = || disks.iter().filter(|disk| disk.role.is_data());
     let mut needs = Vec::new();
+    // Its key has to go with the policy, also where each of its disks was decrypted alone: what else is the VM's is under the key.
+    let gives_up_key = before.encryption && !after.encryption && vm.key.is_some();
     let in_the_clear: Vec<_> = data().filter(|it| !it.encrypted).map(|it| &it.name).collect();
     if before.encryption && after.encryption && !in_the_clear.is_empty() {
         // They were decrypted alone, or not encrypted, and that is no matter of the policy.
         let disks = in_the_clear.into_iter().cloned().collect();
         needs.push(Need::InTheClear { vm: vm.name.clone(), disks });
-    } else if data().any(|disk| disk.encrypted != after.encryption) {
+    } else if data().any(|disk| disk.encrypted != after.encryption) || gives_up_key {
         let (encrypt, other) = (after.encryption, before.id != after.id);
         let policy = other.then(|| after.name.clone());
         needs.push(Need::Encryption { vm: vm.name.clone(), encrypt, policy });

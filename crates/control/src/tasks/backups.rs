@@ -15,6 +15,7 @@
 mod dropping;
 mod marking;
 mod new_tpm;
+mod told;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -447,10 +448,10 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         contents: written.contents,
         ..known
     };
+    let how = told::how(whole.key.as_ref(), &run.disks().await?);
     let mut write = run.store().write().await?;
     backups::set_whole(&mut write, &whole).await?;
     let (kind, actor) = ("backup.created", run.task.actor.as_str());
-    let how = if whole.key.is_some() { "encrypted" } else { "IN THE CLEAR, as the VM has no key" };
     let what = if whole.parent.is_some() { "incremental" } else { "full" };
     let (name, host, directory) = (&whole.name, &whole.host_name, whole.directory.display());
     let (number, bytes) = (written.disks, Size(written.bytes));

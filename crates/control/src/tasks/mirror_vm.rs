@@ -162,7 +162,10 @@ impl Step for MirrorVmStep {
         match self {
             Self::Check => return check(run).await.map(|disks| Output::of(&disks)),
             Self::MakeKey => keys::make(run).await,
-            Self::Prepare => prepare(run).await,
+            Self::Prepare => {
+                prepare(run).await?;
+                as_it_is::require_none_came(run).await
+            }
             Self::Clear => clear(run).await,
             Self::Copy => copy(run).await,
             Self::Switch => switch(run).await,

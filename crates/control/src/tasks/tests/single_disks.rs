@@ -8,7 +8,7 @@ use super::{snapshots, *};
 use crate::services::{
     Caller, Outcome, Services, clone_vm, mirror, recrypt, set_policy, vms as vms_service,
 };
-use crate::store::dumps;
+use crate::store::{dumps, policies, vms};
 
 fn names(disks: &[&str]) -> Vec<String> {
     disks.iter().map(|name| (*name).to_owned()).collect()
@@ -107,6 +107,12 @@ async fn what_cannot_be_done_with_single_disks_is_refused() {
     let deep = RecryptVm { deep: true, disks: names(&["disk0"]), ..RecryptVm::default() };
     let deep = recrypt::recrypt(&services, &me(), "web", deep, true).await.map(drop);
     says(deep, "vmseal vm encrypt web --disk disk0", None);
+
+    // Its key does not stay behind where its policy does not encrypt any more.
+    decrypts(&fixture, &services, &["disk1"], false).await;
+    let request = SetPolicy { encryption: Some(false), ..SetPolicy::default() };
+    let kept = set_policy::set(&services, &me(), "encrypted", request, false).await.map(drop);
+    says(kept, "cannot change so", None);
 }
 
 /// Every other operation leaves each disk as it is.
@@ -192,6 +198,20 @@ async fn what_is_beside_a_disk_in_the_clear_is_as_its_vm() {
     assert_eq!(fixture.agent.runs_with(vm).unwrap().key, key, "its memory was not sealed");
 
     // The key is destroyed only where nothing is under it.
+    decrypts(&fixture, &services, &[], false).await;
+    assert!(!is_sealed().await);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, None);
+
+    // Nor where an attempt before has given the policy, and has left the key.
+    encrypts(&fixture, &services, &["disk1"], false).await;
+    decrypts(&fixture, &services, &["disk1"], false).await;
+    assert!(is_sealed().await);
+    let row = fixture.vm(vm).await.unwrap();
+    let mut write = fixture.store.write().await.unwrap();
+    let plain = policies::find(&mut write, "plain").await.unwrap().unwrap();
+    let row = vms::Vm { policy: plain.id, policy_name: plain.name, ..row };
+    vms::set(&mut write, &row).await.unwrap();
+    write.commit().await.unwrap();
     decrypts(&fixture, &services, &[], false).await;
     assert!(!is_sealed().await);
     assert_eq!(fixture.vm(vm).await.unwrap().key, None);
