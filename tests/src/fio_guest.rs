@@ -7,6 +7,8 @@
 use std::path::PathBuf;
 use std::process::Command;
 
+use vmseal_history::load::Flushed;
+
 use crate::guest::{Console, built};
 use crate::installation::{Installation, text};
 use crate::program;
@@ -88,7 +90,10 @@ pub fn keep_history(console: &mut Console, life: u32, former: Option<&str>) {
 /// What the program had flushed last in this life of the guest, as far as this console has heard of it.
 #[must_use]
 pub fn flushed(console: &Console, life: u32) -> Option<String> {
-    console.last_line(&format!("{FLUSHED}{life} ")).map(|steps| format!("{life} {steps}"))
+    let of_life = |steps: &str| format!("{life} {steps}");
+    let is_whole = |steps: &str| of_life(steps).parse::<Flushed>().is_ok();
+    let steps = console.last_line(&format!("{FLUSHED}{life} "), is_whole)?;
+    Some(of_life(&steps))
 }
 
 /// fio ends, and found everything that it wrote; so does the program whose history is judged, if it has begun.
@@ -100,4 +105,25 @@ pub fn stop_and_check(console: &mut Console) {
     let verdict = format!("VERIFIED-{mark}-$([ -e /failed ] && echo badly || echo well)");
     let wanted = format!("VERIFIED-{mark}-well");
     run(console, &format!("[ ! -e /failed ] || cat /failed; echo {verdict}"), &wanted).unwrap();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::eventually;
+
+    #[test]
+    fn what_was_flushed_is_that_of_the_last_line_that_is_whole() {
+        let lines = [
+            "VMSEAL-DURABLE 0 90 90 90",
+            "VMSEAL-DURABLE 1 4VMSEAL-DURABLE 1 5 6 7",
+            "VMSEAL-DURABLE 1 8 [   9.1] a line of the kernel",
+            "VMSEAL-DURABLE 1 9 9 9",
+        ];
+        let said = lines.join("\r\n");
+        let console = Console::open(Command::new("printf").args(["%s", said.as_str()])).unwrap();
+        eventually("all is said", || console.has_said("9 9 9").then_some(())).unwrap();
+        assert_eq!(flushed(&console, 1).as_deref(), Some("1 5 6 7"));
+        assert_eq!(flushed(&console, 2), None);
+    }
 }

@@ -159,11 +159,13 @@ impl Console {
         self.heard.0.lock().is_ok_and(|heard| heard.text.contains(pattern))
     }
 
-    /// What follows a pattern in the last whole line that has it, of what nobody has expected yet.
-    pub fn last_line(&self, pattern: &str) -> Option<String> {
+    /// What follows a pattern in the last line of which that is whole, of what nobody has expected yet: a line may end early where the
+    /// kernel says something in the middle of it, or begin with a part of another where nobody listened meanwhile.
+    pub fn last_line(&self, pattern: &str, is_whole: impl Fn(&str) -> bool) -> Option<String> {
         let heard = self.heard.0.lock().ok()?;
-        let mut whole = heard.text.split_inclusive('\n').rev().filter(|line| line.ends_with('\n'));
-        whole.find_map(|line| Some(line.split_once(pattern)?.1.trim().to_owned()))
+        let lines = heard.text.split_inclusive('\n').rev().filter(|line| line.ends_with('\n'));
+        let mut rests = lines.filter_map(|line| Some(line.rsplit_once(pattern)?.1.trim()));
+        rests.find(|rest| is_whole(rest)).map(str::to_owned)
     }
 
     /// The next number of the counting guest.

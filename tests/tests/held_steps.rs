@@ -86,6 +86,7 @@ struct Guest {
 fn started_again(here: &Installation, guest: Guest) -> Guest {
     let Guest { console, life } = guest;
     let former = flushed(&console, life);
+    eprintln!("the guest is killed in its life {life}; known to be flushed: {former:?}");
     drop(console);
     eventually("the VM is off", || (here.vm(VM).ok()?["power"] == "off").then_some(())).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
