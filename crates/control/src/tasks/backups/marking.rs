@@ -101,6 +101,8 @@ async fn stays_as_it_is(run: &Run<'_>, vm: VmId) -> Result<(), StepError> {
         Operation::RestoreBackup { .. } | Operation::RestoreDeletedVm { .. } => "restored",
         Operation::AdoptVm { .. } => "adopted",
         Operation::MigrateVm { .. } | Operation::ChangeHost { .. } => "moved to another host",
+        // It may stay after all.
+        Operation::RemoveDisk { .. } => "deprived of a disk",
         _ => return Ok(()),
     };
     let detail = format!(
