@@ -5,7 +5,8 @@
 //!   the VM as the inventory has it ─┬─► registered with the host ───────────────┬─► the same key? offered to the host
 //!                                   └─► key of the provider ─► sealed, on record ┘
 //! ```
-//! As ever, a key is on record before it leaves; one that does not leave after that is on record, too.
+//! As ever, a key is on record before it leaves; one that does not leave after that is on record, too. An agent that has restarted
+//! since it answered refuses it: then all is done once more, one after the other.
 
 use vmseal_api::host::{HostState, SealedKey};
 use vmseal_api::id::{HostId, VmId};
@@ -45,7 +46,15 @@ impl Hosts {
         };
         let delivered = match ready {
             Ok(Some(ready)) if ready.vm.key == vm.key && ready.vm.host == vm.host => {
-                self.offer(&vm, ready.sealed).await
+                match self.offer(&vm, ready.sealed).await {
+                    // The agent has restarted since it answered: it has another key box, or does not know the VM.
+                    Err(problem)
+                        if matches!(problem.code, ErrorCode::WrongState | ErrorCode::NotFound) =>
+                    {
+                        return self.prepare(vm.id, purpose).await;
+                    }
+                    other => other,
+                }
             }
             Ok(Some(ready)) => {
                 let what = "the VM has got another key or host meanwhile";

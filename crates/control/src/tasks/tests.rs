@@ -686,6 +686,11 @@ async fn every_use_of_a_key_is_an_event() {
     let of = async |kind: &str| fixture.events(kind).await.len();
     assert_eq!(of("key.delivered").await, delivered + 1);
     assert_eq!((of("key.delivery-failed").await, fixture.calls(Call::OfferKey)), (1, delivered));
+    // An agent that has restarted since it answered has another key box: the key is sealed to that one, too.
+    fixture.inject(Call::OfferKey, HostFault::Refuse(ErrorCode::WrongState), 1);
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    assert_eq!((of("key.delivered").await, of("key.delivery-failed").await), (delivered + 3, 2));
+    fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 1 }, "web").await;
     let task = fixture.begin(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
     fixture.ended(task).await;
     let destroyed = fixture.events("key.destroyed").await;

@@ -165,6 +165,30 @@ async fn a_backup_that_becomes_another_vm_is_not_deleted_meanwhile() {
     done(&fixture, delete().await).await;
 }
 
+/// A restore in place that began before brings the header of before, without the mark.
+#[tokio::test]
+async fn the_first_vm_is_not_marked_while_it_is_restored_itself() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    fixture.made("web", "encrypted").await;
+    back_up(&fixture, &services, "first").await;
+    fixture.agent.set_work(LONG);
+    let begin = async |request: RestoreBackup| {
+        let begun = service::restore(&services, &me, "web", "first", request, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+        task.id
+    };
+    let (in_place, other) = (begin(Default::default()).await, begin(as_another(OTHER)).await);
+    let ended = fixture.ended(other).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains("it is being restored now"), "{problem}");
+    assert_eq!(fixture.calls(Call::ShareDataKeys), 0);
+    fixture.engine.cancel(&in_place.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(in_place).await.state, TaskState::Cancelled);
+}
+
 /// Another host that has the directory, too; an agent that does not know how is named.
 #[tokio::test]
 async fn another_host_makes_another_vm_of_a_backup() {
@@ -182,7 +206,12 @@ async fn another_host_makes_another_vm_of_a_backup() {
     let refused = restore(request.clone()).await.unwrap_err();
     assert!(refused.detail.contains("host 'there' does not find it"), "{refused}");
     other.mount_backups_of(&fixture.agent);
+    // The answer that the first VM's disks are marked is lost, and their host's agent has restarted when it is asked again.
+    fixture.agent.inject(Call::ShareDataKeys, 1, HostFault::CrashAfter);
     done(&fixture, restore(request).await).await;
+    assert!(fixture.calls(Call::ShareDataKeys) > 1);
+    let disks = fixture.agent.disks();
+    assert!(disks.values().filter(|it| it.vm == vm).all(|it| it.shared), "{disks:?}");
     let made = named(&fixture, OTHER).await.unwrap();
     assert_eq!((made.host_name.as_str(), made.lifecycle), ("there", Lifecycle::Ready));
     assert!(other.registered().contains(&made.id));
