@@ -126,7 +126,8 @@ fn redundancy(bench: &CephInstallation) {
         add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", "1,erasure-coding"]);
         let monitors = bench.cluster.monitors();
         add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
-        add.extend(["--keyring", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
+        // The server holds the key of this one.
+        add.extend(["--key-file", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
         here.try_vmseal(&add).unwrap()
     };
     let refused = said(&add("client.vmseal", &keyring));
@@ -135,6 +136,7 @@ fn redundancy(bench: &CephInstallation) {
     let added = add("client.admin", &administrator);
     assert!(added.status.success(), "{}", said(&added));
     let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
+    assert!(shown.contains("client.admin: held by the server"), "{shown}");
     let copies = "gold: mirroring, 2 copies: outlives 1 failed osd, guests go on with 1, and";
     assert!(shown.contains(copies), "{shown}");
     let parts =

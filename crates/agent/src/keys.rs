@@ -3,9 +3,12 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use vmseal_api::cloud_init::cloud_init_info;
-use vmseal_api::host::{KeyReference, MIGRATION_KEY_LEN, SealedKey, export_info, key_info};
+use vmseal_api::host::{
+    KeyReference, MIGRATION_KEY_LEN, PoolKey, SealedKey, export_info, key_info, pool_key_info,
+};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::{KeyContext, check_value};
 use vmseal_secret::sealed_box::{BoxError, Recipient, SealedBox};
 use vmseal_secret::{KEK_LEN, SecretBytes};
@@ -77,6 +80,20 @@ impl KeyBox {
             MIGRATION_KEY_LEN => Ok(key),
             _ => Err(Problem::invalid("begin.session.key", "its length is wrong")),
         }
+    }
+
+    /// Opens the key of a pool; none where it is to be forgotten.
+    ///
+    /// # Errors
+    /// `wrong-state` when it is sealed to an earlier run of the agent; `invalid-request` when it is not a sealed box, for another
+    /// mount, or not the key of a Ceph user.
+    pub fn open_pool_key(&self, offered: &PoolKey) -> Result<Option<SecretBytes>, Problem> {
+        let Some(sealed) = &offered.key else { return Ok(None) };
+        let key = self.open_box(sealed, &pool_key_info(&offered.path), || {
+            Problem::invalid("key", "it is sealed for another mount")
+        })?;
+        CephxKey::bare(key.expose()).map_err(|error| Problem::invalid("key", error.to_string()))?;
+        Ok(Some(key))
     }
 
     fn open_box(

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
+use crate::passphrase::SealedPassphrase;
 use crate::redundancy::{PoolFacts, Redundancy};
 
 /// The most images that a scan lists: enough for the disks of 1024 VMs.
@@ -90,9 +91,10 @@ pub struct RbdPool {
     pub monitors: String,
     /// The Ceph user, `client.NAME`.
     pub user: String,
-    /// The file on the host with the user's key: an absolute path.
-    #[cfg_attr(feature = "openapi", schema(value_type = String))]
-    pub keyring: PathBuf,
+    /// The file on the host with the user's key: an absolute path. None where the server holds the key.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keyring: Option<PathBuf>,
     /// The pool of names and headers and, without `data_pool`, of data: a replicated one.
     pub pool: String,
     /// The namespace in the pool; none for the pool's own.
@@ -172,11 +174,20 @@ impl RbdPool {
         if let Some(create) = self.create {
             create.check().map_err(|what| ("create", what))?;
         }
-        if !self.keyring.is_absolute() {
+        if self.keyring.as_ref().is_some_and(|keyring| !keyring.is_absolute()) {
             return Err(("keyring", "must be an absolute path on the host".to_owned()));
         }
         Ok(())
     }
+}
+
+/// Gives the server another key of a pool's user.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetDatastoreKey {
+    /// The key, base64 as `ceph auth get-key` prints it, sealed for `key of datastore NAME`, the name as in the request's path.
+    pub key: SealedPassphrase,
 }
 
 /// A datastore on a host.

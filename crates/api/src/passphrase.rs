@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// A passphrase, sealed to the server's passphrase box (`GET /api/v1/about`): HTTP buffers never hold it. The info string is
-/// `vmseal passphrase v1`, a zero byte, and what it is for: the name of a provider.
+/// `vmseal passphrase v1`, a zero byte, and what it is for: the name of a provider, or `key of datastore` and its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -16,6 +16,12 @@ pub struct SealedPassphrase {
 
 /// What the passphrase of a server's backup is sealed for, in place of a provider: no provider has this name.
 pub const SERVER_BACKUP: &str = "backup of the server";
+
+/// What the key of a datastore is sealed for, in place of a provider: no provider has such a name.
+#[must_use]
+pub fn of_datastore(name: &str) -> String {
+    format!("key of datastore {name}")
+}
 
 /// The context that a passphrase is sealed with: one provider, by name.
 #[must_use]

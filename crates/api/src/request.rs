@@ -138,6 +138,10 @@ pub struct AddDatastore {
     /// adopted. Not needed where it holds no VM.
     #[serde(default)]
     pub existing: bool,
+    /// The key of a pool's user, for the server to hold, where its location names no keyring: base64, sealed for `key of
+    /// datastore NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SealedPassphrase>,
 }
 
 /// Shares a datastore with another host.

@@ -148,14 +148,17 @@ impl Installation {
     /// Gives the first host a datastore that is a pool of a Ceph cluster; its agent mounts it.
     pub fn add_pool(&mut self, name: &'static str, pool: &RbdPool) -> Result<(), OperationError> {
         let path = self.path(name);
-        let (text, keyring) = (path.display().to_string(), pool.keyring.display().to_string());
+        let text = path.display().to_string();
+        let keyring = pool.keyring.as_ref().map(|file| file.display().to_string());
+        let keyring: Vec<_> =
+            keyring.iter().flat_map(|file| ["--keyring", file.as_str()]).collect();
         // One that is mounted and not added is unmounted, too.
         self.mounted.push(path);
         let place = ["datastore", "add", name, "--host", HERE, "--path", &text];
         let cluster = ["--pool", &pool.pool, "--monitors", &pool.monitors];
-        let user = ["--user", &pool.user, "--keyring", &keyring];
+        let user = ["--user", &pool.user];
         let messenger = ["--messenger", pool.messenger.name()];
-        self.vmseal(&[&place[..], &cluster, &user, &messenger].concat())?;
+        self.vmseal(&[&place[..], &cluster, &user, &keyring[..], &messenger].concat())?;
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vmseal_api::datastore::Messenger;
+use vmseal_secret::cephx::CephxKey;
 
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, WriteOperation,
@@ -26,15 +27,24 @@ const KEYS_AT_A_TIME: u64 = 512;
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
 
+/// Where the user's key is.
+#[derive(Debug)]
+pub enum UserKey {
+    /// In a keyring.
+    InFile(String),
+    /// It was given.
+    Given(CephxKey),
+}
+
 /// Which cluster, and as whom.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Access {
     /// The monitors' addresses, as in `mon_host`.
     pub monitors: String,
     /// The user, `client.NAME`.
     pub user: String,
-    /// The file with its key.
-    pub keyring: String,
+    /// Its key.
+    pub key: UserKey,
     /// How data goes over the network.
     pub messenger: Messenger,
 }
@@ -55,7 +65,7 @@ pub enum ConnectError {
     },
     /// The cluster.
     #[error(
-        "no connection to the Ceph cluster at {monitors} as {user}: {error}. Check the addresses, the user and its keyring, and that the cluster allows the messenger's mode"
+        "no connection to the Ceph cluster at {monitors} as {user}: {error}. Check the addresses, the user and its key, and that the cluster allows the messenger's mode"
     )]
     Connect {
         /// Its monitors.
@@ -138,9 +148,17 @@ impl Cluster {
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
+        let keyring: &str = match &access.key {
+            UserKey::InFile(path) => path,
+            // None of this machine: the key that is given counts.
+            UserKey::Given(_) => "",
+        };
+        if let UserKey::Given(key) = &access.key {
+            self.set("key", key.expose_c())?;
+        }
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
-            ("keyring", &access.keyring),
+            ("keyring", keyring),
             ("ms_client_mode", messenger),
             ("ms_mon_client_mode", messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
@@ -158,13 +176,19 @@ impl Cluster {
             ("log_to_stderr", "false"),
             ("admin_socket", ""),
         ] {
-            let failed = |error| ConnectError::Option { option, error };
-            let (name, value) = (text(option).map_err(failed)?, text(value).map_err(failed)?);
-            let rados = &loaded().rados;
-            // SAFETY: the handle is open, the texts outlive the call.
-            checked(unsafe { (rados.rados_conf_set)(self.0, name.as_ptr(), value.as_ptr()) })
-                .map_err(failed)?;
+            let value = text(value).map_err(|error| ConnectError::Option { option, error })?;
+            self.set(option, &value)?;
         }
+        Ok(())
+    }
+
+    fn set(&self, option: &'static str, value: &CStr) -> Result<(), ConnectError> {
+        let failed = |error| ConnectError::Option { option, error };
+        let name = text(option).map_err(failed)?;
+        let rados = &loaded().rados;
+        // SAFETY: the handle is open, the texts outlive the call.
+        checked(unsafe { (rados.rados_conf_set)(self.0, name.as_ptr(), value.as_ptr()) })
+            .map_err(failed)?;
         Ok(())
     }
 

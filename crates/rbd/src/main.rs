@@ -24,7 +24,7 @@ use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::redundancy::Redundancy;
-use vmseal_rbd::cluster::{Access, Cluster, Pool};
+use vmseal_rbd::cluster::{Access, Cluster, Pool, UserKey};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
@@ -34,6 +34,7 @@ use vmseal_rbd::library;
 use vmseal_rbd::locks::Locks;
 use vmseal_rbd::open_file::Store;
 use vmseal_rbd::predecessors::Predecessors;
+use vmseal_secret::cephx::CephxKey;
 
 /// How many threads take requests: those that ask the cluster about names wait for the answer.
 const THREADS: usize = 4;
@@ -50,8 +51,11 @@ struct Options {
     #[arg(long, value_name = "client.NAME", default_value = "client.vmseal")]
     user: String,
     /// The file with the user's key
-    #[arg(long, value_name = "FILE")]
-    keyring: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "key_on_stdin")]
+    keyring: Option<PathBuf>,
+    /// The user's key comes on standard input: it is in no file
+    #[arg(long, conflicts_with = "keyring")]
+    key_on_stdin: bool,
     /// The pool of names, headers and, unless --data-pool is given, of data: a replicated one
     #[arg(long)]
     pool: String,
@@ -153,14 +157,24 @@ fn serve(
     connected: &Sender<String>,
     mount: &Receiver<OwnedFd>,
 ) -> anyhow::Result<()> {
-    confinement::enter(&options.keyring).context("the process cannot be confined")?;
+    let keyring = options.keyring.as_deref();
+    let key = match keyring {
+        Some(file) => UserKey::InFile(file.to_string_lossy().into_owned()),
+        None => UserKey::Given(
+            CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
+        ),
+    };
+    confinement::enter(keyring.unwrap_or(Path::new("/dev/null")))
+        .context("the process cannot be confined")?;
     let access = Access {
         monitors: options.monitors.clone(),
         user: options.user.clone(),
-        keyring: options.keyring.to_string_lossy().into_owned(),
+        key,
         messenger: options.messenger,
     };
     let cluster = Cluster::connect(&access)?;
+    // The library has a copy for as long as it is connected.
+    drop(access);
     if let Some(asked) = options.create {
         create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
             .with_context(|| format!("the pool '{}' is not made", options.pool))?;

@@ -10,7 +10,7 @@ use utoipa::openapi::{OneOfBuilder, Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::kmip::Pem;
-use vmseal_api::model::{Host, Plan, Policy, Provider, Task, Vm};
+use vmseal_api::model::{Datastore, Host, Plan, Policy, Provider, Task, Vm};
 use vmseal_api::request::Backup;
 use vmseal_control::services::Outcome;
 
@@ -56,6 +56,7 @@ pub(crate) struct OrPlan<T>(PhantomData<T>);
 
 pub(crate) type BackupOrPlan = OrPlan<Backup>;
 pub(crate) type BitmapOrPlan = OrPlan<BitmapStatus>;
+pub(crate) type DatastoreOrPlan = OrPlan<Datastore>;
 pub(crate) type HostOrPlan = OrPlan<Host>;
 pub(crate) type PemOrPlan = OrPlan<Pem>;
 pub(crate) type PolicyOrPlan = OrPlan<Policy>;

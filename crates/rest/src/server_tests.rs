@@ -110,6 +110,7 @@ impl Installation {
             host: "here".to_owned(),
             location: DatastoreLocation::Dir { path: "/store".into() },
             existing: false,
+            key: None,
         };
         let _: Datastore = client.post("datastores", &datastore).await.unwrap();
         // The passphrase comes as a credential.

@@ -15,6 +15,9 @@ const LABEL: &[u8] = b"vmseal key derivation v1";
 /// The same for a key that comes from the DEK of a disk.
 const DISK_LABEL: &[u8] = b"vmseal key derivation from a disk v1";
 
+/// The same for what the server holds for a datastore.
+const DATASTORE_LABEL: &[u8] = b"vmseal datastore key v1";
+
 /// The same for the frames of a sealed file.
 const SEALED_FILE_LABEL: &[u8] = b"vmseal sealed file v1";
 
@@ -129,6 +132,18 @@ fn hkdf_sha256(
         .and_then(|okm| okm.fill(out.expose_mut()))
         .map_err(|_| DeriveError::Hkdf)?;
     Ok(out)
+}
+
+/// The key that wraps the key of a datastore in the server's inventory, from the private key of the server's authority (DER) and
+/// the 16 bytes of the datastore's UUID.
+///
+/// # Errors
+/// [`DeriveError`]: AWS-LC refused, or there is no memory.
+pub fn datastore_wrapping_key(
+    authority: &SecretBytes,
+    datastore: [u8; 16],
+) -> Result<SecretBytes, DeriveError> {
+    hkdf_sha256(&[], authority.expose(), &fields(&[DATASTORE_LABEL, &datastore]), DERIVED_LEN)
 }
 
 /// Every field with its length before it, so that no two contexts have the same encoding.

@@ -1,9 +1,10 @@
 //! Key bytes in locked memory, and the operations on them: derivation, wrapping, authentication, sealing to a
-//! public key and under a passphrase, hardening of the process that holds them.
+//! public key and under a passphrase, keys of Ceph users, hardening of the process that holds them.
 //!
 //! No I/O other than memory, no async. Formats are described in docs/formats/.
 
 mod bytes;
+pub mod cephx;
 pub mod derive;
 pub mod digest;
 mod hpke;

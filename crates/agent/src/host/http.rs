@@ -104,6 +104,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/examine", post(examine_datastore))
         .route("/v1/datastores/examine-disk", post(examine_disk))
         .route("/v1/datastores/share", post(share_datastore))
+        .route("/v1/datastores/key", put(offer_pool_key))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/datastores/survey", post(survey_datastore))
@@ -236,6 +237,11 @@ async fn examine_disk(State(agent): State<Agent>, request: Body) -> Answer<Respo
 
 async fn share_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     agent.share_datastore(body(request).await?).await?;
+    done()
+}
+
+async fn offer_pool_key(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.offer_pool_key(body(request).await?).await?;
     done()
 }
 

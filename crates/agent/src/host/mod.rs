@@ -28,7 +28,7 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    OtherKey, PoolKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
     StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
@@ -63,6 +63,7 @@ use crate::storage::exported;
 use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
 use crate::storage::pool;
+use crate::storage::pool_keys;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::timed;
@@ -341,6 +342,12 @@ impl HostAgent for RealHost {
 
     async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
         self.sharing.step(sharing).await
+    }
+
+    async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
+        let key = self.shared.key_box.open_pool_key(&offered)?;
+        pool_keys::hold(offered.path, key);
+        Ok(())
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {

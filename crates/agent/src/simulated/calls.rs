@@ -15,8 +15,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, Power, PowerOff, SealedKey, ShareDataKeys,
-    Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PoolKey, Power, PowerOff, SealedKey,
+    ShareDataKeys, Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -124,6 +124,7 @@ impl Inside {
     }
 
     fn examine(&self, spec: &DatastoreSpec) -> Result<DatastoreUsage, Problem> {
+        self.may_mount(&spec.location)?;
         let path = spec.location.path();
         if !path.is_absolute() || path.ends_with("missing") {
             return Err(Problem::invalid("location.path", "is no directory on this host"));
@@ -530,6 +531,10 @@ impl HostAgent for SimulatedHost {
 
     async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
         self.call(Call::ShareDatastore, |inside| inside.persisted.storage.share(&sharing))
+    }
+
+    async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
+        self.call(Call::OfferPoolKey, |inside| inside.hold_pool_key(offered))
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

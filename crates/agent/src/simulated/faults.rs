@@ -18,6 +18,8 @@ pub enum Call {
     ExamineDatastore,
     /// `share_datastore`
     ShareDatastore,
+    /// `offer_pool_key`
+    OfferPoolKey,
     /// `examine_disk`
     ExamineDisk,
     /// `measure_datastore`

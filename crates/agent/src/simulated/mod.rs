@@ -23,6 +23,7 @@ mod memories;
 mod migration;
 mod mirror;
 mod panics;
+mod pool_keys;
 mod proofs;
 mod replica;
 mod running;
@@ -278,6 +279,8 @@ struct AgentState {
     vms: BTreeMap<VmId, Known>,
     log_levels: Levels,
     exposed: Exposed,
+    /// The keys of pools, by where these are mounted.
+    pool_keys: BTreeMap<PathBuf, SecretBytes>,
     works: u64,
     /// Turns true when the agent ends: calls that wait then fail.
     ended: watch::Sender<bool>,
@@ -291,6 +294,7 @@ impl AgentState {
             vms: BTreeMap::new(),
             log_levels: Levels::default(),
             exposed: Exposed::default(),
+            pool_keys: BTreeMap::new(),
             works: 0,
             ended: watch::Sender::new(false),
         }

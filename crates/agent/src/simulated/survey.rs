@@ -86,6 +86,7 @@ impl Inside {
     }
 
     pub fn survey(&self, location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> {
+        self.may_mount(location)?;
         let path = location.path();
         let mark = self.persisted.storage.mark(path);
         let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);

@@ -39,6 +39,7 @@ pub(crate) mod open;
 pub(crate) mod opening;
 pub(crate) mod placeholder;
 pub(crate) mod pool;
+pub(crate) mod pool_keys;
 pub(crate) mod proof;
 pub(crate) mod replica;
 pub(crate) mod sealed;

@@ -19,8 +19,10 @@ use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
+use vmseal_secret::SecretBytes;
 
 use crate::storage::mounts::file_system;
+use crate::storage::pool_keys;
 
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds.
 const MOUNT_TIMEOUT: Duration = Duration::from_secs(40);
@@ -70,7 +72,20 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
         let what = "this agent cannot mount pools of Ceph";
         return Err(Problem::new(ErrorCode::Unsupported, what));
     };
-    start_and_wait(program, run_dir, path, pool)
+    let key = match pool.keyring {
+        Some(_) => None,
+        None => Some(pool_keys::of(path).ok_or_else(|| without_key(pool))?),
+    };
+    start_and_wait(program, run_dir, path, pool, key.as_deref())
+}
+
+/// The server holds the key of this pool, and has not given it.
+pub(crate) fn without_key(pool: &RbdPool) -> Problem {
+    let what = format!(
+        "the pool '{}' is not mounted: its key is held by the server, which has not given it to this agent yet",
+        pool.pool
+    );
+    Problem::new(ErrorCode::Unreachable, what)
 }
 
 fn start_and_wait(
@@ -78,6 +93,7 @@ fn start_and_wait(
     run_dir: &Path,
     path: &Path,
     pool: &RbdPool,
+    key: Option<&SecretBytes>,
 ) -> Result<(), Problem> {
     let place = |error: io::Error| {
         Problem::invalid("location.path", format!("{}: {error}", path.display()))
@@ -97,7 +113,7 @@ fn start_and_wait(
         .and_then(|()| OpenOptions::new().create(true).append(true).mode(0o600).open(&log_path))
         .and_then(|log| {
             let from = log.metadata()?.len();
-            Ok((start(program, &records, path, pool, &log)?, from))
+            Ok((start(program, &records, path, pool, key, &log)?, from))
         });
     let (mut child, log_from) = started.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => failed(format!(
@@ -141,6 +157,7 @@ fn start(
     records: &Path,
     path: &Path,
     pool: &RbdPool,
+    key: Option<&SecretBytes>,
     log: &File,
 ) -> io::Result<Child> {
     program.metadata()?;
@@ -155,7 +172,12 @@ fn start(
         Command::new(program)
     };
     command.args(arguments(records, path, pool));
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    // Not as an argument, in the environment or in a file: others of the host could read it there.
+    let stdin = match key {
+        Some(key) => Stdio::from(pool_keys::piped(key)?),
+        None => Stdio::null(),
+    };
+    command.stdin(stdin).stdout(log.try_clone()?).stderr(log.try_clone()?);
     command.current_dir("/");
     // It goes on when the agent ends, also by a signal to its group.
     command.process_group(0);
@@ -168,8 +190,6 @@ fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsStr
         (&pool.monitors).into(),
         "--user".into(),
         (&pool.user).into(),
-        "--keyring".into(),
-        (&pool.keyring).into(),
         "--pool".into(),
         (&pool.pool).into(),
         "--messenger".into(),
@@ -177,6 +197,10 @@ fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsStr
         "--run-dir".into(),
         records.into(),
     ];
+    match &pool.keyring {
+        Some(keyring) => arguments.extend(["--keyring".into(), keyring.into()]),
+        None => arguments.push("--key-on-stdin".into()),
+    }
     for (option, value) in [("--namespace", &pool.namespace), ("--data-pool", &pool.data_pool)] {
         if let Some(value) = value {
             arguments.extend([option.into(), value.into()]);
@@ -228,7 +252,7 @@ mod tests {
         RbdPool {
             monitors: "v2:10.0.0.1:3300".to_owned(),
             user: "client.vmseal".to_owned(),
-            keyring: "/etc/ceph/keyring".into(),
+            keyring: Some("/etc/ceph/keyring".into()),
             pool: "vms".to_owned(),
             namespace: None,
             data_pool: Some("ec".to_owned()),
@@ -243,7 +267,7 @@ mod tests {
         let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
         assert_eq!(
             arguments.join(" "),
-            "--monitors v2:10.0.0.1:3300 --user client.vmseal --keyring /etc/ceph/keyring --pool vms --messenger secure --run-dir /run/v/rbd --data-pool ec /srv/ceph"
+            "--monitors v2:10.0.0.1:3300 --user client.vmseal --pool vms --messenger secure --run-dir /run/v/rbd --keyring /etc/ceph/keyring --data-pool ec /srv/ceph"
         );
     }
 
@@ -263,7 +287,7 @@ mod tests {
         let program = directory.path().join("vmseal-rbd");
         let run_dir = directory.path().join("run");
         let place = directory.path().join("mount");
-        let missing = start_and_wait(&program, &run_dir, &place, &pool()).unwrap_err();
+        let missing = start_and_wait(&program, &run_dir, &place, &pool(), None).unwrap_err();
         assert!(missing.detail.contains("install vmseal-rbd"), "{missing}");
         std::fs::write(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n").unwrap();
         std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
@@ -271,11 +295,19 @@ mod tests {
             return;
         }
         for _ in 0..2 {
-            let refused = start_and_wait(&program, &run_dir, &place, &pool()).unwrap_err();
+            let refused = start_and_wait(&program, &run_dir, &place, &pool(), None).unwrap_err();
             assert_eq!(refused.code, ErrorCode::Unreachable);
             let said = refused.detail.matches("no monitor answers").count();
             assert_eq!(said, 1, "{refused}");
         }
+        // A key that the server holds is on its standard input alone.
+        let said = "#!/bin/sh\necho \"$(cat) $*\" >&2\nexit 1\n";
+        std::fs::write(&program, said).unwrap();
+        let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
+        let held = RbdPool { keyring: None, ..pool() };
+        let refused = start_and_wait(&program, &run_dir, &place, &held, Some(&key)).unwrap_err();
+        assert!(refused.detail.contains("AQ-the-key --monitors"), "{refused}");
+        assert_eq!(refused.detail.matches("AQ-the-key").count(), 1, "{refused}");
         assert!(!is_mounted(&place));
         assert!(!is_mounted(Path::new("/proc")), "something else is mounted there");
     }

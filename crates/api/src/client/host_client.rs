@@ -30,8 +30,8 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
-    StateChange, VmChange, VmSpec,
+    OtherKey, PoolKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing,
+    ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -194,6 +194,10 @@ impl HostAgent for HostClient {
 
     async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
         self.command_with(Method::POST, "datastores/share", &sharing).await
+    }
+
+    async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
+        self.command_with(Method::PUT, "datastores/key", &offered).await
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

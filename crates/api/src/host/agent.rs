@@ -8,7 +8,7 @@ use super::change::VmChange;
 use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
-use super::key::{KeyReference, OtherKey, SealedKey, ShareDataKeys};
+use super::key::{KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys};
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
@@ -96,6 +96,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `wrong-state` when the place does not carry the datastore's mark, or its files are not those of the other host, or
     /// the lock is not held any more; `unsupported` where locks do not reach other hosts.
     async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem>;
+
+    /// Gives the host the key of a pool that it mounts, or has it forget it. It is held until the agent ends; a pool that is mounted
+    /// stays so. Agents without the feature [`POOL_KEYS`](super::version::POOL_KEYS) do not know it.
+    ///
+    /// # Errors
+    /// `wrong-state` when it is sealed to an earlier incarnation; `invalid-request` when it is for another mount, or no key.
+    async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
     /// VM and no key are needed, and nothing is changed.

@@ -1,5 +1,7 @@
 //! Keys on their way to a host: by reference, and sealed.
 
+use std::path::{Path, PathBuf};
+
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DiskId, ProviderId, VmId};
@@ -49,6 +51,23 @@ pub struct ShareDataKeys {
     pub key: KeyReference,
     /// The disks; those that are not encrypted stay as they are.
     pub disks: Vec<DiskId>,
+}
+
+/// The key (cephx) of a pool's user, for the host that mounts the pool.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PoolKey {
+    /// Where the host mounts the pool.
+    pub path: PathBuf,
+    /// The key, sealed with [`pool_key_info`]; none has the host forget the one that it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SealedKey>,
+}
+
+/// The context that the key of a pool is sealed with: it cannot be offered for another mount.
+#[must_use]
+pub fn pool_key_info(path: &Path) -> Vec<u8> {
+    [b"vmseal pool key v1\0", path.as_os_str().as_encoded_bytes()].concat()
 }
 
 /// The context that a KEK is sealed with: it cannot be offered for another VM or as another key.

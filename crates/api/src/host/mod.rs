@@ -17,6 +17,7 @@
 //! POST   /v1/datastores/examine-disk       examine_disk
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/share              share_datastore
+//! PUT    /v1/datastores/key                offer_pool_key
 //! POST   /v1/datastores/scan               scan_datastore
 //! POST   /v1/datastores/survey             survey_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
@@ -98,7 +99,9 @@ pub use self::job::{
     JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
     RestoredFrom, RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
-pub use self::key::{KeyReference, OtherKey, SealedKey, ShareDataKeys, key_info};
+pub use self::key::{
+    KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys, key_info, pool_key_info,
+};
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
     MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,

@@ -35,6 +35,10 @@ pub struct PoolOptions {
     /// The file with the user's key, on the host [default: /etc/ceph/ceph.USER.keyring]
     #[arg(long, value_name = "FILE", requires = "pool")]
     pub keyring: Option<PathBuf>,
+    /// The user's key itself, which the server holds and gives to hosts, in place of a file there: here, a keyring, or a file with the
+    /// key alone; - is standard input
+    #[arg(long, value_name = "FILE", requires = "pool", conflicts_with = "keyring")]
+    pub key_file: Option<PathBuf>,
     /// The pool of data; it may be erasure-coded
     #[arg(long, value_name = "POOL", requires = "pool")]
     pub data_pool: Option<String>,
@@ -57,7 +61,10 @@ impl PoolOptions {
             None => (pool, None),
         };
         let keyring = || format!("/etc/ceph/ceph.{}.keyring", self.user).into();
-        let keyring = self.keyring.unwrap_or_else(keyring);
+        let keyring = match self.key_file {
+            Some(_) => None,
+            None => Some(self.keyring.unwrap_or_else(keyring)),
+        };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
         let Self { user, data_pool, messenger, create, .. } = self;
         let pool =
@@ -129,6 +136,19 @@ pub enum Datastore {
         dry_run: DryRun,
         #[command(flatten)]
         pool: PoolOptions,
+    },
+    /// Change the key of a pool of a Ceph cluster that the server holds
+    ///
+    /// The hosts that have the datastore get it at once. Where the pool is mounted it stays so with the former key, until its
+    /// vmseal-rbd is started again.
+    Set {
+        /// Name, `HOST:NAME` if several hosts have one of that name, or id
+        name: String,
+        /// The user's key: a keyring, or a file with the key alone; - is standard input
+        #[arg(long, value_name = "FILE")]
+        key_file: PathBuf,
+        #[command(flatten)]
+        dry_run: DryRun,
     },
     /// Take the VMs on a datastore into the inventory that it does not have
     ///

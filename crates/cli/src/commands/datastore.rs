@@ -2,12 +2,13 @@
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
+use vmseal_api::datastore::RbdPool;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
-use super::{adopt, list};
+use super::{adopt, datastore_key, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 
@@ -19,18 +20,26 @@ pub async fn run(
     match verb {
         arguments::Datastore::List(how) => list::run(server, output, &how, "datastores").await,
         arguments::Datastore::Show(of) => {
-            list::one::<Datastore>(server, output, &of, "datastores", pools).await
+            list::one::<Datastore>(server, output, &of, "datastores", details).await
         }
         arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
+            let (key_file, user) = (pool.key_file.clone(), pool.user.clone());
             let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
             let location = pool.location(&name, path).or(dir);
             let location = location.context("give --path or --pool")?;
-            let request = AddDatastore { name, host, location, existing };
+            let key = match key_file {
+                Some(file) => Some(datastore_key::sealed(server, &file, &user, &name).await?),
+                None => None,
+            };
+            let request = AddDatastore { name, host, location, existing, key };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);
             }
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
+        }
+        arguments::Datastore::Set { name, key_file, dry_run } => {
+            datastore_key::set(server, output, (&name, &key_file), dry_run.dry_run).await
         }
         arguments::Datastore::Adopt(options) => adopt::run(server, output, *options).await,
         arguments::Datastore::Scan(of) => {
@@ -64,8 +73,16 @@ pub async fn run(
     }
 }
 
-/// How the cluster keeps what is stored in each pool.
-fn pools(datastore: &Datastore) -> Vec<(&'static str, String)> {
+/// Where the key of each pool's user is, and how the cluster keeps what is stored in each pool.
+fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let key = |pool: &RbdPool| match &pool.keyring {
+        Some(keyring) => format!("{}: {}", pool.user, keyring.display()),
+        None => format!("{}: held by the server", pool.user),
+    };
+    let pools = datastore.hosts.iter().filter_map(|on| on.location.pool());
+    let mut keys: Vec<_> = pools.map(|pool| ("KEY", key(pool))).collect();
+    keys.dedup();
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
-    datastore.pools.iter().map(line).collect()
+    keys.extend(datastore.pools.iter().map(line));
+    keys
 }

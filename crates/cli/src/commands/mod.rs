@@ -8,6 +8,7 @@ mod ceph;
 mod confirm;
 mod console;
 mod datastore;
+mod datastore_key;
 mod disk;
 mod doctor;
 mod drain;

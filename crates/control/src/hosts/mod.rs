@@ -11,6 +11,7 @@ pub mod keys;
 mod left;
 mod monitor;
 mod panics;
+pub(crate) mod pool_keys;
 mod preparing;
 mod registration;
 pub mod reports;

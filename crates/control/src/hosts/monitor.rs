@@ -40,6 +40,7 @@ use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
 use super::left;
 use super::panics;
+use super::pool_keys;
 use super::{HostView, is_silence, registration};
 use crate::locks::Locks;
 use crate::operation::Operation;
@@ -163,6 +164,10 @@ impl Monitor {
             if state.incarnation != description.incarnation {
                 return Ok(None);
             }
+            // Before VMs: their disks may be on these pools.
+            let data_dir = self.providers.data_dir();
+            let here = (self.id, &*description);
+            pool_keys::give_all(&self.store, data_dir, &*self.agent, here).await?;
             self.supply(&description, &state).await?;
             self.deliveries.settle().await?;
             // Read again, now that the VMs are registered.

@@ -187,6 +187,11 @@ impl Providers {
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(id, provider);
     }
 
+    /// The server's data directory, which has the providers' files.
+    pub(crate) fn data_dir(&self) -> &Path {
+        self.directory.parent().unwrap_or(&self.directory)
+    }
+
     /// The directory of a provider's sealed files.
     fn directory_of(&self, id: ProviderId) -> PathBuf {
         self.directory.join(id.to_string())

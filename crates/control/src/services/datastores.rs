@@ -3,20 +3,24 @@
 use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use vmseal_api::datastore::{DatastoreCondition, DatastoreHost, DatastoreScan, RbdPool};
-use vmseal_api::host::version::{CREATE_POOLS, DESCRIPTORS, RBD_DATASTORES};
+use vmseal_api::datastore::{
+    DatastoreCondition, DatastoreHost, DatastoreScan, RbdPool, SetDatastoreKey,
+};
+use vmseal_api::host::version::{CREATE_POOLS, DESCRIPTORS, POOL_KEYS, RBD_DATASTORES};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
+use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
-use super::{Outcome, PageRequest, Services, page_of};
+use super::{Outcome, PageRequest, Services, datastore_keys, page_of};
+use crate::hosts::pool_keys;
 use crate::store::datastores::OnHost;
 use crate::store::events::NewEvent;
-use crate::store::{datastores, disks, hosts, tasks};
+use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks};
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
@@ -93,12 +97,18 @@ pub(super) fn can_mount(
 ) -> Result<(), Problem> {
     let Some(pool) = location.pool() else { return Ok(()) };
     let view = services.hosts.view(host);
-    if view.has(RBD_DATASTORES) && (pool.create.is_none() || view.has(CREATE_POOLS)) {
+    let mounts = view.has(RBD_DATASTORES) && (pool.create.is_none() || view.has(CREATE_POOLS));
+    let takes_key = pool.keyring.is_some() || view.has(POOL_KEYS);
+    if mounts && takes_key {
         return Ok(());
     }
     services.hosts.connected(host)?;
-    let detail =
-        format!("the agent of host '{name}' cannot mount pools of Ceph: upgrade vmseal there");
+    let lacks = if mounts {
+        "takes no keys of pools from the server"
+    } else {
+        "cannot mount pools of Ceph"
+    };
+    let detail = format!("the agent of host '{name}' {lacks}: upgrade vmseal there");
     Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
@@ -201,10 +211,35 @@ pub async fn add(
         ..Problem::not_found("host", &request.host)
     })?;
     can_mount(services, (host.id, &host.name), &request.location)?;
-    let agent = services.hosts.connected(host.id)?;
+    services.hosts.connected(host.id)?;
+    let key = datastore_keys::of_request(services, &request)?;
     if let Some(pool) = request.location.pool().filter(|pool| dry_run && pool.create.is_some()) {
         return Ok(Outcome::Planned(with_new_pools(&request, pool)));
     }
+    let Some(key) = key else {
+        return add_to(services, caller, host, request, None, dry_run).await;
+    };
+    let location = request.location.clone();
+    let (host_id, host_name) = (host.id, host.name.clone());
+    let on = OnHost { host: host_id, host_name, location: location.clone() };
+    datastore_keys::give(services, &request.name, &on, &key).await?;
+    let added = add_to(services, caller, host, request, Some(&key), dry_run).await;
+    if !matches!(added, Ok(Outcome::Done(_))) {
+        datastore_keys::forget(services, host_id, &location).await;
+    }
+    added
+}
+
+/// Adds a datastore whose host can get at it.
+async fn add_to(
+    services: &Services,
+    caller: &Caller,
+    host: hosts::Host,
+    request: AddDatastore,
+    key: Option<&SecretBytes>,
+    dry_run: bool,
+) -> Result<Outcome<Datastore>, Problem> {
+    let agent = services.hosts.connected(host.id)?;
     let id = id_for(services, &host, &request).await?;
     let mut read = services.store.read().await?;
     for taken in [format!("{}:{}", host.name, request.name), id.to_string()] {
@@ -244,10 +279,15 @@ pub async fn add(
         usage: Some(usage),
         pools,
     };
+    let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;
+    if let Some(wrapped) = &wrapped {
+        store_keys::set(&mut write, id, wrapped).await?;
+    }
     let (kind, target) = ("datastore.added", datastore.name.as_str());
-    let detail = format!("on host '{}', id {id}", datastore.host_names());
+    let held = if wrapped.is_some() { ", with a key that the server holds" } else { "" };
+    let detail = format!("on host '{}', id {id}{held}", datastore.host_names());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     write.commit().await?;
     Ok(Outcome::Done(shown(datastore)))
@@ -257,6 +297,17 @@ pub async fn add(
 pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Datastore, Problem> {
     caller.require(Privilege::Read)?;
     Ok(shown(find(services, name).await?))
+}
+
+/// Changes the key of a datastore that the server holds.
+pub async fn set_key(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastoreKey,
+    dry_run: bool,
+) -> Result<Outcome<Datastore>, Problem> {
+    Ok(datastore_keys::set(services, caller, name, request, dry_run).await?.map(shown))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.
@@ -294,6 +345,9 @@ pub async fn remove(
         return Ok(Outcome::planned("datastore.remove", target, step));
     }
     write.commit().await?;
+    for on in &datastore.hosts {
+        datastore_keys::forget(services, on.host, &on.location).await;
+    }
     Ok(Outcome::Done(()))
 }
 

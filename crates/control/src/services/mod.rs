@@ -21,6 +21,7 @@
 //! | [`proofs`] | proofs that virtual machines are encrypted |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`sharing`] | datastores that several hosts have |
+//! | `datastore_keys` | the keys of pools that the server holds |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
 //! | [`log_levels`], [`metrics`] | diagnostics |
@@ -34,6 +35,7 @@ pub mod caller;
 pub mod clone_vm;
 mod cloud_init;
 pub mod create_vm;
+mod datastore_keys;
 pub mod datastores;
 pub mod disks;
 pub mod drain;

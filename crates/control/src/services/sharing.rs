@@ -11,7 +11,8 @@ use vmseal_api::request::ShareDatastore;
 
 use super::caller::{Caller, Privilege};
 use super::datastores::{can_mount, check_location, find, reached, shown};
-use super::{Outcome, Services};
+use super::{Outcome, Services, datastore_keys};
+use crate::hosts::pool_keys;
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 use crate::store::{hosts, tasks};
@@ -43,9 +44,29 @@ pub async fn share(
         require(services, known)?;
     }
     can_mount(services, (on.host, &on.host_name), &on.location)?;
+    if !pool_keys::is_held_for(&on) {
+        return share_with(services, caller, datastore, &on, dry_run).await;
+    }
+    let key = pool_keys::held(&services.store, &services.data_dir, &datastore).await?;
+    datastore_keys::give(services, &datastore.name, &on, &key).await?;
+    let shared = share_with(services, caller, datastore, &on, dry_run).await;
+    if !matches!(shared, Ok(Outcome::Done(_))) {
+        datastore_keys::forget(services, on.host, &on.location).await;
+    }
+    shared
+}
+
+/// Shares a datastore with a host that can get at it.
+async fn share_with(
+    services: &Services,
+    caller: &Caller,
+    datastore: datastores::Datastore,
+    on: &OnHost,
+    dry_run: bool,
+) -> Result<Outcome<Datastore>, Problem> {
     let (first, agent) = reached(services, &datastore, &datastore.id.to_string())?;
     let here = Party { on: first, agent };
-    let there = Party { on: &on, agent: services.hosts.connected(on.host)? };
+    let there = Party { on, agent: services.hosts.connected(on.host)? };
     if dry_run {
         check_mark(&datastore, &there).await?;
         let steps = vec![
@@ -62,13 +83,13 @@ pub async fn share(
     }
     check_locks(&datastore, &here, &there).await?;
     let mut write = services.store.write().await?;
-    datastores::insert_host(&mut write, &datastore, &on).await?;
+    datastores::insert_host(&mut write, &datastore, on).await?;
     let path = on.location.path();
     let detail = format!("with host '{}', at {}", on.host_name, path.display());
     let (kind, target) = ("datastore.shared", datastore.name.as_str());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
-    let now = now.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
     write.commit().await?;
     Ok(Outcome::Done(shown(now)))
 }
@@ -224,6 +245,7 @@ pub async fn unshare(
         return Ok(Outcome::planned("datastore.unshare", target, step));
     }
     write.commit().await?;
+    datastore_keys::forget(services, on.host, &on.location).await;
     Ok(Outcome::Done(()))
 }
 

@@ -7,6 +7,7 @@
 pub mod alarms;
 pub mod backups;
 pub mod changes;
+pub mod datastore_keys;
 pub mod datastores;
 pub mod disks;
 pub mod drains;

@@ -182,7 +182,7 @@ impl Fixture {
         let pool = RbdPool {
             monitors: "v2:10.0.0.1:3300".to_owned(),
             user: "client.vmseal".to_owned(),
-            keyring: "/etc/ceph/keyring".into(),
+            keyring: Some("/etc/ceph/keyring".into()),
             pool: "vms".to_owned(),
             namespace: None,
             data_pool: None,

@@ -110,20 +110,20 @@ impl Drop for Mount {
 
 /// The arguments of the program, but for where the pool is mounted.
 fn arguments(records: &Path, pool: &RbdPool) -> Vec<OsString> {
-    vec![
+    let keyring = pool.keyring.iter().flat_map(|file| [OsString::from("--keyring"), file.into()]);
+    let arguments: [OsString; 10] = [
         "--monitors".into(),
         (&pool.monitors).into(),
         "--user".into(),
         (&pool.user).into(),
-        "--keyring".into(),
-        (&pool.keyring).into(),
         "--pool".into(),
         (&pool.pool).into(),
         "--messenger".into(),
         pool.messenger.name().into(),
         "--run-dir".into(),
         records.into(),
-    ]
+    ];
+    keyring.chain(arguments).collect()
 }
 
 /// Unmounts what `vmseal-rbd` has mounted at a place, and waits until it has ended; else it is killed.
@@ -172,7 +172,7 @@ mod tests {
         RbdPool {
             monitors: "v2:127.0.0.1:17300/0".to_owned(),
             user: "client.one".to_owned(),
-            keyring: "/x/keyring".into(),
+            keyring: Some("/x/keyring".into()),
             pool: "some".to_owned(),
             namespace: None,
             data_pool: None,

@@ -113,10 +113,11 @@ impl OwnPool {
     }
 
     fn make_user(&self) -> Result<(), CephError> {
-        let (rights, keyring) = (format!("profile rbd pool={NAME}"), &self.access.keyring);
+        let rights = format!("profile rbd pool={NAME}");
         let make = ["auth", "get-or-create", USER, "mon", "profile rbd", "osd", &rights];
-        let to = ["-o", &keyring.display().to_string()];
-        Tools { layout: &self.layout }.ceph(&[&make[..], &to].concat())
+        let keyring = self.access.keyring.as_ref().map(|file| file.display().to_string());
+        let to: Vec<_> = keyring.iter().flat_map(|file| ["-o", file.as_str()]).collect();
+        Tools { layout: &self.layout }.ceph(&[&make[..], &to[..]].concat())
     }
 
     /// Removes the pool with all that is in it, and the user.
@@ -153,7 +154,7 @@ fn access(record: &Record, home: &Path) -> RbdPool {
     RbdPool {
         monitors: format!("v2:{}/0", record.listen),
         user: USER.to_owned(),
-        keyring: home.join("keyring"),
+        keyring: Some(home.join("keyring")),
         pool: NAME.to_owned(),
         namespace: None,
         data_pool: None,

@@ -191,8 +191,9 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
             new()
                 .with(
                     routes!(datastores::add),
-                    [Names, TakesName, NeedsState, AsksHost, ReadsFiles, NeedsRoom],
+                    [Names, TakesName, NeedsState, TakesSecret, AsksHost, ReadsFiles, NeedsRoom],
                 )
+                .with(routes!(datastores::set_key), [TakesSecret, NeedsState, AsksHost])
                 .with(routes!(datastores::remove), [NeedsUnused])
                 .with(
                     routes!(datastores::share),

@@ -54,6 +54,12 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ),
         ("GET", "/api/v1/datastores/{datastore}", Read, ""),
         ("DELETE", "/api/v1/datastores/{datastore}", ManageDatastores, ""),
+        (
+            "PUT",
+            "/api/v1/datastores/{datastore}/key",
+            ManageDatastores,
+            r#"{"key": {"passphrase_box": "", "sealed": ""}}"#,
+        ),
         ("POST", "/api/v1/datastores/{datastore}/hosts", ManageDatastores, r#"{"host": "none"}"#),
         ("DELETE", "/api/v1/datastores/{datastore}/hosts/{host}", ManageDatastores, ""),
         ("GET", "/api/v1/datastores/{datastore}/scan", Read, ""),

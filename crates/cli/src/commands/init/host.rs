@@ -177,7 +177,7 @@ impl Init {
         let host = self.own_host().await?.context("the host has not joined")?;
         let path = self.options.datastore.clone();
         let (name, location) = (DATASTORE.to_owned(), DatastoreLocation::Dir { path });
-        let request = AddDatastore { name, host: host.name, location, existing: false };
+        let request = AddDatastore { name, host: host.name, location, existing: false, key: None };
         let datastore: Datastore = self.server()?.post("datastores", &request).await?;
         let free = datastore
             .usage

@@ -1,0 +1,71 @@
+//! The key of a pool's user that the server is to hold: read here, and sealed for the server.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use vmseal_api::client::ServerClient;
+use vmseal_api::datastore::SetDatastoreKey;
+use vmseal_api::model::{About, Datastore};
+use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
+use vmseal_secret::SecretBytes;
+use vmseal_secret::cephx::{CephxKey, KEYRING_MAX};
+use zeroize::Zeroizing;
+
+use crate::arguments::Output;
+use crate::passphrase;
+use crate::print::{self, plan};
+
+/// The key of `user` in a file, sealed for the datastore that the request calls `name`.
+pub async fn sealed(
+    server: &ServerClient,
+    file: &Path,
+    user: &str,
+    name: &str,
+) -> anyhow::Result<SealedPassphrase> {
+    let key = read(file, user)?;
+    let about: About = server.get("about").await?;
+    passphrase::seal(&key, &of_datastore(name), &about.passphrase_box)
+}
+
+/// Changes the key that the server holds.
+pub async fn set(
+    server: &ServerClient,
+    output: Output,
+    (name, file): (&str, &Path),
+    dry_run: bool,
+) -> anyhow::Result<()> {
+    let path = format!("datastores/{name}");
+    let datastore: Datastore = server.get(&path).await?;
+    let user = datastore.hosts.iter().find_map(|on| on.location.pool()).map(|pool| &pool.user);
+    let user = user.with_context(|| format!("datastore '{name}' is no pool of Ceph"))?;
+    let request = SetDatastoreKey { key: sealed(server, file, user, name).await? };
+    let path = format!("{path}/key");
+    if dry_run {
+        return plan::show(output, &server.try_put(&path, &request).await?);
+    }
+    let datastore: Datastore = server.put(&path, &request).await?;
+    print::one(output, &datastore, &[])
+}
+
+/// The key in a keyring, or by itself; `-` is standard input.
+fn read(file: &Path, user: &str) -> anyhow::Result<SecretBytes> {
+    // With room for all of it, so that no copy of the key is left where it grew.
+    let mut content = Zeroizing::new(Vec::with_capacity(KEYRING_MAX + 64));
+    let limit = KEYRING_MAX as u64 + 1;
+    let read = if file == Path::new("-") {
+        io::stdin().take(limit).read_to_end(&mut content)
+    } else {
+        File::open(file).and_then(|open| open.take(limit).read_to_end(&mut content))
+    };
+    read.with_context(|| format!("cannot read the key file {}", file.display()))?;
+    ensure!(
+        content.len() <= KEYRING_MAX,
+        "the key file {} has more than {KEYRING_MAX} bytes: it is no keyring",
+        file.display()
+    );
+    let key = CephxKey::in_file(&content, user)
+        .with_context(|| format!("the key file {}", file.display()))?;
+    Ok(key.to_secret()?)
+}

@@ -1,0 +1,158 @@
+//! The keys of pools of Ceph that the server holds: given with a datastore, changed later, forgotten by hosts that do not have it
+//! any more.
+
+use vmseal_api::datastore::SetDatastoreKey;
+use vmseal_api::host::version::POOL_KEYS;
+use vmseal_api::host::{DatastoreLocation, PoolKey};
+use vmseal_api::id::HostId;
+use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::AddDatastore;
+use vmseal_secret::SecretBytes;
+use vmseal_secret::cephx::CephxKey;
+
+use super::caller::{Caller, Privilege};
+use super::passphrases::open_passphrase;
+use super::{Outcome, Services};
+use crate::hosts::{is_silence, pool_keys};
+use crate::store::datastore_keys;
+use crate::store::datastores::{self, OnHost};
+use crate::store::events::NewEvent;
+
+/// Opens a key that was sealed for a datastore, which is called so in the request.
+fn open(
+    services: &Services,
+    called: &str,
+    sealed: &SealedPassphrase,
+) -> Result<SecretBytes, Problem> {
+    let sent = open_passphrase(services, &of_datastore(called), sealed, "key")?;
+    let invalid = |why: String| Problem::invalid("key.sealed", why);
+    let key = CephxKey::bare(sent.expose()).map_err(|error| invalid(error.to_string()))?;
+    key.to_secret().map_err(|error| crate::internal(&error))
+}
+
+/// The key that a new datastore comes with. A pool has one in a keyring on its host, or the server holds it.
+pub(super) fn of_request(
+    services: &Services,
+    request: &AddDatastore,
+) -> Result<Option<SecretBytes>, Problem> {
+    match (request.location.pool(), &request.key) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err(Problem::invalid("key", "only a pool of Ceph has a key")),
+        (Some(pool), key) => match (&pool.keyring, key) {
+            (Some(_), None) => Ok(None),
+            (None, Some(key)) => open(services, &request.name, key).map(Some),
+            (Some(_), Some(_)) => {
+                let what = "the location names a keyring on the host as well: give one of the two";
+                Err(Problem::invalid("key", what))
+            }
+            (None, None) => {
+                let what = "name a keyring on the host, or give the key itself";
+                Err(Problem::invalid("location.pool.keyring", what))
+            }
+        },
+    }
+}
+
+/// Gives a host that is about to have a datastore the key of its pool, which nothing else there is mounted with.
+pub(super) async fn give(
+    services: &Services,
+    datastore: &str,
+    on: &OnHost,
+    key: &SecretBytes,
+) -> Result<(), Problem> {
+    let here = datastores::of_host(&mut *services.store.read().await?, on.host).await?;
+    let is_there = |known: &&datastores::Datastore| {
+        known.on(on.host).is_some_and(|it| it.location.path() == on.location.path())
+    };
+    if let Some(known) = here.iter().find(is_there) {
+        let detail = format!(
+            "host '{}' has datastore '{}' at {}: give another --path",
+            on.host_name,
+            known.name,
+            on.location.path().display()
+        );
+        return Err(Problem::new(ErrorCode::AlreadyExists, detail));
+    }
+    let agent = services.hosts.connected(on.host)?;
+    pool_keys::give(&services.store, &*agent, datastore, on, key).await
+}
+
+/// Has a host forget the key of a pool that it does not have any more. One that does not answer forgets it when its agent ends.
+pub(super) async fn forget(services: &Services, host: HostId, location: &DatastoreLocation) {
+    if location.pool().is_none_or(|pool| pool.keyring.is_some())
+        || !services.hosts.view(host).has(POOL_KEYS)
+    {
+        return;
+    }
+    let Ok(agent) = services.hosts.connected(host) else { return };
+    let forgotten = PoolKey { path: location.path().to_owned(), key: None };
+    if let Err(problem) = agent.offer_pool_key(forgotten).await {
+        tracing::warn!(%host, %problem, "it still holds the key of a pool");
+    }
+}
+
+/// Changes the key of a datastore that the server holds. A pool that is mounted stays so, with the former key.
+pub(super) async fn set(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastoreKey,
+    dry_run: bool,
+) -> Result<Outcome<datastores::Datastore>, Problem> {
+    caller.require(Privilege::ManageDatastores)?;
+    let key = open(services, name, &request.key)?;
+    let mut write = services.store.write().await?;
+    let found = datastores::find(&mut write, name).await?;
+    let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let hosts = datastore.hosts.clone();
+    let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
+    if holders.is_empty() {
+        let place = datastore.hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
+        let what = match place {
+            Some(keyring) => format!(
+                "the key of datastore '{}' is in a file on its hosts: change it there ({})",
+                datastore.name,
+                keyring.display()
+            ),
+            None => format!("datastore '{}' is a directory, which has no key", datastore.name),
+        };
+        return Err(Problem::new(ErrorCode::WrongState, what));
+    }
+    let wrapped = pool_keys::wrapped(&services.data_dir, datastore.id, &key)?;
+    datastore_keys::set(&mut write, datastore.id, &wrapped).await?;
+    let (kind, target) = ("datastore.key-set", datastore.name.as_str());
+    let names: Vec<_> = holders.iter().map(|on| format!("'{}'", on.host_name)).collect();
+    let detail = format!("for hosts {}", names.join(", "));
+    write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+    if dry_run {
+        let step = format!(
+            "hold this key in place of the former one, and give it to hosts {}",
+            names.join(", ")
+        );
+        return Ok(Outcome::planned("datastore.set-key", target, step));
+    }
+    write.commit().await?;
+    let mut refused = None;
+    for on in holders {
+        // Also one that is not connected: its monitor may have given it the former key just now.
+        let agent = services.hosts.agent(on.host)?;
+        let given = pool_keys::give(&services.store, &*agent, target, on, &key).await;
+        match given {
+            // It gets the key when it answers again.
+            Err(problem) if is_silence(&problem) && services.hosts.connected(on.host).is_err() => {}
+            given => refused = refused.or(given.err().map(|problem| (on, problem))),
+        }
+    }
+    if let Some((on, problem)) = refused {
+        let detail = format!(
+            "the server holds the new key; host '{}' has not got it: {}. Give it again",
+            on.host_name, problem.detail
+        );
+        return Err(Problem { detail, ..problem });
+    }
+    Ok(Outcome::Done(datastore))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,130 @@
+use std::path::Path;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use vmseal_api::datastore::{Messenger, RbdPool};
+use vmseal_api::passphrase::passphrase_info;
+use vmseal_api::request::ShareDatastore;
+use vmseal_secret::sealed_box::{self, Recipient};
+
+use super::*;
+use crate::services::{datastores as service, sharing};
+use crate::store::Part;
+use crate::testing::Fixture;
+
+/// Where the pool is mounted on each host.
+const PLACE: &str = "/ceph";
+
+/// The key of a Ceph user that is not there.
+fn a_key(secret: u8) -> String {
+    let mut key = vec![1, 0];
+    key.extend([0; 8]);
+    key.extend([16, 0]);
+    key.extend([secret; 16]);
+    STANDARD.encode(key)
+}
+
+fn sealed(services: &Services, name: &str, key: &str) -> SealedPassphrase {
+    let public = services.recipient.public_key();
+    let key = SecretBytes::from_wiped(&mut key.as_bytes().to_vec()).unwrap();
+    let sealed = sealed_box::seal(&public, &passphrase_info(&of_datastore(name)), &key).unwrap();
+    let sealed = STANDARD.encode(sealed.as_bytes());
+    SealedPassphrase { passphrase_box: STANDARD.encode(public), sealed }
+}
+
+fn request(key: Option<SealedPassphrase>) -> AddDatastore {
+    let pool = RbdPool {
+        monitors: "v2:10.0.0.1:3300".to_owned(),
+        user: "client.vmseal".to_owned(),
+        keyring: None,
+        pool: "vms".to_owned(),
+        namespace: None,
+        data_pool: None,
+        messenger: Messenger::Secure,
+        create: None,
+    };
+    let location = DatastoreLocation::Rbd { path: PLACE.into(), pool: Box::new(pool) };
+    AddDatastore {
+        name: "ceph".to_owned(),
+        host: "here".to_owned(),
+        location,
+        existing: false,
+        key,
+    }
+}
+
+/// All that the inventory has of keys, and the events, as text.
+async fn told(fixture: &Fixture) -> String {
+    let mut read = fixture.store.read().await.unwrap();
+    let kept: Vec<String> = sqlx::query_scalar("SELECT wrapped FROM datastore_keys")
+        .fetch_all(&mut *read)
+        .await
+        .unwrap();
+    let events: Vec<(String, String)> =
+        sqlx::query_as("SELECT kind, detail FROM events").fetch_all(&mut *read).await.unwrap();
+    let all = datastores::list(&mut read, &Part::all()).await.unwrap();
+    format!("{kept:?} {events:?} {all:?}")
+}
+
+#[tokio::test]
+async fn the_server_holds_the_key_of_a_pool_and_gives_it_to_each_agent_of_its_hosts() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let (first, second) = (a_key(0x5a), a_key(0xa5));
+
+    // Without a key, with something else, and with that of another datastore.
+    let refused = service::add(&services, &me, request(None), false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("location.pool.keyring"));
+    let wrong = request(Some(sealed(&services, "ceph", "secret")));
+    let refused = service::add(&services, &me, wrong, false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("key.sealed"));
+    let other = request(Some(sealed(&services, "other", &first)));
+    assert!(service::add(&services, &me, other, false).await.is_err());
+
+    let good = || request(Some(sealed(&services, "ceph", &first)));
+    let tried = service::add(&services, &me, good(), true).await.unwrap();
+    assert!(matches!(tried, Outcome::Planned(_)));
+    let held = |agent: &vmseal_agent::simulated::SimulatedHost| agent.pool_key(Path::new(PLACE));
+    assert_eq!(held(&fixture.agent), None, "a dry run has left it");
+    let added = service::add(&services, &me, good(), false).await.unwrap();
+    let Outcome::Done(added) = added else { panic!("it is not added") };
+    assert_eq!(held(&fixture.agent).as_deref(), Some(first.as_bytes()));
+
+    // Another host gets it with the datastore, and a later agent of the first one when it is there.
+    let (_, there) = fixture.add_host("there").await;
+    let with = ShareDatastore { host: "there".to_owned(), location: None };
+    sharing::share(&services, &me, "ceph", with, false).await.unwrap();
+    assert_eq!(held(&there).as_deref(), Some(first.as_bytes()));
+    let (old, agent) = fixture.add_host("old").await;
+    agent.lack_features(&[POOL_KEYS]);
+    agent.restart();
+    let hosts = &services.hosts;
+    let is_old =
+        async || (hosts.connected(old).is_ok() && !hosts.view(old).has(POOL_KEYS)).then_some(());
+    fixture.eventually("the old agent is connected", is_old).await;
+    let with = ShareDatastore { host: "old".to_owned(), location: None };
+    let refused = sharing::share(&services, &me, "ceph", with, false).await.unwrap_err();
+    assert!(refused.detail.contains("host 'old' takes no keys"), "{refused}");
+    fixture.agent.restart();
+    fixture.eventually("the next agent has the key", async || held(&fixture.agent)).await;
+    fixture.connected().await;
+
+    // Another key.
+    let change = SetDatastoreKey { key: sealed(&services, "ceph", &second) };
+    service::set_key(&services, &me, "ceph", change, false).await.unwrap();
+    for agent in [&fixture.agent, &there] {
+        assert_eq!(held(agent).as_deref(), Some(second.as_bytes()));
+    }
+    let answers = serde_json::to_string(&added).unwrap() + &told(&fixture).await;
+    for key in [&first, &second] {
+        assert!(!answers.contains(key.as_str()), "{answers}");
+    }
+    assert_eq!(fixture.events("datastore.key-set").await.len(), 1);
+
+    service::remove(&services, &me, "ceph", false).await.unwrap();
+    for agent in [&fixture.agent, &there] {
+        assert_eq!(held(agent), None, "a host holds the key of what it does not have");
+    }
+    assert!(told(&fixture).await.starts_with("[]"), "the inventory keeps it");
+}
