@@ -448,6 +448,6 @@ fn a_cache_takes_what_it_was_given_and_no_more() {
     assert!(idle <= 32 << 20, "{idle} bytes before anything was read");
     assert!(full >= CACHE, "{full} bytes: it is not full, and the test proves nothing");
     assert!(full <= (32 << 20) + CACHE, "{full} bytes of its own");
-    // A copy of the disk, which may begin at any time, gets a cache of the same size.
-    assert!(((161 << 20) + 2 * CACHE..=(166 << 20) + 2 * CACHE).contains(&limit), "{limit}");
+    // A copy of the disk, which may begin at any time and when the disk has grown, gets a cache of the same size.
+    assert!(((165 << 20) + 2 * CACHE..=(170 << 20) + 2 * CACHE).contains(&limit), "{limit}");
 }
