@@ -99,7 +99,29 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.is_empty();
+    objects(&bench);
     redundancy(&bench);
+}
+
+/// Images are cut into objects as a policy asks, and stay so.
+fn objects(bench: &CephInstallation) {
+    let here = &bench.here;
+    let small = ["--object-size", "1MiB", "--stripe-unit", "64KiB", "--stripe-count", "2"];
+    here.vmseal(&[&["policy", "create", "small", "--encrypt"], &small[..]].concat()).unwrap();
+    let disk = "datastore=ceph,name=data,size=16MiB";
+    here.vmseal(&["vm", "create", "small", "--policy", "small", "--disk", disk]).unwrap();
+    let images = bench.images();
+    assert_eq!(images.len(), 1, "{images:?}");
+    let info = String::from_utf8(bench.cluster.rbd(&["info", &images[0]]).stdout).unwrap();
+    for part in ["order 20 (1 MiB objects)", "stripe unit: 64 KiB", "stripe count: 2"] {
+        assert!(info.contains(part), "{part}: {info}");
+    }
+    here.vmseal(&["policy", "set", "small", "--object-size", "2MiB"]).unwrap();
+    let shown = here.vmseal(&["disk", "show", "small", "data"]).unwrap();
+    assert!(shown.contains("objects of 1 MiB, 64 KiB at a time around 2"), "{shown}");
+    assert!(shown.contains("its policy asks for objects of 2 MiB"), "{shown}");
+    here.vmseal(&["vm", "delete", "small"]).unwrap();
+    bench.is_empty();
 }
 
 /// What pools outlive is shown, policies ask for it, and pools that do are made.

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -157,6 +158,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     let (mut here, mut there) = (Mount::new(&cluster), Mount::new(&cluster));
     short_files(&here, &there);
     long_files(&cluster, &here, &there);
+    striped_files(&here);
     removals(&cluster, &mut here);
     locks(&cluster, &mut here, &there);
     one_writer(&cluster, &mut here, &there);
@@ -242,6 +244,43 @@ fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
     std::fs::remove_file(&path).unwrap();
     std::fs::remove_file(here.path("sparse")).unwrap();
     assert_eq!(images(cluster), before);
+}
+
+/// Images are cut into objects as their directory says when they are made, and holes of striped ones are where they are.
+fn striped_files(here: &Mount) {
+    let directory = here.path("striped");
+    std::fs::create_dir(&directory).unwrap();
+    let set = |value: &str| {
+        let path = CString::new(directory.to_str().unwrap()).unwrap();
+        let (name, flags) = (c"user.vmseal.image-layout", 0);
+        let (start, length) = (value.as_ptr().cast(), value.len());
+        // SAFETY: the texts outlive the call.
+        let set = unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), start, length, flags) };
+        nix::errno::Errno::result(set).map(drop)
+    };
+    set(r#"{"object_size":3}"#).unwrap_err();
+    set(r#"{"object_size":1048576,"stripe_unit":65536,"stripe_count":4}"#).unwrap();
+    let path = directory.join("image");
+    let mut file = make(&path).unwrap();
+    file.set_len(4 * LONG).unwrap();
+    // Within the second period of four objects, so that the bytes are in several of them.
+    let (at, data) = ((4 << 20) + (192 << 10), random(300 << 10));
+    file.write_all_at(&data, at).unwrap();
+    file.sync_all().unwrap();
+    let seek = |from: u64, whence| lseek(&file, from as i64, whence).map(|at| at as u64);
+    // An object may show as data up to what was written to it last.
+    let begins = seek(0, Whence::SeekData).unwrap();
+    assert!((4 << 20..=at).contains(&begins), "{begins}");
+    let ends = seek(at, Whence::SeekHole).unwrap();
+    assert!((at + data.len() as u64..=8 << 20).contains(&ends), "{ends}");
+    let mut whole = Vec::new();
+    file.seek(SeekFrom::Start(0)).unwrap();
+    file.read_to_end(&mut whole).unwrap();
+    let (before, rest) = whole.split_at(at as usize);
+    assert!(rest.starts_with(&data) && before.iter().all(|byte| *byte == 0));
+    drop(file);
+    std::fs::remove_file(&path).unwrap();
+    std::fs::remove_dir(&directory).unwrap();
 }
 
 /// A file that is open goes when it is closed, also where the process that was to remove it dies.

@@ -182,6 +182,7 @@ impl Session {
                 Device::Nic(nics::card()),
             ],
             snapshots: Vec::new(),
+            images: None,
         };
         Self { fixture, place, second: DatastoreId::new(), kek, spec, key_box }
     }

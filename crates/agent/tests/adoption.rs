@@ -196,6 +196,7 @@ fn spec(vm: VmId) -> VmSpec {
         hardware: Default::default(),
         devices: vec![],
         snapshots: Vec::new(),
+        images: None,
     }
 }
 

@@ -252,6 +252,7 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         hardware: Default::default(),
         devices: vec![Device::Disk(disk)],
         snapshots: Vec::new(),
+        images: None,
     };
     let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     agent.probe_datastore(place).await.unwrap();

@@ -31,6 +31,7 @@ pub mod guest;
 pub mod hardware;
 pub mod host;
 pub mod id;
+pub mod image_layout;
 pub mod join_token;
 pub mod key_fault;
 pub mod kmip;

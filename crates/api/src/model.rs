@@ -22,6 +22,7 @@ use crate::host::{
 use crate::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, NicId, PolicyId, ProviderId, SnapshotId, VmId,
 };
+use crate::image_layout::ImageLayout;
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
@@ -217,6 +218,9 @@ pub struct Policy {
     /// What failures its disks must outlive. With one, disks are made in pools of Ceph that do, and nowhere else.
     #[serde(default, skip_serializing_if = "Redundancy::is_nothing")]
     pub redundancy: Redundancy,
+    /// How images of its disks in pools of Ceph are cut into objects. In a directory it means nothing.
+    #[serde(default, skip_serializing_if = "ImageLayout::is_usual")]
+    pub image_layout: ImageLayout,
 }
 
 /// Where second copies of disks are kept: ciphertext as the disk is, and later than it by a lag that is stated.
@@ -552,6 +556,12 @@ pub struct Disk {
     /// Whether it is in its VM.
     #[serde(default, skip_serializing_if = "DiskAttachment::is_attached")]
     pub attachment: DiskAttachment,
+    /// How its image was cut into objects when it was made; none where it is in a directory, or that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_layout: Option<ImageLayout>,
+    /// How its policy would have it, where that is otherwise: it gets that when its image is made anew, as in a move.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wanted_image_layout: Option<ImageLayout>,
 }
 
 /// A network card.

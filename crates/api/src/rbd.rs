@@ -7,6 +7,10 @@ pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
 /// The longest value of [`POOLS_ATTRIBUTE`], in bytes.
 pub const POOLS_MAX: usize = 4096;
 
+/// An extended attribute of directories: how images that are made there from now on are cut into objects, a
+/// [`crate::image_layout::ImageLayout`] in JSON.
+pub const IMAGE_LAYOUT_ATTRIBUTE: &str = "user.vmseal.image-layout";
+
 /// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
 pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
 

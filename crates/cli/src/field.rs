@@ -19,6 +19,9 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("disks", &["disks", "disk", "datastore"]),
     ("downtime_milliseconds", &["downtime"]),
     ("encryption", &["encrypt", "plain"]),
+    ("image_layout.object_size", &["object_size"]),
+    ("image_layout.stripe_count", &["stripe_count"]),
+    ("image_layout.stripe_unit", &["stripe_unit"]),
     ("limits.bandwidth", &["bandwidth"]),
     ("limits.iops", &["iops"]),
     ("location", &["path"]),
@@ -353,7 +356,7 @@ mod tests {
     ];
 
     /// What checks name by more than a text. `TOLD` has some of what comes of each.
-    const PUT_TOGETHER: [&str; 13] = [
+    const PUT_TOGETHER: [&str; 14] = [
         // Of two commands that change policies: replica.datastore or replicate_to, and so on.
         "datastore",
         "rate",
@@ -366,6 +369,7 @@ mod tests {
         "field.strip_prefix(&mine).map_or(field.clone(),str::to_owned)",
         "cloud_init.{field}",
         "disks[0].{field}",
+        "image_layout.{field}",
         "location.pool.{field}",
         "{field}.passphrase_box",
         "{field}.sealed",

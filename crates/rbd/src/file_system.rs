@@ -17,12 +17,13 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use vmseal_api::rbd::{ASK_WHOLE, POOLS_ATTRIBUTE, WHOLE};
+use vmseal_api::rbd::{ASK_WHOLE, IMAGE_LAYOUT_ATTRIBUTE, POOLS_ATTRIBUTE, WHOLE};
 
 use crate::answers::{Refuse, answer};
 use crate::cluster::{Cluster, Held};
 use crate::directory::{Directories, Entry, Nameless};
 use crate::holes::{first_data, first_hole, take_room};
+use crate::image_layout;
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store, noted_size};
@@ -178,7 +179,12 @@ impl FileSystem {
     ) -> io::Result<(FileAttr, Duration, u64)> {
         let name = text(name)?;
         let inode = match self.directories.add(directory, name, Inode::new_file()) {
-            Ok(()) => self.directories.look_up(directory, name)?,
+            Ok(()) => {
+                let made = self.directories.look_up(directory, name)?;
+                let pool = &self.store.pool;
+                made.map_or(Ok(()), |made| image_layout::inherit(pool, directory, made))?;
+                made
+            }
             Err(error)
                 if error.kind() == io::ErrorKind::AlreadyExists && flags & libc::O_EXCL == 0 =>
             {
@@ -699,6 +705,23 @@ impl Filesystem for FileSystem {
         } else {
             reply.error(Errno::ENOTTY);
         }
+    }
+
+    fn setxattr(
+        &self,
+        _: &Request,
+        of: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        _: i32,
+        _: u32,
+        reply: ReplyEmpty,
+    ) {
+        if name != IMAGE_LAYOUT_ATTRIBUTE {
+            return reply.error(Errno::EOPNOTSUPP);
+        }
+        let set = image_layout::set(&self.store.pool, inode(of), value);
+        answer(reply, set, |reply, ()| reply.ok());
     }
 
     fn getxattr(&self, _: &Request, of: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {

@@ -13,8 +13,9 @@ use libc::{size_t, ssize_t};
 use crate::buffers;
 use crate::cluster::{Pool, checked, text};
 use crate::library::{
-    self, Completion, FEATURES, IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES, IMAGE_OPTION_ORDER,
-    LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
+    self, Completion, FEATURE_STRIPING, FEATURES, IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES,
+    IMAGE_OPTION_ORDER, IMAGE_OPTION_STRIPE_COUNT, IMAGE_OPTION_STRIPE_UNIT, LOCK_EXCLUSIVE,
+    ZEROES_TAKE_ROOM, loaded,
 };
 
 /// How many owners a lock may have: an exclusive one has one.
@@ -27,12 +28,16 @@ pub struct Layout {
     pub data_pool: Option<String>,
     /// The size of its objects, as a power of two; none: the cluster's.
     pub object_order: Option<u8>,
+    /// How many bytes are in one object before the next one follows, and how many objects they go around; none: one object after another.
+    pub striping: Option<(u64, u64)>,
 }
 
 /// An open image.
 pub struct Image {
     handle: library::Image,
     size: AtomicU64,
+    /// Whether its bytes go around several objects.
+    striped: bool,
     /// The image is closed before its pool.
     _pool: Arc<Pool>,
 }
@@ -76,9 +81,16 @@ pub fn make(pool: &Pool, name: &str, size: u64, layout: &Layout) -> io::Result<(
     unsafe {
         (rbd.rbd_image_options_create)(&raw mut options);
         let set = rbd.rbd_image_options_set_uint64;
-        let mut result = set(options, IMAGE_OPTION_FEATURES, FEATURES);
+        let striping = if layout.striping.is_some() { FEATURE_STRIPING } else { 0 };
+        let mut result = set(options, IMAGE_OPTION_FEATURES, FEATURES | striping);
         if let (0.., Some(order)) = (result, layout.object_order) {
             result = set(options, IMAGE_OPTION_ORDER, order.into());
+        }
+        if let (0.., Some((unit, _))) = (result, layout.striping) {
+            result = set(options, IMAGE_OPTION_STRIPE_UNIT, unit);
+        }
+        if let (0.., Some((_, count))) = (result, layout.striping) {
+            result = set(options, IMAGE_OPTION_STRIPE_COUNT, count);
         }
         if let (0.., Some(pool)) = (result, &data_pool) {
             let set = rbd.rbd_image_options_set_string;
@@ -158,12 +170,16 @@ impl Image {
         ) -> c_int,
     ) -> io::Result<Self> {
         let name = text(name)?;
-        let (mut handle, mut size) = (ptr::null_mut(), 0);
+        let (mut handle, mut size, mut around) = (ptr::null_mut(), 0, 1);
         // SAFETY: the pool is open; the handle is written if the call succeeds.
         checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
-        let image = Self { handle, size: AtomicU64::new(0), _pool: Arc::clone(pool) };
+        let mut image =
+            Self { handle, size: AtomicU64::new(0), striped: false, _pool: Arc::clone(pool) };
         // SAFETY: the image is open; the size is written.
         checked(unsafe { (loaded().rbd.rbd_get_size)(handle, &raw mut size) })?;
+        // SAFETY: the image is open; the count is written.
+        checked(unsafe { (loaded().rbd.rbd_get_stripe_count)(handle, &raw mut around) })?;
+        image.striped = around > 1;
         image.size.store(size, Ordering::Release);
         Ok(image)
     }
@@ -332,7 +348,7 @@ impl Image {
         }
     }
 
-    /// The parts of `within` that have data, in order; holes within an object do not show.
+    /// The parts of `within` that have data, in order; holes within an object do not show where one object follows another.
     ///
     /// # Errors
     /// The cluster's.
@@ -345,7 +361,7 @@ impl Image {
             }
             ControlFlow::Continue(())
         })?;
-        Ok(found)
+        Ok(in_order(found))
     }
 
     fn each_extent(
@@ -361,15 +377,30 @@ impl Image {
         let context = (&raw mut each).cast::<c_void>();
         let iterate = loaded().rbd.rbd_diff_iterate2;
         let (start, length) = (within.start, end - within.start);
+        // Asked for whole objects, librbd says where they are by their own offsets, which are not those of the image where it is striped.
+        let whole = u8::from(!self.striped);
         // SAFETY: the image is open; the context outlives the call, which alone uses it.
         let done =
-            unsafe { iterate(self.handle, ptr::null(), start, length, 1, 1, extent, context) };
+            unsafe { iterate(self.handle, ptr::null(), start, length, 1, whole, extent, context) };
         match checked(done) {
             Err(error) if error.raw_os_error() == Some(libc::ECANCELED) => Ok(()),
             Err(error) => Err(error),
             Ok(_) => Ok(()),
         }
     }
+}
+
+/// Parts in the order of the image: objects that bytes go around are told one after the other.
+fn in_order(mut parts: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    parts.sort_unstable_by_key(|part| part.start);
+    let mut ordered: Vec<Range<u64>> = Vec::with_capacity(parts.len());
+    for part in parts {
+        match ordered.last_mut().filter(|last| last.end >= part.start) {
+            Some(last) => last.end = last.end.max(part.end),
+            None => ordered.push(part),
+        }
+    }
+    ordered
 }
 
 extern "C" fn extent(offset: u64, length: size_t, exists: c_int, context: *mut c_void) -> c_int {
@@ -391,5 +422,17 @@ impl Drop for Image {
         if let Err(error) = checked(closed) {
             tracing::warn!(%error, "an image was not closed cleanly");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_striped_images_are_put_in_order() {
+        let told = vec![0..4, 8..12, 4..8, 20..24, 12..14];
+        assert_eq!(in_order(told), [0..14, 20..24]);
+        assert_eq!(in_order(Vec::new()), Vec::<Range<u64>>::new());
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! ```text
 //! vmseal.dir.<inode>    a directory: a key for each entry, with its inode. The root is inode 1
+//!                         attribute vmseal.image-layout    how images that are made there are cut into objects
 //! vmseal.file.<inode>   a file. Up to [`SMALL_MAX`] bytes it is the object's data
 //!                         attribute vmseal.size    it is an image, and this long
 //!                         attribute vmseal.links   it has several names: its keys, `<directory's inode>/<name>`
+//!                         attribute vmseal.image-layout    that of the directory that it was made in
 //! vmseal.<inode>        the image (RBD) of a longer file; its metadata vmseal.path says which it is
 //! vmseal.removed        a key for each file that is being removed: its inode, with the name that it had
 //! ```
@@ -22,6 +24,9 @@ pub const REMOVED: &str = "vmseal.removed";
 
 /// The attribute with the length of a file that is an image.
 pub const SIZE: &str = "vmseal.size";
+
+/// The attribute with how an image is cut into objects.
+pub const IMAGE_LAYOUT: &str = "vmseal.image-layout";
 
 /// The attribute of a file that has several names.
 pub const LINKS: &str = "vmseal.links";

@@ -18,6 +18,7 @@
 //! | [`directory`] | names, and the removal of files |
 //! | [`inode`] | what the objects in the pool are called |
 //! | [`image`], [`cluster`] | librbd and librados, in safe Rust |
+//! | [`image_layout`] | how new images are cut into objects |
 //! | [`create`] | makes the pools of a new datastore |
 //! | [`pools`] | how the cluster keeps what is stored |
 //! | [`library`] | their functions |
@@ -34,6 +35,7 @@ pub mod directory;
 pub mod file_system;
 pub mod holes;
 pub mod image;
+pub mod image_layout;
 pub mod inode;
 pub mod library;
 pub mod locks;

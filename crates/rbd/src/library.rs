@@ -42,10 +42,16 @@ pub const LOCK_MAY_RENEW: u8 = 1;
 pub const IMAGE_OPTION_FEATURES: c_int = 1;
 /// `RBD_IMAGE_OPTION_ORDER`: the size of objects, as a power of two.
 pub const IMAGE_OPTION_ORDER: c_int = 2;
+/// `RBD_IMAGE_OPTION_STRIPE_UNIT`, in bytes.
+pub const IMAGE_OPTION_STRIPE_UNIT: c_int = 3;
+/// `RBD_IMAGE_OPTION_STRIPE_COUNT`.
+pub const IMAGE_OPTION_STRIPE_COUNT: c_int = 4;
 /// `RBD_IMAGE_OPTION_DATA_POOL`.
 pub const IMAGE_OPTION_DATA_POOL: c_int = 10;
 /// `RBD_FEATURE_LAYERING`, `_EXCLUSIVE_LOCK`, `_OBJECT_MAP`, `_FAST_DIFF`, `_DEEP_FLATTEN`: what `rbd create` gives an image.
 pub const FEATURES: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5;
+/// `RBD_FEATURE_STRIPINGV2`: units of an image go around several objects.
+pub const FEATURE_STRIPING: u64 = 1 << 1;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 pub const LOCK_EXCLUSIVE: c_int = 0;
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`: the zeroes take room.
@@ -167,6 +173,7 @@ functions! {
         fn rbd_open_read_only(IoContext, *const c_char, *mut Image, *const c_char) -> c_int;
         fn rbd_close(Image) -> c_int;
         fn rbd_get_size(Image, *mut u64) -> c_int;
+        fn rbd_get_stripe_count(Image, *mut u64) -> c_int;
         fn rbd_resize(Image, u64) -> c_int;
         fn rbd_metadata_set(Image, *const c_char, *const c_char) -> c_int;
         fn rbd_write(Image, u64, size_t, *const c_char) -> ssize_t;

@@ -184,8 +184,11 @@ fn serve(
         .end_removals()
         .with_context(|| format!("the pool '{}' cannot be used", options.pool))?;
     let address = cluster.address().context("the address in the cluster is not known")?;
-    let layout =
-        Layout { data_pool: options.data_pool.clone(), object_order: options.object_order };
+    let layout = Layout {
+        data_pool: options.data_pool.clone(),
+        object_order: options.object_order,
+        striping: None,
+    };
     let mut pools = vec![options.pool.clone()];
     pools.extend(layout.data_pool.clone());
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());

@@ -13,6 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::cluster::Pool;
 use crate::image::{self, Image, Layout};
+use crate::image_layout;
 use crate::inode::{Inode, PATH, SIZE, SMALL_MAX};
 
 /// How much longer an image gets when a file grows beyond it, in bytes, at least. It takes no room before it is written.
@@ -257,7 +258,8 @@ impl OpenFile {
         let (pool, object, name) = (&store.pool, self.inode.object(), self.inode.image());
         let held = read_object(pool, &object)?;
         // One that is there was begun by a process that died before the length was noted.
-        match image::make(pool, &name, size, &store.layout) {
+        let layout = image_layout::of_file(pool, self.inode, &store.layout)?;
+        match image::make(pool, &name, size, &layout) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }

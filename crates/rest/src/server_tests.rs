@@ -142,6 +142,7 @@ impl Installation {
             downtime_milliseconds: None,
             messenger: None,
             redundancy: Default::default(),
+            image_layout: Default::default(),
         };
         let _: Policy = client.post("policies", &policy).await.unwrap();
     }

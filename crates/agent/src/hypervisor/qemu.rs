@@ -558,6 +558,7 @@ mod tests {
             hardware: Default::default(),
             devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
             snapshots: Vec::new(),
+            images: None,
         }
     }
 

@@ -382,6 +382,7 @@ pub(crate) mod tests {
             hardware: Default::default(),
             devices: vec![],
             snapshots: Vec::new(),
+            images: None,
         }
     }
 

@@ -505,9 +505,19 @@ impl Record {
 impl From<&VmSpec> for Vm {
     fn from(spec: &VmSpec) -> Self {
         // What the machine is has a place of its own.
-        // The server tells its snapshots again.
-        let VmSpec { vm, name, vcpus, memory, policy, key, hardware: _, devices, snapshots: _ } =
-            spec;
+        // The server tells its snapshots again, and how its images are cut into objects.
+        let VmSpec {
+            vm,
+            name,
+            vcpus,
+            memory,
+            policy,
+            key,
+            hardware: _,
+            devices,
+            snapshots: _,
+            images: _,
+        } = spec;
         let devices = devices.iter().map(|device| match device {
             Device::Disk(disk) => StoredDevice::Disk(disk.into()),
             Device::Nic(nic) => StoredDevice::Nic(nic.into()),
@@ -531,8 +541,8 @@ impl From<Vm> for VmSpec {
             StoredDevice::Nic(nic) => Device::Nic(nic.into()),
         });
         let (key, hardware, devices) = (key.map(Key::into), Hardware::default(), devices.collect());
-        let snapshots = Vec::new();
-        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots }
+        let (snapshots, images) = (Vec::new(), None);
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images }
     }
 }
 
@@ -553,8 +563,8 @@ impl From<VmOfDisks> for VmSpec {
     fn from(VmOfDisks { vm, name, vcpus, memory, key, disks }: VmOfDisks) -> Self {
         let devices = disks.into_iter().map(|disk| Device::Disk(disk.into())).collect();
         let (key, hardware) = (key.map(Key::into), Hardware::default());
-        let (policy, snapshots) = (None, Vec::new());
-        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots }
+        let (policy, snapshots, images) = (None, Vec::new(), None);
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images }
     }
 }
 

@@ -70,6 +70,7 @@ pub use self::beside::Beside;
 use crate::storage::descriptor;
 use crate::storage::file_error::failed;
 use crate::storage::image::ImageIdentity;
+use crate::storage::image_layout;
 use crate::storage::json_file;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{marked, usage};
@@ -293,6 +294,7 @@ impl Home {
             .create(&self.path)
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
+        image_layout::note(&self.path, here, spec.images.as_ref())?;
         self.write_descriptor(&descriptor::of(spec, here.datastore, kek)?)
     }
 
@@ -326,6 +328,7 @@ impl Home {
         if !self.path.is_dir() {
             return Ok(());
         }
+        image_layout::note(&self.path, here, spec.images.as_ref())?;
         let wanted = descriptor::of(spec, here.datastore, kek)?;
         if self.descriptor().is_some_and(|there| there == wanted) {
             return Ok(());
@@ -338,7 +341,7 @@ impl Home {
     fn describe_begun(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
         let wanted = descriptor::of(spec, here.datastore, None)?;
         if self.descriptor().is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
-            return Ok(());
+            return image_layout::note(&self.path, here, spec.images.as_ref());
         }
         self.describe_locked(spec, here, None)
     }

@@ -23,6 +23,7 @@ pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod home;
 pub(crate) mod image;
+pub(crate) mod image_layout;
 pub(crate) mod in_place;
 pub(crate) mod json_file;
 pub(crate) mod layers;

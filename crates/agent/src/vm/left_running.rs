@@ -236,7 +236,9 @@ impl LeftRunning {
 
     /// Takes the specification from the server, which an unreadable record does not give.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
-        if matches!(self.why, Why::Processes(..)) && self.spec != spec {
+        // What is not on record is told again, and changes nothing that runs.
+        let known = VmSpec { images: spec.images, ..self.spec.clone() };
+        if matches!(self.why, Why::Processes(..)) && known != spec {
             self.situation().may(Action::Register, None)?;
         }
         if self.spec.key != spec.key {
@@ -371,6 +373,7 @@ pub fn unknown_spec(vm: VmId) -> VmSpec {
         hardware: Default::default(),
         devices: Vec::new(),
         snapshots: Vec::new(),
+        images: None,
     }
 }
 

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 57] = [
+pub const FEATURES: [&str; 58] = [
     "job-create",
     "job-export",
     NICS,
@@ -82,6 +82,7 @@ pub const FEATURES: [&str; 57] = [
     REPLICA_SNAPSHOTS,
     SHARE_DATA_KEYS,
     MIRROR_REPLICAS,
+    IMAGE_LAYOUTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -252,6 +253,9 @@ pub const CREATE_POOLS: &str = "create-pools";
 
 /// The feature of agents that take the keys of pools of Ceph from the server.
 pub const POOL_KEYS: &str = "pool-keys";
+
+/// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
+pub const IMAGE_LAYOUTS: &str = "image-layouts";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -7,6 +7,7 @@ use super::disk::DiskSpec;
 use super::key::KeyReference;
 use crate::hardware::Hardware;
 use crate::id::{DiskId, NicId, SnapshotId, VmId};
+use crate::image_layout::ImageLayout;
 use crate::nic::NicSpec;
 
 /// A VM as a host runs it.
@@ -36,6 +37,10 @@ pub struct VmSpec {
     /// [`SNAPSHOTS`](super::version::SNAPSHOTS) are not told them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotSpec>,
+    /// How its images in pools of Ceph are cut into objects that are made from now on; none leaves that as it is. Agents without the
+    /// feature [`IMAGE_LAYOUTS`](super::version::IMAGE_LAYOUTS) are not told it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub images: Option<ImageLayout>,
 }
 
 /// A snapshot of a VM.

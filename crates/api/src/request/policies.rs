@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::datastore::Messenger;
 use crate::host::{Allocation, DiskLimits};
+use crate::image_layout::ImageLayout;
 use crate::model::Replication;
 use crate::redundancy::Redundancy;
 
@@ -46,6 +47,9 @@ pub struct AddPolicy {
     /// What failures its disks must outlive. With one, disks are made in pools of Ceph that do, and nowhere else.
     #[serde(default)]
     pub redundancy: Redundancy,
+    /// How images of its disks in pools of Ceph are cut into objects. In a directory it means nothing.
+    #[serde(default)]
+    pub image_layout: ImageLayout,
 }
 
 /// Changes a policy. What is not given stays as it is.
@@ -93,4 +97,13 @@ pub struct SetPolicy {
     /// What failures disks that are made from now on must outlive; 0 failures and no layout ask for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redundancy: Option<Redundancy>,
+    /// The size of the objects of images that are made from now on, in bytes; 0 is the cluster's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub object_size: Option<u64>,
+    /// How much of such an image is in one object before the next one follows, in bytes; 0 is no stripes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stripe_unit: Option<u64>,
+    /// How many objects the units go around; 0 is no stripes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stripe_count: Option<u32>,
 }

@@ -66,13 +66,22 @@ pub enum Policy {
         /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 1,mirroring or 2,erasure-coding
         #[arg(long, value_name = "NUMBER[,LAYOUT]")]
         failures_to_tolerate: Option<Redundancy>,
+        /// Cut images in pools of Ceph into objects of this size: a power of two, 4KiB to 32MiB [default: the cluster's, 4MiB]
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        object_size: Option<u64>,
+        /// Stripe such images: so much in one object before the next one follows, such as 64KiB
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "stripe_count")]
+        stripe_unit: Option<u64>,
+        /// How many objects stripes go around, 2 to 256
+        #[arg(long, value_name = "NUMBER", requires = "stripe_unit")]
+        stripe_count: Option<u32>,
         #[command(flatten)]
         dry_run: DryRun,
     },
     /// Change a policy; --dry-run lists the VMs that have it, and what each would need
     ///
-    /// Limits and cache become those of the VMs' disks, at the next start of each. Keys, allocation and replicas stay as
-    /// they were made. Encryption does not change while VMs have the policy.
+    /// Limits and cache become those of the VMs' disks, at the next start of each. Keys, allocation, replicas and objects
+    /// stay as they were made. Encryption does not change while VMs have the policy.
     Set(SetPolicy),
     /// Delete a policy that no VM uses
     #[command(visible_alias = "rm")]
@@ -148,6 +157,15 @@ pub struct SetPolicy {
     /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 2,erasure-coding; 0 is anywhere
     #[arg(long, value_name = "NUMBER[,LAYOUT]", group = "change")]
     pub failures_to_tolerate: Option<Redundancy>,
+    /// Cut images in pools of Ceph that are made from now on into objects of this size; 0 is the cluster's
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub object_size: Option<u64>,
+    /// Stripe such images: so much in one object before the next one follows; 0 is no stripes
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
+    pub stripe_unit: Option<u64>,
+    /// How many objects stripes go around; 0 is no stripes
+    #[arg(long, value_name = "NUMBER", group = "change")]
+    pub stripe_count: Option<u32>,
     #[command(flatten)]
     pub dry_run: DryRun,
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::host::{Allocation, DiskLimits};
+use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::{Policy, Replication};
 use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::{AddPolicy, SetPolicy};
@@ -38,6 +39,9 @@ pub async fn run(
             downtime,
             messenger,
             failures_to_tolerate,
+            object_size,
+            stripe_unit,
+            stripe_count,
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
@@ -59,6 +63,7 @@ pub async fn run(
                 downtime_milliseconds: downtime.map(milliseconds),
                 messenger,
                 redundancy: failures_to_tolerate.unwrap_or_default(),
+                image_layout: ImageLayout { object_size, stripe_unit, stripe_count },
             };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
@@ -121,6 +126,9 @@ async fn set(
         downtime_milliseconds: options.downtime.map(milliseconds),
         messenger: options.messenger,
         redundancy: options.failures_to_tolerate,
+        object_size: options.object_size,
+        stripe_unit: options.stripe_unit,
+        stripe_count: options.stripe_count,
     };
     let path = format!("policies/{}", options.policy);
     if options.dry_run.dry_run {

@@ -211,6 +211,10 @@ impl Row for Policy {
             true => Cell::Nothing,
             false => it.redundancy.to_string().into(),
         }),
+        more("objects", |it| match it.image_layout.is_usual() {
+            true => Cell::Nothing,
+            false => it.image_layout.to_string().into(),
+        }),
         more("messenger", |it| it.messenger.map(|it| it.name().to_owned()).into()),
         more("id", |it| it.id.to_string().into()),
     ];
@@ -306,6 +310,7 @@ impl Row for VmDisk {
         more("bandwidth", |it| it.disk.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
         more("cache", |it| it.disk.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("replica", |it| it.disk.replica.as_ref().map(|it| it.datastore.clone()).into()),
+        more("objects", |it| objects(&it.disk).into()),
     ];
     fn identity(&self) -> String {
         self.disk.id.to_string()
@@ -313,6 +318,15 @@ impl Row for VmDisk {
     fn order(&self, other: &Self) -> Ordering {
         self.vm.cmp(&other.vm)
     }
+}
+
+/// How the image of a disk in a pool of Ceph is cut into objects, and how its policy would have it.
+fn objects(disk: &Disk) -> Option<String> {
+    let now = disk.image_layout?;
+    Some(match disk.wanted_image_layout {
+        None => now.to_string(),
+        Some(wanted) => format!("{now} (its policy asks for {wanted}, from its next copy on)"),
+    })
 }
 
 /// A network card, with the VM that it belongs to.

@@ -1,6 +1,6 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::{DESCRIPTORS, PANIC, SNAPSHOTS};
+use vmseal_api::host::version::{DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS};
 use vmseal_api::host::{
     ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
 };
@@ -12,6 +12,7 @@ use super::Hosts;
 use crate::store::datastores;
 use crate::store::disks::{self, Disk};
 use crate::store::nics;
+use crate::store::policies;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError};
@@ -30,6 +31,7 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         hardware: vm.hardware.clone(),
         devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
         snapshots: Vec::new(),
+        images: None,
     }
 }
 
@@ -72,8 +74,9 @@ pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec 
     };
     let policy = spec.policy.filter(|_| knows(DESCRIPTORS));
     let snapshots = if knows(SNAPSHOTS) { spec.snapshots } else { Vec::new() };
+    let images = spec.images.filter(|_| knows(IMAGE_LAYOUTS));
     let hardware = if knows(PANIC) { spec.hardware } else { spec.hardware.without_crash() };
-    VmSpec { policy, snapshots, hardware, ..spec }
+    VmSpec { policy, snapshots, hardware, images, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.
@@ -89,7 +92,9 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     // One that is being taken or deleted is not for another inventory.
     let whole = snapshots.into_iter().filter(|it| it.state == SnapshotState::Ready);
     let snapshots = whole.map(spec_of_snapshot).collect();
-    let spec = VmSpec { snapshots, ..spec_of(&vm, &disks, &nics) };
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let images = policy.map(|policy| policy.image_layout);
+    let spec = VmSpec { snapshots, images, ..spec_of(&vm, &disks, &nics) };
     Ok(Some((vm, spec)))
 }
 

@@ -151,6 +151,7 @@ async fn vms_that_the_inventory_does_not_have_are_unregistered() {
         hardware: Default::default(),
         devices: Vec::new(),
         snapshots: Vec::new(),
+        images: None,
     };
     let ghost = spec.vm;
     fixture.agent.register_vm(spec).await.unwrap();

@@ -442,6 +442,7 @@ fn define(
             hardware: descriptor.hardware.clone(),
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: descriptor.snapshots.iter().map(|it| snapshot(descriptor, it)).collect(),
+            images: None,
         },
         host: known.on.host,
         host_name: known.on.host_name.clone(),

@@ -27,7 +27,9 @@ use super::vms::{
     begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
     require_ready,
 };
-use super::{Outcome, PageRequest, Services, features, redundancy, temporary_snapshot};
+use super::{
+    Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
+};
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
@@ -507,7 +509,7 @@ async fn restore_deleted(
     let vm = Vm { lifecycle: Lifecycle::Creating, ..adopt_vm::row(&definition) };
     adopt_vm::insert_rows(&mut write, &definition, &vm).await?;
     let made = disks::of_vm(&mut write, vm.id).await?;
-    require_places(&mut write, &vm, &made).await?;
+    require_places(services, &mut write, &vm, &made).await?;
     replicas::require(services, backup, &made)?;
     let disks = made.iter().map(|disk| disk.id).collect();
     let (backup, digest) = (backup.id, digest_of(&manifest));
@@ -517,10 +519,16 @@ async fn restore_deleted(
 }
 
 /// Refuses disks in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
-async fn require_places(write: &mut Write<'_>, vm: &Vm, made: &[Disk]) -> Result<(), Problem> {
+async fn require_places(
+    services: &Services,
+    write: &mut Write<'_>,
+    vm: &Vm,
+    made: &[Disk],
+) -> Result<(), Problem> {
     let policy = policies::find(write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", vm.policy.to_string()))?;
     policy.require_messenger(made)?;
+    image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
     redundancy::require(write, &policy, made).await
 }
 
@@ -580,6 +588,7 @@ pub(crate) async fn define(
             hardware,
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: Vec::new(),
+            images: Some(policy.image_layout),
         },
         host: backup.host,
         host_name: backup.host_name.clone(),

@@ -15,7 +15,9 @@ use super::create_vm::provider_of;
 use super::saved_memory;
 use super::snapshots::{OF_REPLICATED, chosen, keepable};
 use super::vms::{begin_paced, find, plan, power, require_ready, word};
-use super::{Outcome, Services, cloud_init, features, hardware, room, temporary_snapshot};
+use super::{
+    Outcome, Services, cloud_init, features, hardware, image_layouts, room, temporary_snapshot,
+};
 use crate::operation::{Copies, Operation, Temporary};
 use crate::store::disks::{self, Disk};
 use crate::store::links::{self, Link};
@@ -85,6 +87,7 @@ pub async fn clone(
     }
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
+    image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
     let cards = nics::of_vm(&mut write, origin.id).await?;
     let cards = super::nics::place_alike(&mut write, cards).await?;
     let vm = vms::Vm {

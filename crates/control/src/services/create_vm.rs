@@ -19,7 +19,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init, hardware, redundancy, room, usage};
+use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
@@ -56,6 +56,8 @@ pub async fn create(
     hardware::check_tpm(&request.hardware, &policy)?;
     let provider = provider_of(services, &mut write, &policy).await?;
     let mut made = place(&mut write, &request.disks, &policy, &host).await?;
+    image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
+    let in_directories = image_layouts::in_directories(&policy, &made);
     services.hosts.connected(host.id)?;
     room::check_memory(services, host.id, &host.name, request.memory)?;
     // It may have changed since.
@@ -105,7 +107,8 @@ pub async fn create(
         // No transaction is held during a call to a host.
         drop(write);
         examine(services, &vm, &made, &cards).await?;
-        let warnings = room::examine(services, &vm, &made).await?;
+        let mut warnings = room::examine(services, &vm, &made).await?;
+        warnings.extend(in_directories);
         let mut planned = Plan { warnings, ..plan(&task, &vm) };
         planned.steps.insert(0, room::understood(&vm, &made));
         return Ok(Outcome::Planned(planned));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::hardware::{CPU_MODEL_HOST, Hardware};
-use vmseal_api::host::version::{MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
+use vmseal_api::host::version::{IMAGE_LAYOUTS, MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
 use vmseal_api::host::{Accelerator, HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
@@ -22,7 +22,7 @@ mod remote;
 use self::copies::Copies;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
-use super::{Outcome, Services, features, hosts};
+use super::{Outcome, Services, features, hosts, image_layouts};
 use crate::hosts::{definition_with, is_silence};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
@@ -423,6 +423,7 @@ async fn fits(
     let copies = copies::of(services, vm, disks, &host, asked.place).await?;
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
     let spec = definition_with(&services.store, vm.id, host.id, &to).await.map_err(failed)?;
+    image_layouts::fits(view.has(IMAGE_LAYOUTS), &spec, &to)?;
     for disk in disks.iter().filter(|disk| to.iter().all(|copy| copy.disk != disk.id)) {
         let place = spec.disk(disk.id).map_or(&disk.datastore, |disk| &disk.datastore);
         let there = match agent.measure_datastore(place.clone()).await.map_err(failed)? {

@@ -19,7 +19,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
 use super::vms::{check_key, find, plan, power, require_ready, word};
-use super::{Outcome, Services, features, redundancy, room};
+use super::{Outcome, Services, features, image_layouts, redundancy, room};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
@@ -481,6 +481,10 @@ async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Prob
     };
     let Some(policy) = policy else { return Ok(()) };
     policy.require_messenger(&copies)?;
+    if !wanted.operation.is_in_place() {
+        let host = (wanted.vm.host, wanted.vm.host_name.as_str());
+        image_layouts::require(services, host, &policy, &copies)?;
+    }
     redundancy::require(&mut read, &policy, &copies).await
 }
 

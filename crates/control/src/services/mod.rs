@@ -47,6 +47,7 @@ pub mod guest;
 pub mod guests;
 mod hardware;
 pub mod hosts;
+mod image_layouts;
 pub mod kmip;
 pub mod log_levels;
 pub mod metrics;

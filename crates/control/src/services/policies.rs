@@ -30,6 +30,7 @@ fn shown(policy: policies::Policy) -> Policy {
         downtime_milliseconds: policy.downtime_milliseconds,
         messenger: policy.messenger,
         redundancy: policy.redundancy,
+        image_layout: policy.image_layout,
     }
 }
 
@@ -86,6 +87,10 @@ pub async fn add(
     check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
     let redundancy = request.redundancy;
     redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
+    let layout = request.image_layout;
+    layout
+        .check()
+        .map_err(|(field, what)| Problem::invalid(format!("image_layout.{field}"), what))?;
     if let Some(model) = &request.cpu_model {
         check_cpu_model(model).map_err(|what| Problem::invalid("cpu_model", what))?;
     }
@@ -130,6 +135,7 @@ pub async fn add(
         downtime_milliseconds: request.downtime_milliseconds,
         messenger: asked_messenger(request.messenger),
         redundancy,
+        image_layout: layout,
     };
     policies::insert(&mut write, &policy).await?;
     let detail = if policy.encryption { "encrypts" } else { "does not encrypt" };

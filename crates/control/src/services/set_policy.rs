@@ -7,6 +7,7 @@ use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::host::{Allocation, Power};
 use vmseal_api::id::check_name;
+use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -17,7 +18,7 @@ use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
 use super::policies::{asked_messenger, check_replica, require_ungiven};
 use super::redundancy::{self, Lacking};
-use super::{Outcome, Services};
+use super::{Outcome, Services, image_layouts};
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
 
@@ -42,6 +43,8 @@ pub(super) enum Need {
     Messenger { disk: String, pool: String },
     /// A disk of it does not outlive what the policy says.
     Redundancy { vm: String, disk: String, why: String },
+    /// The image of a disk of it is cut into other objects.
+    ImageLayout { vm: String, disk: String, now: ImageLayout },
     /// The caches of its disks are too large together.
     Caches { why: String },
 }
@@ -108,6 +111,10 @@ impl fmt::Display for Need {
             Self::Redundancy { vm, disk, why } => write!(
                 f,
                 "its disk '{disk}' is in {why}. It runs on there, with an alarm: move it (vmseal vm move {vm} --datastore NAME)"
+            ),
+            Self::ImageLayout { vm, disk, now } => write!(
+                f,
+                "its disk '{disk}' stays in {now} until its image is made anew, also while it runs: move it to another datastore (vmseal vm move {vm} --datastore NAME)"
             ),
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
         }
@@ -181,6 +188,17 @@ pub(super) async fn redundancy_of(
     Ok(lacking.map(|Lacking { disk, why }| Need::Redundancy { vm: vm.name.clone(), disk, why }))
 }
 
+/// What the images of a VM are, where its policy, `after`, has them otherwise.
+pub(super) async fn layout_of(
+    from: &mut SqliteConnection,
+    after: &policies::Policy,
+    vm: &vms::Vm,
+    disks: &[disks::Disk],
+) -> Result<Option<Need>, Problem> {
+    let other = image_layouts::other(from, after, disks).await?;
+    Ok(other.map(|(disk, now)| Need::ImageLayout { vm: vm.name.clone(), disk, now }))
+}
+
 /// Changes a policy, with the limits and caches of the disks of VMs that have it. A dry run says what each VM would need.
 pub async fn set(
     services: &Services,
@@ -224,6 +242,7 @@ pub async fn set(
         let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
         let mut needs = needs(&before, &after, &vm, &known, runs);
         needs.extend(redundancy_of(&mut write, &after, &vm, &known).await?);
+        needs.extend(layout_of(&mut write, &after, &vm, &known).await?);
         for need in &needs {
             steps.push(format!("VM '{}': {need}", vm.name));
         }
@@ -277,6 +296,9 @@ fn changed(
         downtime_milliseconds,
         messenger,
         redundancy,
+        object_size: _,
+        stripe_unit: _,
+        stripe_count: _,
     } = request;
     // 0 is none, so that a limit can be taken away.
     let given = |new: &Option<u64>, old: Option<u64>| match new {
@@ -307,6 +329,7 @@ fn changed(
         redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
         after.redundancy = redundancy;
     }
+    after.image_layout = image_layouts::changed(before.image_layout, request)?;
     if messenger.is_some() {
         after.messenger = asked_messenger(*messenger);
     }

@@ -17,7 +17,7 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
-use super::set_policy::{Need, needs, redundancy_of};
+use super::set_policy::{Need, layout_of, needs, redundancy_of};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room};
@@ -81,6 +81,8 @@ pub async fn set(
             }
             steps.push(format!("set policy to {}", policy.name));
             steps.extend(needs.iter().map(Need::to_string));
+            let layout = layout_of(&mut write, &policy, &before, &known).await?;
+            steps.extend(layout.as_ref().map(Need::to_string));
         }
         (after.policy, after.policy_name) = (policy.id, policy.name);
     }

@@ -14,7 +14,7 @@ use vmseal_api::size::Size;
 use super::caller::{Caller, Privilege};
 use super::create_vm::{ChosenHost, check_disk, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
-use super::{Outcome, Services, examine_change};
+use super::{Outcome, Services, examine_change, image_layouts};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::vms::Vm;
@@ -47,6 +47,7 @@ pub async fn add_disk(
     let mut made = place(&mut write, std::slice::from_ref(&request), &policy, &host)
         .await
         .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
+    image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
     let Some(disk) = made.pop() else {
         return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
     };
@@ -79,6 +80,7 @@ pub async fn add_disk(
             plan.steps.insert(0, chosen);
         }
         plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
         return Ok(Outcome::Planned(plan));
     }
     begin(services, write, operation, &vm, caller, dry_run).await

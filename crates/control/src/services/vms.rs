@@ -15,7 +15,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, examine_change, page_of, room};
+use super::{Outcome, PageRequest, Services, examine_change, image_layouts, page_of, room};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
@@ -72,6 +72,8 @@ fn shown(
             bytes_per_second: place.bytes_per_second,
         }),
         facts: disk.facts,
+        image_layout: None,
+        wanted_image_layout: None,
     });
     Vm {
         id: vm.id,
@@ -209,6 +211,10 @@ pub async fn list(
             clones.insert(links::clones_of(&mut read, link.vm, None).await?);
         }
     }
+    let layouts = match (listed.first(), listed.last()) {
+        (Some(first), Some(last)) => disks::image_layouts(&mut read, first.id, last.id).await?,
+        _ => HashMap::new(),
+    };
     drop(read);
     let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
     let views: HashMap<_, _> = hosts.into_iter().map(|it| (it, services.hosts.view(it))).collect();
@@ -224,7 +230,10 @@ pub async fn list(
         let from = clones.remove(&vm.id).unwrap_or_default();
         let links = Links { to: links.remove(&vm.id), from };
         let in_the_clear = in_the_clear(&disks, encrypt.contains(&vm.policy));
-        shown(vm, (disks, in_the_clear), nics, provider, links, seen)
+        let in_pools = image_layouts::in_pools(&disks);
+        let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
+        image_layouts::tell(&mut vm, &in_pools, &layouts);
+        vm
     });
     Ok(Page { items: items.collect(), next })
 }
@@ -240,10 +249,14 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let links = Links { to, from: links::clones_of(&mut read, vm.id, None).await? };
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
     let in_the_clear = in_the_clear(&disks, policy.is_some_and(|policy| policy.encryption));
+    let layouts = disks::image_layouts(&mut read, vm.id, vm.id).await?;
     drop(read);
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
-    Ok(shown(vm, (disks, in_the_clear), nics, provider, links, seen))
+    let in_pools = image_layouts::in_pools(&disks);
+    let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
+    image_layouts::tell(&mut vm, &in_pools, &layouts);
+    Ok(vm)
 }
 
 /// A VM that is made, on a host whose agent has a feature; `cannot` completes "the agent of host 'x' cannot …".

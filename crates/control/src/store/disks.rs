@@ -7,6 +7,7 @@ use vmseal_api::host::{
     Allocation, DatastoreLocation, DatastoreSpec, DiskFacts, DiskLimits, DiskRole, ImageSource,
 };
 use vmseal_api::id::{DatastoreId, DiskId, HostId, VmId};
+use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::transfer::ImageFormat;
 
@@ -253,8 +254,32 @@ pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Disk>, S
     rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
 }
 
-/// Records the facts about a finished disk.
+/// Records the facts about a finished disk, whose image was made as its VM's policy has it.
 pub async fn set_facts(
+    to: &mut SqliteConnection,
+    disk: DiskId,
+    facts: &DiskFacts,
+) -> Result<(), StoreError> {
+    pin_facts(to, disk, facts).await?;
+    note_layout(to, disk).await
+}
+
+/// Records that the image of a disk was made as its VM's policy has it.
+pub async fn note_layout(to: &mut SqliteConnection, disk: DiskId) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE volumes SET image_layout =
+             (SELECT COALESCE(p.image_layout, '{}') FROM disks d JOIN vms v ON v.id = d.vm_id
+                     JOIN policies p ON p.id = v.policy_id WHERE d.id = volumes.disk_id)
+         WHERE disk_id = $1 AND role = 'image'",
+    )
+    .bind(disk.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// Records the facts about a disk that was found.
+pub async fn pin_facts(
     to: &mut SqliteConnection,
     disk: DiskId,
     facts: &DiskFacts,
@@ -265,6 +290,55 @@ pub async fn set_facts(
         .execute(to)
         .await?;
     Ok(())
+}
+
+/// How the image of a disk is cut into objects, and how its VM's policy has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Layouts {
+    /// As the image was made; none where that is not known.
+    pub image: Option<ImageLayout>,
+    /// As the policy has it now.
+    pub policy: ImageLayout,
+}
+
+/// How the image of a disk was cut into objects when it was made; none where that is not known.
+pub async fn image_layout(
+    from: &mut SqliteConnection,
+    disk: DiskId,
+) -> Result<Option<ImageLayout>, StoreError> {
+    let found: Option<Option<String>> = sqlx::query_scalar(
+        "SELECT image_layout FROM volumes WHERE disk_id = $1 AND role = 'image'",
+    )
+    .bind(disk.to_string())
+    .fetch_optional(from)
+    .await?;
+    found.flatten().map(|json| from_json(&json, "how an image is cut")).transpose()
+}
+
+/// The layouts of the disks of VMs from one to another, in order of their ids.
+pub async fn image_layouts(
+    from: &mut SqliteConnection,
+    first: VmId,
+    last: VmId,
+) -> Result<HashMap<DiskId, Layouts>, StoreError> {
+    let rows: Vec<(String, Option<String>, Option<String>)> = sqlx::query_as(
+        "SELECT d.id, i.image_layout, p.image_layout
+         FROM disks d JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
+              JOIN vms v ON v.id = d.vm_id JOIN policies p ON p.id = v.policy_id
+         WHERE d.vm_id >= $1 AND d.vm_id <= $2",
+    )
+    .bind(first.to_string())
+    .bind(last.to_string())
+    .fetch_all(from)
+    .await?;
+    let read = |(id, image, policy): (String, Option<String>, Option<String>)| {
+        let layout = |json: Option<String>| {
+            json.map(|json| from_json::<ImageLayout>(&json, "how an image is cut")).transpose()
+        };
+        let policy = layout(policy)?.unwrap_or_default();
+        Ok::<_, StoreError>((parse(&id, "a disk's id")?, Layouts { image: layout(image)?, policy }))
+    };
+    rows.into_iter().map(read).collect()
 }
 
 /// Records that a disk has another image, which is encrypted or not, and the facts about it.
@@ -279,7 +353,7 @@ pub async fn set_image(
         .bind(disk.to_string())
         .execute(&mut *to)
         .await?;
-    set_facts(to, disk, facts).await
+    pin_facts(to, disk, facts).await
 }
 
 /// Records that the image of a disk is on another datastore.

@@ -4,6 +4,7 @@ use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{HostId, PolicyId, ProviderId};
+use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Replication;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::{PoolFacts, Redundancy};
@@ -39,6 +40,8 @@ pub struct Policy {
     pub messenger: Option<Messenger>,
     /// What failures its disks must outlive.
     pub redundancy: Redundancy,
+    /// How images of its disks in pools of Ceph are cut into objects.
+    pub image_layout: ImageLayout,
 }
 
 impl Policy {
@@ -85,6 +88,7 @@ struct Row {
     downtime: Option<i64>,
     messenger: Option<String>,
     redundancy: Option<String>,
+    image_layout: Option<String>,
 }
 
 impl TryFrom<Row> for Policy {
@@ -114,6 +118,11 @@ impl TryFrom<Row> for Policy {
                 .map(|json| from_json(&json, "a policy's redundancy"))
                 .transpose()?
                 .unwrap_or_default(),
+            image_layout: row
+                .image_layout
+                .map(|json| from_json(&json, "how a policy has images cut"))
+                .transpose()?
+                .unwrap_or_default(),
         })
     }
 }
@@ -127,8 +136,8 @@ fn downtime(value: i64) -> Result<u32, StoreError> {
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica, cpu_model, downtime, messenger, redundancy)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+                               replica, cpu_model, downtime, messenger, redundancy, image_layout)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -142,6 +151,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(policy.downtime_milliseconds)
     .bind(policy.messenger.as_ref().map(to_name))
     .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
+    .bind((!policy.image_layout.is_usual()).then(|| to_json(&policy.image_layout)))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -155,7 +165,8 @@ pub async fn find(
 ) -> Result<Option<Policy>, StoreError> {
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy,
+                p.image_layout
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -170,7 +181,8 @@ pub async fn find(
 pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
-                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy
+                p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy,
+                p.image_layout
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -189,8 +201,8 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     sqlx::query(
         "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
                              limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9,
-                             messenger = $10, redundancy = $11
-         WHERE id = $12",
+                             messenger = $10, redundancy = $11, image_layout = $12
+         WHERE id = $13",
     )
     .bind(&policy.name)
     .bind(policy.encryption)
@@ -203,6 +215,7 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .bind(policy.downtime_milliseconds)
     .bind(policy.messenger.as_ref().map(to_name))
     .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
+    .bind((!policy.image_layout.is_usual()).then(|| to_json(&policy.image_layout)))
     .bind(policy.id.to_string())
     .execute(to)
     .await

@@ -254,7 +254,7 @@ pub(crate) async fn insert_rows(
         };
         disks::insert(write, vm.id, position, &of_spec).await?;
         if let Some(facts) = &disk.facts {
-            disks::set_facts(write, disk.disk, facts).await?;
+            disks::pin_facts(write, disk.disk, facts).await?;
         }
     }
     for (position, nic) in definition.spec.nics().enumerate() {

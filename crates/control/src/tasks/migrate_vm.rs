@@ -512,7 +512,7 @@ async fn record(
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
     for disk in &copied {
-        set_image(&mut write, disk).await?;
+        set_image(&mut write, disk, true).await?;
     }
     let to = store_hosts::find(&mut write, &ends.to.to_string()).await?;
     placements::set_owner(&mut write, run.vm_id, ends.to, checked.generation).await?;

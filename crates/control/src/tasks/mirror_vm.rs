@@ -469,9 +469,16 @@ fn copy_of<'a>(seen: &'a [DiskState], disk: &Disk, operation: &Operation) -> Opt
     is_copy.then_some(seen)
 }
 
-/// Records the image of a disk as its host has it.
-pub(super) async fn set_image(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
+/// Records the image of a disk as its host has it: a copy, or the one that it had, converted.
+pub(super) async fn set_image(
+    write: &mut Write<'_>,
+    seen: &DiskState,
+    is_copy: bool,
+) -> Result<(), StepError> {
     disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
+    if is_copy {
+        disks::note_layout(write, seen.disk).await?;
+    }
     // A copy is a disk of its own.
     links::forget(write, seen.disk).await?;
     if let Some(datastore) = seen.datastore {
@@ -501,7 +508,7 @@ async fn record(run: &Run<'_>, copied: &[DiskId]) -> Result<(), StepError> {
             return Err(StepError::Again(Problem::new(ErrorCode::Unreachable, detail)));
         };
         links::part(&mut write, vm.id, disk.id).await?;
-        set_image(&mut write, copy).await?;
+        set_image(&mut write, copy, !run.task.operation.is_in_place()).await?;
         names.push(disk.name.as_str());
         replicated.extend(disk.replica.is_some().then_some(disk.name.as_str()));
     }
@@ -661,10 +668,11 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId], of: &Operation) -> Resul
     let known = disks::of_vm(&mut write, run.vm_id).await?;
     for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
         let before = known.iter().find(|it| it.id == disk.disk);
-        if before.is_some_and(|before| parents::has_pivoted(of, before, disk)) {
+        let pivoted = before.is_some_and(|before| parents::has_pivoted(of, before, disk));
+        if pivoted {
             links::part(&mut write, run.vm_id, disk.disk).await?;
         }
-        set_image(&mut write, disk).await?;
+        set_image(&mut write, disk, pivoted && !of.is_in_place()).await?;
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     Ok(write.commit().await?)

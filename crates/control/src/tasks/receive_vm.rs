@@ -287,7 +287,7 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         let vm = run.vm().await?;
         let mut write = run.store().write().await?;
         for disk in &made {
-            set_image(&mut write, disk).await?;
+            set_image(&mut write, disk, true).await?;
         }
         vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
         // It has run without a break.

@@ -97,6 +97,7 @@ impl Template {
                 downtime_milliseconds: None,
                 messenger: None,
                 redundancy: Default::default(),
+                image_layout: Default::default(),
             };
             policies::insert(&mut write, &policy).await.unwrap();
         }

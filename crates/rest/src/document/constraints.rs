@@ -16,6 +16,7 @@ use vmseal_api::guest::{ARGUMENTS_MAX, EXEC_SECONDS_MAX};
 use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
+use vmseal_api::image_layout::{OBJECT_SIZE_MAX, OBJECT_SIZE_MIN, STRIPE_COUNT_MAX};
 use vmseal_api::kmip::{COMMON_NAME_MAX, COMMON_NAME_PATTERN, SERVERS_MAX};
 use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
@@ -246,6 +247,17 @@ fn drive_with_order() -> Value {
     ] })
 }
 
+/// A power of two from the least to the most that an object has, in bytes.
+fn part_of_image() -> Value {
+    let sizes = (0..).map(|power| OBJECT_SIZE_MIN << power);
+    let sizes = sizes.take_while(|size| *size <= OBJECT_SIZE_MAX).map(Value::from);
+    json!({ "enum": std::iter::once(Value::Null).chain(sizes).collect::<Vec<_>>() })
+}
+
+fn stripe_count() -> Value {
+    json!({ "minimum": 2, "maximum": STRIPE_COUNT_MAX })
+}
+
 /// A limit that 0 takes away.
 fn none_or(limit: Value) -> Value {
     json!({ "anyOf": [{ "type": "null" }, { "const": 0 }, limit] })
@@ -444,6 +456,12 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("MoveVm/properties/rate", rate()),
         ("RecryptVm/properties/rate", rate()),
         ("SetTask/properties/rate", rate()),
+        ("ImageLayout/properties/object_size", part_of_image()),
+        ("ImageLayout/properties/stripe_unit", part_of_image()),
+        ("ImageLayout/properties/stripe_count", stripe_count()),
+        ("SetPolicy/properties/object_size", none_or(part_of_image())),
+        ("SetPolicy/properties/stripe_unit", none_or(part_of_image())),
+        ("SetPolicy/properties/stripe_count", none_or(stripe_count())),
         ("Redundancy/properties/failures", json!({ "maximum": FAILURES_MAX })),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (

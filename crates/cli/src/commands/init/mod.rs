@@ -315,6 +315,7 @@ impl Init {
             downtime_milliseconds: None,
             messenger: None,
             redundancy: Default::default(),
+            image_layout: Default::default(),
         };
         let policy: Policy = self.server()?.post("policies", &request).await?;
         Ok(format!("'{}' encrypts disks with keys of the default provider", policy.name))

@@ -18,12 +18,12 @@ use vmseal_api::remote::{
 use vmseal_api::request::{DISK_SIZE_MAX, DISKS_MAX};
 
 use self::checks::{Chosen, look};
-use super::Services;
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
 use super::migrate::{Promised, free_memory};
 use super::passphrases::open_passphrase;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
+use super::{Services, image_layouts};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self, is_silence};
 use crate::operation::Operation;
@@ -118,7 +118,7 @@ async fn reserve(
         host: host.id,
         host_name: host.name,
         policy: policy.id,
-        policy_name: policy.name,
+        policy_name: policy.name.clone(),
         vcpus: asked.vcpus,
         memory: asked.memory,
         hardware: asked.hardware,
@@ -148,6 +148,8 @@ async fn reserve(
             deleting: false,
             detached: false,
         };
+        let made = std::slice::from_ref(&disk);
+        image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
         disks::insert(&mut write, vm.id, position, &disk).await?;
     }
     for (position, nic) in asked.nics.iter().enumerate() {

@@ -63,7 +63,7 @@ pub(super) async fn restore(
     let (vm, operation) = reserve(services, &mut write, backup, &manifest, request).await?;
     room::check_memory(services, vm.host, &vm.host_name, vm.memory)?;
     let made = disks::of_vm(&mut write, vm.id).await?;
-    require_places(&mut write, &vm, &made).await?;
+    require_places(services, &mut write, &vm, &made).await?;
     replicas::require(services, backup, &made)?;
     let mut begun = begin(services, write, operation, &vm, caller, dry_run).await?;
     if let Outcome::Planned(plan) = &mut begun {

@@ -259,6 +259,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         downtime_milliseconds: None,
         messenger: None,
         redundancy: Default::default(),
+        image_layout: Default::default(),
     };
     let mut write = fixture.store.write().await.unwrap();
     policies::insert(&mut write, &policy).await.unwrap();
