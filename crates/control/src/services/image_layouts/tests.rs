@@ -165,7 +165,7 @@ fn pool() -> DatastoreLocation {
     let pool = RbdPool {
         monitors: "v2:10.0.0.1:3300".to_owned(),
         user: "client.vmseal".to_owned(),
-        keyring: "/etc/ceph/keyring".into(),
+        keyring: Some("/etc/ceph/keyring".into()),
         pool: "vms".to_owned(),
         namespace: None,
         data_pool: None,
