@@ -1,6 +1,8 @@
 //! VMs that go to another control plane while they run: at every point exactly one of both runs the guest, or none while a task
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
+mod killed;
+
 use std::sync::Arc;
 
 use vmseal_api::id::{RemoteId, TaskId};
