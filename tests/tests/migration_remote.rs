@@ -98,9 +98,11 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
         assert!(planned.contains(wanted), "{wanted}: {planned}");
     }
     assert!(east.refused(&["vm", "show", VM]).is_ok(), "a dry run leaves nothing");
-    west.vmseal(&migrate).unwrap();
+    let task = west.json(&migrate).unwrap();
     has_gone(&west, &east, true);
     has_lost_nothing(&east);
+    let placed = task["migrated"]["placed"].as_u64();
+    assert!(placed.is_some_and(|bytes| bytes > 0), "QEMU has loaded the memory there: {task:#}");
     let told = west.vmseal(&["events"]).unwrap();
     assert!(told.contains("to remote 'east', encrypted"), "{told}");
 

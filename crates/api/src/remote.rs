@@ -249,6 +249,10 @@ pub struct ArrivalShown {
     pub state: ArrivalState,
     /// The host that it gets.
     pub host: String,
+    /// What its host's agent has written into the guest's memory itself, in bytes; none before the guest runs here, where QEMU has
+    /// loaded all of it, and where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placed: Option<u64>,
     /// Why it does not arrive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Problem>,

@@ -14,6 +14,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
     ArrivingCopies, ArrivingCopy, DiskState, HostAgent, HostState, JobSpec, JobState, Power,
@@ -31,6 +32,7 @@ use crate::hosts::is_silence;
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
+use crate::store::tasks::Task;
 use crate::store::vms;
 
 /// How long nothing may be heard of the source before it has asked for the switch. It asks each second; this is time for its server
@@ -113,12 +115,11 @@ impl Step for ReceiveVmStep {
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Reserve => Ok(()),
-            Self::MakeKey => make_key(run).await,
-            Self::Receive => until_asked(run).await,
-            Self::Switch => switch(run).await,
+            Self::Reserve => Ok(Output::default()),
+            Self::MakeKey => make_key(run).await.map(Output::from),
+            Self::Receive => until_asked(run).await.map(Output::from),
+            Self::Switch => switch(run).await.map(|arrived| Output::of(&arrived)),
         }
-        .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
@@ -193,40 +194,58 @@ enum Verdict {
     DoesNot,
 }
 
+/// How a guest has come: the output of its switch.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+struct Arrived {
+    /// What its host has placed of the memory, in bytes; none where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    placed: Option<u64>,
+}
+
+/// What the host of an arrival has placed of the guest's memory, once the guest runs there.
+pub(crate) fn placed(task: &Task) -> Option<u64> {
+    let arrived = task.outputs.get(ReceiveVmStep::Switch.name())?.clone();
+    serde_json::from_value::<Arrived>(arrived).ok()?.placed
+}
+
 /// Has the guest go on, and records that it does.
-async fn switch(run: &Run<'_>) -> Result<(), StepError> {
+async fn switch(run: &Run<'_>) -> Result<Arrived, StepError> {
     if run.vm().await?.lifecycle == Lifecycle::Ready {
         // Recorded by a server that has restarted since.
-        return Ok(());
+        return Ok(Arrived::default());
     }
     let (host, generation) = place(run)?;
     let agent = run.hosts().agent(host)?;
-    let loaded = until_loaded(run, host).await;
-    let committed = match loaded {
-        Ok(()) => {
+    let (committed, arrived) = match until_loaded(run, host).await {
+        Ok(arrived) => {
             let job = JobSpec::Receive(job(&run.disks().await?, generation));
-            agent.commit_job(run.vm_id, run.task.id, job).await
+            (agent.commit_job(run.vm_id, run.task.id, job).await, arrived)
         }
-        Err(StepError::Final(problem)) => Err(problem),
+        Err(StepError::Final(problem)) => (Err(problem), Arrived::default()),
         Err(other) => return Err(other),
     };
     match committed {
-        Ok(()) => record(run).await,
-        Err(problem) if is_silence(&problem) => Err(problem.into()),
+        Ok(()) => record(run).await?,
+        Err(problem) if is_silence(&problem) => return Err(problem.into()),
         Err(problem) => match give_up(run, &*agent).await? {
-            Verdict::Runs => record(run).await,
-            Verdict::DoesNot => Err(StepError::Final(problem)),
+            Verdict::Runs => record(run).await?,
+            Verdict::DoesNot => return Err(StepError::Final(problem)),
         },
     }
+    Ok(arrived)
 }
 
-/// Waits until the guest's memory is loaded.
-async fn until_loaded(run: &Run<'_>, host: HostId) -> Result<(), StepError> {
+/// Waits until the guest's memory is loaded. Returns how it was.
+async fn until_loaded(run: &Run<'_>, host: HostId) -> Result<Arrived, StepError> {
     let mut state = run.host_state(host, None).await?;
     loop {
-        match run.job_in(&state).map(|job| &job.state) {
+        let job = run.job_in(&state);
+        match job.map(|job| &job.state) {
             // An agent that has restarted says itself what became of the guest.
-            None | Some(JobState::ReadyToCommit | JobState::Done) => return Ok(()),
+            None | Some(JobState::ReadyToCommit | JobState::Done) => {
+                let received = job.and_then(|job| job.migration);
+                return Ok(Arrived { placed: received.and_then(|received| received.placed) });
+            }
             Some(JobState::Failed { problem }) => return Err(StepError::Final(problem.clone())),
             Some(JobState::Cancelled) => {
                 let what = "the host has cancelled it";

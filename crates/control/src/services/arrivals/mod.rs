@@ -229,7 +229,8 @@ fn state(task: &Task) -> ArrivalState {
 async fn shown(services: &Services, task: Task, host: HostId) -> Result<ArrivalShown, Problem> {
     let known = store_hosts::find(&mut *services.store.read().await?, &host.to_string()).await?;
     let host = known.map(|host| host.name).unwrap_or_default();
-    Ok(ArrivalShown { id: task.id, state: state(&task), host, problem: task.problem })
+    let (state, placed) = (state(&task), receive_vm::placed(&task));
+    Ok(ArrivalShown { id: task.id, state, host, placed, problem: task.problem })
 }
 
 /// Waits until an arrival is in such a state, but not for long.

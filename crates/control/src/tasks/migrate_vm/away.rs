@@ -383,15 +383,16 @@ async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
     let (route, checked, watched) = (route(run)?, checked(run)?, watched::of(run));
     watched.show(run, MigrationPhase::SwitchOver);
     let remote = remote(run).await?;
-    match remote.commit_arrival(route.arrival).await {
+    let arrived = match remote.commit_arrival(route.arrival).await {
         Ok(arrival) => match arrival.state {
-            ArrivalState::Running => {}
+            ArrivalState::Running => arrival,
             ArrivalState::Cancelled => return Err(cancelled(arrival)),
             _ => return Err(undecided(&arrival)),
         },
         // Whatever it says: that is not what became of the guest.
         Err(problem) => return Err(StepError::Again(problem)),
-    }
+    };
+    let watched = watched.with_placed(arrived.placed);
     let migrated = watched.ended(checked.began, Timestamp::now(), true);
     leave(run).await?;
     Ok(migrated)

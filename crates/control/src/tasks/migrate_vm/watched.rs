@@ -37,6 +37,11 @@ impl Watched {
         Self { placed: received.and_then(|received| received.placed), ..self }
     }
 
+    /// Notes what another control plane says of how its host has loaded the memory.
+    pub(super) fn with_placed(self, placed: Option<u64>) -> Self {
+        Self { placed, ..self }
+    }
+
     /// Notes how far the source is, and publishes it.
     pub(super) fn note(&mut self, run: &Run<'_>, source: &HostState) {
         let measured = run.job_in(source).and_then(|job| job.migration);

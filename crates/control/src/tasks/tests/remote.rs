@@ -1,6 +1,8 @@
 //! VMs that go to another control plane while they run: at every point exactly one of both runs the guest, or none while a task
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
+mod killed;
+
 use std::sync::Arc;
 
 use vmseal_api::id::{RemoteId, TaskId};
@@ -126,7 +128,8 @@ async fn a_vm_goes_to_another_control_plane() {
     let told = two.west.events("vm.migrated").await;
     assert!(told[0].detail.contains("to remote 'east', encrypted"), "{told:?}");
     assert_eq!(two.east.events("vm.arrived").await.len(), 1);
-    assert!(two.west.engine.shown(&two.west.task(task).await).migrated.is_some());
+    let migrated = two.west.engine.shown(&two.west.task(task).await).migrated.unwrap();
+    assert_eq!(migrated.placed, Some(migrated.sent), "the other control plane has said so");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
