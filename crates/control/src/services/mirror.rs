@@ -345,9 +345,9 @@ async fn begin(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     let mut kept = require_snapshots_follow(services, &wanted).await?;
-    let keeps = parents::examine(services, &wanted.vm, &wanted.known, &wanted.operation).await?;
     kept.suspended = require_power(services, &wanted).await?;
     wanted.as_it_is = copied_as_it_is(services, &wanted, &kept).await?;
+    let keeps = parents::examine(services, &wanted).await?;
     kept.dumps = require_dumps_follow(services, &wanted).await?;
     require_places(services, &wanted).await?;
     features::require(services, &wanted.vm, MIRROR, "encrypt or decrypt disks that are there")?;

@@ -3,21 +3,16 @@
 use vmseal_api::host::version::MIRROR_PARENTS;
 use vmseal_api::problem::Problem;
 
+use super::Wanted;
 use crate::operation::Operation;
 use crate::services::vms::{named, require_no_clones};
 use crate::services::{Services, features};
 use crate::store::disks::Disk;
 use crate::store::links;
-use crate::store::vms::Vm;
-use crate::tasks::mirror_vm;
 
 /// What linked clones keep of disks that an operation copies. Refuses to convert the files of a VM with clones, which read them.
-pub(super) async fn examine(
-    services: &Services,
-    vm: &Vm,
-    known: &[Disk],
-    operation: &Operation,
-) -> Result<Vec<String>, Problem> {
+pub(super) async fn examine(services: &Services, wanted: &Wanted) -> Result<Vec<String>, Problem> {
+    let Wanted { vm, operation, .. } = wanted;
     let mut read = services.store.read().await?;
     if operation.is_in_place() {
         require_no_clones(&mut read, vm, None).await?;
@@ -25,9 +20,9 @@ pub(super) async fn examine(
     }
     let mut keeps = Vec::new();
     for encrypted in [false, true] {
-        let copied =
-            |disk: &&Disk| disk.encrypted == encrypted && mirror_vm::concerns(operation, disk);
-        let disks: Vec<_> = known.iter().filter(copied).map(|disk| disk.id).collect();
+        // Also one that is copied as it is.
+        let copied = |disk: &&Disk| disk.encrypted == encrypted;
+        let disks: Vec<_> = wanted.disks().filter(copied).map(|disk| disk.id).collect();
         let clones = links::clones_of_disks(&mut read, vm.id, &disks).await?;
         if !clones.is_empty() {
             keeps.push(kept(operation, encrypted, &clones));
