@@ -469,18 +469,22 @@ fn copy_of<'a>(seen: &'a [DiskState], disk: &Disk, operation: &Operation) -> Opt
     is_copy.then_some(seen)
 }
 
-/// Records the image of a disk as its host has it: a copy, or the one that it had, converted.
+/// Records the image of a disk as its host has it: a copy, which is a disk of its own, or the one that it had, converted.
 pub(super) async fn set_image(
     write: &mut Write<'_>,
     seen: &DiskState,
     is_copy: bool,
 ) -> Result<(), StepError> {
-    disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
     if is_copy {
         disks::note_layout(write, seen.disk).await?;
     }
-    // A copy is a disk of its own.
     links::forget(write, seen.disk).await?;
+    set_found(write, seen).await
+}
+
+/// The same of one that may not be.
+async fn set_found(write: &mut Write<'_>, seen: &DiskState) -> Result<(), StepError> {
+    disks::set_image(write, seen.disk, is_encrypted(&seen.facts), &seen.facts).await?;
     if let Some(datastore) = seen.datastore {
         disks::set_datastore(write, seen.disk, datastore).await?;
     }
@@ -668,11 +672,14 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId], of: &Operation) -> Resul
     let known = disks::of_vm(&mut write, run.vm_id).await?;
     for disk in seen.iter().filter(|seen| copied.contains(&seen.disk)) {
         let before = known.iter().find(|it| it.id == disk.disk);
-        let pivoted = before.is_some_and(|before| parents::has_pivoted(of, before, disk));
-        if pivoted {
-            links::part(&mut write, run.vm_id, disk.disk).await?;
+        match before.is_some_and(|before| parents::has_pivoted(of, before, disk)) {
+            true => {
+                links::part(&mut write, run.vm_id, disk.disk).await?;
+                set_image(&mut write, disk, !of.is_in_place()).await?;
+            }
+            // It may stand on what it stood on.
+            false => set_found(&mut write, disk).await?,
         }
-        set_image(&mut write, disk, pivoted && !of.is_in_place()).await?;
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     Ok(write.commit().await?)

@@ -10,6 +10,7 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use vmseal_api::atomic_file;
@@ -18,9 +19,11 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::files::{make_layer, open_layer, open_unlocked, remove_debris};
 use super::{Kept, Layer, LayerId, Layers, note};
+use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::locked::{Access, open_locked};
+use crate::storage::sharing;
 
 /// What is to be copied next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -231,14 +234,16 @@ fn rename_if_there(from: &Path, to: &Path) -> Result<bool, Problem> {
     }
 }
 
-/// Removes the layers of what a disk was before, and their note last. `overwrite` gets each file before it is removed. Blocks.
+/// Removes the layers of what a disk was before, and their note last. `overwrite` gets each file before it is removed; `overwrite_base` each
+/// of those that a linked clone stood on, where it has no name anywhere else, and whether it begins with the header. Blocks.
 ///
 /// # Errors
-/// `in-use`; those of the file system and of `overwrite`.
+/// `in-use`; those of the file system and of what overwrites.
 pub fn drop_sources(
     home: &Home,
     disk: DiskId,
     mut overwrite: impl FnMut(&Path, &File) -> Result<(), Problem>,
+    overwrite_base: impl FnMut(&File, bool) -> Result<(), Problem>,
 ) -> Result<(), Problem> {
     let path = home.source_layers_note(disk);
     let Some(layers) = note::read_at(&path)? else { return Ok(()) };
@@ -248,9 +253,42 @@ pub fn drop_sources(
         overwrite(&path, &file)?;
         home.remove_locked(&path)?;
     }
-    // What a linked clone stood on is the other VM's: only its names here go.
-    if layers.base().is_some() {
-        home.remove_base(disk)?;
+    if let Some(base) = layers.base() {
+        drop_base(home, disk, base.files.len(), overwrite_base)?;
     }
     home.remove_note(&path)
+}
+
+/// Removes the names of what a linked clone stood on. Where the other VM, or another clone, has a file still, only its name here goes. Else the
+/// other VM was deleted or copied before, and left the file to its clones: this is the last of them, and nobody overwrites it after that. Whoever
+/// removes a name holds the file's lock, so that of several one is the last.
+fn drop_base(
+    home: &Home,
+    disk: DiskId,
+    count: usize,
+    mut overwrite: impl FnMut(&File, bool) -> Result<(), Problem>,
+) -> Result<(), Problem> {
+    for place in 0..count {
+        let path = home.base(disk, place, count);
+        match open_locked(&path, Access::Write) {
+            Ok(None) => {}
+            Ok(Some(file)) => {
+                if !sharing::has_other_names(&file).map_err(internal)? {
+                    overwrite(&file, place + 1 == count)?;
+                }
+                home.remove_locked(&path)?;
+            }
+            // The filter of the other VM has it, under its name there.
+            Err(problem) if problem.code == ErrorCode::InUse && has_other_names(&path)? => {
+                home.remove_locked(&path)?;
+            }
+            Err(problem) => return Err(problem),
+        }
+    }
+    home.remove_base(disk)
+}
+
+fn has_other_names(path: &Path) -> Result<bool, Problem> {
+    let found = path.symlink_metadata().map_err(|error| failed(path, "looked at", &error))?;
+    Ok(found.nlink() > 1)
 }

@@ -2,7 +2,7 @@
 //!
 //! With it go the layers that it had, its replica, and what was beside it: memory, core dumps, what a TPM kept. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
 //! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
-//! the name here goes ([`crate::storage::linking`]). On storage that writes elsewhere (flash, copy-on-write and
+//! the name here goes ([`crate::storage::linking`]). The last clone that has the file overwrites it, when it is copied itself. On storage that writes elsewhere (flash, copy-on-write and
 //! log-structured file systems, snapshots of the datastore) earlier versions of the blocks may remain: no program above the
 //! medium can promise otherwise.
 
@@ -56,11 +56,7 @@ pub fn remove(
     let path = home.source(disk.disk);
     let facts = &mirror.note.source_facts;
     if let Some(file) = open_locked(&path, Access::Write)? {
-        let length = file.metadata().map_err(internal)?.len();
-        let end = match facts {
-            DiskFacts::Raw => length,
-            DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
-        };
+        let end = end_of(facts, &file, true)?;
         if !is_of_others(&home, &path, &file)? {
             overwrite(&file, end, |done| progress(done, end), &is_cancelled)
                 .map_err(|problem| problem.unwrap_or_else(ended))?;
@@ -69,27 +65,22 @@ pub fn remove(
     }
     if mirror.note.layers {
         // After the image, whose header has the key of encrypted ones.
-        layers::drop_sources(&home, disk.disk, |path, file| {
-            if is_of_others(&home, path, file)? {
-                return Ok(());
-            }
-            let end = match facts {
-                DiskFacts::Raw => file.metadata().map_err(internal)?.len(),
-                DiskFacts::Luks2 { .. } => 0,
-            };
+        let drop_file = |file: &File, has_header| {
+            let end = end_of(facts, file, has_header)?;
             overwrite(file, end, |done| progress(done, end), &is_cancelled)
                 .map_err(|problem| problem.unwrap_or_else(ended))
-        })?;
+        };
+        let drop_layer = |path: &Path, file: &File| match is_of_others(&home, path, file)? {
+            true => Ok(()),
+            false => drop_file(file, false),
+        };
+        layers::drop_sources(&home, disk.disk, drop_layer, &drop_file)?;
     }
     beside::drop_sources(&mirror, |file, end| {
         overwrite(file, end, |_| {}, &is_cancelled).map_err(|problem| problem.unwrap_or_else(ended))
     })?;
     former::remove(spec.vm, disk, &mirror.note.copy, |file| {
-        let length = file.metadata().map_err(internal)?.len();
-        let end = match facts {
-            DiskFacts::Raw => length,
-            DiskFacts::Luks2 { data_offset, .. } => length.min(*data_offset),
-        };
+        let end = end_of(facts, file, true)?;
         overwrite(file, end, |done| progress(done, end), &is_cancelled)
             .map_err(|problem| problem.unwrap_or_else(ended))
     })?;
@@ -103,6 +94,16 @@ pub fn remove(
     mirror.remove_notes()
 }
 
+/// Up to where a former file is overwritten: of what was encrypted that is the header, where it begins with that.
+fn end_of(facts: &DiskFacts, file: &File, has_header: bool) -> Result<u64, Problem> {
+    let length = file.metadata().map_err(internal)?.len();
+    Ok(match facts {
+        DiskFacts::Raw => length,
+        DiskFacts::Luks2 { data_offset, .. } if has_header => length.min(*data_offset),
+        DiskFacts::Luks2 { .. } => 0,
+    })
+}
+
 /// Whether a former file has further names, and so stays as it is for who has those: linked clones, as far as is known. Their names on the
 /// datastore do not decide, as a clone's directory may have been renamed. Nobody gives it another name from here on: its disk has pivoted, and
 /// [`crate::storage::linking`] looks for that afterwards.
@@ -111,6 +112,10 @@ fn is_of_others(home: &Home, path: &Path, file: &File) -> Result<bool, Problem> 
         return Ok(false);
     }
     let clones = sharing::clones_of(home, &[path.to_owned()]).unwrap_or_default();
+    // Those may have gone while they were looked for, and have left the file to who is the last.
+    if !sharing::has_other_names(file).map_err(internal)? {
+        return Ok(false);
+    }
     tracing::warn!(path = %path.display(), clones = %clones.join(", "), "it has further names and is not overwritten: linked clones keep it");
     Ok(true)
 }

@@ -6,8 +6,8 @@ use super::{concerns, copy_of};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 
-/// Whether a disk, as it was on record, is seen to use its copy. One that differs from the disk in its data key alone does not show: the
-/// clones then stay on record until the same is begun again, which copies all of these disks.
+/// Whether a disk, as it was on record, is seen to use its copy. One that differs from the disk in its data key alone does not show: its
+/// clones, and what it stood on, then stay on record until the same is begun again, which copies all of these disks.
 pub(super) fn has_pivoted(operation: &Operation, before: &Disk, seen: &DiskState) -> bool {
     let shows = !matches!(operation, Operation::DeepRecryptVm { .. });
     let seen = std::slice::from_ref(seen);

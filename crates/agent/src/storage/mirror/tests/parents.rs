@@ -41,7 +41,8 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
             file.write_all_at(MARKER, path.metadata().unwrap().len()).unwrap();
         }
         // It stands on the layer of the second snapshot, and on the image.
-        let clone = clone_of(&bench, second);
+        let mut clone = clone_of(&bench, second);
+        clone.key = Some(keys::reference_of(&bench.kek, clone.vm, "k"));
         let former = [&home.image(disk), &shared, &own].map(|path| File::open(path).unwrap());
         let before = [content(&former[0]), std::fs::read(&shared).unwrap()];
         assert!(layers::check_unshared(&home, disk).is_err());
@@ -75,8 +76,26 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
         drop(opening::open(&clone, to, &DiskFacts::Raw, None, Access::Write).unwrap());
         // What the disk is now is shared with nobody.
         layers::check_unshared(&home, disk).unwrap();
-        theirs.delete(to.disk).unwrap();
-        assert!(!image.exists() && !layer.exists());
+
+        // When the clone is copied as well nobody has these files any more.
+        let files = [&image, &layer].map(|path| File::open(path).unwrap());
+        let to = to.disk;
+        let mut bench = Bench { spec: clone, task: TaskId::new(), ..bench };
+        let other = theirs.path().join("other");
+        if renamed {
+            // Unless somebody has.
+            std::fs::hard_link(&image, &other).unwrap();
+        }
+        bench.begin().unwrap();
+        copy_tree(&bench);
+        bench.pivot();
+        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
+        bench.remove_source().unwrap();
+        assert!(theirs.base_files(Some(to)).unwrap().is_empty(), "a name is left");
+        let [image, layer] = files.map(|file| content(&file));
+        assert!(layer.iter().all(|byte| *byte == 0), "the layer is left in the clear");
+        assert_eq!(image.iter().all(|byte| *byte == 0), !renamed, "the image");
     }
 }
 
