@@ -109,16 +109,11 @@ async fn core_dumps_follow_and_a_key_that_one_is_under_is_not_destroyed() {
     fixture.restart(|engine| engine.environment.faults = None).await;
     let late = fixture.add_dump(vm, "late").await;
     fixture.done(Operation::DumpVm { vm, dump: late, to: None }, "web").await;
-    let task = fixture.begin(forgetting.clone(), "web").await;
-    let ended = fixture.ended(task).await;
-    assert_eq!(ended.state, TaskState::Unknown);
-    let problem = ended.problem.unwrap();
-    assert!(problem.detail.contains("cannot give up its key"), "{problem}");
-    assert!(fixture.vm(vm).await.unwrap().key.is_some(), "{problem}");
+    assert!(fixture.vm(vm).await.unwrap().key.is_some());
     let destroyed = fixture.events("key.destroyed").await.len();
-
-    fixture.done(Operation::DeleteDump { vm, dump: late }, "web").await;
+    // Begun again, it takes the core dump along that came meanwhile.
     fixture.done(forgetting, "web").await;
+    assert_eq!(fixture.agent.dumps().len(), 2);
     assert_eq!(fixture.vm(vm).await.unwrap().key, None);
     assert_eq!(fixture.events("key.destroyed").await.len(), destroyed + 1);
 }
