@@ -535,6 +535,7 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
             (*policy != vm.policy || key, "is not encrypted")
         }
         Operation::MoveVm { .. } => (false, "has these disks on that datastore already"),
+        _ if !wanted.at_rest => (false, "has no other disk that is encrypted"),
         _ => (false, "has no disk that is encrypted"),
     };
     let raised = alarms::list(&mut *services.store.read().await?).await?;
@@ -545,7 +546,9 @@ async fn require_work(services: &Services, wanted: &Wanted) -> Result<(), Proble
         return Ok(());
     }
     let of_tpm = match operation {
-        Operation::MoveVm { .. } if !wanted.at_rest => wanted.stays(),
+        Operation::MoveVm { .. } | Operation::DeepRecryptVm { .. } if !wanted.at_rest => {
+            wanted.stays()
+        }
         _ => None,
     };
     let of_tpm = of_tpm.map(|stays| format!(", and {stays}")).unwrap_or_default();

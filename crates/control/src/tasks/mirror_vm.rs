@@ -30,7 +30,7 @@ mod keys;
 mod parents;
 
 use async_trait::async_trait;
-use vmseal_api::host::version::MIRROR_BESIDE;
+use vmseal_api::host::version::{MIRROR_BESIDE, MIRROR_TPM};
 use vmseal_api::host::{
     DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec,
     MirrorJob, Power,
@@ -316,7 +316,10 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
     let disks = run.disks().await?;
     let operation = &run.task.operation;
     let as_it_is = as_it_is::copied_so(run, &vm, &disks, state_of(&state, vm.id)).await?;
-    let at_rest = is_at_rest(power);
+    // The guest may have ended since the service looked, which has asked for the feature only of a VM at rest.
+    let view = run.hosts().view(vm.host);
+    let knows = view.description.is_none() || view.has(MIRROR_TPM);
+    let at_rest = is_at_rest(power) && knows;
     let copied = |disk: &&Disk| {
         (concerns(operation, disk) && is_free(disk, at_rest)) || Some(disk.id) == as_it_is
     };

@@ -12,7 +12,7 @@ use vmseal_api::host::backup::TPM_STATE_MAX;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SECRET_LEN_MAX, SecretBytes};
 
-use super::{ANSWER_TIMEOUT, INIT, SUCCESS, State, Swtpm, ask};
+use super::{ANSWER_TIMEOUT, INIT, NAME, SUCCESS, State, Swtpm, ask};
 use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
 
@@ -55,7 +55,7 @@ impl Swtpm {
     /// Has a process of its own keep this, in a directory that is empty. The process ends by itself. Blocks.
     ///
     /// # Errors
-    /// As [`Swtpm::start`].
+    /// As [`Swtpm::start`]; `internal` when it does not keep it: nothing of the VM is damaged.
     pub fn give(
         &self,
         directory: &ProcessDir,
@@ -69,7 +69,17 @@ impl Swtpm {
             SUCCESS => ask(control, &[INIT, 0]),
             refused => Ok(refused),
         });
-        started.if_done(directory, kept)?.shut_down().map_err(unanswered)
+        match kept {
+            Ok(code) if code != SUCCESS => {
+                started.process.kill();
+                let what = format!(
+                    "swtpm does not store what the VM's TPM keeps under another key (code {code:#x}), {}: see whether the datastore has room, and lets it write (AppArmor). What the TPM keeps is as it was",
+                    directory.log_ends(NAME)
+                );
+                Err(Problem::new(ErrorCode::Internal, what))
+            }
+            kept => started.if_done(directory, kept)?.shut_down().map_err(unanswered),
+        }
     }
 }
 
@@ -167,6 +177,12 @@ mod tests {
         assert!(again.parts == permanent.parts, "it keeps something else");
         let refused = swtpm.take(&directory, &state(1, 0)).map(drop).unwrap_err();
         assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
+        // What cannot be stored is no damage of what is kept. Its process has ended when this has.
+        directory.renew().await.unwrap();
+        let nothing = Permanent { parts: vec![SecretBytes::random(DERIVED_LEN).unwrap()] };
+        let refused = swtpm.give(&directory, &state(1, 1), &nothing).map(drop).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Internal, "{refused}");
+        assert!(refused.detail.contains("is as it was"), "{refused}");
         directory.sweep().await.unwrap();
     }
 }

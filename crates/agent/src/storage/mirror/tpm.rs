@@ -117,7 +117,10 @@ impl Both {
         spawn_blocking(give).await.map_err(internal)??.end_within(END_TIMEOUT).await;
         // As at the VM's next start: what is there opens with the new key.
         let (of, place) = (Arc::clone(&both), directory.clone());
-        let load = move || swtpm.start(&place, &of.state(&of.new))?.shut_down().map_err(internal);
+        let load = move || {
+            let started = swtpm.start(&place, &of.state(&of.new)).map_err(not_opened)?;
+            started.shut_down().map_err(internal)
+        };
         spawn_blocking(load).await.map_err(internal)??.end_within(END_TIMEOUT).await;
         let finish = move || {
             tpm_state::flush(&both.begun, &both.new.directory)?;
@@ -129,6 +132,16 @@ impl Both {
     fn state<'a>(&self, side: &'a Side) -> State<'a> {
         State { directory: &side.directory, lock: &side.lock, key: &side.key, user: self.user }
     }
+}
+
+/// What was just encrypted anew does not open: nothing is to be restored.
+fn not_opened(problem: Problem) -> Problem {
+    if problem.code != ErrorCode::Damaged {
+        return problem;
+    }
+    internal(
+        "swtpm does not load what it has just stored under another key: what the VM's TPM keeps is as it was, and may be copied again",
+    )
 }
 
 /// Refuses a datastore where a directory has the name that is to be that of what the TPM keeps.

@@ -207,7 +207,7 @@ impl Owner {
                 let control = running.control.clone();
                 self.workers.begin_following(disk, control, pace);
             }
-        } else if self.power() != Power::Starting && !pace.paused {
+        } else if self.power() != Power::Starting && !pace.paused && !self.is_of_tpm_in_use(disk) {
             match self.copying(&[disk]) {
                 Ok(copying) => self.workers.begin_copy(disk, copying),
                 Err(problem) => {
@@ -380,7 +380,7 @@ impl Owner {
     }
 
     /// Puts on record what the disks are that have pivoted.
-    async fn take_copies(&mut self, job: &MirrorJob) -> Result<(), Problem> {
+    pub(super) async fn take_copies(&mut self, job: &MirrorJob) -> Result<(), Problem> {
         let (vm, disks) = (self.spec.vm, self.wanted(job)?);
         let running = self.running().is_some();
         let directory = self.shared.run_dir.vm(vm);

@@ -7,7 +7,8 @@
 //! It is the first, as most of what can fail fails here, and all is as it was then. Between the two arrows nothing starts the VM: its
 //! owner does both.
 
-use vmseal_api::host::{DiskRole, MirrorJob};
+use vmseal_api::host::{DiskRole, MirrorJob, Power};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::Owner;
@@ -55,6 +56,17 @@ impl Owner {
         rules::check_tpm_at_rest(&self.spec, job, self.power())?;
         self.workers.cancel(disk).await;
         copy.run(&Workers::builder(&self.shared, disk)).await?;
-        self.copying(&[disk])?.pivot().await
+        let pivoted = self.copying(&[disk])?.pivot().await;
+        if pivoted.is_err() {
+            // It may have pivoted nevertheless.
+            self.take_copies(job).await?;
+        }
+        pivoted
+    }
+
+    /// Whether a disk is that of a TPM whose guest has it: swtpm holds its image, and its copy goes on when the VM is at rest.
+    pub(super) fn is_of_tpm_in_use(&self, disk: DiskId) -> bool {
+        let of_tpm = self.spec.disk(disk).is_some_and(|disk| disk.role == DiskRole::Tpm);
+        of_tpm && !matches!(self.power(), Power::Off | Power::Suspended)
     }
 }

@@ -673,6 +673,11 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
     let me = Caller::administrator("me");
     let refused = mirror::decrypt(&services, &me, "web", request, false).await.unwrap_err();
     assert!(refused.detail.contains("is not encrypted"), "{refused}");
+    // Of a guest that runs nothing is left to be encrypted again but what its TPM keeps.
+    done(&fixture, Operation::StartVm { vm, boot_once: None }).await;
+    let deep = RecryptVm { deep: true, ..Default::default() };
+    let refused = recrypt::recrypt(&services, &me, "web", deep, true).await.unwrap_err();
+    assert!(refused.detail.contains("keeps stays under the data key"), "{refused}");
 }
 
 /// What a TPM keeps goes with the disks of a VM that is off. That of a guest that runs stays, and whoever asks is told so.
