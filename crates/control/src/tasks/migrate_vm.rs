@@ -399,6 +399,7 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
             return Ok(watched.loaded(run, &destination));
         }
         sends(run, &source)?;
+        receives(run, &destination)?;
         run.check_cancelled()?;
         tokio::select! {
             newer = run.host_state(ends.from, Some(&source)) => source = newer?,
@@ -437,6 +438,21 @@ fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
         None if is_handed_over(run, source) => Ok(()),
         None => {
             let what = "the agent of the source has restarted while it sent the VM";
+            Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
+        }
+    }
+}
+
+/// Checks that the destination receives. Where the guest stands still already, nobody else would notice that it does not.
+fn receives(run: &Run<'_>, destination: &HostState) -> Result<(), StepError> {
+    match run.job_in(destination).map(|job| &job.state) {
+        Some(JobState::Cancelled) => {
+            let what = "the destination has cancelled it";
+            Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)))
+        }
+        Some(_) => Ok(()),
+        None => {
+            let what = "the agent of the destination has restarted while it received the VM";
             Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
         }
     }

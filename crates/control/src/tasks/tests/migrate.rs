@@ -273,6 +273,25 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
 }
 
+/// The source has handed the guest over and says nothing more: only the destination's missing job tells.
+#[tokio::test]
+async fn a_destination_whose_agent_restarts_while_the_guest_stands_still_is_tried_again() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Shared.before(&fixture).await;
+    let there = fixture.agent_of(OTHER_HOST);
+    there.set_work(LONG);
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    let stands_still = async || {
+        let migration = fixture.engine.shown(&fixture.task(task).await).migration?;
+        (migration.phase == MigrationPhase::SwitchOver).then_some(())
+    };
+    fixture.eventually("the guest is handed over", stands_still).await;
+    there.set_work(Duration::ZERO);
+    there.restart();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    Disks::Shared.assert_done(&fixture, vm, "after the restart").await;
+}
+
 #[tokio::test]
 async fn a_migration_is_sent_as_fast_as_the_task_says_and_the_guest_stands_still_as_long() {
     let fixture = Fixture::new().await;
