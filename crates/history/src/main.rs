@@ -6,8 +6,8 @@
 //!                                                                  └─────────────────────────────────────────┘
 //! ```
 //! A round is some writes and reads at once, and is judged by its history; the next one begins with what this one left. After each flush
-//! it prints `VMSEAL-DURABLE` and numbers: whoever keeps the last of them gives them to the program that is started, with the next
-//! GENERATION, after the guest has lost its power.
+//! it prints `VMSEAL-DURABLE` and numbers. When the guest has lost its power, a test starts the program again with the next GENERATION
+//! and the last of these numbers.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};

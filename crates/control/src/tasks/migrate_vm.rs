@@ -443,7 +443,7 @@ fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
     }
 }
 
-/// Checks that the destination receives. Where the guest stands still already, nobody else would notice that it does not.
+/// Checks that the destination receives. The source does not notice that it has stopped, once the guest is handed over.
 fn receives(run: &Run<'_>, destination: &HostState) -> Result<(), StepError> {
     match run.job_in(destination).map(|job| &job.state) {
         Some(JobState::Cancelled) => {

@@ -259,9 +259,9 @@ pub fn drop_sources(
     home.remove_note(&path)
 }
 
-/// Removes the names of what a linked clone stood on. Where the other VM, or another clone, has a file still, only its name here goes. Else the
-/// other VM was deleted or copied before, and left the file to its clones: this is the last of them, and nobody overwrites it after that. Whoever
-/// removes a name holds the file's lock, so that of several one is the last.
+/// Removes a linked clone's names of the files that it shared. A file that the other VM, or another clone, still uses only loses its name
+/// here. A file without a further name is overwritten first: the other VM has been deleted or copied, and this was the last clone of it. The
+/// file's lock is held meanwhile, so that two clones that end at once do not both take the other for the last one.
 fn drop_base(
     home: &Home,
     disk: DiskId,

@@ -79,7 +79,7 @@ async fn images_are_cut_as_the_policy_asks_when_they_are_made_and_stay_so() {
     let shown = bench.shown().await;
     assert_eq!((shown.image_layout, shown.wanted_image_layout), (Some(objects(SMALL)), None));
 
-    // What is asked for later is not what there is.
+    // A policy that changes later does not change the image.
     let planned = bench.asks(size(2 << 20), true).await.unwrap();
     assert!(planned.contains("stays in objects of 1 MiB"), "{planned}");
     bench.asks(size(2 << 20), false).await.unwrap();

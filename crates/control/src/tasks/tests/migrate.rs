@@ -273,7 +273,7 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
 }
 
-/// The source has handed the guest over and says nothing more: only the destination's missing job tells.
+/// The source has handed the guest over. Only the missing job at the destination shows that the guest will not run there.
 #[tokio::test]
 async fn a_destination_whose_agent_restarts_while_the_guest_stands_still_is_tried_again() {
     let fixture = Fixture::new().await;

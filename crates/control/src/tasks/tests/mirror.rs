@@ -680,7 +680,7 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
     assert!(refused.detail.contains("keeps stays under the data key"), "{refused}");
 }
 
-/// What a TPM keeps goes with the disks of a VM that is off. That of a guest that runs stays, and whoever asks is told so.
+/// The state of a TPM moves with the disks of a VM that is off. While the guest runs it stays, and the dry run and the event say so.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tpm_follows_the_disks_of_a_vm_that_is_off() {
     let fixture = Fixture::new().await;

@@ -50,7 +50,7 @@ async fn a_replica_of_the_copy_is_made_and_the_former_one_overwritten_at_the_end
 
         bench.begin().unwrap();
         bench.pivot();
-        // Whoever opens it first, also before anybody has put on record what it is now.
+        // A filter may open the disk before its new image is on record.
         let opened = bench.open().unwrap().open;
         let served = replica_for_writer(&bench.spec, bench.disk(), &opened.file, opened.offset);
         assert!(served.await.unwrap().is_some());

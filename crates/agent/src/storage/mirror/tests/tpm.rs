@@ -49,7 +49,7 @@ fn a_tpm_that_moves_leaves_nothing_behind_and_one_that_does_not_no_copy() {
     let (bench, target, _directory) = moving();
     let bench = with_tpm(bench);
     let disk = bench.disk().disk;
-    // Whoever has put it there may want it.
+    // A directory of this name that vmseal has not made is not replaced.
     std::fs::create_dir_all(target.path()).unwrap();
     keep(&target.tpm_state(disk), "another's");
     assert_eq!(bench.begin().unwrap_err().code, ErrorCode::AlreadyExists);
