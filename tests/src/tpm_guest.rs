@@ -114,10 +114,11 @@ pub fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
         text
     });
     let answer = "$(dd bs=4096 count=1 <&3 2>/dev/null | od -An -v -tx1 | tr -d ' \\n')";
+    // A shell whose `exec` fails ends, and the guest with it: on a busy machine the driver may not be there yet.
     // A console that is opened again shows what was said before.
     let number = ASKED.fetch_add(1, Ordering::Relaxed);
     let line = format!(
-        "exec 3<>/dev/tpm0; printf '{octal}' >&3; echo \"TPM{number}=\"\"{answer}............\"; exec 3>&-\r"
+        "until (exec 3<>/dev/tpm0) 2>/dev/null; do sleep 1; done; exec 3<>/dev/tpm0; printf '{octal}' >&3; echo \"TPM{number}=\"\"{answer}............\"; exec 3>&-\r"
     );
     guest.type_text(&line).unwrap();
     guest.expect(&format!("TPM{number}="), digits).unwrap()

@@ -22,6 +22,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("image_layout.object_size", &["object_size"]),
     ("image_layout.stripe_count", &["stripe_count"]),
     ("image_layout.stripe_unit", &["stripe_unit"]),
+    ("key", &["key_file"]),
     ("limits.bandwidth", &["bandwidth"]),
     ("limits.iops", &["iops"]),
     ("location", &["path"]),
@@ -229,6 +230,8 @@ mod tests {
     const CREATE: &str = "vmseal vm create web --policy p --disk datastore=a,size=1G";
     const EXPORT: &str = "vmseal disk export web a --to /f --format luks2";
     const POOL: &str = "vmseal datastore add d --host h --pool a/b --monitors m";
+    const POOL_WITH_KEYRING: &str =
+        "vmseal datastore add d --host h --pool a --monitors m --keyring /k";
     const IMPORT: &str = "vmseal provider certificate k --import f --key g";
     const RESTORE: &str = "vmseal provider add k --restore f";
     const KMS: &str = "vmseal provider add k --kms one=h";
@@ -284,6 +287,13 @@ mod tests {
         ("labels", "vmseal vm set web --label a=b", "--label"),
         ("levels", "vmseal host log-level h debug", "LEVEL|TARGET=LEVEL,..."),
         ("location.path", "vmseal datastore add d --host h --path p", "--path"),
+        (
+            "key",
+            "vmseal datastore add d --host h --pool a --monitors m --key-file /k",
+            "--key-file",
+        ),
+        ("key.sealed", "vmseal datastore set d --key-file /k", "--key-file"),
+        ("location.pool.keyring", POOL_WITH_KEYRING, "--keyring"),
         ("location.pool.monitors", POOL, "--monitors"),
         ("location.pool.namespace", POOL, "--pool"),
         ("memory", CREATE, "--memory"),
@@ -340,7 +350,7 @@ mod tests {
     ];
 
     /// Fields that no command has an option for.
-    const UNTOLD: [&str; 8] = [
+    const UNTOLD: [&str; 7] = [
         // The caller of the check adds the field.
         "",
         // The host is too old for a device: the message names the device.
@@ -349,7 +359,6 @@ mod tests {
         "certificate_request",
         // Another control plane sends these with a VM.
         "arrival",
-        "key",
         "vm.disks",
         "vm.disks.name",
         "vm.name",
