@@ -44,9 +44,11 @@ fn launched(here: &Installation) {
     let typed = format!("{PASSWORD}\n{PASSWORD}\n");
     let launched = here.answered(&[&launch[..], &more].concat(), &typed).unwrap();
     assert!(launched.status.success(), "{}", String::from_utf8_lossy(&launched.stderr));
-    // Its SSH server starts again when cloud-init has set the password, which ends what was connected.
+    // Its SSH server starts again when cloud-init has set the password, which ends what was connected; its console asks who logs in
+    // when its boot has ended, which takes minutes where other guests are at work.
     let said = eventually("its owner is let in", || {
-        let command = "cloud-init status --wait >/dev/null; hostname; sudo id -u";
+        let command = "cloud-init status --wait >/dev/null; \
+                       systemctl is-system-running --wait >/dev/null; hostname; sudo id -u";
         here.vmseal(&["vm", "ssh", VM, "--", command]).ok()
     });
     assert_eq!(said.unwrap(), format!("{VM}\n0\n"));
