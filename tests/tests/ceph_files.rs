@@ -238,6 +238,12 @@ fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
     assert_eq!(at(Whence::SeekData, hole as i64), Err(nix::errno::Errno::ENXIO));
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_exact(&mut begins).unwrap();
+    // It takes the room of one object, and the other host sees that too.
+    for host in [here, there] {
+        let room = || host.path("sparse").metadata().unwrap().blocks() * 512;
+        let little = || (1..=4 << 20).contains(&room()).then_some(());
+        eventually("a sparse file takes little room", little).unwrap();
+    }
     drop((file, sparse));
     std::fs::remove_file(&path).unwrap();
     std::fs::remove_file(here.path("sparse")).unwrap();
