@@ -156,6 +156,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     // How long the cluster takes a client for alive that says nothing: 30 seconds, usually.
     cluster.set("osd", "osd_client_watch_timeout", "12");
     let (mut here, mut there) = (Mount::new(&cluster), Mount::new(&cluster));
+    confined(&here);
     short_files(&here, &there);
     long_files(&cluster, &here, &there);
     striped_files(&here);
@@ -164,6 +165,55 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     one_writer(&cluster, &mut here, &there);
     a_paused_owner(&here, &there);
     there.unmount();
+}
+
+/// The process has no capabilities, in any of its threads, has its memory limited, and cannot be looked into.
+fn confined(here: &Mount) {
+    let process = format!("/proc/{}", here.process.id());
+    // The thread that has mounted confines itself last.
+    eventually("all threads are confined", || {
+        let tasks = std::fs::read_dir(format!("{process}/task")).unwrap().flatten();
+        let statuses: Vec<_> = tasks
+            .filter_map(|task| std::fs::read_to_string(task.path().join("status")).ok())
+            .collect();
+        let confined = statuses.iter().all(|status| is_confined(status));
+        // The main thread, the serving one, and those of librados.
+        (confined && statuses.len() > 3).then_some(())
+    })
+    .unwrap();
+    let limits = std::fs::read_to_string(format!("{process}/limits")).unwrap();
+    let data = limits.lines().find(|line| line.starts_with("Max data size")).unwrap();
+    let limit = (2_u64 << 30).to_string();
+    assert!(data.split_whitespace().skip(3).take(2).all(|value| value == limit), "{data}");
+    let mut other = without_capabilities("sleep").arg("60").spawn().unwrap();
+    eventually("another process can be looked into", || is_open(other.id()).then_some(())).unwrap();
+    other.kill().unwrap();
+    other.wait().unwrap();
+    assert!(!is_open(here.process.id()), "a process of the same user can read its memory");
+}
+
+/// Whether a thread has no capabilities, and gets none by starting a program.
+fn is_confined(status: &str) -> bool {
+    let is = |name: &str, wanted: u64| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let value = line.and_then(|value| u64::from_str_radix(value.trim(), 16).ok());
+        value == Some(wanted)
+    };
+    ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"].iter().all(|set| is(set, 0))
+        && is("NoNewPrivs:", 1)
+}
+
+/// A program of the same user without capabilities: CAP_SYS_PTRACE and, in later kernels, CAP_PERFMON let root look into any process.
+fn without_capabilities(program: &str) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--bounding-set", "-all", program]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+/// Whether such a program can look into a process: into one that may be dumped it can.
+fn is_open(process: u32) -> bool {
+    without_capabilities("cat").arg(format!("/proc/{process}/environ")).status().unwrap().success()
 }
 
 /// Names and short files, as both hosts see them.
@@ -240,6 +290,12 @@ fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
     assert_eq!(at(Whence::SeekData, hole as i64), Err(nix::errno::Errno::ENXIO));
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_exact(&mut begins).unwrap();
+    // It takes the room of one object, and the other host sees that too.
+    for host in [here, there] {
+        let room = || host.path("sparse").metadata().unwrap().blocks() * 512;
+        let little = || (1..=4 << 20).contains(&room()).then_some(());
+        eventually("a sparse file takes little room", little).unwrap();
+    }
     drop((file, sparse));
     std::fs::remove_file(&path).unwrap();
     std::fs::remove_file(here.path("sparse")).unwrap();

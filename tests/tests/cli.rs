@@ -340,6 +340,7 @@ fn doctor_reports_each_problem_with_its_fix() {
         "clock",
         "io-uring",
         "network-cards",
+        "connection-buffers",
         "confinement",
         "datastore",
     ] {

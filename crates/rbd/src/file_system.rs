@@ -29,11 +29,12 @@ use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store, noted_size};
 use crate::open_files::OpenFiles;
 use crate::pools;
+use crate::rooms::Rooms;
 
 /// How long the kernel may know names: not at all, as other hosts change them.
 const NAMES_KNOWN: Duration = Duration::ZERO;
 
-/// How long the kernel may know the length of an image that is open here to be written: nobody else changes that.
+/// How long the kernel may know the length of an image that is open here to be written, and its room: nobody else changes them.
 const LENGTH_KNOWN: Duration = Duration::from_secs(1);
 
 /// The longest read or write, in bytes: longer ones come in parts. Linux takes 1 MiB unless told otherwise.
@@ -66,6 +67,7 @@ pub struct FileSystem {
     /// A name of each file that the kernel knows.
     names: Mutex<HashMap<Inode, (Inode, String)>>,
     room: Mutex<Option<(Instant, (u64, u64))>>,
+    rooms: Rooms,
     owner: (u32, u32),
 }
 
@@ -94,6 +96,11 @@ fn held(kind: i32) -> Option<Held> {
     }
 }
 
+/// A file whose room is known, or is taken to be its length.
+fn taking(attr: FileAttr, room: Option<u64>) -> FileAttr {
+    FileAttr { blocks: room.unwrap_or(attr.size).min(attr.size).div_ceil(512), ..attr }
+}
+
 /// How a file is opened: nothing of it is in the page cache, and its writes need not wait for each other.
 const OPENED: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
@@ -107,6 +114,7 @@ impl FileSystem {
         Self {
             cluster,
             pools,
+            rooms: Rooms::of(Arc::clone(&store.pool)),
             store: Arc::new(store),
             directories,
             locks,
@@ -133,21 +141,36 @@ impl FileSystem {
         self.attributes(inode)
     }
 
+    /// What a file or directory is like, and how long the kernel may know it.
     fn attributes(&self, inode: Inode) -> io::Result<(FileAttr, Duration)> {
+        self.describe(inode, Rooms::known)
+    }
+
+    fn describe(
+        &self,
+        inode: Inode,
+        room: fn(&Rooms, Inode) -> Option<u64>,
+    ) -> io::Result<(FileAttr, Duration)> {
         if inode.is_directory() {
             return Ok((self.attr(inode, 0, UNIX_EPOCH, 2), NAMES_KNOWN));
         }
         let names = self.directories.names(inode)?;
-        if let Some(image) = self.open.get(inode).and_then(|file| file.image()) {
-            let known = if image.is_writable() { LENGTH_KNOWN } else { NAMES_KNOWN };
-            return Ok((self.attr(inode, image.size(), UNIX_EPOCH, names), known));
+        let image = self.open.get(inode).and_then(|file| file.image());
+        // Given up before its room is counted: it must be closed when its handle is.
+        let image = image.map(|image| (image.size(), image.is_writable()));
+        if let Some((size, writable)) = image {
+            let room = room(&self.rooms, inode);
+            let known = if writable && room.is_some() { LENGTH_KNOWN } else { NAMES_KNOWN };
+            return Ok((taking(self.attr(inode, size, UNIX_EPOCH, names), room), known));
         }
         let (length, changed) = match self.store.pool.stat(&inode.object()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => (0, UNIX_EPOCH),
             told => told?,
         };
-        let size = noted_size(&self.store.pool, inode)?.unwrap_or(length);
-        Ok((self.attr(inode, size, changed, names), NAMES_KNOWN))
+        let size = noted_size(&self.store.pool, inode)?;
+        let room = size.and_then(|_| room(&self.rooms, inode));
+        let attr = self.attr(inode, size.unwrap_or(length), changed, names);
+        Ok((taking(attr, room), NAMES_KNOWN))
     }
 
     fn attr(&self, inode: Inode, size: u64, changed: SystemTime, names: u32) -> FileAttr {
@@ -361,10 +384,11 @@ impl Filesystem for FileSystem {
 
     fn forget(&self, _: &Request, ino: INodeNo, _: u64) {
         lock(&self.names).remove(&inode(ino));
+        self.rooms.forget(inode(ino));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        answer(reply, self.attributes(inode(ino)), |reply, (attr, known)| {
+        answer(reply, self.describe(inode(ino), Rooms::ask), |reply, (attr, known)| {
             reply.attr(&known, &attr)
         });
     }

@@ -14,6 +14,7 @@
 //! | [`file_system`] | FUSE's requests |
 //! | [`open_files`], [`open_file`] | files that are open: an object, or an image |
 //! | [`holes`] | where a file has data |
+//! | [`rooms`] | how much room images take |
 //! | [`locks`] | locks of files, between hosts |
 //! | [`directory`] | names, and the removal of files |
 //! | [`inode`] | what the objects in the pool are called |
@@ -43,3 +44,4 @@ pub mod open_file;
 pub mod open_files;
 pub mod pools;
 pub mod predecessors;
+pub mod rooms;

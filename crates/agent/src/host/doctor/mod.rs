@@ -1,6 +1,7 @@
 //! The doctor: what an operator has to fix on a host. It looks and tries instead of asking an agent, so it
 //! works before a machine has joined and when the agent does not start.
 
+mod buffers;
 mod certificates;
 mod kernel;
 mod memory;
@@ -87,6 +88,7 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.push(kernel::confinement());
     findings.push(kernel::clock());
     findings.push(network::cards());
+    findings.push(buffers::connections());
     for directory in &options.datastores {
         findings.push(storage::datastore(directory));
     }
