@@ -96,13 +96,24 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         identity: options.first_boot.ssh_keys.iter().find_map(|file| ssh::private_of(file)),
     };
     ssh::remember(&vm, &log_in)?;
-    let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
-    task::settle(server, quiet, started, &Wait::default()).await?;
+    if let Err(error) = start(server, &path).await {
+        // The same command again would be refused: the name is taken.
+        print::say(format_args!(
+            "VM '{0}' was created: look at it (vmseal vm show {0}), start it (vmseal vm start {0}), or delete it (vmseal vm delete {0})",
+            options.name
+        ));
+        return Err(error);
+    }
     let vm = reached(server, &options.name, options.timeout).await?;
     if output != Output::Table {
         return print::one(output, &vm, &[]);
     }
     print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
+}
+
+async fn start(server: &ServerClient, path: &str) -> anyhow::Result<()> {
+    let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
+    task::settle(server, Output::Table, started, &Wait::default()).await
 }
 
 /// Refuses Debian's image with a firmware that does not find GRUB in it: the wait for the guest would be in vain.
