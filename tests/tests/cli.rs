@@ -75,6 +75,9 @@ const DISK: &str = "datastore=local,size=1MiB";
 #[test]
 fn scripts_can_tell_failures_apart_and_read_every_format() {
     let here = Installation::new().unwrap();
+    let empty = here.try_vmseal(&["datastore", "scan", "local"]).unwrap();
+    let said = String::from_utf8_lossy(&empty.stderr).into_owned();
+    assert!(empty.stdout.is_empty() && said.starts_with("no images"), "{said}");
     here.vmseal(&create("b", "encrypted", DISK)).unwrap();
     here.vmseal(&create("a", "plain", DISK)).unwrap();
 

@@ -46,7 +46,9 @@ pub fn saved() -> anyhow::Result<Saved> {
 pub fn connect(global: &Global) -> anyhow::Result<ServerClient> {
     let saved = saved()?;
     let missing = |option: &str, what: &str| {
-        let message = format!("no {what} is known: give --{option}, or run vmseal login once");
+        let message = format!(
+            "no {what} is known: give --{option}, or run vmseal login once; on a machine that is to have a server, vmseal init does that"
+        );
         Ended::new(Exit::NotPermitted, message)
     };
     let server = global.server.clone().or(saved.server);

@@ -100,7 +100,9 @@ fn split(option: &str) -> anyhow::Result<Parts> {
                 .is_some(),
             "name" => name.replace(value.to_owned()).is_some(),
             "image" => image.replace(PathBuf::from(value)).is_some(),
-            "format" => format.replace(parse_format(value)?).is_some(),
+            "format" => format
+                .replace(parse_format(value).with_context(|| format!("--disk {option}"))?)
+                .is_some(),
             _ => bail!(
                 "--disk {option}: there is no '{key}'; there are datastore, size, name, image and format"
             ),
@@ -217,7 +219,7 @@ mod tests {
             ("datastore=", "no value"),
             ("datastore=x,format=raw,image=/does/not/exist", "/does/not/exist"),
             ("datastore=x,format=qcow2,image=/dev/null", "/dev/null"),
-            ("datastore=x,image=/dev/null,format=vmdk", "vmdk"),
+            ("datastore=x,image=/dev/null,format=vmdk", "format=vmdk: 'vmdk' is not a format"),
             ("datastore=x,size=1MiB,format=raw", "none is given"),
             ("datastore=x,size=1MiB,image=/dev/null", "give the format"),
         ] {

@@ -19,6 +19,9 @@ use crate::exit::{Ended, Exit};
 /// Where they are for root: hosts may import from it (`vmseal agent --transfer-directory`).
 pub const SYSTEM: &str = "/var/lib/vmseal/images";
 
+/// The name of the image that is built here.
+pub const DEBIAN: &str = "debian";
+
 /// An image.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Image {
@@ -109,8 +112,12 @@ pub fn find(directory: &Path, name: &str) -> anyhow::Result<(PathBuf, ImageForma
                 [] => "none is there".to_owned(),
                 names => format!("known are {}", names.join(", ")),
             };
+            let instead = match name {
+                DEBIAN => format!("build it (vmseal image build {DEBIAN})"),
+                _ => format!("put it there as {name}.raw or {name}.qcow2"),
+            };
             format!(
-                "there is no image '{name}' in {directory} ({known}): give a path, or build it (vmseal image build debian)"
+                "there is no image '{name}' in {directory} ({known}): {instead}, or give a path"
             )
         }
     };
@@ -163,7 +170,11 @@ mod tests {
         assert_eq!(names, expected);
         let found = find(directory.path(), "debian").unwrap();
         assert_eq!(found, (at("debian.raw"), ImageFormat::Raw));
-        for (name, told) in [("none", "known are debian, other"), ("two", "more than one")] {
+        for (name, told) in [
+            ("none", "known are debian, other"),
+            ("none", "put it there as none.raw or none.qcow2"),
+            ("two", "more than one"),
+        ] {
             let message = find(directory.path(), name).unwrap_err().to_string();
             assert!(message.contains(told), "{message}");
         }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
+use super::listen::parse_address;
 use super::vm::OnOff;
 
 #[derive(Args)]
@@ -35,7 +36,7 @@ pub struct RunAgent {
     pub listen: Option<String>,
     /// The address and port at which other hosts send running VMs to this one, best of a network of its own; port 0 is any free
     /// one [default: the address to listen on, port 8446]
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = parse_address)]
     pub migration_listen: Option<SocketAddr>,
     /// Whether the agent itself writes the memory of VMs that come from other hosts into their guests; `off` has QEMU do that
     #[arg(long, value_enum, default_value_t = OnOff::On)]

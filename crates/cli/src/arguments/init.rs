@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::listen::parse_address;
 use super::{Accelerator, DryRun};
 
 #[derive(Args)]
@@ -26,10 +27,10 @@ pub struct Init {
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/datastore")]
     pub datastore: PathBuf,
     /// The address and port of the server
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8443")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8443", value_parser = parse_address)]
     pub listen: SocketAddr,
     /// The address and port of the agent
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8444")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8444", value_parser = parse_address)]
     pub agent_listen: SocketAddr,
     /// The name of this machine as a host [default: its host name]
     #[arg(long, value_name = "NAME")]

@@ -18,6 +18,7 @@ mod image;
 mod init;
 mod kmip;
 mod lab;
+mod listen;
 mod nic;
 mod passphrase;
 mod policy;

@@ -61,6 +61,7 @@ pub enum ServerCommand {
 pub const LEVELS_HELP: &str = "LEVEL is off, error, warn, info, debug or trace. TARGET=LEVEL is for the crates \
 and modules whose names begin with TARGET: info,vmseal_agent=debug. Libraries log at info at most.";
 
+use super::listen::parse_address;
 use super::{DryRun, Passphrase};
 
 #[derive(Args)]
@@ -69,7 +70,7 @@ pub struct RunServer {
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vmseal/server")]
     pub data_dir: PathBuf,
     /// The address and port to listen on
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8443")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8443", value_parser = parse_address)]
     pub listen: SocketAddr,
     /// A name or address of the server, for its certificate; may be repeated
     #[arg(long = "name", value_name = "NAME", default_value = "localhost")]

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context;
 use serde_json::Value;
 use tokio::time::Instant;
 use vmseal_api::client::ServerClient;
@@ -19,11 +18,9 @@ use super::ssh::{self, LogIn};
 use super::{image, task};
 use crate::arguments::{Launch, Output, Wait};
 use crate::exit::{Ended, Exit};
+use crate::images::{self, DEBIAN};
 use crate::print::{self, plan};
-use crate::{first_boot, images, nic_option};
-
-/// The name of the image that is built where it is missing.
-const DEBIAN: &str = "debian";
+use crate::{first_boot, nic_option};
 
 /// The size of that image, as it is built.
 const DEBIAN_SIZE: u64 = 2 << 30;
@@ -99,13 +96,24 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         identity: options.first_boot.ssh_keys.iter().find_map(|file| ssh::private_of(file)),
     };
     ssh::remember(&vm, &log_in)?;
-    let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
-    task::settle(server, quiet, started, &Wait::default()).await?;
+    if let Err(error) = start(server, &path).await {
+        // The same command again would be refused: the name is taken.
+        print::say(format_args!(
+            "VM '{0}' was created: look at it (vmseal vm show {0}), start it (vmseal vm start {0}), or delete it (vmseal vm delete {0})",
+            options.name
+        ));
+        return Err(error);
+    }
     let vm = reached(server, &options.name, options.timeout).await?;
     if output != Output::Table {
         return print::one(output, &vm, &[]);
     }
     print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
+}
+
+async fn start(server: &ServerClient, path: &str) -> anyhow::Result<()> {
+    let started: Task = server.post(&format!("{path}/start"), &Value::Null).await?;
+    task::settle(server, Output::Table, started, &Wait::default()).await
 }
 
 /// Refuses Debian's image with a firmware that does not find GRUB in it: the wait for the guest would be in vain.
@@ -152,8 +160,10 @@ async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result
 fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
     let image = &options.image;
     if !images::is_name(image) {
-        let format = options.format.or_else(|| format_of(image)).with_context(|| {
-            format!("give the format of {}: --format raw or --format qcow2", image.display())
+        let format = options.format.or_else(|| format_of(image)).ok_or_else(|| {
+            let message =
+                format!("give the format of {}: --format raw or --format qcow2", image.display());
+            Ended::new(Exit::Usage, message)
         })?;
         return Ok(Some((std::path::absolute(image)?, format)));
     }
@@ -193,8 +203,10 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
         let vm: Vm = across(server, async || server.get(&path).await).await?;
         let name = &vm.name;
         if vm.power.is_some_and(|power| power != Power::Running) {
+            let why = vm.stopped.as_ref().map(|stopped| format!(" ({})", stopped.detail));
             let message = format!(
-                "VM '{name}' has stopped while it booted; see vmseal vm console {name} after a start"
+                "VM '{name}' does not run any more while it boots{}: start it again (vmseal vm start {name}) and look at its console (vmseal vm console {name})",
+                why.unwrap_or_default()
             );
             return Err(Ended::new(Exit::Failed, message).into());
         }

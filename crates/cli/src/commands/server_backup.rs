@@ -33,20 +33,21 @@ pub async fn back_up(
     passphrase: &Passphrase,
     dry_run: DryRun,
 ) -> anyhow::Result<()> {
-    let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
-    let about: About = server.get("about").await?;
-    let sealed = passphrase::seal(&given, SERVER_BACKUP, &about.passphrase_box)?;
-    let request = GivePassphrase { passphrase: sealed };
+    // Nobody types a passphrase for a file that cannot be written.
     if to.symlink_metadata().is_ok() {
         return Err(taken(to).into());
     }
     let create = || format!("cannot create the backup file {}", to.display());
+    let directory = match to.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    access(directory, AccessFlags::W_OK | AccessFlags::X_OK).with_context(create)?;
+    let about: About = server.get("about").await?;
+    let given = passphrase::obtain(passphrase, "New passphrase of the backup", Prompt::Twice)?;
+    let sealed = passphrase::seal(&given, SERVER_BACKUP, &about.passphrase_box)?;
+    let request = GivePassphrase { passphrase: sealed };
     if dry_run.dry_run {
-        let directory = match to.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        access(directory, AccessFlags::W_OK | AccessFlags::X_OK).with_context(create)?;
         let mut plan = server.try_post(PATH, &request).await?;
         plan.steps.push(format!("write it to {}, and read it again", to.display()));
         return plan::show(output, &plan);
@@ -120,10 +121,15 @@ pub async fn restore(
     passphrase: &Passphrase,
     dry_run: DryRun,
 ) -> anyhow::Result<()> {
+    // Nobody types the passphrase of a file that is not there, or for a directory that a restore refuses.
+    File::open(from).map_err(|error| {
+        let message = format!("cannot read the backup {}: {error}", from.display());
+        Ended::new(Exit::NotFound, message)
+    })?;
+    backup::check_empty(data_dir)?;
     let given = passphrase::obtain(passphrase, "Passphrase of the backup", Prompt::Once)?;
     if dry_run.dry_run {
         let list = backup::verify(from, &given)?;
-        backup::check_empty(data_dir)?;
         let target = data_dir.display().to_string();
         let files = list.files.len();
         let steps = vec![format!("restore {files} files as of {:.0}", list.made)];

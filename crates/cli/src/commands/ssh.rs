@@ -26,6 +26,7 @@ use vmseal_api::nic::Protocol;
 use crate::arguments::Ssh;
 use crate::connection;
 use crate::exit::{Ended, Exit};
+use crate::rows::word;
 
 /// The port of SSH servers.
 pub const SSH_PORT: u16 = 22;
@@ -110,10 +111,7 @@ fn arguments(
 
 /// Where the SSH server of a running VM is reached: at a forwarded port, else at an address of its own.
 async fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
-    if vm.power != Some(Power::Running) {
-        let message = format!("VM '{0}' does not run: start it (vmseal vm start {0})", vm.name);
-        return Err(Ended::new(Exit::Conflict, message).into());
-    }
+    require_running(vm)?;
     let places = places(&vm.nics);
     match places[..] {
         [] => {
@@ -128,6 +126,40 @@ async fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
         [one] => Ok(one),
         [first, ..] => Ok(answering(&places).await.unwrap_or(first)),
     }
+}
+
+/// Refuses a VM whose guest cannot answer, with what to do.
+fn require_running(vm: &Vm) -> anyhow::Result<()> {
+    let name = &vm.name;
+    let (exit, message) = match vm.power {
+        Some(Power::Running) => return Ok(()),
+        Some(Power::Paused) => (
+            Exit::Conflict,
+            format!("VM '{name}' is paused: let it go on (vmseal vm unpause {name})"),
+        ),
+        Some(Power::Suspended) => (
+            Exit::Conflict,
+            format!("VM '{name}' is suspended: have it go on (vmseal vm resume {name})"),
+        ),
+        None => (
+            Exit::NoAnswer,
+            format!(
+                "whether VM '{name}' runs is not known, as its host '{}' is unreachable; check that its agent is running, or give --address",
+                vm.host
+            ),
+        ),
+        Some(Power::Off) => {
+            (Exit::Conflict, format!("VM '{name}' does not run: start it (vmseal vm start {name})"))
+        }
+        Some(between) => (
+            Exit::Conflict,
+            format!(
+                "VM '{name}' is {}: wait until it runs (vmseal vm show {name})",
+                word(&between)
+            ),
+        ),
+    };
+    Err(Ended::new(exit, message).into())
 }
 
 /// Where the SSH server of a VM may be: at a forwarded port, else at the addresses of its own, in their order.
@@ -240,6 +272,7 @@ mod tests {
     use std::io::Write;
     use std::net::TcpListener;
 
+    use serde_json::{from_value, json};
     use vmseal_api::id::NicId;
     use vmseal_api::nic::{NicBackend, NicLink, NicModel, PortForward};
 
@@ -286,6 +319,27 @@ mod tests {
         assert_eq!(answering(&places).await, Some(places[1]));
         said.join().unwrap();
         assert_eq!(answering(&[]).await, None);
+    }
+
+    #[test]
+    fn a_vm_whose_guest_cannot_answer_is_refused_with_what_to_do() {
+        for (power, exit, told) in [
+            (json!("paused"), Exit::Conflict, "vmseal vm unpause web"),
+            (json!("suspended"), Exit::Conflict, "vmseal vm resume web"),
+            (json!("off"), Exit::Conflict, "vmseal vm start web"),
+            (json!("migrating"), Exit::Conflict, "is migrating: wait"),
+            (json!(null), Exit::NoAnswer, "host 'here' is unreachable"),
+        ] {
+            let vm: Vm = from_value(json!({
+                "id": "11111111-1111-7111-8111-111111111111", "name": "web", "host": "here",
+                "policy": "encrypted", "vcpus": 1, "memory": 512 << 20, "disks": [],
+                "lifecycle": "ready", "power": power,
+            }))
+            .unwrap();
+            let refused = require_running(&vm).unwrap_err();
+            assert!(refused.to_string().contains(told), "{refused}");
+            assert_eq!(Exit::of(&refused), exit, "{refused}");
+        }
     }
 
     #[test]

@@ -13,7 +13,11 @@ pub fn show(output: Output, scan: &DatastoreScan) -> anyhow::Result<()> {
     if !matches!(output, Output::Table | Output::Csv) {
         return super::whole(output, scan);
     }
-    super::append(output, &mut Lines::all(output), &scan.images)?;
+    if output == Output::Table && scan.images.is_empty() {
+        say(format_args!("no {}", ScannedImage::PLURAL));
+    } else {
+        super::append(output, &mut Lines::all(output), &scan.images)?;
+    }
     say(format_args!(
         "other files: {}; nothing was changed, and what headers say is not authenticated",
         scan.others

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_secret::process::Hardening;
 
 use crate::host::identity::{Identity, IdentityError};
-use crate::hypervisor::tpm;
+use crate::hypervisor::{firmware, tpm};
 
 /// What to check.
 #[derive(Clone, Debug)]
@@ -83,6 +83,7 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.push(processor::accelerator(&options.qemu).await);
     findings.push(programs::filter(&options.filter));
     findings.push(programs::swtpm(Path::new(tpm::PROGRAM)));
+    findings.push(programs::ovmf(Path::new(firmware::DIRECTORY)));
     findings.extend(memory::all(options.hardening));
     findings.push(kernel::io_uring());
     findings.push(kernel::confinement());

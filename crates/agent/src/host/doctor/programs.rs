@@ -1,4 +1,4 @@
-//! The programs that VMs need: QEMU, the filter, and swtpm.
+//! The programs that VMs need: QEMU, the filter, swtpm, and the firmware of VMs that start by UEFI.
 
 use std::io::Read;
 use std::path::Path;
@@ -6,7 +6,10 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use vmseal_api::hardware::Firmware;
+
 use super::Finding;
+use crate::hypervisor::firmware::FirmwareFiles;
 use crate::hypervisor::qemu::Qemu;
 use crate::process;
 
@@ -77,6 +80,25 @@ pub fn swtpm(program: &Path) -> Finding {
         None => {
             let found = format!("{} does not run: no VM can have a TPM", path.display());
             Finding::warning(CHECK, found, "install Debian's swtpm")
+        }
+    }
+}
+
+/// OVMF, which only VMs that start by UEFI need.
+pub fn ovmf(directory: &Path) -> Finding {
+    const CHECK: &str = "ovmf";
+    let files = FirmwareFiles::of(directory.to_owned());
+    let kinds = [Firmware::Uefi, Firmware::UefiSecureBoot];
+    let directory = directory.display();
+    match kinds.into_iter().try_for_each(|kind| files.examine(kind)) {
+        Ok(()) => Finding::ok(CHECK, format!("OVMF is in {directory}")),
+        Err(_) => {
+            let found = format!("{directory} lacks files of OVMF: VMs cannot start by UEFI");
+            Finding::warning(
+                CHECK,
+                found,
+                "install Debian's ovmf, or give the agent --firmware-directory",
+            )
         }
     }
 }
@@ -152,5 +174,8 @@ mod tests {
         let missing = swtpm(Path::new("/nowhere"));
         assert_eq!(missing.result, Verdict::Warning);
         assert!(missing.remedy.unwrap().contains("swtpm"));
+        let missing = ovmf(directory.path());
+        assert_eq!(missing.result, Verdict::Warning);
+        assert!(missing.remedy.unwrap().contains("ovmf"));
     }
 }
