@@ -36,6 +36,8 @@ pub struct Captured {
     pub bytes: u64,
     /// Those of the texts that were in a packet.
     pub texts: BTreeSet<String>,
+    /// The network cards that were announced: those of which a frame of RARP was there, as QEMU sends them for a guest that has moved.
+    pub announced: BTreeSet<[u8; 6]>,
 }
 
 impl Capture {
@@ -78,6 +80,7 @@ fn read(
             Ok(length) => {
                 captured.bytes += length as u64;
                 let found = search.find_iter(&packet[..length]);
+                captured.announced.extend(announced(&packet[..length]));
                 captured.texts.extend(found.map(|found| texts[found.pattern()].clone()));
             }
             Err(Errno::EINTR) => {}
@@ -86,4 +89,11 @@ fn read(
             Err(error) => return Err(std::io::Error::other(error)),
         }
     }
+}
+
+/// The card that an Ethernet frame announces.
+fn announced(frame: &[u8]) -> Option<[u8; 6]> {
+    const RARP: [u8; 2] = [0x80, 0x35];
+    let is_rarp = frame.get(12..14)? == RARP;
+    is_rarp.then(|| frame.get(6..12)?.try_into().ok()).flatten()
 }

@@ -2,7 +2,7 @@
 //! own, in a directory of their own.
 
 use std::fs::Permissions;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output};
@@ -56,7 +56,7 @@ pub struct Installation {
     /// What runs the guests: the same for every test, as the probe has a test of its own.
     accelerator: &'static str,
     /// Where agents that are started receive VMs of other hosts.
-    receives_at: Ipv4Addr,
+    receives_at: IpAddr,
 }
 
 /// A further host: an agent with a state directory, sockets and user ids of its own.
@@ -99,7 +99,7 @@ impl Installation {
         let mut this = Self {
             directory,
             address,
-            receives_at: address,
+            receives_at: address.into(),
             server: None,
             agent: None,
             others: Vec::new(),
@@ -163,8 +163,14 @@ impl Installation {
     }
 
     /// Has agents that are started from now on receive VMs of other hosts at this address.
-    pub fn receive_at(&mut self, address: Ipv4Addr) {
-        self.receives_at = address;
+    pub fn receive_at(&mut self, address: impl Into<IpAddr>) {
+        self.receives_at = address.into();
+    }
+
+    /// The address of server and agents.
+    #[must_use]
+    pub fn address(&self) -> Ipv4Addr {
+        self.address
     }
 
     fn other(&mut self, host: &str) -> anyhow::Result<&mut OtherHost> {
@@ -210,7 +216,7 @@ impl Installation {
             // What a host may read and write is tested elsewhere: guests' images are where they are built.
             .args(["--transfer-directory", "/"])
             .args(["--accelerator", self.accelerator])
-            .args(["--migration-listen", &format!("{}:0", self.receives_at)])
+            .args(["--migration-listen", &SocketAddr::new(self.receives_at, 0).to_string()])
             .env("RUST_LOG", self.levels);
         Ok(command)
     }

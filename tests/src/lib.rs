@@ -25,6 +25,7 @@
 //! | [`process`] | children that never outlive their test |
 //! | [`kills`] | processes that die in the middle of a task |
 //! | [`two_hosts`] | a VM that is on one of two hosts |
+//! | [`wire`] | an attacker between two hosts |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
 //! | [`redis`] | a client of redis that writes while the guest moves |
 //! | [`rest`] | the REST API through curl |
@@ -57,6 +58,7 @@ pub mod terminal;
 pub mod test_guest;
 pub mod tpm_guest;
 pub mod two_hosts;
+pub mod wire;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

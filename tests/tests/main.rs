@@ -40,6 +40,7 @@ mod migration_redis;
 mod migration_remote;
 mod migration_snapshots;
 mod migration_state;
+mod migration_wire;
 mod moves;
 mod network;
 mod network_changes;

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
+use vmseal_tests::fio_guest;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::kills::has_its_turn;
+use vmseal_tests::kills::{console_again, has_its_turn};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{
@@ -129,4 +130,32 @@ fn whatever_dies_while_disks_are_copied_the_guest_runs_on_one_host_and_no_image_
         is_on(here, host, true);
         has_lost_nothing(here);
     });
+}
+
+/// There and back; and with `VMSEAL_ALL`, as `scripts/soak` has it.
+const MOVES: usize = 2;
+const ALL_MOVES: usize = 20;
+
+/// How many blocks a second fio writes: more is copied again and again than a guest leaves alone, and less than is copied meanwhile.
+const WRITES_A_SECOND: u32 = 100;
+
+#[test]
+fn fio_verifies_while_its_guest_moves_with_its_disks_there_and_back() {
+    if !has_its_turn() {
+        return;
+    }
+    let mut here = Installation::new().unwrap();
+    let mut console = fio_guest::started(&here, VM, "encrypted", "local");
+    add_host_with_datastore(&mut here).unwrap();
+    fio_guest::write_and_verify(&mut console, WRITES_A_SECOND);
+    fio_guest::keep_history(&mut console, 0, None);
+    let moves = if std::env::var_os("VMSEAL_ALL").is_some() { ALL_MOVES } else { MOVES };
+    for number in 0..moves {
+        let to = if number % 2 == 0 { THERE } else { HERE };
+        here.vmseal(&["vm", "migrate", VM, to]).unwrap();
+        assert_eq!(two_hosts::only_host(&here, VM).unwrap(), to);
+    }
+    console = console_again(&here, VM, console);
+    fio_guest::stop_and_check(&mut console);
+    here.vmseal(&["vm", "prove", VM]).unwrap();
 }

@@ -1,10 +1,11 @@
 //! A guest that runs redis moves between two hosts of one network while a client outside of it writes all the time, by one
-//! connection: nothing that redis has acknowledged is lost, and the guest keeps its address.
+//! connection: nothing that redis has acknowledged is lost, and the guest keeps its address, which is announced where the guest is now.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::time::Duration;
 
+use vmseal_tests::capture::Capture;
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::network::{bridge, own_namespace, taps};
@@ -18,6 +19,7 @@ const VM: &str = "cache";
 const BRIDGE: &str = "br0";
 const CARD: &str = "bridge=br0,mac=52:54:0a:4d:00:0a";
 const MAC: &str = "52:54:0a:4d:00:0a";
+const MAC_BYTES: [u8; 6] = [0x52, 0x54, 0x0a, 0x4d, 0x00, 0x0a];
 const ADDRESS: &str = "10.77.0.10";
 const REDIS: &str = "10.77.0.10:6379";
 
@@ -72,12 +74,15 @@ fn a_guest_with_redis_moves_there_and_back_and_loses_nothing_that_was_acknowledg
         let _ = writer.longest();
         let to = other(&only_host(&here, VM).unwrap());
         let before = writer.acknowledged();
+        let capture = Capture::begin(&[]).unwrap();
         here.vmseal(&["vm", "migrate", VM, to]).unwrap();
         let during = writer.acknowledged() - before;
         assert_eq!(only_host(&here, VM).unwrap(), to);
         // The card of the former host is gone.
         eventually("there is one tap", || (taps().ok()? == 1).then_some(())).unwrap();
         writer.goes_on().unwrap();
+        let announced = capture.end().unwrap().announced;
+        assert!(announced.contains(&MAC_BYTES), "no switch is told where it is: {announced:x?}");
         let gap = writer.longest();
         longest = longest.max(gap);
         eprintln!(

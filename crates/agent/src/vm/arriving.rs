@@ -1,6 +1,7 @@
 //! The memory of a guest that comes from another host, as QEMU loads it. See [`super::migration`].
 
 use std::fs::File;
+use std::pin::pin;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use serde_json::json;
@@ -10,7 +11,7 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving_disks::ArrivingDisks;
 use super::internal;
-use super::migration::{Link, Message, lost, set_capabilities};
+use super::migration::{Link, Message, in_time, lost, set_capabilities};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
 use crate::migration::placement::{Placed, Placement};
@@ -73,8 +74,19 @@ impl Arriving {
         link.send(&Message::Ready).await?;
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
-        let carried = async { carried.done().await.map_err(lost) };
-        let (moved, ()) = tokio::try_join!(carried, completed(qmp, |_| ()))?;
+        let mut carried = pin!(async { carried.done().await.map_err(lost) });
+        let moved = tokio::select! {
+            biased;
+            moved = &mut carried => {
+                let moved = moved?;
+                completed(qmp, |_| ()).await?;
+                moved
+            }
+            loaded = completed(qmp, |_| ()) => {
+                loaded?;
+                in_time(carried).await?
+            }
+        };
         let _ = self.placed.set(moved.placed);
         *self.link.lock().unwrap_or_else(PoisonError::into_inner) = Some(link);
         Ok(())

@@ -15,7 +15,7 @@ use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::arriving_server::Server;
-use super::migration::{Link, Message, SentBefore, lost, unexpected, wrap_dek};
+use super::migration::{Link, Message, SentBefore, in_time, lost, unexpected, wrap_dek};
 use super::{Shared, arriving_parts, internal};
 use crate::migration::transport::Bridge;
 use crate::storage::arriving::{self, ArrivingDisk};
@@ -122,9 +122,13 @@ impl ArrivingDisks {
     /// # Errors
     /// Those of the connection and the filters.
     pub async fn filled(self) -> Result<Vec<ArrivingDisk>, Problem> {
-        for bridge in self.bridges {
-            bridge.done().await.map_err(lost)?;
-        }
+        let ended = async {
+            for bridge in self.bridges {
+                bridge.done().await.map_err(lost)?;
+            }
+            Ok(())
+        };
+        in_time(ended).await?;
         for (place, server) in self.servers {
             server.end(self.disks[place].disk.disk).await?;
         }

@@ -60,6 +60,10 @@ const MEMORY_STREAM: u16 = 1;
 /// The connection of the first disk that is copied; one for each follows.
 const DISK_STREAM: u16 = 2;
 
+/// How long the end of what is sent may take when the guest stands still: more than the source allows itself for it. Whoever is between
+/// the hosts could else hold back that end alone, and with it the guest.
+const END_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// The longest refusal that is read, in characters.
 const REFUSAL_MAX: usize = 2000;
 
@@ -331,6 +335,20 @@ impl Link {
 fn disk_stream(place: usize) -> Result<u16, Problem> {
     let place = u16::try_from(place).map_err(internal)?;
     Ok(DISK_STREAM.saturating_add(place))
+}
+
+/// What comes at the end of what is sent, while the guest stands still.
+///
+/// # Errors
+/// Its own; `internal`: it does not come.
+pub async fn in_time<T>(end: impl Future<Output = Result<T, Problem>>) -> Result<T, Problem> {
+    let late = || {
+        let seconds = END_TIMEOUT.as_secs();
+        internal(format!(
+            "the connection to the other host: the end of what it sends has not come within {seconds} s"
+        ))
+    };
+    tokio::time::timeout(END_TIMEOUT, end).await.unwrap_or_else(|_| Err(late()))
 }
 
 /// The problem of a connection between two hosts.

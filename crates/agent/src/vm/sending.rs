@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio::time::sleep;
 use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
@@ -37,6 +38,14 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// How long the destination may take to load what it has got, while the guest stands still: Linux gives a request to its disk 30
 /// seconds.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long the guest may stand still, beyond what it was to, until the other host has the rest of its memory. A connection that takes
+/// nothing counts as lost before ([`transport::STALL_TIMEOUT`]). One that takes all and delivers nothing, or a byte now and then, does
+/// not: whoever is between the hosts could hold the guest.
+const STILL_MAX: Duration = Duration::from_secs(60);
+
+/// How often QEMU is asked whether it stands still.
+const STILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
@@ -243,8 +252,43 @@ async fn send_over(
     };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
-    tokio::try_join!(async { carried.done().await.map_err(lost) }, completed(qmp, tell))?;
+    let moved = async {
+        let carried = async { carried.done().await.map_err(lost) };
+        tokio::try_join!(carried, completed(qmp, tell)).map(drop)
+    };
+    let longest = STILL_MAX + Duration::from_millis(guest.downtime_milliseconds.into());
+    tokio::select! {
+        biased;
+        moved = moved => moved?,
+        problem = stands_still_for(qmp, longest) => return Err(problem),
+    }
     Ok(Sent { link, disks })
+}
+
+/// Waits until the guest has stood still for so long.
+async fn stands_still_for(qmp: &Qmp, longest: Duration) -> Problem {
+    let mut since = None;
+    loop {
+        sleep(STILL_INTERVAL).await;
+        // Who waits for the stream is told of a QEMU that does not answer.
+        let Ok(state) = qmp.execute("query-status", Value::Null).await else { continue };
+        if !stands_still(&state) {
+            since = None;
+            continue;
+        }
+        let since = since.get_or_insert_with(Instant::now);
+        if since.elapsed() >= longest {
+            let seconds = longest.as_secs();
+            return internal(format!(
+                "the connection to the other host: the guest has stood still for {seconds} s, and the other host does not have the rest of its memory"
+            ));
+        }
+    }
+}
+
+/// Whether QEMU has stopped its guest to send the rest of its memory.
+fn stands_still(state: &Value) -> bool {
+    matches!(state["status"].as_str(), Some("finish-migrate" | "postmigrate"))
 }
 
 /// Has the disks copied until the copies lack little.
@@ -284,4 +328,19 @@ async fn copy_disks(
     };
     link.send(&Message::Copied).await?;
     Ok(disks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_stands_still_when_qemu_has_stopped_it_to_send_it() {
+        for (status, still) in
+            [("running", false), ("paused", false), ("finish-migrate", true), ("postmigrate", true)]
+        {
+            assert_eq!(stands_still(&json!({"status": status})), still, "{status}");
+        }
+        assert!(!stands_still(&json!({})));
+    }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use uuid::Uuid;
+use vmseal_seal::frame::FrameError;
 use vmseal_seal::wire::Ends;
 
 use super::error::TransportError;
@@ -96,6 +97,7 @@ impl Shared {
             first
         });
         if first {
+            self.tell_changed(&error);
             self.pace.stop();
             for connection in &self.connections {
                 // One that is shut down already needs no more.
@@ -104,6 +106,16 @@ impl Shared {
             }
         }
         self.failure().unwrap_or(error)
+    }
+
+    /// Says that what came was not what the other host has sent: the server may have given the migration up before anybody else says
+    /// so. A stream that was only cut off looks as if the other host had ended it.
+    fn tell_changed(&self, error: &TransportError) {
+        if let TransportError::Frame { error: frame, .. } = error
+            && !matches!(frame, FrameError::Truncated(_))
+        {
+            tracing::warn!(migration = %self.migration, %error, "a stream of a migration was changed on its way");
+        }
     }
 
     pub fn failure(&self) -> Option<TransportError> {
