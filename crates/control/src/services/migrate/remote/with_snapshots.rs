@@ -11,9 +11,6 @@ use crate::services::{Services, features};
 use crate::store::snapshots;
 use crate::store::vms::Vm;
 
-/// What is said in one request beside the VM, in bytes: the limit of the other server's is for all of it.
-const BESIDE_MAX: usize = 1024;
-
 /// Refuses a VM whose snapshots would not go with it: linked clones stand on them, or one of both sides is of an earlier version.
 pub(super) async fn require(
     services: &Services,
@@ -46,7 +43,7 @@ pub(super) async fn require(
 /// Refuses a VM whose snapshots have descriptions that do not fit into one request.
 pub(super) fn require_short(told: &BeginArrival) -> Result<(), Problem> {
     let length = serde_json::to_vec(told).map_err(|error| crate::internal(&error))?.len();
-    if length + BESIDE_MAX <= BODY_MAX {
+    if length <= BODY_MAX {
         return Ok(());
     }
     let vm = &told.vm.name;
