@@ -1,5 +1,6 @@
 //! A VM that moves, while it runs, to a host of another control plane: it loses nothing of what it had in memory and on its disks,
-//! is under a key of the other control plane's provider there, and nothing of it is left where it was.
+//! is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and nothing of it is left
+//! where it was.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -69,6 +70,16 @@ fn has_lost_nothing(at: &Installation) {
     count(&mut console);
 }
 
+/// What people see of its snapshots.
+fn listed(at: &Installation) -> String {
+    let mut listed = at.json(&["snapshot", "list", VM]).unwrap();
+    for snapshot in listed.as_array_mut().unwrap() {
+        // What it takes on the datastore is measured.
+        snapshot.as_object_mut().unwrap().retain(|key, _| !key.contains("size"));
+    }
+    listed.to_string()
+}
+
 /// The VM runs at one control plane, and nothing of it is left at the other one.
 fn has_gone(from: &Installation, to: &Installation, encrypted: bool) {
     let vm = to.vm(VM).unwrap();
@@ -86,6 +97,9 @@ fn has_gone(from: &Installation, to: &Installation, encrypted: bool) {
 #[test]
 fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     let (west, east) = two_control_planes("encrypted");
+    west.vmseal(&["snapshot", "create", VM, "fresh"]).unwrap();
+    west.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
+    let snapshots = listed(&west);
     let refused = west.refused(&["vm", "migrate", VM, "--remote", "east"]).unwrap();
     assert!(refused.contains("east"), "{refused}");
     introduce(&west, &east);
@@ -94,7 +108,9 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     let refused = west.refused(&wrong).unwrap();
     assert!(refused.contains("no: policy") && refused.contains("ok: name"), "{refused}");
     let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
-    for wanted in ["ok: memory of host 'here'", "ok: network", "a new key of provider 'keys'"] {
+    let kept = "and what 2 snapshots keep";
+    for wanted in ["ok: memory of host 'here'", "ok: network", "a new key of provider 'keys'", kept]
+    {
         assert!(planned.contains(wanted), "{wanted}: {planned}");
     }
     assert!(east.refused(&["vm", "show", VM]).is_ok(), "a dry run leaves nothing");
@@ -105,6 +121,14 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     assert!(placed.is_some_and(|bytes| bytes > 0), "QEMU has loaded the memory there: {task:#}");
     let told = west.vmseal(&["events"]).unwrap();
     assert!(told.contains("to remote 'east', encrypted"), "{told}");
+
+    // What its snapshots keep is under that key as well: the guest goes on from the memory of one.
+    assert_eq!(listed(&east), snapshots);
+    east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    east.vmseal(&["snapshot", "revert", VM, "asleep"]).unwrap();
+    east.wait_power(VM, "suspended").unwrap();
+    east.vmseal(&["vm", "resume", VM]).unwrap();
+    has_lost_nothing(&east);
 
     // The copies are its disks under a key of that control plane, also for the next guest.
     east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
@@ -119,6 +143,7 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     east.vmseal(&["vm", "migrate", VM, "here", "--remote", "west", "--datastore", "local"])
         .unwrap();
     has_gone(&east, &west, true);
+    assert_eq!(listed(&west), snapshots);
     read_marker(&mut west.console(VM).unwrap());
 }
 

@@ -10,11 +10,14 @@
 //! ```
 //! Until the destination has been asked to commit, either side may give up. Then its answer decides.
 
+mod snapshots;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::snapshots::{ARRIVING_SNAPSHOTS, SnapshotOfArrival};
 use crate::accelerator::Accelerator;
 use crate::drain::OnDrain;
 use crate::hardware::Hardware;
@@ -143,6 +146,9 @@ pub struct ArrivingVm {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<Object>))]
     pub nics: Vec<NicSpec>,
+    /// Its snapshots. Only a server that says [`ARRIVING_SNAPSHOTS`] of itself takes any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<SnapshotOfArrival>,
 }
 
 /// A disk of a VM that arrives.

@@ -34,6 +34,7 @@ pub(crate) mod mark;
 pub(crate) mod measure;
 pub(crate) mod medium;
 pub(crate) mod memory;
+pub(crate) mod memory_transit;
 pub(crate) mod mirror;
 pub(crate) mod mounts;
 pub(crate) mod open;

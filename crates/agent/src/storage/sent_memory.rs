@@ -5,7 +5,8 @@
 //!  destination: the stream ─► DISK.copy-memory-S.new ─ flushed ─► DISK.copy-memory-S ─ the disk gets its name ─► vm.memory.snapshot-S
 //! ```
 //! Each file has a key of its own under the VM's key, at the other host another one: so it is checked on its way, and a damaged
-//! one ends the migration, not the resume years later. The destination sees what is sealed.
+//! one ends the migration, not the resume years later. The destination sees what is sealed; where it has another key of the VM, it is
+//! sealed for the way ([`MemoryTransit`]).
 
 use std::fs::OpenOptions;
 use std::io::{self, BufWriter, Read, Write};
@@ -24,6 +25,7 @@ use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::memory::MemoryFiles;
+use crate::storage::memory_transit::MemoryTransit;
 use crate::storage::sealed::{self, remove_if_there, vm_key};
 
 /// How much is written between two flushes, in bytes: a guest's own flushes do not wait for gigabytes.
@@ -41,7 +43,7 @@ pub fn beside(spec: &VmSpec, disk: &DiskSpec) -> Result<Vec<SnapshotId>, Problem
     Ok(home.snapshot_memories()?.into_keys().collect())
 }
 
-/// Sends one. Blocks.
+/// Sends one: under the VM's key, or for hosts that have different ones as `transit` says. Blocks.
 ///
 /// # Errors
 /// `damaged`, `locked`; those of the stream.
@@ -49,7 +51,7 @@ pub fn send(
     spec: &VmSpec,
     disk: &DiskSpec,
     snapshot: SnapshotId,
-    kek: Option<&SecretBytes>,
+    (kek, transit): (Option<&SecretBytes>, Option<&MemoryTransit>),
     to: impl Write,
 ) -> Result<(), Problem> {
     let path = Home::of(&disk.datastore, spec.vm)?.snapshot_memory(snapshot);
@@ -65,7 +67,10 @@ pub fn send(
     let key = vm_key(spec, kek)?;
     let whose = (spec.vm, Kind::Memory);
     let mut from = sealed::open_as(&path, &header, whose, key.as_ref(), &remedy)?;
-    let mut to = vmseal_seal::file::create(BufWriter::new(to), header.identity(), key.as_ref())
+    let name = snapshot.to_string();
+    let on_its_way = transit.map(|transit| transit.key(spec.vm, &name));
+    let sealed_under = on_its_way.as_ref().or(key.as_ref());
+    let mut to = vmseal_seal::file::create(BufWriter::new(to), header.identity(), sealed_under)
         .map_err(internal)?;
     let mut part = Zeroizing::new(vec![0; CONTENT_MAX]);
     loop {
@@ -128,3 +133,6 @@ pub fn take_place(home: &Home, disk: DiskId) -> Result<(), Problem> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

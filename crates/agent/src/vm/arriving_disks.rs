@@ -14,6 +14,7 @@ use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
+use super::arriving_keys::ArrivingKeys;
 use super::arriving_server::Server;
 use super::migration::{Link, Message, SentBefore, in_time, lost, unexpected, wrap_dek};
 use super::{Shared, arriving_parts, internal};
@@ -29,14 +30,14 @@ pub struct ArrivingDisks {
 }
 
 impl ArrivingDisks {
-    /// Makes these disks of a VM, takes what goes `before` them, and has them served. Their keys are told under `told_under`.
+    /// Makes these disks of a VM, takes what goes `before` them, and has them served.
     ///
     /// # Errors
     /// As [`arriving::begin`], and those of the connection and the filters. What is left is removed by [`give_up`].
     pub async fn prepare(
         (shared, spec): (&Arc<Shared>, &VmSpec),
         copies: &[DiskId],
-        (kek, told_under, migration): (Option<&SecretBytes>, Option<&SecretBytes>, MigrationId),
+        keys: ArrivingKeys<'_>,
         before: &[SentBefore],
         link: &mut Link,
     ) -> Result<Self, Problem> {
@@ -45,14 +46,14 @@ impl ArrivingDisks {
         }
         let trees = before.iter().map(|before| before.tree.clone()).chain(std::iter::repeat(None));
         let (of, copies) = (spec.clone(), copies.iter().copied().zip(trees).collect());
-        let clone = kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
+        let clone = keys.kek.map(SecretBytes::try_clone).transpose().map_err(internal)?;
         let begin = move || arriving::begin(&of, copies, clone.as_ref());
         let disks = spawn_blocking(begin).await.map_err(internal)??;
         let mut this = Self { disks, servers: Vec::new(), bridges: Vec::new() };
         if !before.is_empty() {
-            let keys = this.keys(told_under, migration)?;
-            link.send(&Message::Made { keys }).await?;
-            arriving_parts::take(shared, spec, &mut this.disks, before, link).await?;
+            let told = this.keys(keys.told_under, keys.migration)?;
+            link.send(&Message::Made { keys: told }).await?;
+            arriving_parts::take(shared, spec, &mut this.disks, before, keys, link).await?;
         }
         for (place, disk) in this.disks.iter().enumerate() {
             if disk.disk.role.attachment() != Attachment::Tpm {

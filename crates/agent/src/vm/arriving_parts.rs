@@ -7,6 +7,7 @@
 //! A filter serves one file at a time, with those below it, which are whole by then.
 
 use std::fs::File;
+use std::io::{Cursor, Read};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use vmseal_api::host::VmSpec;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::Problem;
 
+use super::arriving_keys::ArrivingKeys;
 use super::arriving_server::Server;
 use super::migration::{Link, Message, SentBefore};
 use super::{Shared, internal};
@@ -31,11 +33,12 @@ pub async fn take(
     spec: &VmSpec,
     disks: &mut [ArrivingDisk],
     before: &[SentBefore],
+    keys: ArrivingKeys<'_>,
     link: &mut Link,
 ) -> Result<(), Problem> {
     for (place, (disk, before)) in disks.iter_mut().zip(before).enumerate() {
         for snapshot in &before.memories {
-            take_memory(spec, (place, disk), *snapshot, link).await?;
+            take_memory(spec, (place, disk), *snapshot, keys, link).await?;
         }
         let parts = disk.layers.as_ref().map_or(0, |layers| layers.parts());
         for part in 0..parts {
@@ -73,15 +76,23 @@ async fn take_memory(
     spec: &VmSpec,
     (place, disk): (usize, &ArrivingDisk),
     snapshot: SnapshotId,
+    keys: ArrivingKeys<'_>,
     link: &mut Link,
 ) -> Result<(), Problem> {
     let home = Home::of(&disk.disk.datastore, spec.vm)?;
     let (theirs, ours) = UnixStream::pair().map_err(internal)?;
     let carried = link.carry_part(place, ours)?;
     link.send(&Message::Part).await?;
-    let id = disk.disk.disk;
+    let (id, spec, apart) = (disk.disk.disk, spec.clone(), keys.apart()?);
     // It ends with the connection, too; then the end of the part does not come.
-    let receive = move || sent_memory::receive(&home, id, snapshot, theirs);
+    let receive = move || match apart {
+        None => sent_memory::receive(&home, id, snapshot, theirs),
+        Some((transit, kek)) => {
+            let mut theirs = theirs;
+            let header = transit.arrived(&spec, &kek, snapshot, &mut theirs)?;
+            sent_memory::receive(&home, id, snapshot, Cursor::new(header).chain(theirs))
+        }
+    };
     spawn_blocking(receive).await.map_err(internal)??;
     link.carried(place, carried).await
 }

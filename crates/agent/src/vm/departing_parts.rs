@@ -82,9 +82,12 @@ async fn send_memory(
     let (theirs, ours) = UnixStream::pair().map_err(internal)?;
     let part = link.carry_part(place, ours)?;
     let (spec, kek) = (what.spec.clone(), clone(what.kek.as_ref())?);
-    let disk = disk.disk.clone();
+    let (disk, transit) = (disk.disk.clone(), what.transit.clone());
     // One that is given up ends with the connection.
-    let send = move || sent_memory::send(&spec, &disk, snapshot, kek.as_ref(), theirs);
+    let send = move || {
+        let keys = (kek.as_ref(), transit.as_deref());
+        sent_memory::send(&spec, &disk, snapshot, keys, theirs)
+    };
     spawn_blocking(send).await.map_err(internal)??;
     link.carried(place, part).await
 }

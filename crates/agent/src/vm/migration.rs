@@ -21,6 +21,7 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine;
@@ -44,6 +45,7 @@ use crate::migration::transport::{
 };
 use crate::process::run_record::Record;
 use crate::storage::layers::Tree;
+use crate::storage::memory_transit::MemoryTransit;
 
 /// How long the destination may take to start QEMU, which may have to wait for other VMs that start.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -219,6 +221,19 @@ pub fn copy_secret(
     }
     let info = migration_info(vm, session.migration);
     shared.key_box.open_migration(&info, &session.key).map(Some)
+}
+
+/// What the memory of snapshots is sealed under on its way, where the hosts have different KEKs; `told_under` is what [`copy_secret`] gives.
+///
+/// # Errors
+/// `internal`: there is no memory for it.
+pub fn memory_transit(
+    session: &MigrationSession,
+    told_under: Option<&SecretBytes>,
+) -> Result<Option<Arc<MemoryTransit>>, Problem> {
+    let Some(secret) = told_under.filter(|_| session.apart) else { return Ok(None) };
+    let secret = secret.try_clone().map_err(internal)?;
+    Ok(Some(Arc::new(MemoryTransit::new(secret, session.migration))))
 }
 
 /// A session, with its first stream as the control channel. Dropped, it ends.

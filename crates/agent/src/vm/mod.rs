@@ -21,6 +21,7 @@
 mod adopt;
 mod arriving;
 mod arriving_disks;
+mod arriving_keys;
 mod arriving_parts;
 mod arriving_server;
 mod bitmap_files;

@@ -28,8 +28,9 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
 use super::arriving_disks::{self, ArrivingDisks};
+use super::arriving_keys::ArrivingKeys;
 use super::migration::{
-    Link, Message, SentBefore, copy_secret, lost, refused, session_of, unexpected,
+    Link, Message, SentBefore, copy_secret, lost, memory_transit, refused, session_of, unexpected,
 };
 use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
@@ -49,6 +50,7 @@ use crate::rules;
 use crate::storage::arriving::{self, ArrivingDisk};
 use crate::storage::builder;
 use crate::storage::lease;
+use crate::storage::memory_transit::MemoryTransit;
 
 /// How long the source may take to connect: the control plane tells it as soon as this host waits.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -67,6 +69,8 @@ pub struct Expected {
     pub kek: Option<SecretBytes>,
     /// What the keys of the copies are told under.
     pub told_under: Option<SecretBytes>,
+    /// What the memory of snapshots comes sealed under, where the source has another key of the VM.
+    pub transit: Option<Arc<MemoryTransit>>,
     pub generation: u64,
     pub migration: MigrationId,
     pub pending: Pending,
@@ -124,7 +128,8 @@ impl Receiving {
     /// # Errors
     /// `invalid-request`, `locked`, `wrong-state`: it cannot be received.
     pub fn new(shared: Arc<Shared>, expected: Expected) -> Result<Self, Problem> {
-        let Expected { task, job, vm, kek, told_under, generation, migration, pending } = expected;
+        let Expected { task, job, vm, kek, told_under, transit, generation, migration, pending } =
+            expected;
         let mut jobs = Jobs::default();
         jobs.begin(task, job.clone());
         let slot = Arc::new(shared.users.take().ok_or_else(builder::too_many)?);
@@ -136,6 +141,7 @@ impl Receiving {
             vm: vm.clone(),
             kek: clone,
             told_under,
+            transit,
             copies: copies_of(&job).map_or_else(Vec::new, |copies| {
                 copies.disks.iter().map(|copy| copy.disk).collect()
             }),
@@ -421,6 +427,7 @@ struct Coming {
     vm: VmSpec,
     kek: Option<SecretBytes>,
     told_under: Option<SecretBytes>,
+    transit: Option<Arc<MemoryTransit>>,
     copies: Vec<DiskId>,
     generation: u64,
     migration: MigrationId,
@@ -477,9 +484,11 @@ impl Coming {
         if self.copies.is_empty() {
             return Ok((plan(&vm, record, kek, self.generation)?, None));
         }
-        let key = (kek.as_ref(), self.told_under.as_ref(), self.migration);
+        let (told_under, migration) = (self.told_under.as_ref(), self.migration);
+        let transit = self.transit.as_ref();
+        let under = ArrivingKeys { kek: kek.as_ref(), told_under, transit, migration };
         let (of, copies) = ((&self.shared, &vm), self.copies.as_slice());
-        let mut disks = ArrivingDisks::prepare(of, copies, key, before, link).await?;
+        let mut disks = ArrivingDisks::prepare(of, copies, under, before, link).await?;
         for disk in vm.disks_mut() {
             let made = disks.disks().iter().find(|arriving| arriving.disk.disk == disk.disk);
             disk.facts = made.map_or(disk.facts.take(), |made| Some(made.facts.clone()));
@@ -579,11 +588,12 @@ pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, P
     }
     let session = session_of(shared, vm.vm, &arrival.session)?;
     let told_under = copy_secret(shared, vm.vm, &arrival.session, kek.as_ref())?;
+    let transit = memory_transit(&arrival.session, told_under.as_ref())?;
     let listener = shared.migrations.as_ref().ok_or_else(|| {
         let what = "this host receives no VMs: its agent has no address for migrations";
         Problem::new(ErrorCode::Unsupported, what)
     })?;
     let pending = listener.expect(session).map_err(lost)?;
     let (generation, migration) = (arrival.generation, arrival.session.migration);
-    Ok(Expected { task, job, vm, kek, told_under, generation, migration, pending })
+    Ok(Expected { task, job, vm, kek, told_under, transit, generation, migration, pending })
 }

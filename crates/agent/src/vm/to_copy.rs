@@ -17,6 +17,7 @@ use super::{Shared, internal};
 use crate::filter::{self, Control, CopyPlace};
 use crate::storage::home::Home;
 use crate::storage::layers::{self, LayerId, Tree};
+use crate::storage::memory_transit::MemoryTransit;
 use crate::storage::sent_memory;
 
 /// What is to be copied.
@@ -26,6 +27,8 @@ pub struct ToCopy {
     pub kek: Option<SecretBytes>,
     /// What the other host tells the keys of the copies under.
     pub told_under: Option<SecretBytes>,
+    /// What the memory of snapshots is sealed under on its way, where the other host has another key of the VM.
+    pub transit: Option<Arc<MemoryTransit>>,
     /// Of the guest's filter.
     pub control: Control,
     /// In the order of their connections.

@@ -4,6 +4,7 @@ use vmseal_api::host::{Attachment, DiskRole};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ArrivingVm, BeginArrival, DiskOfArrival, SourceHost};
 
+use super::snapshots;
 use crate::hosts::Hosts;
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
@@ -23,7 +24,7 @@ pub struct Wanted {
 /// Describes a VM to another control plane.
 ///
 /// # Errors
-/// `wrong-state`: its host is not known well enough. The inventory's.
+/// `wrong-state`: its host is not known well enough, or a snapshot is not complete. The inventory's.
 pub async fn describe(
     store: &Store,
     hosts: &Hosts,
@@ -39,6 +40,7 @@ pub async fn describe(
     let mut read = store.read().await?;
     let disks = disks::of_vm(&mut read, vm.id).await?;
     let nics = nics::of_vm(&mut read, vm.id).await?;
+    let snapshots = snapshots::of_vm(&mut read, vm).await?;
     drop(read);
     let of = |disk: &Disk| DiskOfArrival {
         id: disk.id,
@@ -63,6 +65,7 @@ pub async fn describe(
             hardware: vm.hardware.clone(),
             disks: disks.iter().filter(|disk| !disk.detached).map(of).collect(),
             nics,
+            snapshots,
         },
         policy,
         host,

@@ -4,6 +4,7 @@
 
 mod describe;
 mod https;
+mod snapshots;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use sqlx::SqliteConnection;
 use vmseal_api::id::{SnapshotId, VmId};
 
+use super::snapshots::Snapshot;
 use super::{StoreError, unsigned};
 
 /// What a generation is, for errors.
@@ -94,6 +95,28 @@ pub async fn of_snapshot(
             .fetch_optional(from)
             .await?;
     found.flatten().map(|generation| unsigned(generation, GENERATION)).transpose()
+}
+
+/// Records the generation of the memory that a snapshot keeps, which another inventory has given it. No memory of the VM gets it, or a
+/// lower one, from now on.
+pub async fn take_over(
+    to: &mut SqliteConnection,
+    snapshot: &Snapshot,
+    generation: u64,
+) -> Result<(), StoreError> {
+    // A number that is too high is of no memory: the caller has refused it.
+    let generation = i64::try_from(generation).unwrap_or(i64::MAX);
+    sqlx::query("UPDATE snapshots SET memory_generation = $1 WHERE id = $2")
+        .bind(generation)
+        .bind(snapshot.id.to_string())
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("UPDATE vms SET memory_last = max(memory_last, $1) WHERE id = $2")
+        .bind(generation)
+        .bind(snapshot.vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
 }
 
 /// Has the VM's memory be the one that a snapshot keeps: the VM is reverted to it.

@@ -33,7 +33,7 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::tasks::Task;
-use crate::store::vms;
+use crate::store::{memory_generations, vms};
 
 /// How long nothing may be heard of the source before it has asked for the switch. It asks each second; this is time for its server
 /// to be restarted.
@@ -309,6 +309,8 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
             set_image(&mut write, disk, true).await?;
         }
         vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
+        // What its snapshots keep is beside its disks: none of that is its memory when it is off, unless it is reverted to.
+        memory_generations::renew(&mut write, vm.id).await?;
         // It has run without a break.
         vms::set_seen(&mut write, vm.id, Power::Running, None).await?;
         let detail = format!(

@@ -43,6 +43,8 @@ struct Inside {
     /// How many calls of this name are lost next, and how.
     lost: Option<(&'static str, Lost, u32)>,
     calls: Vec<&'static str>,
+    /// What it does not say of itself, as an earlier version.
+    lacks: Vec<&'static str>,
 }
 
 impl NearbyRemotes {
@@ -58,6 +60,11 @@ impl NearbyRemotes {
     /// The next calls of this name are lost.
     pub fn lose(&self, call: &'static str, how: Lost, times: u32) {
         self.inside().lost = Some((call, how, times));
+    }
+
+    /// It does not say these features of itself, as an earlier version.
+    pub fn lack_features(&self, features: &[&'static str]) {
+        self.inside().lacks = features.to_vec();
     }
 
     /// How often this was called.
@@ -102,7 +109,11 @@ impl RemoteConnector for NearbyRemotes {
 #[async_trait]
 impl RemoteControlPlane for NearbyRemotes {
     async fn about(&self) -> Result<About, Problem> {
-        self.ask("about", async |services, _| Ok(passphrases::about(services))).await
+        let mut about =
+            self.ask("about", async |services, _| Ok(passphrases::about(services))).await?;
+        let lacks = self.inside().lacks.clone();
+        about.features.retain(|feature| !lacks.contains(&feature.as_str()));
+        Ok(about)
     }
 
     async fn check_arrival(&self, arrival: &BeginArrival) -> Result<ArrivalChecks, Problem> {

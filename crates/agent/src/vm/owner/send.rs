@@ -23,7 +23,7 @@ use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::vm::internal;
-use crate::vm::migration::{copy_secret, session_of};
+use crate::vm::migration::{copy_secret, memory_transit, session_of};
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
@@ -82,6 +82,7 @@ impl Owner {
         if let Some(copies) = &mut copies {
             let kek = copies.kek.as_ref();
             copies.told_under = copy_secret(&self.shared, self.spec.vm, &departure.session, kek)?;
+            copies.transit = memory_transit(&departure.session, copies.told_under.as_ref())?;
         }
         let vm = self.spec.clone();
         let State::Running(running) = &mut self.state else {
@@ -143,7 +144,8 @@ impl Owner {
             let what = "is served by a filter of an earlier vmseal, which copies no disks to other hosts. Restart the VM first, or share its datastores with that host";
             return Err(rules::wrong_state(&self.spec, what));
         }
-        Ok(Some(ToCopy { shared, spec, kek, told_under: None, control, disks }))
+        let (told_under, transit) = (None, None);
+        Ok(Some(ToCopy { shared, spec, kek, told_under, transit, control, disks }))
     }
 
     /// Checks whether the VM could be sent.

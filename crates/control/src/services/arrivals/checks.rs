@@ -3,7 +3,8 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    MIGRATE, MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE,
+    MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_DISKS, MIGRATE_ENCRYPTED,
+    MIGRATE_SNAPSHOTS, MIGRATE_STATE,
 };
 use vmseal_api::host::{Allocation, HostAgent, HostDescription};
 use vmseal_api::model::Connection;
@@ -214,6 +215,7 @@ fn versions(
     there: &HostDescription,
 ) -> Result<((), String), String> {
     let vm = &arrival.vm;
+    let with_snapshots = !vm.snapshots.is_empty();
     let with_state = keeps_state(vm.disks.iter().map(|disk| disk.role));
     let needed = [
         (MIGRATE, true),
@@ -221,6 +223,8 @@ fn versions(
         (MIGRATE_STATE, with_state),
         (MIGRATE_ENCRYPTED, vm.has_key),
         (MIGRATE_APART, vm.has_key),
+        (MIGRATE_SNAPSHOTS, with_snapshots),
+        (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {

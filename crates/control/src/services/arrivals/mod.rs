@@ -2,6 +2,7 @@
 //! ([`crate::tasks::receive_vm`]).
 
 mod checks;
+mod snapshots;
 
 use std::time::Duration;
 
@@ -155,6 +156,7 @@ async fn reserve(
     for (position, nic) in asked.nics.iter().enumerate() {
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
+    snapshots::insert(&mut write, vm.id, asked.snapshots).await?;
     let operation = Operation::ReceiveVm { vm: vm.id, host: vm.host, generation, committed: false };
     let schedule = TaskSchedule { id: Some(id), ..TaskSchedule::default() };
     let actor = caller.name();
@@ -201,7 +203,7 @@ fn check_vm(vm: &ArrivingVm) -> Result<(), Problem> {
             return Err(Problem::invalid("vm.disks", detail));
         }
     }
-    Ok(())
+    snapshots::check(vm)
 }
 
 /// The task of an arrival.

@@ -1,5 +1,7 @@
 //! Moving VMs that run to hosts of other control planes.
 
+mod with_snapshots;
+
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
@@ -17,7 +19,7 @@ use crate::services::vms::begin_paced;
 use crate::services::{Outcome, Services, features};
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
-use crate::store::{dumps, placements, snapshots};
+use crate::store::{dumps, placements};
 
 /// Moves a VM to another control plane, which is asked first whether it can take it.
 pub(super) async fn migrate(
@@ -41,7 +43,9 @@ pub(super) async fn migrate(
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
     let plane = services.remotes.of(&remote)?;
-    require_arrivals(&remote.name, &plane.about().await?)?;
+    let about = plane.about().await?;
+    require_arrivals(&remote.name, &about)?;
+    with_snapshots::require(services, vm, (&remote.name, &about)).await?;
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
         policy: policy.clone(),
@@ -50,6 +54,7 @@ pub(super) async fn migrate(
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
     let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
     let encrypted = must_be_encrypted(vm)
@@ -73,7 +78,8 @@ pub(super) async fn migrate(
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
         Outcome::Planned(plan) => {
-            Outcome::Planned(explained(plan, vm, &remote.name, &found, encrypted))
+            let kept = with_snapshots::told(&told);
+            Outcome::Planned(explained(plan, vm, (&remote.name, &found, &kept), encrypted))
         }
         done => done,
     })
@@ -83,12 +89,11 @@ pub(super) async fn migrate(
 fn explained(
     mut plan: Plan,
     vm: &Vm,
-    remote: &str,
-    found: &ArrivalChecks,
+    (remote, found, kept): (&str, &ArrivalChecks, &str),
     encrypted: bool,
 ) -> Plan {
     let chosen = format!(
-        "choose host '{}' of remote '{remote}', with copies of all disks on its datastore '{}'",
+        "choose host '{}' of remote '{remote}', with copies of all disks{kept} on its datastore '{}'",
         found.host.as_deref().unwrap_or_default(),
         found.datastore.as_deref().unwrap_or_default()
     );
@@ -114,15 +119,11 @@ async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Resul
     let refuse =
         |what: &str| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     let mut read = services.store.read().await?;
-    if !snapshots::of_vm(&mut read, vm.id).await?.is_empty() {
-        return refuse(
-            "has snapshots, which do not go to another control plane: delete them first",
-        );
-    }
-    if !dumps::of_vm(&mut read, vm.id).await?.is_empty() {
-        return refuse(
-            "has core dumps, which do not go to another control plane: decrypt what is needed of them, and delete them first",
-        );
+    if let Some(dump) = dumps::of_vm(&mut read, vm.id).await?.first() {
+        let (name, dump) = (&vm.name, &dump.name);
+        return refuse(&format!(
+            "has core dumps, '{dump}' for one, which do not go to another control plane and would be removed with its former images: decrypt what is needed of them (vmseal dump decrypt {name} {dump} --to FILE), and delete them first (vmseal dump delete {name} {dump})"
+        ));
     }
     drop(read);
     features::require(services, vm, MIGRATE_DISKS, "send the disks of running VMs")?;

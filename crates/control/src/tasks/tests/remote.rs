@@ -2,6 +2,7 @@
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
 mod killed;
+mod with_snapshots;
 
 use std::sync::Arc;
 

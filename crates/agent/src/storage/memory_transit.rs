@@ -1,0 +1,73 @@
+//! The memory that a snapshot keeps, on its way between hosts that have different keys of the VM, as those of two control planes do.
+//!
+//! ```text
+//!  source: opened with the VM's key there, sealed anew under the session ─► destination: its header is put under the VM's key here,
+//!                                                                           then all of it is written
+//! ```
+//! No frame changes at the destination: the file's key, which the source has made for this way alone, is wrapped again. The header is
+//! changed before anything is written, so no file of either host is ever under another key than the VM's there.
+
+use std::io::Read;
+
+use vmseal_api::host::VmSpec;
+use vmseal_api::id::{MigrationId, SnapshotId, VmId};
+use vmseal_api::problem::Problem;
+use vmseal_seal::file::{FileError, HEADER_LEN, Header, Kind};
+use vmseal_seal::slot::VmKey;
+use vmseal_secret::SecretBytes;
+use vmseal_secret::derive::KeyContext;
+
+use crate::storage::builder::internal;
+use crate::storage::sealed::vm_key;
+
+/// What both hosts of such a session have in common.
+pub struct MemoryTransit {
+    session: SecretBytes,
+    migration: MigrationId,
+}
+
+impl MemoryTransit {
+    /// That of a session with this key.
+    #[must_use]
+    pub fn new(session: SecretBytes, migration: MigrationId) -> Self {
+        Self { session, migration }
+    }
+
+    /// What the memory of a snapshot is sealed under on its way: the key of the session, bound to the VM, the migration and the
+    /// snapshot as a VM's key is to its provider and its id there. `snapshot` is the text of the snapshot's id.
+    #[must_use]
+    pub fn key<'a>(&'a self, vm: VmId, snapshot: &'a str) -> VmKey<'a> {
+        let (vm, provider) = (*vm.0.as_bytes(), *self.migration.0.as_bytes());
+        VmKey { kek: &self.session, context: KeyContext { vm, provider, key_id: snapshot } }
+    }
+
+    /// Reads the header of a memory that has come; it is returned as it opens with the VM's key here, and with no other.
+    ///
+    /// # Errors
+    /// `internal`: it is not the memory of this snapshot as this session sends it; `locked`; those of the stream.
+    pub fn arrived(
+        &self,
+        spec: &VmSpec,
+        kek: &SecretBytes,
+        snapshot: SnapshotId,
+        from: &mut impl Read,
+    ) -> Result<[u8; HEADER_LEN], Problem> {
+        let refused = |error: FileError| {
+            internal(format!(
+                "what came as the memory of snapshot {snapshot} is not taken: {error}"
+            ))
+        };
+        let mut header = Header::read(from).map_err(refused)?;
+        let identity = header.identity();
+        if identity.vm != spec.vm.0 || identity.kind != Kind::Memory {
+            let what = format!("what came as the memory of snapshot {snapshot} is another file");
+            return Err(internal(what));
+        }
+        let key = vm_key(spec, Some(kek))?;
+        let key = key.ok_or_else(|| internal("the memory of a VM without a key needs no other"))?;
+        let name = snapshot.to_string();
+        header.add_key(&self.key(spec.vm, &name), &key).map_err(refused)?;
+        header.keep_only(&key).map_err(refused)?;
+        Ok(header.encode())
+    }
+}
