@@ -80,6 +80,8 @@ pub struct FileDisk {
     in_memory: bool,
     block: u32,
     memory: u32,
+    /// A file that the rings of its queues have open for its lock.
+    held: Option<Arc<FileTarget>>,
 }
 
 impl FileDisk {
@@ -109,7 +111,7 @@ impl FileDisk {
         }
         let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC && !served::is_served(&fd);
         let target = FileTarget { offset, end, direct, fuse, ..FileTarget::whole(fd) };
-        Ok(Self { target: Arc::new(target), in_memory, block, memory })
+        Ok(Self { target: Arc::new(target), in_memory, block, memory, held: None })
     }
 
     /// A disk of zeroes in memory, which is allocated as it is written and lost with the process.
@@ -122,6 +124,11 @@ impl FileDisk {
         let file = file.map_err(|error| OpenError::Look(error.into()))?;
         file.set_len(size).map_err(OpenError::Look)?;
         Self::open(file.into(), 0, size, Direct::Off, false)
+    }
+
+    /// See [`DiskStorage::holding`](super::DiskStorage::holding).
+    pub(super) fn holding(self, lock: OwnedFd) -> Self {
+        Self { held: Some(Arc::new(FileTarget::whole(lock))), ..self }
     }
 
     /// Never gives space back, as on a file system that cannot: a discard does nothing, and write-zeroes
@@ -194,7 +201,7 @@ impl FileDisk {
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
         if !self.in_memory {
-            match UringFile::new(Arc::clone(&self.target)) {
+            match UringFile::of_files(Arc::clone(&self.target), self.held.as_slice()) {
                 Ok(backend) => return Box::new(backend),
                 Err(error) => tracing::warn!(%error, "no io_uring; each request blocks its queue"),
             }
@@ -344,7 +351,8 @@ mod tests {
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
         let flushed = |fd: OwnedFd, in_memory| {
             let target = FileTarget { direct: true, ..FileTarget::whole(fd) };
-            let disk = FileDisk { target: Arc::new(target), in_memory, block: 512, memory: 1 };
+            let target = Arc::new(target);
+            let disk = FileDisk { target, in_memory, block: 512, memory: 1, held: None };
             let mut chain = Chain::new(4096, false, Vec::new(), disk.queue()).unwrap();
             assert_eq!(chain.works_at_once(), in_memory, "the other engine is tested");
             blocking::flush(&mut chain)
