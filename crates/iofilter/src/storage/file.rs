@@ -346,6 +346,32 @@ mod tests {
         assert!(file_of(false) < SIZE, "this file system gives no room back");
     }
 
+    /// What the ring has open is closed when the kernel has finished its last request, and not before.
+    #[test]
+    fn a_file_that_is_held_stays_locked_as_long_as_a_ring_of_the_disk_is_there() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let whole = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: 0,
+            l_len: 0,
+            l_pid: 0,
+        };
+        let lock = |file: &File| fcntl(file, FcntlArg::F_OFD_SETLK(&whole)).is_ok();
+        let held = named.reopen().unwrap();
+        assert!(lock(&held));
+        let target = Arc::new(FileTarget::whole(tempfile::tempfile().unwrap().into()));
+        let disk = FileDisk { target, in_memory: false, block: 512, memory: 1, held: None };
+        let queue = disk.holding(held.into()).queue();
+        assert!(!lock(&named.reopen().unwrap()), "only the process has held it");
+        drop(queue);
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        while !lock(&named.reopen().unwrap()) {
+            assert!(std::time::Instant::now() < until, "it is locked for ever");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+
     /// A pipe cannot be flushed: each engine must ask the kernel and report its answer.
     #[test]
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
