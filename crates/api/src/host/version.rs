@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 58] = [
+pub const FEATURES: [&str; 59] = [
     "job-create",
     "job-export",
     NICS,
@@ -61,6 +61,7 @@ pub const FEATURES: [&str; 58] = [
     MIRROR_TPM,
     PACE,
     PACE_OF_WORK,
+    PACE_OF_PROOFS,
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
@@ -211,6 +212,9 @@ pub const PACE: &str = "job-mirror-pace";
 
 /// The feature of agents that can slow and pause what makes, reads and merges disks without a guest.
 pub const PACE_OF_WORK: &str = "job-pace";
+
+/// The feature of agents that can slow and pause the reading for a proof.
+pub const PACE_OF_PROOFS: &str = "job-prove-pace";
 
 /// The feature of agents that send running VMs to other hosts and receive them.
 pub const MIGRATE: &str = "job-migrate";
