@@ -442,7 +442,7 @@ pub struct VmBackup {
     /// Its last verification, where that failed and none has succeeded since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verification_failed: Option<FailedVerification>,
-    /// The key that opens it; none where it is in the clear.
+    /// The key that opens what is encrypted of it; none where the VM had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<KeyReference>,
     /// What is in it; none while it is made, and where an earlier vmseal has made it and its host does not answer.

@@ -587,6 +587,7 @@ impl Operation {
                 | Self::AddDisk { .. }
                 | Self::ExportDisk { .. }
                 | Self::DeleteSnapshot { .. }
+                | Self::ProveVm { .. }
                 | Self::BackUpVm { .. }
                 | Self::VerifyBackup { .. }
                 | Self::RestoreBackup { .. }

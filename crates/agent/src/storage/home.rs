@@ -87,6 +87,9 @@ pub const DESCRIPTOR: &str = "vm.json";
 /// The file with the lease of the VM's disks.
 pub const LEASE: &str = "vm.lease";
 
+/// The name of the note of the disks that have come from another host.
+pub const ARRIVING: &str = "vm.arriving";
+
 /// What the names of core dumps begin with.
 pub const CORE: &str = "vm.core-";
 

@@ -138,6 +138,16 @@ fn irregular(path: &Path) -> Problem {
     )
 }
 
+/// Locks a file that is open for writing and is passed to the process that has the disk, as a reader locks it. Whoever is to write it
+/// after that process then waits until the kernel has finished its requests. Where somebody has it locked against all others, that
+/// is the process itself, which writes it by what it has (docs/decisions/244).
+///
+/// # Errors
+/// Those of the file system.
+pub fn lock_for_successors(file: &File) -> io::Result<()> {
+    lock(file, Access::Read).map(drop)
+}
+
 /// Locks an open file as a whole; false when another process has a lock.
 fn lock(file: &File, access: Access) -> io::Result<bool> {
     let kind = match access {
@@ -156,5 +166,32 @@ fn lock(file: &File, access: Access) -> io::Result<bool> {
         Ok(_) => Ok(true),
         Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_to_write_a_file_next_waits_for_the_descriptor_that_writes_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("layer");
+        let open = || OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let in_use =
+            || open_once(&path, Access::Write).is_err_and(|it| it.code == ErrorCode::InUse);
+        drop(make(&path).unwrap());
+        // As a filter has a layer that it only reads until what is above it is merged into it.
+        let read = open_once(&path, Access::Read).unwrap();
+        let written = open();
+        lock_for_successors(&written).unwrap();
+        drop(read);
+        assert!(in_use(), "the one that writes may still write");
+        drop(written);
+        assert!(!in_use());
+        let all = open_once(&path, Access::Write).unwrap();
+        lock_for_successors(&open()).unwrap();
+        drop(all);
+        assert!(!in_use(), "it was locked by what did not get the lock");
     }
 }

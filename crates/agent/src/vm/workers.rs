@@ -163,9 +163,9 @@ impl Workers {
 
     /// Begins to read the files of a VM; the work counts as that of this disk.
     pub fn begin_proof(&mut self, shared: &Arc<Shared>, disk: DiskId, proving: Proving) {
-        let shared = Arc::clone(shared);
-        self.spawn(disk, |cancelled, show| async move {
-            Report::Proved(prove(shared, proving, show, cancelled).await)
+        let (shared, gate) = (Arc::clone(shared), Arc::new(Gate::new(CopyPace::default())));
+        self.spawn_at(Arc::clone(&gate), disk, |cancelled, show| async move {
+            Report::Proved(prove(shared, proving, show, gate, cancelled).await)
         });
     }
 

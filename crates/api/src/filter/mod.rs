@@ -600,7 +600,7 @@ pub struct MergeSpec {
     /// The image that is written, and what is below that; no filter but encryption. Others may read the bytes of the next
     /// image below that the image above does not have.
     pub into: StackSpec,
-    /// A file whose lock is held for as long as this process may write.
+    /// A file whose lock is held for as long as this process, or the kernel for it, may write.
     pub lock: Handle,
 }
 

@@ -104,6 +104,14 @@ pub struct BackedUpDisk {
     pub tpm: Option<BackedUpTpm>,
 }
 
+impl BackedUpDisk {
+    /// Whether what is in the backup of it is encrypted. What a TPM keeps is in any case.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        self.tpm.is_some() || self.facts != DiskFacts::Raw
+    }
+}
+
 /// What a TPM kept, in a backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -142,6 +150,9 @@ pub struct BackupPart {
     /// What it is for.
     #[serde(default, skip_serializing_if = "DiskRole::is_data")]
     pub role: DiskRole,
+    /// Whether what is in the backup of it is encrypted; none of what is not in it, and where that was not noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 /// Why a manifest cannot be used.
@@ -261,8 +272,10 @@ impl BackupManifest {
     pub fn contents(&self) -> BackupContents {
         let (mut disks, mut lacks, mut tpm_later) = (Vec::new(), Vec::new(), false);
         for disk in &self.vm.disks {
-            let part = BackupPart { name: disk.name.clone(), role: disk.role };
-            match self.disks.iter().find(|it| it.disk == disk.disk) {
+            let entry = self.disks.iter().find(|it| it.disk == disk.disk);
+            let encrypted = entry.map(BackedUpDisk::is_encrypted);
+            let part = BackupPart { name: disk.name.clone(), role: disk.role, encrypted };
+            match entry {
                 Some(entry) => {
                     tpm_later |= entry.tpm.as_ref().is_some_and(|tpm| tpm.later);
                     disks.push(part);

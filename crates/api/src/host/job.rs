@@ -592,6 +592,7 @@ impl JobKind {
             Self::Create
                 | Self::Export
                 | Self::DropSnapshot
+                | Self::Prove
                 | Self::Backup
                 | Self::VerifyBackup
                 | Self::RestoreBackup

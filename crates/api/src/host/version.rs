@@ -61,6 +61,7 @@ pub const FEATURES: [&str; 59] = [
     MIRROR_TPM,
     PACE,
     PACE_OF_WORK,
+    PACE_OF_PROOFS,
     LINKED_CLONES,
     IN_PLACE,
     PANIC,
@@ -212,6 +213,9 @@ pub const PACE: &str = "job-mirror-pace";
 
 /// The feature of agents that can slow and pause what makes, reads and merges disks without a guest.
 pub const PACE_OF_WORK: &str = "job-pace";
+
+/// The feature of agents that can slow and pause the reading for a proof.
+pub const PACE_OF_PROOFS: &str = "job-prove-pace";
 
 /// The feature of agents that send running VMs to other hosts and receive them.
 pub const MIGRATE: &str = "job-migrate";

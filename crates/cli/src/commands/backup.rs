@@ -9,6 +9,7 @@ use vmseal_api::size::Size;
 
 use super::{list, task};
 use crate::arguments::{Backup, Output};
+use crate::rows::backup::is_plain;
 
 pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow::Result<()> {
     match verb {
@@ -58,13 +59,14 @@ fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// The names of disks; with that of a TPM is what it kept.
+/// The names of disks, and which are in the clear; with that of a TPM is what it kept.
 fn parts(parts: &[BackupPart], tpm_later: bool) -> String {
     let name = |part: &BackupPart| match (part.role, tpm_later) {
         (DiskRole::Tpm, false) => format!("{} (what the TPM keeps)", part.name),
         (DiskRole::Tpm, true) => {
             format!("{} (what the TPM keeps, of a later instant than the disks)", part.name)
         }
+        _ if is_plain(part) => format!("{} (IN THE CLEAR)", part.name),
         _ => part.name.clone(),
     };
     parts.iter().map(name).collect::<Vec<_>>().join(", ")

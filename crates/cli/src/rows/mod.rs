@@ -1,5 +1,6 @@
 //! Resources as rows of a table: their columns, and what changes between two lists.
 
+pub mod backup;
 pub mod ceph;
 pub mod column;
 mod difference;

@@ -140,7 +140,7 @@ impl Row for VmBackup {
         }),
         more("read", |it| it.read_bytes.map_or(Cell::Nothing, Cell::Bytes)),
         more("quiesced", |it| it.quiesced.map_or(Cell::Nothing, Cell::YesNo)),
-        more("encrypted", |it| Cell::YesNo(it.key.is_some())),
+        more("encrypted", super::backup::encrypted),
         more("vm-deleted", |it| Cell::YesNo(it.vm_deleted)),
         more("host", |it| (&it.host).into()),
         more("directory", |it| it.directory.display().to_string().into()),

@@ -98,7 +98,7 @@ impl Engine {
         if !can {
             let and_migrations = if is_rate { ", or send a VM (vm migrate)" } else { "" };
             return refused(format!(
-                "{kind} cannot be {verb}: only tasks that copy disks can (vm create, clone, encrypt, decrypt, recrypt --deep, move; disk add, export; snapshot delete; backup create, verify, restore){and_migrations}"
+                "{kind} cannot be {verb}: only tasks that copy disks can, or read them (vm create, clone, encrypt, decrypt, recrypt --deep, move, prove; disk add, export; snapshot delete; backup create, verify, restore){and_migrations}"
             ));
         }
         if !task.state.is_open() || task.state == TaskState::RollingBack || task.cancelled {

@@ -188,7 +188,7 @@ struct ExportTarget {
 /// A layer to write down to the image below it.
 struct LayerToMerge {
     merge: Merge,
-    /// Held until this process has ended.
+    /// Held until this process has ended, and the kernel has finished the requests of its target.
     _lock: OwnedFd,
 }
 
@@ -584,11 +584,13 @@ fn layer_to_merge(
     let (chain, backend) = (&spec.into.chain[..], &spec.into.backend);
     let wanted = WantedStack { disk: id, what, size, read_only: false, chain, backend };
     let OpenedStack { stack: target, .. } = open_stack::open_without_legs(wanted, handles)?;
-    let target = Disk::of(target, false, 2).chain();
-    let target = target.map_err(|error| StartError::Chain { disk: id, error })?;
     let what = || format!("disk {id}, the lock of its merge");
     let lock = handles.file(&spec.lock, false);
     let lock = lock.map_err(|error| StartError::Handle { what: what(), error })?;
+    // The image that is written has a lock of its own, if any, that others hold, too.
+    let storage = target.storage().clone().holding(lock.try_clone()?);
+    let target = Disk::of(target.over(storage, size), false, 2).chain();
+    let target = target.map_err(|error| StartError::Chain { disk: id, error })?;
     Ok(LayerToMerge { merge: Merge { parts, target }, _lock: lock })
 }
 

@@ -14,10 +14,12 @@
 //! former stacks stay whole and open until the disks are resumed, so a refusal costs nothing. Only what a new stack needs
 //! from the former file is done before: an image of QEMU's format is left as if it were closed.
 //!
-//! The first descriptor of each file that a disk still has is kept: it holds the file's lock.
+//! The first descriptor of each file that a disk still has is kept: it holds the file's lock. A file that the new stack writes is
+//! written by that very descriptor, where it is for writing, so that the lock lasts as long as the kernel works on the requests
+//! of a process that was killed (docs/decisions/244).
 //!
-//! A disk that gets longer (docs/decisions/234) has its file by that very descriptor, so that the lock lasts as long as the
-//! kernel works on its requests. Its chains are made anew, as each knows the disk's size, and so are its dirty bitmaps.
+//! The chains of a disk that gets longer (docs/decisions/234) are made anew, as each knows the disk's size, and so are its dirty
+//! bitmaps.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -235,10 +237,8 @@ impl DiskStack {
         let former = served.unmirrored();
         let (size, read_only) = (spec.size.unwrap_or(former.size()), former.read_only());
         let grows = self.may_grow(former.size(), size)?;
-        if spec.size.is_some() {
-            // Where it has this size already, too: who asks again passes no lock either.
-            handles.exchange(|passed| self.held_for_writing(passed))?;
-        }
+        // Who passes a file that the disk has passes no lock of it: that is the disk's.
+        handles.exchange(|passed| self.held_for_writing(passed))?;
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
         let (chain, backend) = (spec.chain.as_deref().unwrap_or_default(), &spec.backend);
         let wanted = WantedStack { disk: id, what: IMAGE, size, read_only, chain, backend };

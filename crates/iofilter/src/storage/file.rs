@@ -80,6 +80,8 @@ pub struct FileDisk {
     in_memory: bool,
     block: u32,
     memory: u32,
+    /// A file that the rings of its queues have open for its lock.
+    held: Option<Arc<FileTarget>>,
 }
 
 impl FileDisk {
@@ -109,7 +111,7 @@ impl FileDisk {
         }
         let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC && !served::is_served(&fd);
         let target = FileTarget { offset, end, direct, fuse, ..FileTarget::whole(fd) };
-        Ok(Self { target: Arc::new(target), in_memory, block, memory })
+        Ok(Self { target: Arc::new(target), in_memory, block, memory, held: None })
     }
 
     /// A disk of zeroes in memory, which is allocated as it is written and lost with the process.
@@ -122,6 +124,11 @@ impl FileDisk {
         let file = file.map_err(|error| OpenError::Look(error.into()))?;
         file.set_len(size).map_err(OpenError::Look)?;
         Self::open(file.into(), 0, size, Direct::Off, false)
+    }
+
+    /// See [`DiskStorage::holding`](super::DiskStorage::holding).
+    pub(super) fn holding(self, lock: OwnedFd) -> Self {
+        Self { held: Some(Arc::new(FileTarget::whole(lock))), ..self }
     }
 
     /// Never gives space back, as on a file system that cannot: a discard does nothing, and write-zeroes
@@ -194,7 +201,7 @@ impl FileDisk {
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
         if !self.in_memory {
-            match UringFile::new(Arc::clone(&self.target)) {
+            match UringFile::of_files(Arc::clone(&self.target), self.held.as_slice()) {
                 Ok(backend) => return Box::new(backend),
                 Err(error) => tracing::warn!(%error, "no io_uring; each request blocks its queue"),
             }
@@ -339,12 +346,39 @@ mod tests {
         assert!(file_of(false) < SIZE, "this file system gives no room back");
     }
 
+    /// What the ring has open is closed when the kernel has finished its last request, and not before.
+    #[test]
+    fn a_file_that_is_held_stays_locked_as_long_as_a_ring_of_the_disk_is_there() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let whole = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: 0,
+            l_len: 0,
+            l_pid: 0,
+        };
+        let lock = |file: &File| fcntl(file, FcntlArg::F_OFD_SETLK(&whole)).is_ok();
+        let held = named.reopen().unwrap();
+        assert!(lock(&held));
+        let target = Arc::new(FileTarget::whole(tempfile::tempfile().unwrap().into()));
+        let disk = FileDisk { target, in_memory: false, block: 512, memory: 1, held: None };
+        let queue = disk.holding(held.into()).queue();
+        assert!(!lock(&named.reopen().unwrap()), "only the process has held it");
+        drop(queue);
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        while !lock(&named.reopen().unwrap()) {
+            assert!(std::time::Instant::now() < until, "it is locked for ever");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+
     /// A pipe cannot be flushed: each engine must ask the kernel and report its answer.
     #[test]
     fn a_flush_is_answered_by_the_kernel_and_nobody_else() {
         let flushed = |fd: OwnedFd, in_memory| {
             let target = FileTarget { direct: true, ..FileTarget::whole(fd) };
-            let disk = FileDisk { target: Arc::new(target), in_memory, block: 512, memory: 1 };
+            let target = Arc::new(target);
+            let disk = FileDisk { target, in_memory, block: 512, memory: 1, held: None };
             let mut chain = Chain::new(4096, false, Vec::new(), disk.queue()).unwrap();
             assert_eq!(chain.works_at_once(), in_memory, "the other engine is tested");
             blocking::flush(&mut chain)

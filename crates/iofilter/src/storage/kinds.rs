@@ -1,6 +1,7 @@
 //! The kinds of storage that a stack can end in; from it each chain gets its own part.
 
 use std::io;
+use std::os::fd::OwnedFd;
 
 use crate::stack::chain::Storage;
 use crate::stack::layer::Boundary;
@@ -54,6 +55,17 @@ impl DiskStorage {
             Self::Mem(_) => (LOGICAL_BLOCK as u32, 1),
         };
         Boundary { size, block, memory }
+    }
+
+    /// Has the kernel keep this file open, with its lock, until it has finished every request of queues that are made from now
+    /// on, also where the process is killed. Not of an NBD server, which finishes them.
+    #[must_use]
+    pub fn holding(self, lock: OwnedFd) -> Self {
+        match self {
+            Self::File(file) => Self::File(file.holding(lock)),
+            Self::Qcow2(image) => Self::Qcow2(image.holding(lock)),
+            Self::Nbd(_) | Self::Mem(_) => self,
+        }
     }
 
     /// Storage for one queue.

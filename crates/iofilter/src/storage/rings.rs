@@ -20,8 +20,9 @@ use vmseal_api::filter::BACKING_MAX;
 /// Entries of the submission queue: the most that a pass hands over in one go.
 const ENTRIES: u32 = 256;
 
-/// The most files of a ring: an image and all that may be below it ([`BACKING_MAX`]).
-pub(super) const FILES_MAX: usize = 1 + BACKING_MAX;
+/// The most files of a ring: an image, all that may be below it ([`BACKING_MAX`]), and a file that is there for its lock
+/// ([`super::DiskStorage::holding`]).
+pub(super) const FILES_MAX: usize = 2 + BACKING_MAX;
 
 /// `IORING_REGISTER_FILES_UPDATE` of linux/io_uring.h.
 pub const FILES_UPDATE: u8 = 6;

@@ -120,14 +120,14 @@ impl InFlight {
 }
 
 impl UringFile {
-    pub(super) fn new(target: Arc<FileTarget>) -> io::Result<Self> {
-        Self::of_files(target, &[])
-    }
-
-    /// The same with further files, whose data it reads: their numbers are from 1 on.
-    pub(super) fn of_files(target: Arc<FileTarget>, below: &[Arc<FileTarget>]) -> io::Result<Self> {
+    /// With further files, whose data it reads: their numbers are from 1 on. The kernel has all of them open, with their locks,
+    /// until it has finished every request, also where the process is killed.
+    pub(super) fn of_files(
+        target: Arc<FileTarget>,
+        others: &[Arc<FileTarget>],
+    ) -> io::Result<Self> {
         let files: Vec<RawFd> =
-            std::iter::once(&target).chain(below).map(|target| target.fd.as_raw_fd()).collect();
+            std::iter::once(&target).chain(others).map(|target| target.fd.as_raw_fd()).collect();
         let ring = rings::lend(&files).or_else(|error| {
             let ring = LentRing::unrestricted(&files)?;
             tracing::warn!(%error, "what a ring may do cannot be restricted");

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{Beside, CORE, Home, LEASE, MEMORY, SNAPSHOT_MEMORY, is_base};
+use super::{ARRIVING, Beside, CORE, Home, LEASE, MEMORY, SNAPSHOT_MEMORY, is_base};
 use crate::storage::file_error::failed;
 
 impl Home {
@@ -261,7 +261,7 @@ impl Home {
     /// Which disks have come from another host.
     #[must_use]
     pub fn arriving(&self) -> PathBuf {
-        self.path.join("vm.arriving")
+        self.path.join(ARRIVING)
     }
 
     /// The memory of a suspended VM.

@@ -52,6 +52,12 @@ impl Files {
         Ok(Self { layers, image: lowest, own: Some(image), of_base })
     }
 
+    /// The file that is written.
+    #[must_use]
+    pub fn written(&self) -> &File {
+        self.layers.first().unwrap_or(&self.image)
+    }
+
     /// The file with the disk's header and lock.
     #[must_use]
     pub fn own(&self) -> &File {

@@ -4,7 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::{CORE, DESCRIPTOR, LEASE, MEMORY, is_base};
+use crate::storage::home::{ARRIVING, CORE, DESCRIPTOR, LEASE, MEMORY, is_base};
 
 /// What swtpm locks; it is empty.
 const TPM_LOCK: &str = ".lock";
@@ -26,7 +26,7 @@ pub fn name_of(name: &str) -> Named {
     if name == DESCRIPTOR {
         return Named::Other(FileKind::Descriptor);
     }
-    if name == LEASE {
+    if name == LEASE || name == ARRIVING {
         return Named::Other(FileKind::Note);
     }
     if name.starts_with(CORE) {
@@ -83,6 +83,7 @@ mod tests {
             ("vm.json".to_owned(), Named::Other(FileKind::Descriptor)),
             ("vm.json.new".to_owned(), Named::Other(FileKind::Descriptor)),
             ("vm.lease".to_owned(), Named::Other(FileKind::Note)),
+            ("vm.arriving".to_owned(), Named::Other(FileKind::Note)),
             ("vm.memory".to_owned(), Named::Other(FileKind::Sealed)),
             ("vm.memory.writing".to_owned(), Named::Other(FileKind::Sealed)),
             (format!("vm.core-{disk}"), Named::Other(FileKind::Sealed)),

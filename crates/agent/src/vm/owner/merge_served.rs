@@ -26,6 +26,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files, LayerId, PreparedNote};
+use crate::storage::locked::lock_for_successors;
 use crate::storage::opening;
 use crate::vm::merging::{Begun, Merging, Written};
 use crate::vm::{images, internal};
@@ -125,6 +126,7 @@ fn open(
         None => (layers::open_served(&home, disk.disk, &known)?, None),
     };
     images::check(directory, &[(disk, files.own())])?;
+    lock_for_successors(files.written()).map_err(internal)?;
     let Files { image: file, layers, own, .. } = files;
     let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
     Ok(Next { note, new: NewLayers { disk: disk.disk, file, layers, offset, own, keeps_room } })

@@ -449,6 +449,7 @@ async fn what_no_guest_writes_is_in_a_backup_and_comes_back() {
     let whole = back_up(&fixture, &services, "whole").await;
     let contents = whole.contents.unwrap();
     assert_eq!((names(&contents.disks), names(&contents.lacks)), (all.to_vec(), vec![]));
+    assert!(contents.disks.iter().all(|part| part.encrypted == Some(true)), "{contents:?}");
 
     fixture.agent.lack_features(&[WHOLE_BACKUP]);
     fixture.agent.restart();

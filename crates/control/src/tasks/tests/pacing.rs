@@ -1,7 +1,7 @@
 //! Tasks that copy disks go slower, pause and go on: over restarts of server and agent, and not when it is too late.
 
 use vmseal_api::host::HostAgent;
-use vmseal_api::host::version::{PACE, PACE_OF_WORK};
+use vmseal_api::host::version::{PACE, PACE_OF_PROOFS, PACE_OF_WORK};
 use vmseal_api::id::TaskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::request::{EncryptVm, ExportDisk, RecryptVm, SetTask};
@@ -237,6 +237,36 @@ async fn work_without_a_guest_is_paused_whatever_is_started_again_and_is_then_do
         refused.err().filter(|it| it.code == ErrorCode::Unsupported)
     };
     fixture.eventually("its agent cannot", lacks).await;
+}
+
+/// So is the reading for a proof, where the agent knows that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_proof_is_paused_and_is_then_done() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.made("web", "encrypted").await;
+    fixture.agent.set_work(LONG);
+    let task = fixture.begin(Operation::ProveVm { vm, all: true, seed: 1 }, "web").await;
+    services::tasks::pause(&services, &me, &task.to_string(), false).await.unwrap();
+    let is_paused = async || {
+        let so = async || fixture.agent.job(vm, task).await.ok()?.paused.then_some(());
+        fixture.eventually("the host has paused it", so).await;
+    };
+    is_paused().await;
+    fixture.agent.lack_features(&[PACE_OF_PROOFS]);
+    fixture.agent.restart();
+    let lacks = async || {
+        let id = task.to_string();
+        let refused = services::tasks::pause(&services, &me, &id, true).await;
+        refused.err().filter(|it| it.code == ErrorCode::Unsupported)
+    };
+    fixture.eventually("its agent cannot", lacks).await;
+    // Its agent has begun it again.
+    is_paused().await;
+    fixture.agent.set_work(std::time::Duration::ZERO);
+    fixture.change_pace(task, PaceChange::Resume).await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
 }
 
 /// A rate is given with the request, and refused where the agent knows none.

@@ -42,6 +42,7 @@ use crate::stack::chain::Storage;
 use crate::stack::memory::Segments;
 use crate::stack::request::{IoError, LOGICAL_BLOCK};
 use crate::storage::file::{OpenError, check_mode, through_page_cache};
+use crate::storage::target::FileTarget;
 use crate::storage::uring::UringFile;
 
 /// The largest L1 table, in bytes: it is held in memory. With clusters of 64 KiB it maps 64 TiB.
@@ -129,6 +130,8 @@ pub struct Qcow2Disk {
     worker: ImageWorker,
     /// The image itself, and the files below it.
     files: Arc<[ImageFile]>,
+    /// A file that the rings of its queues have open for its lock.
+    held: Option<Arc<FileTarget>>,
 }
 
 impl Debug for Qcow2Disk {
@@ -154,7 +157,12 @@ impl Qcow2Disk {
         let opened = crate::stack::contained::run(|| open(file, backing, offset, size, read_only));
         let image = opened.ok_or(Qcow2Error::Defect)??;
         let files = image.files().into();
-        Ok(Self { worker: ImageWorker::new(image), files })
+        Ok(Self { worker: ImageWorker::new(image), files, held: None })
+    }
+
+    /// See [`DiskStorage::holding`](super::DiskStorage::holding).
+    pub(super) fn holding(self, lock: OwnedFd) -> Self {
+        Self { held: Some(Arc::new(FileTarget::whole(lock))), ..self }
     }
 
     /// The smallest unit that its files take, in bytes.
@@ -208,7 +216,9 @@ impl Qcow2Disk {
     /// A backend for one queue.
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
-        let targets: Vec<_> = self.files.iter().map(|file| Arc::clone(file.target())).collect();
+        let files = self.files.iter().map(|file| Arc::clone(file.target()));
+        // Last: places of data are numbered as the files are.
+        let targets: Vec<_> = files.chain(self.held.clone()).collect();
         // Rings must not move data of FUSE files (docs/decisions/052), and are slower where pages are in memory.
         if self.has_rings() {
             match UringFile::of_files(Arc::clone(&targets[0]), &targets[1..]) {

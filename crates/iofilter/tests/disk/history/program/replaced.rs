@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 use vmseal_api::filter::{
@@ -284,9 +285,13 @@ fn again(files: &Files, chain: &Value) {
         let others = [file.try_clone().unwrap().into(), key.try_clone().unwrap()];
         let refused = agent.ask(&ControlRequest::Replace { stacks: shorter }, &others);
         assert!(matches!(refused, Some(ControlReply::Error { .. })), "{refused:?}");
+        let passed = file.try_clone().unwrap();
         let replaced = agent.ask(&ControlRequest::Replace { stacks }, &[file.into(), key]);
         let log = || std::fs::read_to_string(files.path("log")).unwrap();
         assert_eq!(replaced, Some(ControlReply::Done), "{time}: {}", log());
+        // A descriptor that is used has this flag from then on, where the file system takes it. This one has no lock.
+        let flags = OFlag::from_bits_retain(fcntl(&passed, FcntlArg::F_GETFL).unwrap());
+        assert!(!flags.contains(OFlag::O_DIRECT), "{time}: it is not written by what has its lock");
         assert_eq!(agent.ask(&ControlRequest::Resume, &[]), Some(ControlReply::Done));
     }
     let dirty = agent.status().unwrap().bitmaps[0].dirty_bytes;
