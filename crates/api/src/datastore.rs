@@ -312,6 +312,10 @@ pub struct FoundImage {
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept_until: Option<Timestamp>,
+    /// What the image says of its keys to Ceph's tools, in its metadata, where its header says something else; none where the two agree,
+    /// or there is nothing to compare.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub misnoted: Option<String>,
 }
 
 /// What an image's name says.
