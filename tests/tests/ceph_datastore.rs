@@ -143,19 +143,21 @@ fn redundancy(bench: &CephInstallation) {
 
     let place = here.path("gold");
     let keyring = bench.cluster.user();
-    let add = |user: &str, keyring: &Path| {
+    let add = |user: &str, keyring: &Path, create: &str| {
         let mut add = vec!["datastore", "add", "gold", "--host", "here"];
-        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", "1,erasure-coding"]);
+        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", create]);
         let monitors = bench.cluster.monitors();
         add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
         // The server holds the key of this one.
         add.extend(["--key-file", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
         here.try_vmseal(&add).unwrap()
     };
-    let refused = said(&add("client.vmseal", &keyring));
+    let refused = said(&add("client.vmseal", &keyring, "1,erasure-coding"));
     assert!(refused.contains("the user may not make pools"), "{refused}");
     let administrator = bench.cluster.directory().join("keys/client.admin.keyring");
-    let added = add("client.admin", &administrator);
+    let refused = said(&add("client.admin", &administrator, "1,erasure-coding,host"));
+    assert!(refused.contains("3 hosts, and the cluster has 1"), "{refused}");
+    let added = add("client.admin", &administrator, "1,erasure-coding,osd");
     assert!(added.status.success(), "{}", said(&added));
     let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
     assert!(shown.contains("client.admin: held by the server"), "{shown}");
