@@ -167,6 +167,17 @@ fn redundancy(bench: &CephInstallation) {
         "gold-data: erasure coding, 2+1 parts: outlives 1 failed osd, guests go on with 1, and";
     assert!(shown.contains(parts), "{shown}");
     assert!(create("gold").status.success());
+    // Its image says which key opens it, to Ceph's own tools.
+    let told = |words: &[&str]| String::from_utf8(bench.cluster.rbd(words).stdout).unwrap();
+    let images = told(&["ls", "gold"]);
+    let noted = |image: &str| told(&["image-meta", "list", &format!("gold/{image}")]);
+    let is_noted = |said: &String| {
+        let is = |key: &str, value: &str| {
+            said.lines().any(|line| line.contains(key) && line.contains(value))
+        };
+        is("vmseal.format", "luks2") && is("vmseal.kek", "/") && is("vmseal.vm", "-")
+    };
+    assert!(images.lines().map(noted).any(|said| is_noted(&said)), "{images}");
     // An administrator takes it away, and gives it back.
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "3"]);
     let alarm = here.wait_alarm("web", "less-redundant").unwrap();
