@@ -143,19 +143,21 @@ fn redundancy(bench: &CephInstallation) {
 
     let place = here.path("gold");
     let keyring = bench.cluster.user();
-    let add = |user: &str, keyring: &Path| {
+    let add = |user: &str, keyring: &Path, create: &str| {
         let mut add = vec!["datastore", "add", "gold", "--host", "here"];
-        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", "1,erasure-coding"]);
+        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", create]);
         let monitors = bench.cluster.monitors();
         add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
         // The server holds the key of this one.
         add.extend(["--key-file", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
         here.try_vmseal(&add).unwrap()
     };
-    let refused = said(&add("client.vmseal", &keyring));
+    let refused = said(&add("client.vmseal", &keyring, "1,erasure-coding"));
     assert!(refused.contains("the user may not make pools"), "{refused}");
     let administrator = bench.cluster.directory().join("keys/client.admin.keyring");
-    let added = add("client.admin", &administrator);
+    let refused = said(&add("client.admin", &administrator, "1,erasure-coding,host"));
+    assert!(refused.contains("3 hosts, and the cluster has 1"), "{refused}");
+    let added = add("client.admin", &administrator, "1,erasure-coding,osd");
     assert!(added.status.success(), "{}", said(&added));
     let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
     assert!(shown.contains("client.admin: held by the server"), "{shown}");
@@ -165,6 +167,17 @@ fn redundancy(bench: &CephInstallation) {
         "gold-data: erasure coding, 2+1 parts: outlives 1 failed osd, guests go on with 1, and";
     assert!(shown.contains(parts), "{shown}");
     assert!(create("gold").status.success());
+    // Its image says which key opens it, to Ceph's own tools.
+    let told = |words: &[&str]| String::from_utf8(bench.cluster.rbd(words).stdout).unwrap();
+    let images = told(&["ls", "gold"]);
+    let noted = |image: &str| told(&["image-meta", "list", &format!("gold/{image}")]);
+    let is_noted = |said: &String| {
+        let is = |key: &str, value: &str| {
+            said.lines().any(|line| line.contains(key) && line.contains(value))
+        };
+        is("vmseal.format", "luks2") && is("vmseal.kek", "/") && is("vmseal.vm", "-")
+    };
+    assert!(images.lines().map(noted).any(|said| is_noted(&said)), "{images}");
     // An administrator takes it away, and gives it back.
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "3"]);
     let alarm = here.wait_alarm("web", "less-redundant").unwrap();

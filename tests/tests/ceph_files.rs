@@ -160,6 +160,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     short_files(&here, &there);
     long_files(&cluster, &here, &there);
     striped_files(&here);
+    notes_of_images(&cluster, &here, &there);
     removals(&cluster, &mut here);
     locks(&cluster, &mut here, &there);
     one_writer(&cluster, &mut here, &there);
@@ -302,18 +303,74 @@ fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
     assert_eq!(images(cluster), before);
 }
 
+fn set_attribute(of: &Path, name: &str, value: &str) -> nix::Result<()> {
+    let path = CString::new(of.to_str().unwrap()).unwrap();
+    let name = CString::new(name).unwrap();
+    let (start, length) = (value.as_ptr().cast(), value.len());
+    // SAFETY: the texts outlive the call.
+    let set = unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), start, length, 0) };
+    nix::errno::Errno::result(set).map(drop)
+}
+
+fn attribute(of: &Path, name: &str) -> nix::Result<String> {
+    let path = CString::new(of.to_str().unwrap()).unwrap();
+    let name = CString::new(name).unwrap();
+    let mut value = vec![0_u8; 4096];
+    let start = value.as_mut_ptr().cast();
+    // SAFETY: the texts and the buffer outlive the call.
+    let got = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), start, value.len()) };
+    value.truncate(nix::errno::Errno::result(got)? as usize);
+    Ok(String::from_utf8(value).unwrap())
+}
+
+/// What an image says of itself is metadata that Ceph's own tools show: on both hosts, and whether it is open or not.
+fn notes_of_images(cluster: &Cluster, here: &Mount, there: &Mount) {
+    use nix::errno::Errno;
+    let (path, kek) = (here.path("noted"), "user.vmseal.kek");
+    let file = make(&path).unwrap();
+    assert_eq!(set_attribute(&path, kek, "p/k1"), Err(Errno::EOPNOTSUPP), "it is no image yet");
+    file.set_len(LONG).unwrap();
+    assert_eq!(attribute(&path, kek), Err(Errno::ENODATA));
+    set_attribute(&path, kek, "p/k1,p/k2").unwrap();
+    set_attribute(&path, kek, "p/k2").unwrap();
+    for (name, value, error) in [
+        ("user.vmseal.path", "elsewhere", Errno::EOPNOTSUPP),
+        ("user.vmseal.other", "o", Errno::EOPNOTSUPP),
+        (kek, "two\nlines", Errno::EINVAL),
+        (kek, "", Errno::EINVAL),
+    ] {
+        assert_eq!(set_attribute(&path, name, value), Err(error), "{name}");
+    }
+    let listed = cluster.rbd(&["ls", "vmseal"]);
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let noted = listed.lines().find_map(|image| {
+        let noted = cluster.rbd(&["image-meta", "list", &format!("vmseal/{image}")]);
+        let noted = String::from_utf8(noted.stdout).unwrap();
+        noted.contains("noted").then_some(noted)
+    });
+    let noted = noted.unwrap();
+    assert!(noted.contains("vmseal.kek") && noted.contains("p/k2"), "{noted}");
+    assert_eq!(attribute(&there.path("noted"), kek).as_deref(), Ok("p/k2"));
+    assert_eq!(set_attribute(&there.path("noted"), kek, "q"), Err(Errno::EBUSY), "it has no lock");
+    drop(file);
+    eventually("an image that is not open is noted", || {
+        set_attribute(&there.path("noted"), kek, "p/k3").ok()
+    })
+    .unwrap();
+    assert_eq!(attribute(&path, kek).as_deref(), Ok("p/k3"));
+    let (of, name) = (CString::new(path.to_str().unwrap()).unwrap(), CString::new(kek).unwrap());
+    // SAFETY: the texts outlive the call.
+    let remove = || Errno::result(unsafe { libc::removexattr(of.as_ptr(), name.as_ptr()) });
+    assert_eq!(remove(), Ok(0));
+    assert_eq!(remove(), Err(Errno::ENODATA));
+    std::fs::remove_file(&path).unwrap();
+}
+
 /// Images are cut into objects as their directory says when they are made, and holes of striped ones are where they are.
 fn striped_files(here: &Mount) {
     let directory = here.path("striped");
     std::fs::create_dir(&directory).unwrap();
-    let set = |value: &str| {
-        let path = CString::new(directory.to_str().unwrap()).unwrap();
-        let (name, flags) = (c"user.vmseal.image-layout", 0);
-        let (start, length) = (value.as_ptr().cast(), value.len());
-        // SAFETY: the texts outlive the call.
-        let set = unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), start, length, flags) };
-        nix::errno::Errno::result(set).map(drop)
-    };
+    let set = |value: &str| set_attribute(&directory, "user.vmseal.image-layout", value);
     set(r#"{"object_size":3}"#).unwrap_err();
     set(r#"{"object_size":1048576,"stripe_unit":65536,"stripe_count":4}"#).unwrap();
     let path = directory.join("image");

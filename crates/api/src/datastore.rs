@@ -8,8 +8,9 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
+use crate::new_pools::NewPools;
 use crate::passphrase::SealedPassphrase;
-use crate::redundancy::{PoolFacts, Redundancy};
+use crate::redundancy::PoolFacts;
 
 /// The most images that a scan lists: enough for the disks of 1024 VMs.
 pub const SCAN_IMAGES_MAX: usize = 10_000;
@@ -106,9 +107,9 @@ pub struct RbdPool {
     /// How data goes over the network.
     #[serde(default)]
     pub messenger: Messenger,
-    /// When the datastore is added: makes the pools that are not there, so that they outlive this. Not kept.
+    /// When the datastore is added: makes the pools that are not there, so that they are like this. Not kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub create: Option<Redundancy>,
+    pub create: Option<NewPools>,
 }
 
 /// How data goes between a host and a Ceph cluster (`ms_client_mode`).
@@ -312,6 +313,10 @@ pub struct FoundImage {
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept_until: Option<Timestamp>,
+    /// What the image says of its keys to Ceph's tools, in its metadata, where its header says something else; none where the two agree,
+    /// or there is nothing to compare.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub misnoted: Option<String>,
 }
 
 /// What an image's name says.

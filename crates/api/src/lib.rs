@@ -39,6 +39,7 @@ pub mod limits;
 pub mod log_level;
 pub mod migration;
 pub mod model;
+pub mod new_pools;
 pub mod nic;
 pub mod pace;
 pub mod passphrase;

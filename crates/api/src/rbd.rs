@@ -11,6 +11,27 @@ pub const POOLS_MAX: usize = 4096;
 /// [`crate::image_layout::ImageLayout`] in JSON.
 pub const IMAGE_LAYOUT_ATTRIBUTE: &str = "user.vmseal.image-layout";
 
+/// Extended attributes of files that are images: metadata of the image, without `user.` in front, which `rbd image-meta list` shows. They
+/// tell an operator who has nothing but Ceph's tools what the image is, and its header is what counts. `vmseal-rbd` takes no others.
+/// The last one is written last: whoever finds it as it should be finds the others so.
+pub const NOTE_ATTRIBUTES: [&str; 4] =
+    [VM_ATTRIBUTE, DISK_ATTRIBUTE, FORMAT_ATTRIBUTE, KEK_ATTRIBUTE];
+
+/// The VM's id.
+pub const VM_ATTRIBUTE: &str = "user.vmseal.vm";
+
+/// The disk's id.
+pub const DISK_ATTRIBUTE: &str = "user.vmseal.disk";
+
+/// What the image is: `luks2` or `raw`.
+pub const FORMAT_ATTRIBUTE: &str = "user.vmseal.format";
+
+/// The keys that open it, `PROVIDER/KEY`, the provider's id and the key's there; with a comma between two. `none` of a disk in the clear.
+pub const KEK_ATTRIBUTE: &str = "user.vmseal.kek";
+
+/// The longest value of one of [`NOTE_ATTRIBUTES`], in bytes: two keys with long ids.
+pub const NOTE_MAX: usize = 1024;
+
 /// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
 pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
 

@@ -4,13 +4,15 @@
 //!  mirroring        one pool of FAILURES + 1 copies
 //!  erasure coding   a pool of FAILURES + 1 copies for names and headers, and one of k + FAILURES parts for data
 //! ```
-//! Each goes on with what is left after that many failures, as it was asked to (`min_size`). What is there stays as it is.
+//! Each goes on with what is left after that many failures, as it was asked to (`min_size`). Copies and parts are kept apart on what the
+//! cluster's usual rule says, or what was asked for. What is there stays as it is.
 
 use std::collections::BTreeSet;
 use std::io;
 
 use serde_json::{Value, json};
-use vmseal_api::redundancy::{Layout, Redundancy};
+use vmseal_api::new_pools::NewPools;
+use vmseal_api::redundancy::Layout;
 
 use crate::cluster::Cluster;
 use crate::pools::failure_domain;
@@ -75,7 +77,7 @@ pub fn create(
     cluster: &Cluster,
     pool: &str,
     data_pool: Option<&str>,
-    asked: Redundancy,
+    asked: NewPools,
 ) -> Result<(), CreateError> {
     let failures = u32::from(asked.failures);
     if failures == 0 {
@@ -93,7 +95,9 @@ pub fn create(
         pools.any(|pool| pool["pool_name"] == name)
     };
     let rules = ask(cluster, &json!({ "prefix": "osd crush rule dump" }))?;
-    let domain = failure_domain(&rules, USUAL_RULE).unwrap_or_else(|| "host".to_owned());
+    let usual = failure_domain(&rules, USUAL_RULE).unwrap_or_else(|| "host".to_owned());
+    let domain =
+        asked.failure_domain.map_or_else(|| usual.clone(), |domain| domain.name().to_owned());
     let parts = if failures == 1 { PARTS_BESIDE_ONE } else { PARTS_BESIDE_MORE };
     let needed = if coded { parts + failures } else { failures + 1 };
     let there = domains(&ask(cluster, &json!({ "prefix": "osd tree" }))?, &domain);
@@ -101,7 +105,13 @@ pub fn create(
         return Err(CreateError::TooSmall { needed, domain, there });
     }
     if !is_there(pool) {
-        make(cluster, pool, &json!({ "pool_type": "replicated" }))?;
+        let mut how = json!({ "pool_type": "replicated" });
+        if domain != usual {
+            let rule = rule(&rules, &domain);
+            ask(cluster, &rule)?;
+            how["rule"] = rule["name"].clone();
+        }
+        make(cluster, pool, &how)?;
         set(cluster, pool, "size", &(failures + 1).to_string())?;
         set(cluster, pool, "min_size", "1")?;
         enable(cluster, pool)?;
@@ -122,6 +132,26 @@ pub fn create(
         enable(cluster, data)?;
     }
     Ok(())
+}
+
+/// Makes the rule that keeps copies apart on something else than the usual one does, on the same OSDs. One that is there stays.
+fn rule(rules: &Value, domain: &str) -> Value {
+    let usual = rules.as_array().into_iter().flatten().find(|one| one["rule_id"] == USUAL_RULE);
+    let steps = usual.and_then(|rule| rule["steps"].as_array()).into_iter().flatten();
+    let mut taken = steps.filter(|step| step["op"] == "take");
+    let taken = taken.find_map(|step| step["item_name"].as_str()).unwrap_or("default");
+    // Of a class of OSDs: `default~ssd`.
+    let (root, class) = taken.split_once('~').map_or((taken, None), |(it, of)| (it, Some(of)));
+    let mut rule = json!({
+        "prefix": "osd crush rule create-replicated",
+        "name": format!("vmseal-{domain}"),
+        "root": root,
+        "type": domain,
+    });
+    if let Some(class) = class {
+        rule["class"] = class.into();
+    }
+    rule
 }
 
 fn make(cluster: &Cluster, pool: &str, how: &Value) -> Result<(), CreateError> {
@@ -191,6 +221,23 @@ fn domains(tree: &Value, domain: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rule_of_another_domain_takes_the_osds_of_the_usual_one() {
+        let usual = |item: &str| {
+            json!([{ "rule_id": 1 }, { "rule_id": 0, "steps": [
+                { "op": "set_choose_tries", "num": 100 },
+                { "op": "take", "item": -1, "item_name": item },
+                { "op": "chooseleaf_firstn", "num": 0, "type": "host" }] }])
+        };
+        let made = rule(&usual("default"), "rack");
+        assert_eq!(made["name"], "vmseal-rack");
+        assert_eq!((&made["root"], &made["type"]), (&json!("default"), &json!("rack")));
+        assert_eq!(made["class"], Value::Null);
+        let made = rule(&usual("fast~ssd"), "osd");
+        assert_eq!((&made["root"], &made["class"]), (&json!("fast"), &json!("ssd")));
+        assert_eq!(rule(&Value::Null, "osd")["root"], "default");
+    }
 
     #[test]
     fn what_fails_as_one_is_counted_where_it_has_an_osd() {

@@ -3,6 +3,9 @@
 //! Every request asks the cluster, as other hosts may have changed what it is about; only what is open is known here. Reads and writes of
 //! images are answered by librbd's threads when they are done, all others by the thread that got the request.
 
+mod attributes;
+mod seeking;
+
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
@@ -17,18 +20,17 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use vmseal_api::rbd::{ASK_WHOLE, IMAGE_LAYOUT_ATTRIBUTE, POOLS_ATTRIBUTE, WHOLE};
+use vmseal_api::rbd::{ASK_WHOLE, WHOLE};
 
 use crate::answers::{Refuse, answer};
 use crate::cluster::{Cluster, Held};
 use crate::directory::{Directories, Entry, Nameless};
-use crate::holes::{first_data, first_hole, take_room};
+use crate::holes::take_room;
 use crate::image_layout;
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store, noted_size};
 use crate::open_files::OpenFiles;
-use crate::pools;
 use crate::rooms::Rooms;
 
 /// How long the kernel may know names: not at all, as other hosts change them.
@@ -291,9 +293,10 @@ impl FileSystem {
     fn with_file<T>(
         &self,
         inode: Inode,
+        writable: bool,
         work: impl FnOnce(&OpenFile) -> io::Result<T>,
     ) -> io::Result<T> {
-        let handle = self.open.open(&self.store, inode, true)?;
+        let handle = self.open.open(&self.store, inode, writable)?;
         let done = self.open.of_handle(handle).and_then(|file| work(&file));
         self.close(inode, handle);
         done
@@ -303,7 +306,7 @@ impl FileSystem {
         if inode.is_directory() {
             return Err(io::Error::from_raw_os_error(libc::EISDIR));
         }
-        self.with_file(inode, |file| {
+        self.with_file(inode, true, |file| {
             let was_image = file.image().is_some();
             file.set_size(&self.store, size)?;
             if !was_image && let Some((_, name)) = lock(&self.names).get(&inode).cloned() {
@@ -324,12 +327,6 @@ impl FileSystem {
         Ok(told)
     }
 
-    /// The value of [`POOLS_ATTRIBUTE`].
-    fn pools(&self) -> io::Result<Vec<u8>> {
-        let names: Vec<_> = self.pools.iter().map(String::as_str).collect();
-        Ok(serde_json::to_vec(&pools::facts(&self.cluster, &names)?)?)
-    }
-
     fn read_object(&self, inode: Inode, offset: u64, length: u32) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; length as usize];
         match self.store.pool.read(&inode.object(), offset, &mut bytes) {
@@ -338,23 +335,6 @@ impl FileSystem {
             Err(error) => return Err(error),
         }
         Ok(bytes)
-    }
-
-    /// Where data or a hole begins from `from` on.
-    fn seek(&self, handle: u64, inode: Inode, from: u64, data: bool) -> io::Result<u64> {
-        let no_more = || io::Error::from_raw_os_error(libc::ENXIO);
-        let Some(image) = self.open.of_handle(handle)?.image() else {
-            let (size, _) = self.store.pool.stat(&inode.object())?;
-            let found = if data { from } else { size };
-            return if from < size { Ok(found) } else { Err(no_more()) };
-        };
-        let size = image.size();
-        if from >= size {
-            return Err(no_more());
-        }
-        let found =
-            if data { first_data(&image, from..size)? } else { first_hole(&image, from..size)? };
-        found.ok_or_else(no_more)
     }
 }
 
@@ -737,30 +717,23 @@ impl Filesystem for FileSystem {
         of: INodeNo,
         name: &OsStr,
         value: &[u8],
-        _: i32,
+        flags: i32,
         _: u32,
         reply: ReplyEmpty,
     ) {
-        if name != IMAGE_LAYOUT_ATTRIBUTE {
-            return reply.error(Errno::EOPNOTSUPP);
-        }
-        let set = image_layout::set(&self.store.pool, inode(of), value);
-        answer(reply, set, |reply, ()| reply.ok());
+        answer(reply, self.set_attribute(inode(of), name, value, flags), |reply, ()| reply.ok());
     }
 
     fn getxattr(&self, _: &Request, of: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        if of != INodeNo::ROOT || name != POOLS_ATTRIBUTE {
-            return reply.error(Errno::EOPNOTSUPP);
-        }
-        answer(reply, self.pools(), |reply, pools| match pools.len() {
-            length if size == 0 => reply.size(u32::try_from(length).unwrap_or(u32::MAX)),
-            length if length > size as usize => reply.error(Errno::ERANGE),
-            _ => reply.data(&pools),
-        });
+        attributes::tell(reply, self.attribute(inode(of), name), size);
     }
 
-    fn listxattr(&self, _: &Request, _: INodeNo, _: u32, reply: ReplyXattr) {
-        reply.error(Errno::EOPNOTSUPP);
+    fn listxattr(&self, _: &Request, of: INodeNo, size: u32, reply: ReplyXattr) {
+        attributes::tell(reply, self.attribute_names(inode(of)), size);
+    }
+
+    fn removexattr(&self, _: &Request, of: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        answer(reply, self.remove_attribute(inode(of), name), |reply, ()| reply.ok());
     }
 
     fn fallocate(

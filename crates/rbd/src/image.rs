@@ -226,7 +226,7 @@ impl Image {
         Ok(())
     }
 
-    /// Notes something beside it, for `rbd image-meta list`.
+    /// Notes something beside it, for `rbd image-meta list`. It must be open to be written.
     ///
     /// # Errors
     /// The cluster's.
@@ -235,6 +235,35 @@ impl Image {
         let set = loaded().rbd.rbd_metadata_set;
         // SAFETY: the image is open, the texts outlive the call.
         checked(unsafe { set(self.handle, key.as_ptr(), value.as_ptr()) }).map(drop)
+    }
+
+    /// What is noted beside it under a key; none where nothing is.
+    ///
+    /// # Errors
+    /// The cluster's; `ERANGE` where it is longer than `length_max` bytes.
+    pub fn metadata(&self, key: &str, length_max: usize) -> io::Result<Option<String>> {
+        let key = text(key)?;
+        // With the zero byte behind it.
+        let mut value = vec![0_u8; length_max + 1];
+        let mut length = value.len();
+        let (start, get) = (value.as_mut_ptr().cast(), loaded().rbd.rbd_metadata_get);
+        // SAFETY: the image is open; the buffer has room for as many bytes as the length says, and both outlive the call.
+        match checked(unsafe { get(self.handle, key.as_ptr(), start, &raw mut length) }) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            got => got?,
+        };
+        value.truncate(value.iter().position(|byte| *byte == 0).unwrap_or(length_max));
+        Ok(Some(String::from_utf8_lossy(&value).into_owned()))
+    }
+
+    /// Removes what is noted beside it under a key.
+    ///
+    /// # Errors
+    /// `NotFound` where nothing is; the cluster's.
+    pub fn remove_metadata(&self, key: &str) -> io::Result<()> {
+        let (key, remove) = (text(key)?, loaded().rbd.rbd_metadata_remove);
+        // SAFETY: the image is open, the text outlives the call.
+        checked(unsafe { remove(self.handle, key.as_ptr()) }).map(drop)
     }
 
     /// Writes at once.

@@ -7,7 +7,8 @@
 //!                         attribute vmseal.size    it is an image, and this long
 //!                         attribute vmseal.links   it has several names: its keys, `<directory's inode>/<name>`
 //!                         attribute vmseal.image-layout    that of the directory that it was made in
-//! vmseal.<inode>        the image (RBD) of a longer file; its metadata vmseal.path says which it is
+//! vmseal.<inode>        the image (RBD) of a longer file; its metadata vmseal.path says which it is, and that of a disk's which key opens it
+//!                         ([`vmseal_api::rbd::NOTE_ATTRIBUTES`])
 //! vmseal.removed        a key for each file that is being removed: its inode, with the name that it had
 //! ```
 //! Inodes are random numbers of 64 bits in hexadecimal digits, so hosts need not agree on the next one; bit 62 says that it is a

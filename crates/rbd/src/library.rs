@@ -181,7 +181,9 @@ functions! {
         fn rbd_get_features(Image, *mut u64) -> c_int;
         fn rbd_get_flags(Image, *mut u64) -> c_int;
         fn rbd_resize(Image, u64) -> c_int;
+        fn rbd_metadata_get(Image, *const c_char, *mut c_char, *mut size_t) -> c_int;
         fn rbd_metadata_set(Image, *const c_char, *const c_char) -> c_int;
+        fn rbd_metadata_remove(Image, *const c_char) -> c_int;
         fn rbd_write(Image, u64, size_t, *const c_char) -> ssize_t;
         fn rbd_flush(Image) -> c_int;
         fn rbd_aio_create_completion(*mut c_void, WhenDone, *mut Completion) -> c_int;

@@ -23,7 +23,7 @@ use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
-use vmseal_api::redundancy::Redundancy;
+use vmseal_api::new_pools::NewPools;
 use vmseal_rbd::cluster::{Access, Cluster, Pool, UserKey};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
@@ -68,10 +68,10 @@ struct Options {
     /// The size of the objects of new images, as a power of two: 22 is 4 MiB
     #[arg(long, value_name = "ORDER", value_parser = clap::value_parser!(u8).range(12..=25))]
     object_order: Option<u8>,
-    /// Make the pools, unless they are there, so that they outlive so many failures: 1, or 1,mirroring, or 2,erasure-coding. It
-    /// takes a user that may
-    #[arg(long, value_name = "NUMBER[,LAYOUT]")]
-    create: Option<Redundancy>,
+    /// Make the pools, unless they are there, so that they outlive so many failures: 1, or 1,mirroring, or 2,erasure-coding; each
+    /// copy in another of what is said behind that: 1,rack. It takes a user that may
+    #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]")]
+    create: Option<NewPools>,
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,

@@ -193,6 +193,7 @@ impl Inside {
                 }
             },
             kept_until: None,
+            misnoted: None,
         };
         Ok(DatastoreContents { images: here.map(image).collect(), ..Default::default() })
     }

@@ -27,6 +27,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
 use crate::storage::home::{self, DESCRIPTOR};
+use crate::storage::image_notes;
 use crate::storage::mark::{self, MARKER};
 use crate::storage::shared::CHECK_FILE;
 
@@ -214,6 +215,8 @@ impl Scan {
                 if let ImageContent::Vmseal { claims } = &content {
                     self.text += claims.iter().map(|claim| claim.key_id.len()).sum::<usize>();
                 }
+                let misnoted = image_notes::contradiction(at, &content);
+                self.text += misnoted.as_ref().map_or(0, String::len);
                 self.contents.images.push(FoundImage {
                     path: place.to_string_lossy().into_owned(),
                     named,
@@ -222,6 +225,7 @@ impl Scan {
                     modified: metadata.modified().ok().and_then(|at| Timestamp::try_from(at).ok()),
                     content,
                     kept_until,
+                    misnoted,
                 });
             }
             Ok(None) => self.contents.others += 1,
@@ -231,10 +235,17 @@ impl Scan {
                 self.text += place.as_os_str().len();
                 let content = ImageContent::Unreadable { detail: error.to_string() };
                 let path = place.to_string_lossy().into_owned();
-                let (size, allocated, modified) = (0, 0, None);
-                let image =
-                    FoundImage { path, named, size, allocated, modified, content, kept_until };
-                self.contents.images.push(image);
+                let (modified, misnoted) = (None, None);
+                self.contents.images.push(FoundImage {
+                    path,
+                    named,
+                    size: 0,
+                    allocated: 0,
+                    modified,
+                    content,
+                    kept_until,
+                    misnoted,
+                });
             }
         }
     }

@@ -29,6 +29,7 @@ use crate::storage::facts::to_api;
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
+use crate::storage::image_notes::Noted;
 use crate::storage::linking::Link;
 use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
@@ -335,6 +336,8 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     check_room(home, disk, image)?;
     let Some((kek, reference)) = encryption else {
         let file = home.begin(spec, disk, disk.size)?;
+        let here = &disk.datastore;
+        Noted { here, vm: spec.vm, disk: disk.disk, encrypted: false }.note(&file);
         return Ok(Attempt::Begun(Begun { file, facts: DiskFacts::Raw, key: None, from: 0 }));
     };
     let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
@@ -343,6 +346,8 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
         .map_err(|error| header_problem(&disk.name, &error))?;
+    let here = &disk.datastore;
+    Noted { here, vm: spec.vm, disk: disk.disk, encrypted: true }.note(&file);
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 

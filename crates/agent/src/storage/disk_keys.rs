@@ -21,6 +21,7 @@ use crate::keys;
 use crate::rules;
 use crate::storage::facts;
 use crate::storage::home::Home;
+use crate::storage::image_notes::Noted;
 use crate::storage::locked::Access;
 use crate::storage::open;
 use crate::storage::opening;
@@ -34,6 +35,14 @@ struct DiskHeader<'a> {
     facts: Facts,
     /// The image, its lock held by this process or by one that serves it to the guest.
     file: File,
+}
+
+impl DiskHeader<'_> {
+    /// Has an image in a pool say which keys open it now.
+    fn note(&self, spec: &VmSpec) {
+        let (here, disk) = (&self.disk.datastore, self.disk.disk);
+        Noted { here, vm: spec.vm, disk, encrypted: true }.note(&self.file);
+    }
 }
 
 /// The encrypted disks and sealed files of a VM, all of which open with its registered key.
@@ -96,6 +105,7 @@ impl<'a> DiskKeys<'a> {
                 vmseal_luks::drop_other_keks(file, facts, held.0, held.1).map_err(failed)?;
             }
             vmseal_luks::add_kek(file, facts, held, added).map_err(failed)?;
+            header.note(self.spec);
         }
         let registered =
             VmKey { kek: self.kek, context: keys::context(self.spec.vm, self.registered) };
@@ -119,6 +129,7 @@ impl<'a> DiskKeys<'a> {
         for header in &mut self.headers {
             vmseal_luks::drop_other_keks(&mut header.file, &header.facts, self.kek, &context)
                 .map_err(|error| opening::header_problem(&header.disk.name, &error))?;
+            header.note(self.spec);
         }
         let registered =
             VmKey { kek: self.kek, context: keys::context(self.spec.vm, self.registered) };

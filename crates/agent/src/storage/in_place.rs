@@ -35,6 +35,7 @@ use crate::storage::facts::{from_api, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::mirror::Mirror;
@@ -458,6 +459,8 @@ impl Wanted {
         let file = open_known(&path, &note.image)?;
         check_length(&file, &self.disk, data_offset(&target))?;
         self.open_header(&file, &target)?;
+        let (here, encrypted) = (&self.disk.datastore, is_encrypted(&target));
+        Noted { here, vm: self.spec.vm, disk: id, encrypted }.note(&file);
         self.note_stage(Stage::Finished)?;
         remove_header(&home, id)?;
         home.remove(&home.in_place_journal(id))?;

@@ -36,6 +36,7 @@ use crate::storage::facts::to_api;
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers::{self, Base};
 use crate::storage::locked::Access;
 use crate::storage::opening::{self, data_offset, header_problem};
@@ -114,6 +115,8 @@ impl Link<'_> {
         if data_offset(&made) != data_offset(facts) {
             return Err(internal("the header of a linked clone has another length"));
         }
+        let (here, encrypted) = (&disk.datastore, is_encrypted(&made));
+        Noted { here, vm: spec.vm, disk: disk.disk, encrypted }.note(&file);
         let base = Base { vm: lent.spec.vm, disk: of.disk, files };
         layers::put_linked(home, disk.disk, base, length)?;
         home.finish(disk.disk, &file)?;

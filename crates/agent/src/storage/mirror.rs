@@ -47,6 +47,7 @@ use crate::storage::facts::{from_api, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
 use crate::storage::locked::{Access, make_locked, open_locked};
 use crate::storage::opening::{self, Open, data_offset, header_problem};
@@ -353,6 +354,8 @@ impl NewMirror<'_> {
             }
             _ => return Err(internal("an encrypted copy was begun without its key")),
         };
+        let encrypted = is_encrypted(&facts);
+        Noted { here, vm: spec.vm, disk: disk.disk, encrypted }.note(&file);
         file.sync_all().map_err(|error| failed(&path, "flushed", &error))?;
         let identity = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
         Ok((identity, facts))

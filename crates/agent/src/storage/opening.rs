@@ -18,6 +18,7 @@ use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::conversion;
 use crate::storage::facts::from_api;
 use crate::storage::home::Home;
+use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers::{self, Files, LayerId};
 use crate::storage::locked::Access;
 use crate::storage::sharing;
@@ -241,15 +242,25 @@ pub fn open(
             return Err(must_be_encrypted(disk));
         }
         check_length(&file, disk, 0)?;
+        note(spec, (disk, facts), &file, access);
         return Ok(Open::plain(open_layers(spec, disk, file, access)?, false));
     };
     let unlocked = unlock(spec, disk, (file, &pinned), kek)?;
     let Unlocked { file, dek, holes, shared, notice } = unlocked;
+    note(spec, (disk, facts), &file, access);
     let files = open_layers(spec, disk, file, access)?;
     check_length(&files.image, disk, pinned.data_offset)?;
     let shared = shared || sharing::has_other_names(&files.image).map_err(internal)?;
     let (dek, offset) = (dek.to_memfd().map_err(internal)?, pinned.data_offset);
     Ok(Open { offset, key: Some((dek, holes)), notice, ..Open::plain(files, shared) })
+}
+
+/// Has an image in a pool say which keys open it, where it is opened to be written.
+fn note(spec: &VmSpec, (disk, facts): (&DiskSpec, &DiskFacts), file: &File, access: Access) {
+    if access == Access::Write {
+        let (here, encrypted) = (&disk.datastore, is_encrypted(facts));
+        Noted { here, vm: spec.vm, disk: disk.disk, encrypted }.note(file);
+    }
 }
 
 fn must_be_encrypted(disk: &DiskSpec) -> Problem {

@@ -244,7 +244,8 @@ fn last_lines(log: &Path, from: u64) -> String {
 #[cfg(test)]
 mod tests {
     use vmseal_api::datastore::Messenger;
-    use vmseal_api::redundancy::{Layout, Redundancy};
+    use vmseal_api::new_pools::{FailureDomain, NewPools};
+    use vmseal_api::redundancy::Layout;
 
     use super::*;
 
@@ -273,11 +274,12 @@ mod tests {
 
     #[test]
     fn pools_are_made_where_that_is_asked() {
-        let asked = Redundancy { failures: 1, layout: Some(Layout::ErasureCoding) };
+        let failure_domain = Some(FailureDomain::Rack);
+        let asked = NewPools { failures: 1, layout: Some(Layout::ErasureCoding), failure_domain };
         let pool = RbdPool { create: Some(asked), ..pool() };
         let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool);
         let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
-        assert!(arguments.join(" ").ends_with("--create 1,erasure-coding /srv/ceph"));
+        assert!(arguments.join(" ").ends_with("--create 1,erasure-coding,rack /srv/ceph"));
     }
 
     #[test]

@@ -48,6 +48,7 @@ use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
+use crate::storage::image_notes::Noted;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::timed;
 
@@ -322,6 +323,8 @@ impl Of {
         }
         let copied = copy_header((image, offset), &file, &path);
         copied.map_err(|error| failed(&path, "given its header", &error))?;
+        let (here, encrypted) = (&self.place.datastore, offset > 0);
+        Noted { here, vm: self.spec.vm, disk, encrypted }.note(&file);
         let replica =
             FileIdentity::of(&file).map_err(|error| failed(&path, "looked at", &error))?;
         Ok(Found { file, replica, pair: pair::read(home, disk) })
@@ -374,7 +377,12 @@ impl ReplicaHeader {
         let path = self.home.replica(disk.disk);
         let copied =
             reopened(image).and_then(|image| copy_header((&image, offset), &self.file, &path));
-        copied.map_err(|error| failed(&path, "given its header", &error))
+        copied.map_err(|error| failed(&path, "given its header", &error))?;
+        if let Some(place) = &disk.replica {
+            let (here, encrypted) = (&place.datastore, offset > 0);
+            Noted { here, vm: spec.vm, disk: disk.disk, encrypted }.note(&self.file);
+        }
+        Ok(())
     }
 }
 

@@ -70,6 +70,7 @@ pub const FEATURES: [&str; 59] = [
     SHARED_DATASTORES,
     RBD_DATASTORES,
     CREATE_POOLS,
+    FAILURE_DOMAINS,
     POOL_KEYS,
     MIGRATE_DISKS,
     MIGRATE_RATE,
@@ -258,6 +259,9 @@ pub const RBD_DATASTORES: &str = "rbd-datastores";
 
 /// The feature of agents that make pools of Ceph.
 pub const CREATE_POOLS: &str = "create-pools";
+
+/// The feature of agents that make pools whose copies are kept apart on what they are told.
+pub const FAILURE_DOMAINS: &str = "failure-domains";
 
 /// The feature of agents that take the keys of pools of Ceph from the server.
 pub const POOL_KEYS: &str = "pool-keys";

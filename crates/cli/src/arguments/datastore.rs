@@ -6,7 +6,7 @@ use clap::{Arg, Args, Subcommand};
 use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
-use vmseal_api::redundancy::Redundancy;
+use vmseal_api::new_pools::NewPools;
 
 use super::{DryRun, List, Name, Show, Wait};
 use crate::size::parse_size;
@@ -43,9 +43,10 @@ pub struct PoolOptions {
     #[arg(long, value_name = "POOL", requires = "pool")]
     pub data_pool: Option<String>,
     /// Make the pools, unless they are there, so that they outlive so many failures, such as 1 or 2,erasure-coding, which needs
-    /// --data-pool. The user must be allowed to
-    #[arg(long, value_name = "NUMBER[,LAYOUT]", requires = "pool")]
-    pub create: Option<Redundancy>,
+    /// --data-pool. Each copy or part is in another host, or whatever the cluster's usual rule says, or what is said behind that, such
+    /// as 1,rack. The user must be allowed to
+    #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool")]
+    pub create: Option<NewPools>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
@@ -140,7 +141,7 @@ pub enum Datastore {
     /// Change the key of a pool of a Ceph cluster that the server holds
     ///
     /// The hosts that have the datastore get it at once. Where the pool is mounted it stays so with the former key, until its
-    /// vmseal-rbd is started again.
+    /// vmseal-rbd is started again: the cluster must take both keys until then.
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Context, ensure};
 use vmseal_api::client::ServerClient;
-use vmseal_api::datastore::SetDatastoreKey;
+use vmseal_api::datastore::{DatastoreHost, SetDatastoreKey};
 use vmseal_api::model::{About, Datastore};
 use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
 use vmseal_secret::SecretBytes;
@@ -46,7 +46,20 @@ pub async fn set(
         return plan::show(output, &server.try_put(&path, &request).await?);
     }
     let datastore: Datastore = server.put(&path, &request).await?;
-    print::one(output, &datastore, &[])
+    print::one(output, &datastore, &from_when(&datastore))
+}
+
+/// From when on each host uses the new key.
+fn from_when(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let held = |on: &&DatastoreHost| on.location.pool().is_some_and(|it| it.keyring.is_none());
+    let said = |on: &DatastoreHost| {
+        let (host, path) = (&on.host, on.location.path().display());
+        let what = format!(
+            "host '{host}' mounts the pool with the new key from now on. If it is mounted at {path} already, it stays so with the former key until the vmseal-rbd that serves {path} ends: end that, one host after the other; guests wait for a second or two"
+        );
+        ("NEW KEY", what)
+    };
+    datastore.hosts.iter().filter(held).map(said).collect()
 }
 
 /// The key in a keyring, or by itself; `-` is standard input.

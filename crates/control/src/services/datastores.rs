@@ -6,7 +6,9 @@ use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
     DatastoreCondition, DatastoreHost, DatastoreScan, RbdPool, SetDatastoreKey,
 };
-use vmseal_api::host::version::{CREATE_POOLS, DESCRIPTORS, POOL_KEYS, RBD_DATASTORES};
+use vmseal_api::host::version::{
+    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, RBD_DATASTORES,
+};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan};
@@ -99,15 +101,15 @@ pub(super) fn can_mount(
     let view = services.hosts.view(host);
     let mounts = view.has(RBD_DATASTORES) && (pool.create.is_none() || view.has(CREATE_POOLS));
     let takes_key = pool.keyring.is_some() || view.has(POOL_KEYS);
-    if mounts && takes_key {
-        return Ok(());
-    }
-    services.hosts.connected(host)?;
-    let lacks = if mounts {
-        "takes no keys of pools from the server"
-    } else {
-        "cannot mount pools of Ceph"
+    let chooses = pool.create.is_some_and(|create| create.failure_domain.is_some());
+    let keeps_apart = !chooses || view.has(FAILURE_DOMAINS);
+    let lacks = match (mounts, takes_key, keeps_apart) {
+        (true, true, true) => return Ok(()),
+        (false, ..) => "cannot mount pools of Ceph",
+        (_, false, _) => "takes no keys of pools from the server",
+        (_, _, false) => "makes no pools with a failure domain of one's choice",
     };
+    services.hosts.connected(host)?;
     let detail = format!("the agent of host '{name}' {lacks}: upgrade vmseal there");
     Err(Problem::new(ErrorCode::Unsupported, detail))
 }

@@ -106,7 +106,7 @@ fn judge(
                 let what = format!("{what}: restore it from a backup");
                 return scanned(ImageStatus::Truncated, Some(disk), found, what);
             }
-            (ImageStatus::InUse, against_inventory(disk, &found.content))
+            (ImageStatus::InUse, against_inventory(disk, &found))
         }
         (Some(_), Some(disk)) => {
             let place = &disk.datastore_name;
@@ -156,15 +156,21 @@ fn truncated(disk: &Placed, found: &FoundImage) -> Option<String> {
     })
 }
 
-/// How the content differs from the inventory; empty if it does not. The final check is the start of the
+/// How an image differs from the inventory; empty if it does not. The final check is the start of the
 /// VM: only that has the key.
-fn against_inventory(disk: &Placed, content: &ImageContent) -> String {
-    match content {
+fn against_inventory(disk: &Placed, found: &FoundImage) -> String {
+    match &found.content {
         ImageContent::Vmseal { claims } if disk.encrypted => {
             let its_own = claims.iter().any(|claim| {
                 claim.disk.to_string() == disk.id && claim.vm.to_string() == disk.vm_id
             });
-            if its_own { String::new() } else { "its header claims to be another disk".to_owned() }
+            match &found.misnoted {
+                _ if !its_own => "its header claims to be another disk".to_owned(),
+                Some(said) => format!(
+                    "its metadata in the pool names other keys ({said}) than its header, which counts; the next start of the VM puts that right"
+                ),
+                None => String::new(),
+            }
         }
         ImageContent::Raw if disk.encrypted => {
             "it should be encrypted, and has no header".to_owned()
@@ -216,9 +222,9 @@ mod tests {
     }
 
     fn found(path: &str, named: Option<NamedImage>, content: ImageContent) -> FoundImage {
-        let (modified, kept_until) = (None, None);
-        let path = path.to_owned();
-        FoundImage { path, named, size: 1 << 20, allocated: 1, modified, content, kept_until }
+        let (modified, kept_until, misnoted) = (None, None, None);
+        let (path, size, allocated) = (path.to_owned(), 1 << 20, 1);
+        FoundImage { path, named, size, allocated, modified, content, kept_until, misnoted }
     }
 
     fn claims(vm: VmId, disk: DiskId) -> ImageContent {
@@ -243,7 +249,10 @@ mod tests {
         let half = Some(NamedImage { vm, disk: gone, half_made: true, replica: false });
         let foreign = ImageContent::ForeignLuks { detail: "no token".to_owned() };
         let images = vec![
-            found("whole", name(vm, whole), claims(vm, whole)),
+            FoundImage {
+                misnoted: Some("p/former".to_owned()),
+                ..found("whole", name(vm, whole), claims(vm, whole))
+            },
             found("bare", name(vm, bare), ImageContent::Raw),
             found("forged", name(vm, forged), claims(vm, whole)),
             found("copy", name(vm, copy), claims(vm, copy)),
@@ -280,7 +289,8 @@ mod tests {
                 ("-", ImageStatus::Missing),
             ]
         );
-        assert_eq!(scan.images[0].detail, "");
+        let said = &scan.images[0].detail;
+        assert!(said.contains("other keys (p/former)"), "{said}");
         assert!(scan.images[6].detail.contains("kept until 2026-11-28"), "{:?}", scan.images[6]);
         assert!(scan.images[1].detail.contains("has no header"));
         assert!(scan.images[2].detail.contains("another disk"));

@@ -463,6 +463,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("SetPolicy/properties/stripe_unit", none_or(part_of_image())),
         ("SetPolicy/properties/stripe_count", none_or(stripe_count())),
         ("Redundancy/properties/failures", json!({ "maximum": FAILURES_MAX })),
+        ("NewPools/properties/failures", json!({ "maximum": FAILURES_MAX })),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (
             "SetPolicy/properties/bandwidth",

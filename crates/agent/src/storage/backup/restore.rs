@@ -33,6 +33,7 @@ use crate::storage::exporting;
 use crate::storage::facts::{from_api, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
+use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
@@ -230,6 +231,8 @@ impl Restoring {
             all.compare(&entry, &sums)?;
             let disk = &self.disks[at];
             self.unlock(disk, &entry, &mut file)?;
+            let (here, encrypted) = (&disk.datastore, is_encrypted(&entry.facts));
+            Noted { here, vm: self.spec.vm, disk: disk.disk, encrypted }.note(&file);
             file.sync_all().map_err(internal)?;
             if let Some(state) = tpm::read(&all, &entry)? {
                 let path = home.restored_tpm(disk.disk, self.task);

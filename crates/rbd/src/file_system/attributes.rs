@@ -1,0 +1,154 @@
+//! Extended attributes: of the root how the cluster keeps what is stored, of directories how new images are cut into objects, and of files
+//! that are images what these say of themselves, which is metadata of the image.
+
+use std::ffi::OsStr;
+use std::io;
+
+use fuser::{Errno, ReplyXattr};
+use vmseal_api::rbd::{IMAGE_LAYOUT_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE};
+
+use super::FileSystem;
+use crate::answers::answer;
+use crate::image::Image;
+use crate::image_layout;
+use crate::inode::Inode;
+use crate::pools;
+
+/// What the names of attributes begin with that are for programs (xattr(7)); keys of metadata do not.
+const NAMESPACE: &str = "user.";
+
+fn error(number: i32) -> io::Error {
+    io::Error::from_raw_os_error(number)
+}
+
+fn unsupported() -> io::Error {
+    error(libc::EOPNOTSUPP)
+}
+
+/// The key of an image's metadata that an attribute is; none for all others. So nobody changes what Ceph or this process keeps there:
+/// the configuration of images (`conf_...`), and their paths.
+fn key_of(name: &OsStr) -> Option<&'static str> {
+    let known = NOTE_ATTRIBUTES.into_iter().find(|known| name == *known)?;
+    known.strip_prefix(NAMESPACE)
+}
+
+/// A value that may be noted: one line of text.
+fn line(value: &[u8]) -> io::Result<&str> {
+    if value.len() > NOTE_MAX {
+        return Err(error(libc::E2BIG));
+    }
+    let text = std::str::from_utf8(value).ok();
+    let text = text.filter(|text| !text.is_empty() && !text.chars().any(char::is_control));
+    text.ok_or_else(|| error(libc::EINVAL))
+}
+
+impl FileSystem {
+    pub(super) fn set_attribute(
+        &self,
+        of: Inode,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+    ) -> io::Result<()> {
+        if name == IMAGE_LAYOUT_ATTRIBUTE {
+            return image_layout::set(&self.store.pool, of, value);
+        }
+        // The cluster cannot set what must be there, or must not, in one step.
+        let key = key_of(name).filter(|_| flags == 0).ok_or_else(unsupported)?;
+        let value = line(value)?;
+        self.with_image(of, true, |image| image.set_metadata(key, value))
+    }
+
+    pub(super) fn attribute(&self, of: Inode, name: &OsStr) -> io::Result<Vec<u8>> {
+        if of == Inode::ROOT && name == POOLS_ATTRIBUTE {
+            return self.pools();
+        }
+        let key = key_of(name).ok_or_else(unsupported)?;
+        let noted = self.with_image(of, false, |image| image.metadata(key, NOTE_MAX))?;
+        noted.map(String::into_bytes).ok_or_else(|| error(libc::ENODATA))
+    }
+
+    /// The names of the attributes that an image has, each with a zero byte behind it.
+    pub(super) fn attribute_names(&self, of: Inode) -> io::Result<Vec<u8>> {
+        self.with_image(of, false, |image| {
+            let mut names = Vec::new();
+            for name in NOTE_ATTRIBUTES {
+                let Some(key) = key_of(OsStr::new(name)) else { continue };
+                if image.metadata(key, NOTE_MAX)?.is_some() {
+                    names.extend_from_slice(name.as_bytes());
+                    names.push(0);
+                }
+            }
+            Ok(names)
+        })
+    }
+
+    pub(super) fn remove_attribute(&self, of: Inode, name: &OsStr) -> io::Result<()> {
+        let key = key_of(name).ok_or_else(unsupported)?;
+        let removed = self.with_image(of, true, |image| image.remove_metadata(key));
+        removed.map_err(|failed| match failed.kind() {
+            io::ErrorKind::NotFound => error(libc::ENODATA),
+            _ => failed,
+        })
+    }
+
+    /// Does something with the image of a file that may not be open.
+    fn with_image<T>(
+        &self,
+        of: Inode,
+        writable: bool,
+        work: impl FnOnce(&Image) -> io::Result<T>,
+    ) -> io::Result<T> {
+        if of.is_directory() {
+            return Err(unsupported());
+        }
+        // Who reads an image here does not keep other hosts from writing it, and would if it were opened once more with its lock.
+        let image = self.open.get(of).and_then(|file| file.image());
+        if writable && image.is_some_and(|image| !image.is_writable()) {
+            return Err(error(libc::EBUSY));
+        }
+        self.with_file(of, writable, |file| {
+            let image = file.image().ok_or_else(unsupported)?;
+            work(image.image())
+        })
+    }
+
+    /// The value of [`POOLS_ATTRIBUTE`].
+    fn pools(&self) -> io::Result<Vec<u8>> {
+        let names: Vec<_> = self.pools.iter().map(String::as_str).collect();
+        Ok(serde_json::to_vec(&pools::facts(&self.cluster, &names)?)?)
+    }
+}
+
+/// Answers a request for a value, or for its length.
+pub(super) fn tell(reply: ReplyXattr, told: io::Result<Vec<u8>>, size: u32) {
+    answer(reply, told, |reply, told| match told.len() {
+        length if size == 0 => reply.size(u32::try_from(length).unwrap_or(u32::MAX)),
+        length if length > size as usize => reply.error(Errno::ERANGE),
+        _ => reply.data(&told),
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_images_say_of_themselves_is_metadata() {
+        let key = |name: &str| key_of(OsStr::new(name));
+        assert_eq!(key("user.vmseal.vm"), Some("vmseal.vm"));
+        assert_eq!(key("user.vmseal.kek"), Some("vmseal.kek"));
+        for other in ["user.vmseal.path", "user.conf_rbd_cache", "vmseal.kek", "user.vmseal.", ""] {
+            assert_eq!(key(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_value_is_one_line_of_text() {
+        assert_eq!(line(b"none").unwrap(), "none");
+        assert_eq!(line(&[b'k'; NOTE_MAX]).unwrap().len(), NOTE_MAX);
+        for wrong in [&b""[..], b"a\nb", b"a\0", b"\xff", &[b'k'; NOTE_MAX + 1]] {
+            line(wrong).unwrap_err();
+        }
+    }
+}
