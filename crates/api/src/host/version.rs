@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 58] = [
+pub const FEATURES: [&str; 59] = [
     "job-create",
     "job-export",
     NICS,
@@ -76,6 +76,7 @@ pub const FEATURES: [&str; 58] = [
     MIGRATE_SNAPSHOTS,
     MIGRATE_COMPRESSED,
     MIGRATE_APART,
+    MIGRATE_AT_REST,
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
@@ -235,6 +236,9 @@ pub const MIGRATE_COMPRESSED: &str = "job-migrate-compressed";
 
 /// The feature of agents that copy disks to a host that has another key of the VM.
 pub const MIGRATE_APART: &str = "job-migrate-apart";
+
+/// The feature of agents that send the disks of VMs which are off to other hosts, and keep those that they receive.
+pub const MIGRATE_AT_REST: &str = "job-migrate-at-rest";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";

@@ -18,6 +18,8 @@ pub struct Wanted {
     pub host: Option<String>,
     /// Its datastore, by name or id.
     pub datastore: Option<String>,
+    /// Whether it is off, and stays so.
+    pub at_rest: bool,
 }
 
 /// Describes a VM to another control plane.
@@ -47,7 +49,7 @@ pub async fn describe(
         encrypted: disk.encrypted,
         role: disk.role,
     };
-    let Wanted { policy, host, datastore } = wanted;
+    let Wanted { policy, host, datastore, at_rest } = wanted;
     Ok(BeginArrival {
         vm: ArrivingVm {
             id: vm.id,
@@ -75,6 +77,7 @@ pub async fn describe(
             features: here.features.clone(),
         },
         generation,
+        at_rest,
     })
 }
 

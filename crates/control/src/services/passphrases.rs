@@ -5,7 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::ARRIVALS;
+use vmseal_api::remote::{ARRIVALS, ARRIVALS_AT_REST};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 
@@ -17,7 +17,7 @@ pub fn about(services: &Services) -> About {
     About {
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
         passphrase_box: passphrase_box(services),
-        features: vec![ARRIVALS.to_owned()],
+        features: vec![ARRIVALS.to_owned(), ARRIVALS_AT_REST.to_owned()],
     }
 }
 

@@ -48,7 +48,7 @@ impl Owner {
         }
     }
 
-    fn tell_disks(&mut self) {
+    pub(super) fn tell_disks(&mut self) {
         let facts = |disk: &DiskSpec| Some((disk.disk, disk.facts.clone()?));
         self.made.extend(self.spec.disks().filter_map(facts));
     }
@@ -110,6 +110,7 @@ impl Owner {
     /// The VM is sent at another rate from now on.
     pub(super) fn set_departure(&mut self, task: TaskId, departure: &Departure) {
         self.jobs.set_departure(task, departure);
+        self.set_rate_at_rest(departure.bytes_per_second);
         if let State::Running(running) = &self.state
             && let Some(sending) = &running.sending
         {
@@ -122,6 +123,20 @@ impl Owner {
         if copies.is_empty() {
             return Ok(None);
         }
+        let disks = self.departing(copies).await?;
+        let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
+        let Some(running) = self.running() else { return Err(internal("it has ended")) };
+        let control = running.control.clone();
+        let status = control.status().await.map_err(internal)?;
+        if !status.completes {
+            let what = "is served by a filter of an earlier vmseal, which copies no disks to other hosts. Restart the VM first, or share its datastores with that host";
+            return Err(rules::wrong_state(&self.spec, what));
+        }
+        Ok(Some(ToCopy { shared, spec, kek, told_under: None, control, disks }))
+    }
+
+    /// These disks, as they are copied to another host.
+    pub(super) async fn departing(&self, copies: &[DiskId]) -> Result<Vec<Departing>, Problem> {
         self.are_unshared(copies.iter().copied()).await?;
         let of = |disk: &DiskId| {
             let disk = find_disk(&self.spec, *disk)?.clone();
@@ -134,21 +149,14 @@ impl Owner {
             let each = disks.into_iter().map(|known| Departing::of(&spec, known));
             each.collect::<Result<Vec<_>, Problem>>()
         };
-        let disks = spawn_blocking(look).await.map_err(internal)??;
-        let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
-        let Some(running) = self.running() else { return Err(internal("it has ended")) };
-        let control = running.control.clone();
-        let status = control.status().await.map_err(internal)?;
-        if !status.completes {
-            let what = "is served by a filter of an earlier vmseal, which copies no disks to other hosts. Restart the VM first, or share its datastores with that host";
-            return Err(rules::wrong_state(&self.spec, what));
-        }
-        Ok(Some(ToCopy { shared, spec, kek, told_under: None, control, disks }))
+        spawn_blocking(look).await.map_err(internal)?
     }
 
     /// Checks whether the VM could be sent.
     pub(super) fn ready_to_send(&self, spec: &JobSpec) -> Result<(), Problem> {
-        self.situation().may(Action::Send, None)?;
+        let at_rest = matches!(spec, JobSpec::Send(job) if job.begins_at_rest());
+        let action = if at_rest { Action::SendAtRest } else { Action::Send };
+        self.situation().may(action, None)?;
         rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
     }
 
@@ -275,7 +283,10 @@ impl Owner {
     pub(super) async fn commit_send(&mut self) -> Result<(), Problem> {
         if !self.is_handed_over() {
             return match self.state {
-                State::Off => Ok(()),
+                State::Off => {
+                    self.committed_at_rest();
+                    Ok(())
+                }
                 _ => Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT)),
             };
         }
@@ -294,6 +305,10 @@ impl Owner {
 
     /// The guest goes on here.
     pub(super) async fn cancel_send(&mut self, task: TaskId) -> Result<(), Problem> {
+        if self.jobs.is_at_rest(task) {
+            self.cancel_send_at_rest(task).await;
+            return Ok(());
+        }
         let sending = self.jobs.sender().is_some_and(|sender| sender == task);
         let handed_over = self.is_handed_over();
         if handed_over {
