@@ -298,6 +298,9 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
         // Sent before the server restarted; the other control plane knows whether all of it has come.
         return Ok(Watched::late(run, &source));
     }
+    if route.at_rest {
+        at_rest::prepare(run).await?;
+    }
     // A session serves one attempt; what an earlier one has left is removed.
     let agent = agent_of(run, route.from)?;
     let job = JobSpec::Send(checked.sent());
