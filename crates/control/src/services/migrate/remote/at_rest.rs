@@ -44,10 +44,9 @@ pub(super) fn require_sendable(
     let refuse =
         |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     if let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) {
-        let name = &disk.name;
         return refuse(format!(
-            "has a replica of its disk '{name}', which would stay behind: end it first (vmseal vm set {} --policy NAME, a policy without replicas)",
-            vm.name
+            "has a replica of its disk '{0}', which would stay behind: a VM with replicas does not go to another control plane. Clone it with a policy without replicas, and send the clone (vmseal vm clone {1} NAME)",
+            disk.name, vm.name
         ));
     }
     if disks.iter().any(|disk| disk.role == DiskRole::Tpm) {
