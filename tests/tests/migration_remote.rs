@@ -1,6 +1,6 @@
-//! A VM that moves, while it runs, to a host of another control plane: it loses nothing of what it had in memory and on its disks,
-//! is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and nothing of it is left
-//! where it was.
+//! A VM that moves, while it runs or is off, to a host of another control plane: it loses nothing of what it had in memory and on its
+//! disks, is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and nothing of it
+//! is left where it was.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -82,8 +82,13 @@ fn listed(at: &Installation) -> String {
 
 /// The VM runs at one control plane, and nothing of it is left at the other one.
 fn has_gone(from: &Installation, to: &Installation, encrypted: bool) {
+    is_there(from, to, "running", encrypted);
+}
+
+/// The VM is so at one control plane, and nothing of it is left at the other one.
+fn is_there(from: &Installation, to: &Installation, power: &str, encrypted: bool) {
     let vm = to.vm(VM).unwrap();
-    assert_eq!(vm["power"], "running", "{vm}");
+    assert_eq!(vm["power"], power, "{vm}");
     let refused = from.refused(&["vm", "show", VM]).unwrap();
     assert!(refused.contains("not exist") || refused.contains("no VM"), "{refused}");
     let left = || from.datastore_entries(&from.path("datastore")).ok();
@@ -148,12 +153,20 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
 }
 
 #[test]
-fn a_vm_that_is_off_stays_and_the_refusal_says_why() {
-    let (west, east) = two_control_planes("plain");
+fn a_vm_that_is_off_goes_there_and_boots_there() {
+    let (west, east) = two_control_planes("encrypted");
     introduce(&west, &east);
     west.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-    let refused = west.refused(&["vm", "migrate", VM, "--remote", "east"]).unwrap();
-    assert!(refused.contains("while it runs"), "{refused}");
+    let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("its disks are sent, and it is off"), "{planned}");
+    west.vmseal(&migrate).unwrap();
+    is_there(&west, &east, "off", true);
+    let told = west.vmseal(&["events"]).unwrap();
+    assert!(told.contains("encrypted, while it was off"), "{told}");
+    east.vmseal(&["vm", "prove", VM]).unwrap();
+    east.vmseal(&["vm", "start", VM]).unwrap();
+    read_marker(&mut booted(&east, VM).unwrap());
     west.vmseal(&["remote", "remove", "east"]).unwrap();
     assert_eq!(west.json(&["remote", "list"]).unwrap().as_array().unwrap().len(), 0);
 }

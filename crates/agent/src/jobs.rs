@@ -409,6 +409,21 @@ impl Jobs {
         self.0.iter().find(|(_, job)| sends(job)).map(|(task, _)| *task)
     }
 
+    /// Whether a task's job sends or receives a VM that is off.
+    pub fn is_at_rest(&self, task: TaskId) -> bool {
+        match self.spec(task) {
+            Some(JobSpec::Send(job)) => job.begins_at_rest(),
+            Some(JobSpec::Receive(job)) => job.is_at_rest(),
+            _ => false,
+        }
+    }
+
+    /// Whether a VM that is off is being sent to another host, or has been sent there.
+    pub fn sends_at_rest(&self) -> bool {
+        let at_rest = |job: &Job| matches!(&job.spec, JobSpec::Send(send) if send.begins_at_rest());
+        self.0.values().any(|job| at_rest(job) && job.holds_disks())
+    }
+
     /// Records how far a task's migration is.
     pub fn migrates(&mut self, task: TaskId, progress: MigrationProgress) {
         let Some(job) = self.0.get_mut(&task).filter(|job| job.is_at_work()) else { return };

@@ -1,4 +1,4 @@
-//! Control planes that this one knows, and VMs that go from one to another while they run.
+//! Control planes that this one knows, and VMs that go from one to another, while they run or are off.
 //!
 //! ```text
 //! source's server                                   destination's server
@@ -30,6 +30,9 @@ use crate::problem::Problem;
 
 /// What a server says of itself (`GET /api/v1/about`) that takes VMs of other control planes.
 pub const ARRIVALS: &str = "arrivals";
+
+/// What one says that takes VMs which are off, too.
+pub const ARRIVALS_AT_REST: &str = "arrivals-at-rest";
 
 /// Another control plane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,7 +90,7 @@ pub struct RemoteChecked {
     pub arrivals: bool,
 }
 
-/// What a VM is that another control plane is to take while it runs.
+/// What a VM is that another control plane is to take.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -106,6 +109,9 @@ pub struct BeginArrival {
     pub source: SourceHost,
     /// The generation that its placement gets: higher than any before.
     pub generation: u64,
+    /// Whether it is off, and stays so: its disks alone arrive.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub at_rest: bool,
 }
 
 /// A VM that arrives, as the other control plane has it.
@@ -236,9 +242,9 @@ pub enum ArrivalState {
     Prepared,
     /// Its host was asked to let its guest go, or the arrival is given up; which of both it comes to is not known yet.
     Undecided,
-    /// Its guest runs here.
+    /// Its guest runs here; where it was off, the VM is here.
     Running,
-    /// Its guest does not run here, and never will by this arrival.
+    /// Its guest does not run here, and never will by this arrival; where it was off, the VM is not here.
     Cancelled,
     /// A state of a newer server that this side does not know.
     #[serde(other)]

@@ -672,14 +672,14 @@ pub struct MigrateVm {
     /// The host, by name or id; none means the one with the most free memory of those that can take it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// The control plane that the host belongs to, by name or id; none means this one. Only for a VM that runs.
+    /// The control plane that the host belongs to, by name or id; none means this one. Only for a VM that runs or is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     /// The policy that the VM gets at the other control plane, by name or id; none means the one of the same name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
     /// The datastore of that host, by name or id, for copies of disks on datastores that it does not have; none means the one with the
-    /// most free room. Only for a VM that runs.
+    /// most free room. Only for a VM that runs, or goes to another control plane.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
     /// The highest rate at which memory and disks are sent together, in bytes a second; 0, as none, is no limit. At least 1 MiB

@@ -389,7 +389,7 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         compresses: bool,
     },
-    /// Moves a running VM to a host of another control plane.
+    /// Moves a VM that runs, or is off, to a host of another control plane.
     MigrateAway {
         /// The VM.
         vm: VmId,
@@ -413,8 +413,11 @@ pub enum Operation {
         /// [`vmseal_api::migration::DOWNTIME_DEFAULT`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         downtime_milliseconds: Option<u32>,
+        /// Whether it is off: its disks are sent alone.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        at_rest: bool,
     },
-    /// Receives a running VM from another control plane. Its rows are there.
+    /// Receives a VM that runs, or is off, from another control plane. Its rows are there.
     ReceiveVm {
         /// The VM.
         vm: VmId,
@@ -425,6 +428,9 @@ pub enum Operation {
         /// Whether the other control plane has asked to let the guest go: from then on this one decides.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         committed: bool,
+        /// Whether it is off: its disks come alone.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        at_rest: bool,
     },
     /// Gives a VM that is off or suspended to another host, which has all of its datastores.
     ChangeHost {
@@ -600,6 +606,15 @@ impl Operation {
     #[must_use]
     pub fn is_migration(&self) -> bool {
         matches!(self, Self::MigrateVm { .. } | Self::MigrateAway { .. })
+    }
+
+    /// Whether it sends a VM that is off to another control plane, or receives one.
+    #[must_use]
+    pub fn is_at_rest(&self) -> bool {
+        matches!(
+            self,
+            Self::MigrateAway { at_rest: true, .. } | Self::ReceiveVm { at_rest: true, .. }
+        )
     }
 
     /// Whether what it sends is encrypted; none of what sends nothing.

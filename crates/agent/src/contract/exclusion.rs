@@ -2,14 +2,17 @@
 //! what the table says. A change of keys ends too soon to be caught here; the table's own unit test covers
 //! that column.
 
+use std::net::SocketAddr;
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use vmseal_api::expose::LET_GO;
 use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
-    Allocation, ConsoleClaim, ConsoleStream, DropSourcesJob, ExportJob, Exposing, GuestControl,
-    HostAgent, JobSpec, JobState, KeyState, Power, PowerOff, SendJob, VmChange,
+    Allocation, ConsoleClaim, ConsoleStream, Departure, DropSourcesJob, ExportJob, Exposing,
+    GuestControl, HostAgent, JobSpec, JobState, KeyState, MigrationSession, Power, PowerOff,
+    SealedKey, SendJob, VmChange,
 };
-use vmseal_api::id::{BackupId, DumpId, SnapshotId, TaskId};
+use vmseal_api::id::{BackupId, DumpId, MigrationId, SnapshotId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 
@@ -36,6 +39,17 @@ enum Ongoing {
     /// A copy, which goes on until it is committed or cancelled.
     Copy(TaskId),
     Stream(ConsoleStream),
+}
+
+/// How a VM that is off would be sent by a session without connections, which every host refuses.
+fn at_rest_to_nowhere() -> Departure {
+    let key = SealedKey { key_box: String::new(), sealed: String::new() };
+    let (migration, nonce, streams) = (MigrationId::new(), 0, 0);
+    let (encrypted, apart) = (true, false);
+    let session = MigrationSession { migration, nonce, key, streams, encrypted, apart };
+    let to = SocketAddr::from(([127, 0, 0, 1], 1));
+    let (downtime_milliseconds, bytes_per_second, compresses) = (0, None, false);
+    Departure { session, to, downtime_milliseconds, bytes_per_second, compresses, at_rest: true }
 }
 
 /// Tries all pairs. The VM is off, its disks are made and its key is there, before and after.
@@ -302,6 +316,15 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             let job = SendJob { disks: vec![disk], copies: Vec::new(), begin: None };
             match agent.put_job(vm, TaskId::new(), JobSpec::Send(job)).await {
                 // It was let as far as to look where to.
+                Err(problem) if problem.code == ErrorCode::InvalidRequest => Ok(()),
+                put => put,
+            }
+        }
+        Action::SendAtRest => {
+            let begin = Some(Box::new(at_rest_to_nowhere()));
+            let job = SendJob { disks: vec![disk], copies: vec![disk], begin };
+            match agent.put_job(vm, TaskId::new(), JobSpec::Send(job)).await {
+                // It was let as far as to look what is sent.
                 Err(problem) if problem.code == ErrorCode::InvalidRequest => Ok(()),
                 put => put,
             }

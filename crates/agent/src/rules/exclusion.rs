@@ -51,6 +51,8 @@ pub enum Action {
     Restore,
     /// To send the VM to another host. The same job again is not an action.
     Send,
+    /// To send a VM that is off to another host. The same job again is not an action.
+    SendAtRest,
     /// To expose a disk for reading.
     ExposeToRead,
     /// To expose a disk for writing.
@@ -143,7 +145,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 34] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 35] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -166,6 +168,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 34] = [
     (Action::VerifyBackup,  [YES,   YES,     YES,    YES,     YES,    YES,        YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Restore,       [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Send,          [STATE, STATE,   YES,    STATE,   YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::SendAtRest,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
@@ -296,6 +299,9 @@ impl Situation<'_> {
             }
             (Action::Send, Off | Starting) => {
                 "does not run: it is not sent to another host. Start it first"
+            }
+            (Action::SendAtRest, Starting | Running | Stopping | Paused) => {
+                "is not off any more. Begin the migration again, which sends a guest that runs with its memory"
             }
             (Action::Send, Stopping) => "is stopping. Wait until it is off, or runs on",
             (Action::DropSnapshot, Starting) => {

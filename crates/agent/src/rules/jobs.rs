@@ -7,7 +7,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ExportFormat;
 use vmseal_seal::wire::STREAMS_MAX;
 
@@ -167,6 +167,9 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
         return Err(Problem::invalid("begin", "is needed to begin"));
     };
     check_session(&begin.session)?;
+    if begin.at_rest {
+        check_send_at_rest(spec, job)?;
+    }
     let stays = |disk: &&DiskSpec| disk.role == DiskRole::Tpm && !job.copies.contains(&disk.disk);
     if let Some(disk) = spec.disks().find(stays) {
         let what = format!(
@@ -183,6 +186,33 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
         return Err(wrong_state(spec, &what));
     }
     if key == KeyState::Missing { Err(locked(spec)) } else { Ok(()) }
+}
+
+/// Refuses a VM that is off and would leave something behind: its new host has only what is copied.
+fn check_send_at_rest(spec: &VmSpec, job: &SendJob) -> Result<(), Problem> {
+    if job.copies.is_empty() || job.copies.len() != job.disks.len() {
+        return Err(Problem::invalid("copies", "is not all disks of the VM, which is off"));
+    }
+    match spec.disks().find(|disk| disk.role == DiskRole::Tpm) {
+        Some(_) => {
+            let what = "has a TPM, and what that keeps is sent while it runs. Start it first";
+            Err(wrong_state(spec, what))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses to start a VM that is off and is sent to another host, which may have it already.
+///
+/// # Errors
+/// `in-use`.
+pub fn check_not_sent(spec: &VmSpec, is_sent: bool) -> Result<(), Problem> {
+    if !is_sent {
+        return Ok(());
+    }
+    let what =
+        "is being sent to another host: it starts when that has ended. Wait, or cancel the task";
+    Err(Problem::new(ErrorCode::InUse, format!("VM '{}' {what}", spec.name)))
 }
 
 /// What hosts are told of a migration.

@@ -50,6 +50,7 @@ impl Inside {
             JobSpec::Backup(_) => Action::BackUp,
             JobSpec::VerifyBackup(_) => Action::VerifyBackup,
             JobSpec::RestoreBackup(_) => Action::Restore,
+            JobSpec::Send(job) if job.begins_at_rest() => Action::SendAtRest,
             JobSpec::Send(_) => Action::Send,
             JobSpec::Receive(_) => {
                 return Err(rules::wrong_state(situation.spec, "is on this host already"));

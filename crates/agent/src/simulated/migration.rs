@@ -5,7 +5,7 @@ use vmseal_api::host::{
     StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId, VmId};
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::calls::Later;
 use super::running::RunningGuest;
@@ -54,6 +54,14 @@ fn begun(vm: &VmSpec) -> MigrationProgress {
     }
 }
 
+/// How far a VM that is off is when its disks are sent.
+fn disks_sent(vm: &VmSpec) -> MigrationProgress {
+    MigrationProgress {
+        sent: vm.disks().map(|disk| disk.size).sum(),
+        ..MigrationProgress::default()
+    }
+}
+
 /// How far one is that stands still.
 fn all_sent(vm: &VmSpec) -> MigrationProgress {
     MigrationProgress {
@@ -64,6 +72,16 @@ fn all_sent(vm: &VmSpec) -> MigrationProgress {
         all_sent: true,
         sealing: Some(SealingWork { cpu_milliseconds: 40, cpu_percent: 40 }),
         ..begun(vm)
+    }
+}
+
+/// The generation of a VM's placement here, where a job receives it and it is off.
+fn of_one_at_rest(job: Option<&JobSpec>) -> Option<u64> {
+    match job {
+        Some(JobSpec::Receive(ReceiveJob { copies: Some(copies), .. })) => {
+            copies.at_rest.then_some(copies.generation)
+        }
+        _ => None,
     }
 }
 
@@ -92,10 +110,14 @@ impl Inside {
         self.numbered(vm, Work::Job(task), self.work)
     }
 
-    /// Begins to send the guest.
+    /// Begins to send the guest, or the disks of a VM that is off.
     pub fn begin_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
         let known = self.known(vm)?;
-        known.jobs.migrates(task, begun(&known.spec));
+        let progress = match known.jobs.is_at_rest(task) {
+            true => MigrationProgress::default(),
+            false => begun(&known.spec),
+        };
+        known.jobs.migrates(task, progress);
         Ok(())
     }
 
@@ -126,7 +148,11 @@ impl Inside {
     pub fn commit_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
         let known = self.known(vm)?;
         match known.power {
-            Power::Off => return Ok(()),
+            Power::Off => {
+                // That of a VM which was off is done; an agent that has restarted has none.
+                known.jobs.committed(task);
+                return Ok(());
+            }
             Power::Migrating => {}
             _ => return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT)),
         }
@@ -161,6 +187,13 @@ impl Inside {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
         known.receiving = false;
+        if let Some(generation) = of_one_at_rest(known.jobs.spec(task)) {
+            known.power = Power::Off;
+            known.jobs.committed(task);
+            self.persisted.leases.insert(vm, generation);
+            self.agent.publish(vm);
+            return Ok(());
+        }
         known.power = Power::Running;
         known.in_use = known.spec.disks().map(|disk| disk.disk).collect();
         known.jobs.committed(task);
@@ -180,6 +213,11 @@ impl Inside {
         let copies = job.copies.iter().flat_map(|copies| &copies.disks);
         let copies: Vec<_> = copies.map(|copy| copy.disk).collect();
         if !self.agent.vms.contains_key(&vm) && !copies.is_empty() {
+            let generation = job.copies.as_ref().map_or(0, |copies| copies.generation);
+            if self.persisted.leases.get(&vm).is_some_and(|taken| *taken >= generation) {
+                let what = format!("VM {vm} is on this host with its copied disks");
+                return Err(Problem::new(ErrorCode::WrongState, what));
+            }
             // An earlier agent has made them.
             copies.iter().for_each(|disk| self.remove_copy(*disk));
             return Ok(());
@@ -205,7 +243,10 @@ impl Inside {
 
     /// The work of a migration's job ends.
     pub fn migrated(&mut self, vm: VmId, task: TaskId, sent: bool) {
-        if sent {
+        let at_rest = self.known(vm).is_ok_and(|known| known.jobs.is_at_rest(task));
+        if sent && at_rest {
+            // Nothing stands still.
+        } else if sent {
             self.hand_over(vm);
         } else if let Err(problem) = self.make_copies(vm, task) {
             if let Ok(known) = self.known(vm) {
@@ -215,10 +256,11 @@ impl Inside {
             return;
         }
         if let Ok(known) = self.known(vm) {
-            let placed = Some(known.spec.memory);
+            let placed = Some(known.spec.memory).filter(|_| !at_rest);
             known.jobs.migrates(
                 task,
                 match sent {
+                    true if at_rest => disks_sent(&known.spec),
                     true => all_sent(&known.spec),
                     false => MigrationProgress { placed, ..MigrationProgress::default() },
                 },

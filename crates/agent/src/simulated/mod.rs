@@ -110,6 +110,8 @@ struct Persisted {
     descriptors: BTreeMap<(DatastoreId, VmId), VmDescriptor>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, RunningGuest>,
+    /// The generations of the placements that VMs which were off have come with.
+    leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
     /// The core dumps that were asked for: whose they are, and whether they are under its key.

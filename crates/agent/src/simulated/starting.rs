@@ -37,6 +37,7 @@ impl Inside {
         let disks: Vec<_> = self.known(vm)?.spec.disks().map(|disk| disk.disk).collect();
         self.check_no_conversion(vm, &disks)?;
         let known = self.known(vm)?;
+        rules::check_not_sent(&known.spec, known.jobs.sends_at_rest())?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_start(&known.spec, key, |disk| known.has_made(disk))?;
         rules::boot::check_once(&known.spec, first)?;

@@ -151,11 +151,9 @@ pub fn settle(spec: &VmSpec, copies: &ArrivingCopies) -> Result<(), Problem> {
 pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
     for ArrivingCopy { datastore, .. } in &copies.disks {
         let home = Home::of(datastore, vm)?;
-        if let Some(note) = read(&home)?.filter(|note| note.generation == copies.generation)
-            && lease::generation_at(&Home::of(&note.lease, vm)?)? >= copies.generation
-        {
+        if is_here(vm, &home, copies)? {
             let what = format!(
-                "VM {vm} has run on this host with its copied disks: its migration cannot be cancelled any more"
+                "VM {vm} is on this host with its copied disks, or has run here: its migration cannot be cancelled any more"
             );
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
@@ -179,6 +177,17 @@ pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
         }
     }
     Ok(())
+}
+
+/// Whether the VM has come to this host with the copies in this home.
+fn is_here(vm: VmId, home: &Home, copies: &ArrivingCopies) -> Result<bool, Problem> {
+    // Of one that is off no guest says so, when nothing is noted any more. All of its copies are on the datastore of its lease.
+    if copies.at_rest && lease::generation_at(home)? >= copies.generation {
+        return Ok(true);
+    }
+    let noted = read(home)?.filter(|note| note.generation == copies.generation);
+    let Some(note) = noted else { return Ok(false) };
+    Ok(lease::generation_at(&Home::of(&note.lease, vm)?)? >= copies.generation)
 }
 
 fn read(home: &Home) -> Result<Option<Note>, Problem> {
@@ -215,7 +224,7 @@ mod tests {
         }
         let copies = spec.disks().map(|disk| disk.disk);
         let disks = copies.map(|disk| ArrivingCopy { disk, datastore: place.clone() }).collect();
-        (directory, spec, ArrivingCopies { generation: 7, disks })
+        (directory, spec, ArrivingCopies { generation: 7, disks, at_rest: false })
     }
 
     fn files(directory: &tempfile::TempDir) -> Vec<String> {
@@ -254,8 +263,11 @@ mod tests {
         disk.role = DiskRole::Tpm;
         let (id, datastore) = (disk.disk, disk.datastore.clone());
         let home = Home::of(&datastore, spec.vm).unwrap();
-        let copies =
-            ArrivingCopies { generation: 7, disks: vec![ArrivingCopy { disk: id, datastore }] };
+        let copies = ArrivingCopies {
+            generation: 7,
+            disks: vec![ArrivingCopy { disk: id, datastore }],
+            at_rest: false,
+        };
         let state = home.tpm_state(id);
         for kept in [false, true] {
             let begun = begin(&spec, vec![(id, None)], None).unwrap();
@@ -383,6 +395,9 @@ mod tests {
         settle(&spec, &copies).unwrap();
         let left = files(&directory);
         assert!(!left.iter().any(|name| name.contains("arriving")), "{left:?}");
+        // Nobody else says that one which is off is here.
+        let at_rest = ArrivingCopies { at_rest: true, ..copies.clone() };
+        assert_eq!(give_up(spec.vm, &at_rest).unwrap_err().code, ErrorCode::WrongState);
         // Without a note, images are those of somebody else.
         give_up(spec.vm, &copies).unwrap();
         assert_eq!(files(&directory).len(), left.len());

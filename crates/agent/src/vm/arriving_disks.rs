@@ -118,6 +118,21 @@ impl ArrivingDisks {
         Ok(any)
     }
 
+    /// Has the source write them one after the other, as nobody uses them yet, until all are durable.
+    ///
+    /// # Errors
+    /// Those of the connection and the filters.
+    pub async fn filled_in_turn(self, link: &mut Link) -> Result<Vec<ArrivingDisk>, Problem> {
+        for (place, server) in self.servers {
+            // A filter waits some seconds for its first request: the source is told when it can write.
+            let bridge = link.carry_disk(place, server.connect()?)?;
+            link.send(&Message::Part).await?;
+            bridge.done().await.map_err(lost)?;
+            server.end(self.disks[place].disk.disk).await?;
+        }
+        Ok(self.disks)
+    }
+
     /// Waits until the source has written all, and it is durable.
     ///
     /// # Errors

@@ -64,7 +64,10 @@ pub async fn send(
 }
 
 /// Waits until the other host can write the next one.
-async fn next_part(link: &mut Link) -> Result<(), Problem> {
+///
+/// # Errors
+/// Those of the connection, and the other host's refusal.
+pub(super) async fn next_part(link: &mut Link) -> Result<(), Problem> {
     match link.receive(PREPARE_TIMEOUT).await? {
         Message::Part => Ok(()),
         Message::Refused { why } => Err(refused(&why)),

@@ -17,6 +17,15 @@
 //!   ├─ the ends of NBD: the copies are complete ►│
 //! ```
 //! Where no disk is copied, nothing is said of that.
+//!
+//! Of a VM that is off all disks are copied, one after the other, and that is all:
+//!
+//! ```text
+//!   ├─ AtRest: its disks ───────────────────────►│  makes them; Made and Part as above
+//!   │◄─────────────────── Prepared (or Refused) ─┤
+//!   │◄──────────────────────────────── Part ─────┤  a disk can be written
+//!   ├─ NBD, the disk's connection, to its end ──►│  writes it; the next Part, until all are there
+//! ```
 //! From then on each host waits for the control plane ([`vmseal_api::host::SendJob`], [`vmseal_api::host::ReceiveJob`]).
 
 use std::collections::BTreeMap;
@@ -86,12 +95,20 @@ pub enum Message {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         before: Vec<SentBefore>,
     },
+    /// The VM is off, and all of its disks are copied.
+    AtRest {
+        /// They, in the order of their connections.
+        copies: Vec<DiskId>,
+        /// What goes before the disks, in the same order; none where nothing does.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        before: Vec<SentBefore>,
+    },
     /// The disks are made, and what goes before them can be written, part by part.
     Made {
         /// As those of `Prepared`.
         keys: Vec<Option<String>>,
     },
-    /// The next part can be written.
+    /// The next part can be written, or the next disk of a VM that is off.
     Part,
     /// The disks that are copied can be written.
     Prepared {

@@ -48,6 +48,7 @@ mod report;
 mod running;
 mod sealing_meter;
 mod sending;
+mod sending_at_rest;
 mod serve;
 mod service;
 mod start;

@@ -26,6 +26,7 @@ mod power_on;
 mod proofs;
 mod replicas;
 mod send;
+mod send_at_rest;
 mod set_running;
 mod sharing;
 mod snapshots;
@@ -38,7 +39,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use vmseal_api::host::{
@@ -137,6 +138,8 @@ pub struct Owner {
     suspended: bool,
     /// Why the last attempt to suspend it failed.
     not_suspended: Option<String>,
+    /// Changes the rate at which the VM is sent while it is off.
+    rate_at_rest: Option<watch::Sender<Option<u64>>>,
     /// The snapshot for which the memory is being saved.
     keeping: Option<memory_snapshots::Keeping>,
     panics: panics::Known,
@@ -199,6 +202,7 @@ impl Owner {
             describing: None,
             suspended,
             not_suspended: None,
+            rate_at_rest: None,
             keeping: None,
             panics: panics::Known::default(),
         }

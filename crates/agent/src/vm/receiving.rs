@@ -8,8 +8,12 @@
 //!
 //!   commit:  copied disks named; disks opened, locked ─► drained ─► replaced ─► resumed ─► lease taken ─► on record as running ─► cont
 //! ```
+//! Of a VM that is off the disks come, and no guest: it is then ready as one whose memory is loaded ([`at_rest`]).
+//!
 //! The lease is the point from which the guest runs here whatever dies: an agent that starts and finds the VM on record as
 //! received goes on with it if the lease is this placement's, and removes what is left of it otherwise.
+
+mod at_rest;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,6 +30,7 @@ use vmseal_api::id::{DiskId, MigrationId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use self::at_rest::Copied;
 use super::arriving::Arriving;
 use super::arriving_disks::{self, ArrivingDisks};
 use super::arriving_keys::ArrivingKeys;
@@ -73,6 +78,8 @@ pub struct Expected {
     pub transit: Option<Arc<MemoryTransit>>,
     pub generation: u64,
     pub migration: MigrationId,
+    /// Whether it is off.
+    pub at_rest: bool,
     pub pending: Pending,
 }
 
@@ -87,9 +94,17 @@ struct Loaded {
     placed: Option<Placed>,
 }
 
+/// What has come.
+enum Came {
+    Guest(Box<Loaded>),
+    /// The disks of a VM that is off.
+    Disks(Box<Copied>),
+}
+
 enum Stage {
-    Coming(JoinHandle<Result<Loaded, Problem>>),
+    Coming(JoinHandle<Result<Came, Problem>>),
     Loaded(Box<Loaded>),
+    Copied(Box<Copied>),
     Ended,
 }
 
@@ -109,6 +124,8 @@ pub struct Receiving {
 enum End {
     /// Its guest runs here.
     Runs(Box<Loaded>),
+    /// It is here, and off, with what is pinned of its disks.
+    IsHere(Box<VmSpec>),
     /// It is not expected any more.
     Forgotten,
     /// The agent is ending.
@@ -118,7 +135,7 @@ enum End {
 /// Something that happens to a VM that comes.
 enum Event {
     Call(Option<Request>),
-    Came(Box<Result<Loaded, Problem>>),
+    Came(Result<Came, Problem>),
     Process(ProcessEvent),
 }
 
@@ -128,8 +145,9 @@ impl Receiving {
     /// # Errors
     /// `invalid-request`, `locked`, `wrong-state`: it cannot be received.
     pub fn new(shared: Arc<Shared>, expected: Expected) -> Result<Self, Problem> {
-        let Expected { task, job, vm, kek, told_under, transit, generation, migration, pending } =
+        let Expected { task, job, vm, kek, told_under, transit, generation, migration, .. } =
             expected;
+        let (at_rest, pending) = (expected.at_rest, expected.pending);
         let mut jobs = Jobs::default();
         jobs.begin(task, job.clone());
         let slot = Arc::new(shared.users.take().ok_or_else(builder::too_many)?);
@@ -149,7 +167,7 @@ impl Receiving {
             migration,
             slot,
         };
-        let work = coming.come(pending);
+        let work = coming.work(pending, at_rest);
         let stage = Stage::Coming(tokio::spawn(vmseal_api::request_id::inherit(work)));
         Ok(Self { shared, spec: vm, kek, task, job, generation, jobs, stage })
     }
@@ -158,11 +176,15 @@ impl Receiving {
     pub fn publish(&self) {
         let power = match self.stage {
             Stage::Ended => Power::Off,
-            Stage::Coming(_) | Stage::Loaded(_) => Power::Migrating,
+            Stage::Coming(_) | Stage::Loaded(_) | Stage::Copied(_) => Power::Migrating,
         };
         let key = rules::key_state(&self.spec, self.kek.is_some());
         let jobs = self.jobs.statuses();
-        let state = VmState { jobs, ..VmState::new(self.spec.vm, power, key) };
+        let disks = match &self.stage {
+            Stage::Copied(copied) => copied.states(),
+            _ => Vec::new(),
+        };
+        let state = VmState { jobs, disks, ..VmState::new(self.spec.vm, power, key) };
         self.shared.states.publish(self.spec.vm, Some(state));
     }
 
@@ -176,6 +198,12 @@ impl Receiving {
                 let initial = Initial::Alive(Box::new(running));
                 let owner = Owner::new(self.shared, plan.spec.clone(), initial);
                 let owner = owner.with_key(self.kek).received(self.task, self.job, notices);
+                owner.publish();
+                owner.run(calls).await;
+            }
+            End::IsHere(spec) => {
+                let owner = Owner::new(self.shared, *spec, Initial::New).with_key(self.kek);
+                let owner = owner.received_at_rest(self.task, self.job);
                 owner.publish();
                 owner.run(calls).await;
             }
@@ -194,10 +222,15 @@ impl Receiving {
                     vmseal_api::request_id::during(request, self.answer(call)).await
                 }
                 Event::Came(came) => {
-                    match *came {
-                        Ok(loaded) => {
+                    match came {
+                        Ok(Came::Guest(loaded)) => {
                             self.report(loaded.placed);
-                            self.stage = Stage::Loaded(Box::new(loaded));
+                            self.stage = Stage::Loaded(loaded);
+                            self.jobs.migrated(self.task, Ok(()));
+                        }
+                        Ok(Came::Disks(copied)) => {
+                            tracing::info!(vm = %self.spec.vm, "the disks of the VM are here");
+                            self.stage = Stage::Copied(copied);
                             self.jobs.migrated(self.task, Ok(()));
                         }
                         Err(problem) => self.fail(problem),
@@ -262,7 +295,8 @@ impl Receiving {
             Stage::Loaded(loaded) => {
                 loaded.running.force_off().await;
             }
-            Stage::Ended => {}
+            // Its disks are let go.
+            Stage::Copied(_) | Stage::Ended => {}
         }
         // Also what a start that was aborted has left: every process is on record before it runs.
         if let Err(error) = self.shared.run_dir.vm(self.spec.vm).sweep().await {
@@ -286,11 +320,11 @@ impl Receiving {
                 None
             }
             Call::CommitJob(task, JobSpec::Receive(_), to) if task == self.task => {
-                match self.commit().await {
-                    Ok(loaded) => {
+                match self.commit_what_came().await {
+                    Ok(end) => {
                         // The owner has it from here on; it answers what comes next.
                         let _ = to.send(Ok(()));
-                        Some(End::Runs(loaded))
+                        Some(end)
                     }
                     Err(problem) => {
                         self.publish();
@@ -352,6 +386,14 @@ impl Receiving {
         rules::wrong_state(&self.spec, what)
     }
 
+    /// Has the guest run here, or the VM that is off be here.
+    async fn commit_what_came(&mut self) -> Result<End, Problem> {
+        if matches!(self.stage, Stage::Copied(_)) {
+            return self.keep().await.map(|spec| End::IsHere(Box::new(spec)));
+        }
+        self.commit().await.map(End::Runs)
+    }
+
     /// Has the guest run here.
     async fn commit(&mut self) -> Result<Box<Loaded>, Problem> {
         let Stage::Loaded(loaded) = &mut self.stage else {
@@ -405,10 +447,10 @@ async fn go(shared: &Shared, loaded: &mut Loaded) -> Result<(), Problem> {
 async fn next(stage: &mut Stage) -> Event {
     match stage {
         Stage::Coming(coming) => {
-            Event::Came(Box::new(coming.await.unwrap_or_else(|error| Err(internal(error)))))
+            Event::Came(coming.await.unwrap_or_else(|error| Err(internal(error))))
         }
         Stage::Loaded(loaded) => Event::Process(loaded.running.next().await),
-        Stage::Ended => std::future::pending().await,
+        Stage::Copied(_) | Stage::Ended => std::future::pending().await,
     }
 }
 
@@ -435,6 +477,14 @@ struct Coming {
 }
 
 impl Coming {
+    /// Waits for the source, and takes what it sends.
+    async fn work(self, pending: Pending, at_rest: bool) -> Result<Came, Problem> {
+        if at_rest {
+            return self.copy(pending).await.map(|copied| Came::Disks(Box::new(copied)));
+        }
+        self.come(pending).await.map(|loaded| Came::Guest(Box::new(loaded)))
+    }
+
     /// Waits for the source, and has QEMU load what it sends.
     async fn come(self, pending: Pending) -> Result<Loaded, Problem> {
         let _counted = figures::IN.begin();
@@ -595,5 +645,17 @@ pub fn expect(shared: &Shared, task: TaskId, job: JobSpec) -> Result<Expected, P
     })?;
     let pending = listener.expect(session).map_err(lost)?;
     let (generation, migration) = (arrival.generation, arrival.session.migration);
-    Ok(Expected { task, job, vm, kek, told_under, transit, generation, migration, pending })
+    let at_rest = receive.is_at_rest();
+    Ok(Expected {
+        task,
+        job,
+        vm,
+        kek,
+        told_under,
+        transit,
+        generation,
+        migration,
+        at_rest,
+        pending,
+    })
 }

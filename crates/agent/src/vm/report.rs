@@ -3,7 +3,7 @@
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
 use vmseal_api::host::backup::BackupManifest;
-use vmseal_api::host::{DiskFacts, Notice};
+use vmseal_api::host::{DiskFacts, MigrationProgress, Notice};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 use vmseal_api::proof::SignedReport;
@@ -36,6 +36,10 @@ pub enum Report {
     Dumped(Result<u64, Problem>),
     /// A backup of its VM was written, with so many bytes read of the disks, or was read or restored, or could not be.
     BackedUp(Result<(Box<BackupManifest>, Option<u64>), Problem>),
+    /// The VM, which is off, is being sent to another host, and is so far.
+    Sending(MigrationProgress),
+    /// The disks of a VM that is off are at another host, or could not be sent.
+    SentAtRest(Result<(), Problem>),
     /// It is exposed, and answers with these errors.
     ExposedErrors(Vec<Notice>),
     /// The disk is no longer exposed. The end of the stream tells the client that held it.
@@ -46,7 +50,9 @@ impl Report {
     /// Whether the task continues.
     pub fn is_progress(&self) -> bool {
         match self {
-            Self::Progress(..) | Self::Lacking(_) | Self::ExposedErrors(_) => true,
+            Self::Progress(..) | Self::Lacking(_) | Self::Sending(_) | Self::ExposedErrors(_) => {
+                true
+            }
             Self::Made(_)
             | Self::Written(_)
             | Self::TreeCopied(_)
@@ -57,6 +63,7 @@ impl Report {
             | Self::Proved(_)
             | Self::Dumped(_)
             | Self::BackedUp(_)
+            | Self::SentAtRest(_)
             | Self::Exposed(_) => false,
         }
     }

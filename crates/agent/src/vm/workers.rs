@@ -23,6 +23,7 @@ use super::merging::Merging;
 use super::mirroring::{self, Copying};
 use super::proving::prove;
 use super::report::{Progress, Report};
+use super::sending_at_rest::SendingAtRest;
 use super::tree_copying::TreeCopying;
 use crate::filter::Control;
 use crate::storage::backup::{Creating, Restoring, Verifying};
@@ -217,6 +218,18 @@ impl Workers {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let restored = restoring.run(progress, cancelled).await;
             backed_up(restored.map(|found| (found, None)), "disks could not be restored")
+        });
+    }
+
+    /// Begins to send the disks of a VM that is off to another host; the work counts as that of this disk.
+    pub fn begin_sending(&mut self, disk: DiskId, sending: SendingAtRest) {
+        self.spawn(disk, |cancelled, show| async move {
+            let sent = sending.run(&show, cancelled).await;
+            Report::SentAtRest(
+                sent.inspect_err(
+                    |problem| tracing::warn!(%problem, "the VM is not sent, and stays"),
+                ),
+            )
         });
     }
 

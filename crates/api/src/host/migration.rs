@@ -9,6 +9,9 @@
 //! Disks on datastores that the destination does not have are copied meanwhile to datastores that it has, with keys of their own
 //! ([`ArrivingCopies`]); the copies are complete when the guest stands still.
 //!
+//! A VM that is off is sent the same way, without a guest: the states are the same, nothing stands still, and the VM is off at the
+//! destination when that is committed. While the source has its job, it starts the VM as little as it does one that is handed over.
+//!
 //! A host never takes part in a migration that the control plane has not specified, to both hosts alike. Until the
 //! destination's job is committed, cancelling it and then the source's has the guest go on where it was. Once the destination
 //! has been asked to commit, its answer decides: where the VM runs there, the source's job is committed as well.
@@ -81,6 +84,18 @@ pub struct Departure {
     /// [`MIGRATE_COMPRESSED`](super::version::MIGRATE_COMPRESSED).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compresses: bool,
+    /// Whether the VM is off: its disks are copied, all of them, and nothing else is sent. Both hosts have
+    /// [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub at_rest: bool,
+}
+
+impl SendJob {
+    /// Whether it begins to send a VM that is off.
+    #[must_use]
+    pub fn begins_at_rest(&self) -> bool {
+        self.begin.as_ref().is_some_and(|departure| departure.at_rest)
+    }
 }
 
 /// Receives a running VM from another host. It need not be registered, and is when the job is committed.
@@ -105,6 +120,10 @@ pub struct ArrivingCopies {
     pub generation: u64,
     /// The disks, each once.
     pub disks: Vec<ArrivingCopy>,
+    /// Whether the VM is off: they are all of its disks, nothing else comes, and it is off here when the job is committed. Both
+    /// hosts have [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub at_rest: bool,
 }
 
 /// A copy.
@@ -130,6 +149,14 @@ pub struct Arrival {
     pub key: Option<SealedKey>,
     /// The generation of its placement here: higher than any before.
     pub generation: u64,
+}
+
+impl ReceiveJob {
+    /// Whether it receives a VM that is off.
+    #[must_use]
+    pub fn is_at_rest(&self) -> bool {
+        self.copies.as_ref().is_some_and(|copies| copies.at_rest)
+    }
 }
 
 /// How far a migration is, as its source sees it; and what its destination has of it.

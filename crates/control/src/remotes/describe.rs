@@ -19,6 +19,8 @@ pub struct Wanted {
     pub host: Option<String>,
     /// Its datastore, by name or id.
     pub datastore: Option<String>,
+    /// Whether it is off, and stays so.
+    pub at_rest: bool,
 }
 
 /// Describes a VM to another control plane.
@@ -49,7 +51,7 @@ pub async fn describe(
         encrypted: disk.encrypted,
         role: disk.role,
     };
-    let Wanted { policy, host, datastore } = wanted;
+    let Wanted { policy, host, datastore, at_rest } = wanted;
     Ok(BeginArrival {
         vm: ArrivingVm {
             id: vm.id,
@@ -78,6 +80,7 @@ pub async fn describe(
             features: here.features.clone(),
         },
         generation,
+        at_rest,
     })
 }
 

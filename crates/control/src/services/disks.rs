@@ -101,6 +101,7 @@ pub async fn expose(
     require_ready(&vm)?;
     if matches!(what, Exposing::Hold { writable: true }) {
         require_no_template(&vm)?;
+        require_not_sent(services, &vm).await?;
     }
     let stream = opened(services, &vm, &disk, what).await?;
     if let Exposing::Hold { writable } = what {
@@ -117,6 +118,22 @@ pub async fn expose(
         return Ok((stream, Some(Exposure { store, exposed, since: Instant::now() })));
     }
     Ok((stream, None))
+}
+
+/// Refuses a VM that is off and on its way to another control plane. Its host refuses as well, unless its agent has restarted since the
+/// disks were read.
+async fn require_not_sent(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    let holding = tasks::holding(&mut *services.store.read().await?, vm.id).await?;
+    match holding.filter(|task| task.operation.is_at_rest()) {
+        None => Ok(()),
+        Some(task) => {
+            let detail = format!(
+                "VM '{}' is on its way to another control plane (task {}): wait for it, or cancel it",
+                vm.name, task.id
+            );
+            Err(Problem::new(ErrorCode::InUse, detail))
+        }
+    }
 }
 
 /// A disk that is exposed, for as long as this is kept: then its end is recorded.

@@ -64,13 +64,9 @@ pub async fn migrate(
     match now.unwrap_or(Power::Off) {
         Power::Running | Power::Paused => {}
         rest @ (Power::Off | Power::Suspended) if request.remote.is_some() => {
-            let detail = format!(
-                "VM '{}' is {}: a VM goes to another control plane while it runs. Start it, or resume it, first",
-                vm.name,
-                word(rest)
-            );
-            let problem = Problem::new(ErrorCode::WrongState, detail);
-            return Err(Problem { field: Some("remote".to_owned()), ..problem });
+            remote::at_rest::require_off(&vm, rest)?;
+            let of = (&vm, disks.as_slice(), true);
+            return remote::migrate(services, caller, of, request, dry_run).await;
         }
         rest @ (Power::Off | Power::Suspended) => {
             return at_rest::migrate(services, caller, (&vm, &disks, rest), request, dry_run).await;
@@ -84,7 +80,8 @@ pub async fn migrate(
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
     if request.remote.is_some() {
-        return remote::migrate(services, caller, (&vm, &disks), request, dry_run).await;
+        let of = (&vm, disks.as_slice(), false);
+        return remote::migrate(services, caller, of, request, dry_run).await;
     }
     if request.policy.is_some() {
         let detail =
@@ -187,7 +184,8 @@ impl Promised {
                         this.add(to, vm.memory);
                     }
                 }
-                Operation::ReceiveVm { vm, host, .. } => {
+                // One that is off needs none until it is started.
+                Operation::ReceiveVm { vm, host, at_rest: false, .. } => {
                     let arrives = |vm: &Vm| vm.lifecycle == Lifecycle::Creating;
                     if let Some(vm) = vms::get(from, vm).await?.filter(arrives) {
                         this.add(host, vm.memory);

@@ -91,7 +91,8 @@ impl Checked {
 
     fn received(&self) -> ReceiveJob {
         let (generation, disks) = (self.generation, self.copies.clone());
-        let copies = (!disks.is_empty()).then_some(ArrivingCopies { generation, disks });
+        let at_rest = false;
+        let copies = (!disks.is_empty()).then_some(ArrivingCopies { generation, disks, at_rest });
         ReceiveJob { disks: self.disks.clone(), copies, begin: None }
     }
 
@@ -328,6 +329,7 @@ async fn begin(
         downtime_milliseconds: ends.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
         compresses: ends.compresses,
+        at_rest: false,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     source.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;

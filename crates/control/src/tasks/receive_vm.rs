@@ -1,4 +1,4 @@
-//! Receives a running VM from another control plane ([`super::migrate_vm::away`] has the other side).
+//! Receives a VM that runs, or is off, from another control plane ([`super::migrate_vm::away`] has the other side).
 //!
 //! ```text
 //!   reserve ─► make-key ─► receive ──────────────────────► switch ─► done
@@ -10,6 +10,8 @@
 //! The source's control plane decides whether the guest goes on there or here, until it has asked for the switch. From then on
 //! this task decides, and the other side asks until it is told. It is told that the guest does not run here only where the host
 //! has said that it does not, and never will.
+
+mod at_rest;
 
 use std::time::Duration;
 
@@ -76,8 +78,8 @@ impl Step for ReceiveVmStep {
         match self {
             Self::Reserve => "reserve the names",
             Self::MakeKey => "make a key",
-            Self::Receive => "receive memory and disks",
-            Self::Switch => "let the guest go on here",
+            Self::Receive => "receive its disks, and the memory of a guest that runs",
+            Self::Switch => "have the VM be here: let its guest go on, if it runs",
         }
     }
 
@@ -141,11 +143,18 @@ fn place(run: &Run<'_>) -> Result<(HostId, u64), StepError> {
 }
 
 /// The job of an arrival, without what begins it.
-pub(crate) fn job(disks: &[Disk], generation: u64) -> ReceiveJob {
+pub(crate) fn job(disks: &[Disk], generation: u64, at_rest: bool) -> ReceiveJob {
     let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: disk.datastore.clone() };
-    let copies = ArrivingCopies { generation, disks: disks.iter().map(copy).collect() };
+    let copies = ArrivingCopies { generation, disks: disks.iter().map(copy).collect(), at_rest };
     let disks = disks.iter().map(|disk| disk.id).collect();
     ReceiveJob { disks, copies: Some(copies), begin: None }
+}
+
+/// The job of a task's arrival.
+async fn job_of(run: &Run<'_>) -> Result<JobSpec, StepError> {
+    let (_, generation) = place(run)?;
+    let at_rest = run.task.operation.is_at_rest();
+    Ok(JobSpec::Receive(job(&run.disks().await?, generation, at_rest)))
 }
 
 /// Waits until the source asks to let the guest go.
@@ -177,11 +186,11 @@ async fn until_asked(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Undoes the reception: the host has not been asked to let the guest go.
 async fn forget(run: &Run<'_>) -> Result<(), StepError> {
-    let (host, generation) = place(run)?;
+    let (host, _) = place(run)?;
     // A session that is begun meanwhile is ended here, and none is begun later.
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let agent = run.hosts().agent(host)?;
-    let job = JobSpec::Receive(job(&run.disks().await?, generation));
+    let job = job_of(run).await?;
     absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
     absent_is_fine(agent.unregister_vm(run.vm_id).await)
 }
@@ -214,11 +223,14 @@ async fn switch(run: &Run<'_>) -> Result<Arrived, StepError> {
         // Recorded by a server that has restarted since.
         return Ok(Arrived::default());
     }
-    let (host, generation) = place(run)?;
+    let (host, _) = place(run)?;
     let agent = run.hosts().agent(host)?;
     let (committed, arrived) = match until_loaded(run, host).await {
         Ok(arrived) => {
-            let job = JobSpec::Receive(job(&run.disks().await?, generation));
+            if run.task.operation.is_at_rest() {
+                at_rest::note_images(run, host).await?;
+            }
+            let job = job_of(run).await?;
             (agent.commit_job(run.vm_id, run.task.id, job).await, arrived)
         }
         Err(StepError::Final(problem)) => (Err(problem), Arrived::default()),
@@ -272,8 +284,7 @@ async fn newer(
 
 /// Has the host give the guest up, unless it runs there.
 async fn give_up(run: &Run<'_>, agent: &dyn HostAgent) -> Result<Verdict, StepError> {
-    let (_, generation) = place(run)?;
-    let job = JobSpec::Receive(job(&run.disks().await?, generation));
+    let job = job_of(run).await?;
     match agent.cancel_job(run.vm_id, run.task.id, job).await {
         Ok(()) => Ok(Verdict::DoesNot),
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(Verdict::DoesNot),
@@ -291,7 +302,7 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
         Verdict::DoesNot => Ok(()),
         Verdict::Runs => {
             record(run).await?;
-            let detail = format!("VM '{}' runs here: it has arrived", run.task.target);
+            let detail = format!("VM '{}' is here: it has arrived", run.task.target);
             Err(wrong_state(detail))
         }
     }
@@ -300,7 +311,9 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 /// Records that the guest runs here.
 async fn record(run: &Run<'_>) -> Result<(), StepError> {
     let (host, _) = place(run)?;
-    let made = made(run, host).await?;
+    let at_rest = run.task.operation.is_at_rest();
+    // Those of one that is off were noted before, and its host may not know it any more.
+    let made = if at_rest { Vec::new() } else { made(run, host).await? };
     {
         let _unchanged = run.hosts().lock(run.vm_id).await;
         let vm = run.vm().await?;
@@ -311,15 +324,20 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
         // What its snapshots keep is beside its disks: none of that is its memory when it is off, unless it is reverted to.
         memory_generations::renew(&mut write, vm.id).await?;
-        // It has run without a break.
-        vms::set_seen(&mut write, vm.id, Power::Running, None).await?;
+        // A guest that runs has run without a break.
+        let power = if at_rest { Power::Off } else { Power::Running };
+        vms::set_seen(&mut write, vm.id, power, None).await?;
+        let how = if at_rest { ", while it was off" } else { "" };
         let detail = format!(
-            "from another control plane to host '{}', policy '{}', with copies of its disks",
+            "from another control plane to host '{}', policy '{}', with copies of its disks{how}",
             vm.host_name, vm.policy_name
         );
         let (kind, actor) = ("vm.arrived", run.task.actor.as_str());
         write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
         write.commit().await?;
+    }
+    if at_rest {
+        at_rest::register(run).await;
     }
     let state = run.host_state(host, None).await?;
     run.hosts().until_shown(host, &state).await;

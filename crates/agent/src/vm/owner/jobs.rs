@@ -102,6 +102,9 @@ impl Owner {
                 return self.put_verification(task, &job.clone(), spec).await;
             }
             JobSpec::RestoreBackup(job) => return self.put_restore(task, &job.clone(), spec).await,
+            JobSpec::Send(job) if job.begins_at_rest() => {
+                return self.put_send_at_rest(task, &job.clone(), spec).await;
+            }
             JobSpec::Send(job) => return self.put_send(task, &job.clone(), spec).await,
             JobSpec::Receive(_) => self.ready(task, &spec, Vec::new()).await.map(drop)?,
             JobSpec::Create(_) | JobSpec::Export(_) => {}
@@ -345,6 +348,8 @@ impl Owner {
                 self.jobs.progress(disk, size.saturating_sub(dirty), size, Instant::now());
             }
             Report::TreeCopied(copied) => self.tree_copied(disk, copied).await,
+            Report::Sending(progress) => self.sending_at_rest(progress),
+            Report::SentAtRest(sent) => self.sent_at_rest(sent),
             Report::Copied(Ok(())) => self.jobs.written(disk),
             Report::Converted(Ok(facts)) => self.converted(disk, facts),
             Report::Converted(Err(problem)) => self.give_up(disk, problem).await,

@@ -27,6 +27,7 @@ impl Owner {
         }
         let may = self.situation().may(Action::PowerOn, None)?;
         if may == Permission::Granted {
+            rules::check_not_sent(&self.spec, self.jobs.sends_at_rest())?;
             rules::check_start(&self.spec, self.key(), |disk| self.facts(disk).is_some())?;
             rules::boot::check_once(&self.spec, boot_once)?;
         }

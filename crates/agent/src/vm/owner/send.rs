@@ -48,7 +48,7 @@ impl Owner {
         }
     }
 
-    fn tell_disks(&mut self) {
+    pub(super) fn tell_disks(&mut self) {
         let facts = |disk: &DiskSpec| Some((disk.disk, disk.facts.clone()?));
         self.made.extend(self.spec.disks().filter_map(facts));
     }
@@ -111,6 +111,7 @@ impl Owner {
     /// The VM is sent at another rate from now on.
     pub(super) fn set_departure(&mut self, task: TaskId, departure: &Departure) {
         self.jobs.set_departure(task, departure);
+        self.set_rate_at_rest(departure.bytes_per_second);
         if let State::Running(running) = &self.state
             && let Some(sending) = &running.sending
         {
@@ -123,19 +124,7 @@ impl Owner {
         if copies.is_empty() {
             return Ok(None);
         }
-        self.are_unshared(copies.iter().copied()).await?;
-        let of = |disk: &DiskId| {
-            let disk = find_disk(&self.spec, *disk)?.clone();
-            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
-            Ok((disk, facts))
-        };
-        let disks = copies.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
-        let spec = self.spec.clone();
-        let look = move || {
-            let each = disks.into_iter().map(|known| Departing::of(&spec, known));
-            each.collect::<Result<Vec<_>, Problem>>()
-        };
-        let disks = spawn_blocking(look).await.map_err(internal)??;
+        let disks = self.departing(copies).await?;
         let (shared, spec, kek) = (self.shared.clone(), self.spec.clone(), self.clone_kek()?);
         let Some(running) = self.running() else { return Err(internal("it has ended")) };
         let control = running.control.clone();
@@ -148,9 +137,28 @@ impl Owner {
         Ok(Some(ToCopy { shared, spec, kek, told_under, transit, control, disks }))
     }
 
+    /// These disks, as they are copied to another host.
+    pub(super) async fn departing(&self, copies: &[DiskId]) -> Result<Vec<Departing>, Problem> {
+        self.are_unshared(copies.iter().copied()).await?;
+        let of = |disk: &DiskId| {
+            let disk = find_disk(&self.spec, *disk)?.clone();
+            let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
+            Ok((disk, facts))
+        };
+        let disks = copies.iter().map(of).collect::<Result<Vec<_>, Problem>>()?;
+        let spec = self.spec.clone();
+        let look = move || {
+            let each = disks.into_iter().map(|known| Departing::of(&spec, known));
+            each.collect::<Result<Vec<_>, Problem>>()
+        };
+        spawn_blocking(look).await.map_err(internal)?
+    }
+
     /// Checks whether the VM could be sent.
     pub(super) fn ready_to_send(&self, spec: &JobSpec) -> Result<(), Problem> {
-        self.situation().may(Action::Send, None)?;
+        let at_rest = matches!(spec, JobSpec::Send(job) if job.begins_at_rest());
+        let action = if at_rest { Action::SendAtRest } else { Action::Send };
+        self.situation().may(action, None)?;
         rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
     }
 
@@ -277,7 +285,10 @@ impl Owner {
     pub(super) async fn commit_send(&mut self) -> Result<(), Problem> {
         if !self.is_handed_over() {
             return match self.state {
-                State::Off => Ok(()),
+                State::Off => {
+                    self.committed_at_rest();
+                    Ok(())
+                }
                 _ => Err(rules::wrong_state(&self.spec, rules::NOT_READY_TO_COMMIT)),
             };
         }
@@ -296,6 +307,10 @@ impl Owner {
 
     /// The guest goes on here.
     pub(super) async fn cancel_send(&mut self, task: TaskId) -> Result<(), Problem> {
+        if self.jobs.is_at_rest(task) {
+            self.cancel_send_at_rest(task).await;
+            return Ok(());
+        }
         let sending = self.jobs.sender().is_some_and(|sender| sender == task);
         let handed_over = self.is_handed_over();
         if handed_over {

@@ -3,13 +3,13 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_DISKS, MIGRATE_ENCRYPTED,
-    MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+    MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
+    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
 };
 use vmseal_api::host::{Allocation, HostAgent, HostDescription};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
-use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, BeginArrival};
+use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival};
 use vmseal_api::size::Size;
 
 use crate::hosts::HostView;
@@ -186,12 +186,25 @@ async fn fit(
     let hardware = agent.examine_hardware(vm.hardware.clone()).await;
     let hardware =
         hardware.map(|()| ((), "it has the processor model and the firmware".to_owned()));
-    looked.note("hardware", hardware.map_err(failed));
+    looked.note("hardware", hardware.map_err(|problem| lacking(problem, vm)));
     looked.note("network", network(services, arrival, &*agent).await);
     let free = memory(services, arrival, host, &there).await;
     let free = looked.note("memory", free);
     let datastore = looked.note("datastore", room(services, arrival, policy, host, &*agent).await);
     Ok(free.zip(datastore))
+}
+
+/// What a host lacks of a VM's hardware. A medium in its drive is a file of the host that it comes from.
+fn lacking(problem: Problem, vm: &ArrivingVm) -> String {
+    match vm.hardware.medium() {
+        None => problem.detail,
+        Some(path) => format!(
+            "{}. The VM has {} in its CD-ROM drive: have the same file there, or eject it first (vmseal vm cdrom eject {})",
+            problem.detail,
+            path.display(),
+            vm.name
+        ),
+    }
 }
 
 type Answering = (std::sync::Arc<dyn HostAgent>, std::sync::Arc<HostDescription>);
@@ -225,6 +238,7 @@ fn versions(
         (MIGRATE_APART, vm.has_key),
         (MIGRATE_SNAPSHOTS, with_snapshots),
         (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
+        (MIGRATE_AT_REST, arrival.at_rest),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {
@@ -243,7 +257,8 @@ fn versions(
     if there.migration_address.is_none() {
         return Err("its agent has no address for migrations".to_owned());
     }
-    if older(&there.qemu, &arrival.source.qemu) {
+    // A guest that boots there finds another machine, as with any start.
+    if !arrival.at_rest && older(&there.qemu, &arrival.source.qemu) {
         return Err(format!(
             "its QEMU {} is older than QEMU {} of the VM's host",
             there.qemu, arrival.source.qemu
@@ -254,6 +269,9 @@ fn versions(
 
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
     let of_host = &there.accelerator;
+    if arrival.at_rest {
+        return Ok(((), format!("{:?}; the VM is off", of_host.kind)));
+    }
     let (here, there) = (arrival.source.accelerator.kind, of_host.kind);
     if here != there {
         return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
@@ -291,6 +309,9 @@ async fn memory(
     let free = free_memory(services, &mut read, host.id, &promised).await.map_err(failed)?;
     let (free, needed) = (free.unwrap_or(there.memory), arrival.vm.memory);
     let detail = format!("{} free, {} needed", Size(free), Size(needed));
+    if arrival.at_rest {
+        return Ok((free, format!("{detail} when it is started")));
+    }
     if free < needed { Err(detail) } else { Ok((free, detail)) }
 }
 

@@ -1,4 +1,4 @@
-//! VMs that come from other control planes while they run: what the other one asks for ([`vmseal_api::remote`]). The work is a task
+//! VMs that come from other control planes, while they run or are off: what the other one asks for ([`vmseal_api::remote`]). The work is a task
 //! ([`crate::tasks::receive_vm`]).
 
 mod checks;
@@ -103,10 +103,12 @@ async fn reserve(
     };
     let gone = || Problem::not_found("datastore", &datastore.name);
     let place = datastore.spec_on(host.id).ok_or_else(gone)?;
-    let BeginArrival { vm: asked, generation, .. } = request;
+    let BeginArrival { vm: asked, generation, at_rest, .. } = request;
     let mut write = services.store.write().await?;
     let provider = provider_of(services, &mut write, &policy).await?;
-    require_room(services, &mut write, &asked, host.id).await?;
+    if !at_rest {
+        require_room(services, &mut write, &asked, host.id).await?;
+    }
     let vm = Vm {
         id: asked.id,
         name: asked.name,
@@ -157,7 +159,8 @@ async fn reserve(
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
     snapshots::insert(&mut write, vm.id, asked.snapshots).await?;
-    let operation = Operation::ReceiveVm { vm: vm.id, host: vm.host, generation, committed: false };
+    let (host, committed) = (vm.host, false);
+    let operation = Operation::ReceiveVm { vm: vm.id, host, generation, committed, at_rest };
     let schedule = TaskSchedule { id: Some(id), ..TaskSchedule::default() };
     let actor = caller.name();
     let task = Engine::record_scheduled(&mut write, operation, &vm.name, actor, schedule).await?;
@@ -320,7 +323,7 @@ pub async fn session(
         let detail = format!("host '{}' has no address for migrations", row.host_name);
         Problem::new(ErrorCode::WrongState, detail)
     })?;
-    let job = receive_vm::job(&of_vm, generation);
+    let job = receive_vm::job(&of_vm, generation, task.operation.is_at_rest());
     clear(&*agent, vm, task.id, &job).await?;
     let copies = job.copies.iter().flat_map(|copies| copies.disks.clone()).collect::<Vec<_>>();
     let spec = hosts::definition_with(&services.store, vm, host, &copies).await?;

@@ -1,4 +1,6 @@
-//! Moving VMs that run to hosts of other control planes.
+//! Moving VMs that run, or are off, to hosts of other control planes.
+
+pub(super) mod at_rest;
 
 mod with_snapshots;
 
@@ -25,7 +27,7 @@ use crate::store::{dumps, placements};
 pub(super) async fn migrate(
     services: &Services,
     caller: &Caller,
-    (vm, disks): (&Vm, &[Disk]),
+    (vm, disks, is_off): (&Vm, &[Disk], bool),
     request: MigrateVm,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
@@ -39,18 +41,28 @@ pub(super) async fn migrate(
         let what = "what goes to another control plane is not compressed: leave it out";
         return Err(Problem::invalid("compress", what));
     }
+    if is_off {
+        at_rest::require_no_guest_of(&request)?;
+    }
     let named = request.remote.as_deref().unwrap_or_default();
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
+    if is_off {
+        at_rest::require_sendable(services, vm, disks)?;
+    }
     let plane = services.remotes.of(&remote)?;
     let about = plane.about().await?;
     require_arrivals(&remote.name, &about)?;
     with_snapshots::require(services, vm, (&remote.name, &about)).await?;
+    if is_off {
+        at_rest::require_taken(&remote.name, &about)?;
+    }
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
         policy: policy.clone(),
         host: request.host.clone(),
         datastore: request.datastore.clone(),
+        at_rest: is_off,
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
     let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
@@ -74,12 +86,16 @@ pub(super) async fn migrate(
             None => downtime_of(services, vm).await?,
             asked => asked,
         },
+        at_rest: is_off,
     };
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
         Outcome::Planned(plan) => {
             let kept = with_snapshots::told(&told);
-            Outcome::Planned(explained(plan, vm, (&remote.name, &found, &kept), encrypted))
+            let how = (&*remote.name, &found, &*kept);
+            let mut plan = explained(plan, vm, how, encrypted || is_off);
+            plan.warnings.extend(is_off.then(|| at_rest::stays_off(vm, encrypted)));
+            Outcome::Planned(plan)
         }
         done => done,
     })

@@ -1,4 +1,4 @@
-//! Moves a running VM to a host of another control plane ([`crate::tasks::receive_vm`] has the other side).
+//! Moves a VM that runs, or is off, to a host of another control plane ([`crate::tasks::receive_vm`] has the other side).
 //!
 //! ```text
 //!   check ─► announce ─► transfer ───────────────► switch ──────────────► finish ─► destroy-key ─► remove-rows
@@ -8,6 +8,10 @@
 //!                    │                               commit step
 //!                    └── undone: the guest goes on here; the arrival is given up
 //! ```
+//! Of one that is off the transfer copies the disks ([`at_rest`]); the steps are the same. Until its rows are removed this task has it, so
+//! that nothing starts it here.
+
+mod at_rest;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +22,7 @@ use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
-use vmseal_api::host::{Departure, HostAgent, JobSpec, MIGRATION_KEY_LEN, SendJob};
+use vmseal_api::host::{Departure, HostAgent, HostState, JobSpec, MIGRATION_KEY_LEN, SendJob};
 use vmseal_api::id::{DiskId, HostId, MigrationId, RemoteId, TaskId};
 use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
@@ -87,8 +91,10 @@ impl Step for AwayStep {
         match self {
             Self::Check => "check the VM",
             Self::Announce => "have the other control plane prepare for it, with a key of its own",
-            Self::Transfer => "send memory and disks",
-            Self::Switch => "let the guest go on at the other control plane",
+            Self::Transfer => "send its disks, and the memory of a guest that runs",
+            Self::Switch => {
+                "have the other control plane take it: there its guest goes on, if it runs"
+            }
             Self::Finish => "end its processes at the former host, and delete its disks there",
             Self::DestroyKey => "destroy its former key",
             Self::RemoveRows => "remove it from this inventory",
@@ -177,15 +183,22 @@ struct Route {
     arrival: TaskId,
     encrypted: bool,
     downtime_milliseconds: u32,
+    at_rest: bool,
 }
 
 fn route(run: &Run<'_>) -> Result<Route, StepError> {
     match run.task.operation {
         Operation::MigrateAway {
-            from, remote, arrival, encrypted, downtime_milliseconds, ..
+            from,
+            remote,
+            arrival,
+            encrypted,
+            downtime_milliseconds,
+            at_rest,
+            ..
         } => {
             let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
-            Ok(Route { from, remote, arrival, encrypted, downtime_milliseconds })
+            Ok(Route { from, remote, arrival, encrypted, downtime_milliseconds, at_rest })
         }
         _ => Err(internal("the task does not say where the VM goes")),
     }
@@ -217,7 +230,11 @@ async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError>
 /// Checks the preconditions.
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     Watched::default().show(run, MigrationPhase::Connecting);
-    let disks = running_disks(run, route(run)?.from).await?;
+    let Route { from, at_rest, .. } = route(run)?;
+    let disks = match at_rest {
+        true => at_rest::disks(run, from).await?,
+        false => running_disks(run, from).await?,
+    };
     let disks = disks.iter().map(|disk| disk.id).collect();
     let mut read = run.store().read().await?;
     let generation = placements::next_generation(&mut read, run.vm_id).await?;
@@ -236,11 +253,16 @@ fn cancelled(arrival: ArrivalShown) -> StepError {
 /// Has the other control plane prepare for the VM.
 async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     let (route, checked, remote) = (route(run)?, checked(run)?, remote(run).await?);
-    let Operation::MigrateAway { host, datastore, policy, .. } = &run.task.operation else {
+    let Operation::MigrateAway { host, datastore, policy, at_rest, .. } = &run.task.operation
+    else {
         return Err(internal("the task does not say where the VM goes"));
     };
-    let wanted =
-        Wanted { policy: policy.clone(), host: host.clone(), datastore: datastore.clone() };
+    let wanted = Wanted {
+        policy: policy.clone(),
+        host: host.clone(),
+        datastore: datastore.clone(),
+        at_rest: *at_rest,
+    };
     let vm = run.vm().await?;
     let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
     loop {
@@ -272,9 +294,12 @@ async fn call_off(run: &Run<'_>) -> Result<(), StepError> {
 async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (route, checked) = (route(run)?, checked(run)?);
     let source = run.host_state(route.from, None).await?;
-    if is_handed_over(run, &source) {
+    if is_sent(run, &route, &source) {
         // Sent before the server restarted; the other control plane knows whether all of it has come.
         return Ok(Watched::late(run, &source));
+    }
+    if route.at_rest {
+        at_rest::prepare(run).await?;
     }
     // A session serves one attempt; what an earlier one has left is removed.
     let agent = agent_of(run, route.from)?;
@@ -282,6 +307,11 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
     let sent = begin(run, &route, &checked, &*agent).await?;
     follow(run, &route, sent).await
+}
+
+/// Whether the source has sent all: its guest stands still, or the disks of the VM that is off are at the other host.
+fn is_sent(run: &Run<'_>, route: &Route, source: &HostState) -> bool {
+    if route.at_rest { at_rest::is_sent(run, source) } else { is_handed_over(run, source) }
 }
 
 /// Tells both sides of a new session. Returns what the source was told.
@@ -317,6 +347,7 @@ async fn begin(
         downtime_milliseconds: route.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
         compresses: false,
+        at_rest: route.at_rest,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     agent.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;
@@ -336,7 +367,7 @@ async fn follow(run: &Run<'_>, route: &Route, mut sent: SendJob) -> Result<Watch
     asking.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         watched.note(run, &source);
-        if is_handed_over(run, &source) {
+        if is_sent(run, route, &source) {
             return Ok(watched);
         }
         sends(run, &source)?;
@@ -393,7 +424,8 @@ async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
         Err(problem) => return Err(StepError::Again(problem)),
     };
     let watched = watched.with_placed(arrived.placed);
-    let migrated = watched.ended(checked.began, Timestamp::now(), true);
+    // Of one that is off no guest stood still, and no memory was sent.
+    let migrated = watched.ended(checked.began, Timestamp::now(), true).filter(|_| !route.at_rest);
     leave(run).await?;
     Ok(migrated)
 }
@@ -432,7 +464,7 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
             destroy_keys(run).await?;
             remove_rows(run).await?;
             let detail = format!(
-                "VM '{}' runs at remote '{}': its migration could not be cancelled any more",
+                "VM '{}' is at remote '{}': its migration could not be cancelled any more",
                 run.task.target, known.name
             );
             Err(wrong_state(detail))
@@ -457,7 +489,8 @@ async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let how = if route(run)?.encrypted { "encrypted" } else { "not encrypted" };
     let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
-    let detail = format!("from host '{}' to remote '{name}', {how}{went}", vm.host_name);
+    let off = if route(run)?.at_rest { ", while it was off" } else { "" };
+    let detail = format!("from host '{}' to remote '{name}', {how}{off}{went}", vm.host_name);
     let mut write = run.store().write().await?;
     vms::delete(&mut write, vm.id).await?;
     let (kind, actor) = ("vm.migrated", run.task.actor.as_str());
@@ -468,7 +501,7 @@ async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
 /// The problem of a failure after the guest has gone on at the other control plane.
 pub(in crate::tasks) fn unfinished(target: &str, cause: &Problem) -> Problem {
     let detail = format!(
-        "VM '{target}' runs at the other control plane, and what is left of it here could not be removed: {cause}. It does not start here any more: delete it (vmseal vm delete {target})"
+        "VM '{target}' is at the other control plane, and what is left of it here could not be removed: {cause}. It does not start here any more: delete it (vmseal vm delete {target})"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }

@@ -1,6 +1,7 @@
 //! VMs that go to another control plane while they run: at every point exactly one of both runs the guest, or none while a task
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
+mod at_rest;
 mod killed;
 mod with_snapshots;
 
