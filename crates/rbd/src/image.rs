@@ -13,14 +13,9 @@ use libc::{size_t, ssize_t};
 use crate::buffers;
 use crate::cluster::{Pool, checked, text};
 use crate::library::{
-<<<<<<< HEAD
-    self, Completion, FEATURE_STRIPING, FEATURES, IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES,
-    IMAGE_OPTION_ORDER, IMAGE_OPTION_STRIPE_COUNT, IMAGE_OPTION_STRIPE_UNIT, LOCK_EXCLUSIVE,
-    ZEROES_TAKE_ROOM, loaded,
-=======
-    self, Completion, FEATURES, FEATURES_OF_MAP, FLAGS_OF_WRONG_MAP, IMAGE_OPTION_DATA_POOL,
-    IMAGE_OPTION_FEATURES, IMAGE_OPTION_ORDER, LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
->>>>>>> w-rbdfacts
+    self, Completion, FEATURE_STRIPING, FEATURES, FEATURES_OF_MAP, FLAGS_OF_WRONG_MAP,
+    IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES, IMAGE_OPTION_ORDER, IMAGE_OPTION_STRIPE_COUNT,
+    IMAGE_OPTION_STRIPE_UNIT, LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
 };
 
 /// How many owners a lock may have: an exclusive one has one.
@@ -417,7 +412,6 @@ impl Image {
     }
 }
 
-<<<<<<< HEAD
 /// Parts in the order of the image: objects that bytes go around are told one after the other.
 fn in_order(mut parts: Vec<Range<u64>>) -> Vec<Range<u64>> {
     parts.sort_unstable_by_key(|part| part.start);
@@ -429,11 +423,11 @@ fn in_order(mut parts: Vec<Range<u64>>) -> Vec<Range<u64>> {
         }
     }
     ordered
-=======
+}
+
 /// Whether an image has a map of its objects that is right.
 fn has_map(features: u64, flags: u64) -> bool {
     features & FEATURES_OF_MAP == FEATURES_OF_MAP && flags & FLAGS_OF_WRONG_MAP == 0
->>>>>>> w-rbdfacts
 }
 
 extern "C" fn extent(offset: u64, length: size_t, exists: c_int, context: *mut c_void) -> c_int {
@@ -463,12 +457,13 @@ mod tests {
     use super::*;
 
     #[test]
-<<<<<<< HEAD
     fn parts_of_striped_images_are_put_in_order() {
         let told = vec![0..4, 8..12, 4..8, 20..24, 12..14];
         assert_eq!(in_order(told), [0..14, 20..24]);
         assert_eq!(in_order(Vec::new()), Vec::<Range<u64>>::new());
-=======
+    }
+
+    #[test]
     fn a_map_counts_where_it_is_there_and_right() {
         assert!(has_map(FEATURES, 0));
         assert!(has_map(FEATURES, 1 << 2), "another flag");
@@ -478,6 +473,5 @@ mod tests {
         for feature in [1 << 3, 1 << 4] {
             assert!(!has_map(FEATURES & !feature, 0));
         }
->>>>>>> w-rbdfacts
     }
 }

@@ -50,15 +50,12 @@ pub const IMAGE_OPTION_STRIPE_COUNT: c_int = 4;
 pub const IMAGE_OPTION_DATA_POOL: c_int = 10;
 /// `RBD_FEATURE_LAYERING`, `_EXCLUSIVE_LOCK`, `_OBJECT_MAP`, `_FAST_DIFF`, `_DEEP_FLATTEN`: what `rbd create` gives an image.
 pub const FEATURES: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5;
-<<<<<<< HEAD
 /// `RBD_FEATURE_STRIPINGV2`: units of an image go around several objects.
 pub const FEATURE_STRIPING: u64 = 1 << 1;
-=======
 /// `RBD_FEATURE_OBJECT_MAP`, `_FAST_DIFF`: an image has a map of the objects that exist.
 pub const FEATURES_OF_MAP: u64 = 1 << 3 | 1 << 4;
 /// `RBD_FLAG_OBJECT_MAP_INVALID`, `RBD_FLAG_FAST_DIFF_INVALID`: the map is not right.
 pub const FLAGS_OF_WRONG_MAP: u64 = 1 << 0 | 1 << 1;
->>>>>>> w-rbdfacts
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 pub const LOCK_EXCLUSIVE: c_int = 0;
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`: the zeroes take room.
@@ -180,12 +177,9 @@ functions! {
         fn rbd_open_read_only(IoContext, *const c_char, *mut Image, *const c_char) -> c_int;
         fn rbd_close(Image) -> c_int;
         fn rbd_get_size(Image, *mut u64) -> c_int;
-<<<<<<< HEAD
         fn rbd_get_stripe_count(Image, *mut u64) -> c_int;
-=======
         fn rbd_get_features(Image, *mut u64) -> c_int;
         fn rbd_get_flags(Image, *mut u64) -> c_int;
->>>>>>> w-rbdfacts
         fn rbd_resize(Image, u64) -> c_int;
         fn rbd_metadata_set(Image, *const c_char, *const c_char) -> c_int;
         fn rbd_write(Image, u64, size_t, *const c_char) -> ssize_t;
