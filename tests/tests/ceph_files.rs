@@ -168,7 +168,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     there.unmount();
 }
 
-/// The process has no capabilities, in any of its threads, has its memory limited, and cannot be looked into.
+/// The process has no capabilities, in any of its threads, has its system calls filtered and its memory limited, and cannot be looked into.
 fn confined(here: &Mount) {
     let process = format!("/proc/{}", here.process.id());
     // The thread that has mounted confines itself last.
@@ -193,7 +193,7 @@ fn confined(here: &Mount) {
     assert!(!is_open(here.process.id()), "a process of the same user can read its memory");
 }
 
-/// Whether a thread has no capabilities, and gets none by starting a program.
+/// Whether a thread has no capabilities, gets none by starting a program, and has its system calls filtered (`SECCOMP_MODE_FILTER`).
 fn is_confined(status: &str) -> bool {
     let is = |name: &str, wanted: u64| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
@@ -202,6 +202,7 @@ fn is_confined(status: &str) -> bool {
     };
     ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"].iter().all(|set| is(set, 0))
         && is("NoNewPrivs:", 1)
+        && is("Seccomp:", 2)
 }
 
 /// A program of the same user without capabilities: CAP_SYS_PTRACE and, in later kernels, CAP_PERFMON let root look into any process.

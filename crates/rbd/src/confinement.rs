@@ -1,5 +1,8 @@
-//! Confines the threads that talk to the cluster: no capabilities, no files but those that librados needs, no signals to others.
-//! Connections are allowed, as they are the work. Call it in the thread that connects: the library's threads descend from it.
+//! Confines the threads that talk to the cluster: no capabilities, no files but those that librados needs, no signals to others, and no
+//! system calls by which a process reaches others. Connections are allowed, as they are the work. Call it in the thread that connects:
+//! the library's threads descend from it.
+
+mod system_calls;
 
 use std::io;
 use std::path::Path;
@@ -9,6 +12,8 @@ use landlock::{
     RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+pub use system_calls::SystemCallsError;
 
 /// The Landlock version whose restrictions are asked for: that of Linux 6.12. Earlier kernels have some of them.
 const VERSION: ABI = ABI::V6;
@@ -23,21 +28,40 @@ const WRITTEN: [&str; 2] = ["/dev/fuse", "/dev/null"];
 /// The most private memory, in bytes: requests in flight (128 MiB), the library's maps and threads, and images' headers.
 const MEMORY_MAX: u64 = 2 << 30;
 
+/// Why the process cannot be confined, and so must not serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfinementError {
+    /// Its limits and capabilities.
+    #[error("its memory cannot be limited, or its capabilities cannot be dropped: {0}")]
+    Rights(#[from] io::Error),
+    /// The filter of system calls.
+    #[error(
+        "its system calls cannot be filtered (seccomp): {0}; a kernel with CONFIG_SECCOMP_FILTER is needed"
+    )]
+    SystemCalls(#[from] SystemCallsError),
+}
+
 /// Confines the calling thread and those that it starts. A kernel without Landlock is no error: it is logged.
 ///
 /// # Errors
-/// The limits and capabilities, which every kernel has.
-pub fn enter(keyring: &Path) -> io::Result<()> {
-    let (_, hard) = getrlimit(Resource::RLIMIT_DATA)?;
-    setrlimit(Resource::RLIMIT_DATA, MEMORY_MAX.min(hard), MEMORY_MAX.min(hard))?;
-    nix::sys::prctl::set_no_new_privs()?;
-    drop_capabilities()?;
+/// [`ConfinementError`].
+pub fn enter(keyring: &Path) -> Result<(), ConfinementError> {
+    lower_rights()?;
     match confine_files(keyring) {
         Ok(RulesetStatus::FullyEnforced) => {}
         Ok(status) => tracing::warn!(?status, "Landlock does not keep the process from all files"),
         Err(error) => tracing::warn!(%error, "Landlock is refused"),
     }
+    // The last one: it refuses what comes before.
+    system_calls::confine()?;
     Ok(())
+}
+
+fn lower_rights() -> io::Result<()> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_DATA)?;
+    setrlimit(Resource::RLIMIT_DATA, MEMORY_MAX.min(hard), MEMORY_MAX.min(hard))?;
+    nix::sys::prctl::set_no_new_privs()?;
+    drop_capabilities()
 }
 
 fn confine_files(keyring: &Path) -> Result<RulesetStatus, RulesetError> {
@@ -68,4 +92,34 @@ fn drop_capabilities() -> io::Result<()> {
     // SAFETY: the kernel reads both, which are laid out as it expects and outlive the call.
     let set = unsafe { libc::syscall(libc::SYS_capset, &raw mut header, &raw const sets) };
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_confined_thread_opens_few_files() {
+        let place = tempfile::tempdir().unwrap();
+        let (there, made) = (place.path().join("there"), place.path().join("made"));
+        std::fs::write(&there, "x").unwrap();
+        // Landlock ends with the thread.
+        let tried = std::thread::spawn(move || {
+            let status = confine_files(Path::new("/dev/null")).unwrap();
+            let open = |path: &Path| File::open(path).map(drop).map_err(|error| error.kind());
+            let written = File::create(&made).map(drop).map_err(|error| error.kind());
+            (status, open(Path::new("/etc/passwd")), open(&there), written)
+        });
+        let (status, needed, other, written) = tried.join().unwrap();
+        if status == RulesetStatus::NotEnforced {
+            eprintln!("skipped: this kernel has no Landlock");
+            return;
+        }
+        assert_eq!(needed, Ok(()));
+        assert_eq!(other, Err(ErrorKind::PermissionDenied));
+        assert_eq!(written, Err(ErrorKind::PermissionDenied));
+    }
 }
