@@ -108,7 +108,7 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     here.wait_power("web", "running").unwrap();
     let count = count_on(&here, count);
 
-    // Backups and snapshots put layers above the image, and merge them; another key opens both. The replica stays right.
+    // Backups and snapshots put layers above the image, and merge them; another key opens both; the disk grows. The replica stays right.
     let backups = here.path("backups");
     std::fs::create_dir(&backups).unwrap();
     here.vmseal(&["backup", "create", "web", "one", "--to", text(&backups).unwrap()]).unwrap();
@@ -118,6 +118,8 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     count_on(&here, backed_up);
     here.vmseal(&["snapshot", "delete", "web", "first"]).unwrap();
     here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    here.vmseal(&["disk", "resize", "web", "disk0", "--size", "96MiB"]).unwrap();
+    assert!(image.metadata().unwrap().len() > 96 << 20, "its image is as short as it was");
     is_shown_caught_up(&here);
     // Its agent looks now and then.
     here.wait_no_alarm("web", "replica-behind").unwrap();

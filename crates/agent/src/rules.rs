@@ -323,7 +323,7 @@ pub fn check_exposure(
 /// The preconditions of making a disk longer, besides [`exclusion`].
 ///
 /// # Errors
-/// `invalid-request` for a size that it cannot get; `wrong-state` before it is made, and with a replica.
+/// `invalid-request` for a size that it cannot get; `wrong-state` before it is made.
 pub fn check_growth(spec: &VmSpec, disk: &DiskSpec, made: bool, size: u64) -> Result<(), Problem> {
     needs_to_be_made(spec, disk, made)?;
     if !disk.role.is_data() && size != disk.size {
@@ -340,10 +340,6 @@ pub fn check_growth(spec: &VmSpec, disk: &DiskSpec, made: bool, size: u64) -> Re
             Size(DISK_SIZE_MAX)
         );
         return Err(Problem::invalid("size", what));
-    }
-    if disk.replica.is_some() && size != disk.size {
-        let what = format!("has a replica of its disk '{}', which cannot grow", disk.name);
-        return Err(wrong_state(spec, &what));
     }
     Ok(())
 }

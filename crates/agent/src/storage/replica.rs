@@ -19,10 +19,13 @@
 //! hanging datastore that was given up may still be done later: it leaves two notes that differ, so that
 //! everything is copied.
 //!
+//! A disk grows with its replica ([`length`]).
+//!
 //! A disk whose copy takes its place (`vm encrypt`, `vm move`) gets another replica, and the former one goes with the former image
 //! ([`former`]).
 
 pub mod former;
+pub mod length;
 mod pair;
 
 use std::collections::BTreeMap;
@@ -314,13 +317,7 @@ impl Of {
             former::set_aside(home, disk, &image)?;
         }
         let file = home.open_or_make(&self.spec, &self.place.datastore, &path)?;
-        let length = offset.saturating_add(self.disk.size);
-        let found = file.metadata().map_err(|error| failed(&path, "read", &error))?.len();
-        if found != length {
-            // New, truncated, or unfinished. In this order, so that no map of missing data is believed.
-            pair::remove(home, disk)?;
-            file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
-        }
+        length::fit(home, disk, &file, offset.saturating_add(self.disk.size))?;
         let copied = copy_header((image, offset), &file, &path);
         copied.map_err(|error| failed(&path, "given its header", &error))?;
         let (here, encrypted) = (&self.place.datastore, offset > 0);
@@ -639,6 +636,40 @@ mod tests {
             assert_eq!(bench.replica().metadata().unwrap().len(), OFFSET + SIZE);
             assert_eq!(head(&bench.replica()), [7; OFFSET as usize]);
         }
+    }
+
+    /// It goes on with its map: the filter carries that over. One that was truncated before is not taken for one that grew.
+    #[tokio::test]
+    async fn a_replica_grows_with_its_disk_and_goes_on() {
+        let mut bench = Bench::new().await;
+        let longer = async |bench: &Bench, size: u64, access| {
+            let (vm, disk) = (bench.spec.vm, bench.disk());
+            length::lengthen(vm, disk, OFFSET, size, access).await
+        };
+        let lengths = |bench: &Bench| {
+            (bench.replica().metadata().unwrap().len() - OFFSET, bench.map_length())
+        };
+        bench.fill_map();
+        let held = bench.for_writer().await.unwrap();
+        longer(&bench, 2 * SIZE, Access::BesideGuest).await.unwrap();
+        drop(held);
+        assert_eq!(lengths(&bench), (2 * SIZE, 1024));
+        // An agent died, and its disk has not grown.
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(lengths(&bench), (SIZE, 1024));
+        // It has grown; twice, as after another death.
+        for _ in 0..2 {
+            longer(&bench, 3 * SIZE, Access::Write).await.unwrap();
+        }
+        bench.spec.disks_mut().for_each(|disk| disk.size = 3 * SIZE);
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(lengths(&bench), (3 * SIZE, 1024), "all of it is copied again");
+        let file = File::options().write(true).open(bench.replica()).unwrap();
+        file.set_len(OFFSET + 3 * SIZE - 1).unwrap();
+        longer(&bench, 4 * SIZE, Access::Write).await.unwrap();
+        bench.spec.disks_mut().for_each(|disk| disk.size = 4 * SIZE);
+        bench.for_writer().await.unwrap().unwrap();
+        assert_eq!(lengths(&bench), (4 * SIZE, 0), "data that is missing counts as copied");
     }
 
     /// Files that were put in their place: by a restore, or when a datastore was away and came back.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 62] = [
+pub const FEATURES: [&str; 63] = [
     "job-create",
     "job-export",
     NICS,
@@ -87,6 +87,7 @@ pub const FEATURES: [&str; 62] = [
     SHARE_DATA_KEYS,
     MIRROR_REPLICAS,
     IMAGE_LAYOUTS,
+    GROW_REPLICA,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -107,6 +108,9 @@ pub const SET_RUNNING: &str = "set-running";
 
 /// The feature of agents that make disks longer.
 pub const GROW_DISK: &str = "grow-disk";
+
+/// The feature of agents that make disks longer which have replicas.
+pub const GROW_REPLICA: &str = "grow-replica";
 
 /// The feature of agents that survey datastores, and describe VMs there so that another inventory can adopt them.
 pub const DESCRIPTORS: &str = "descriptors";

@@ -3,7 +3,7 @@
 
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
-use vmseal_api::host::version::{GROW_DISK, SET_RUNNING};
+use vmseal_api::host::version::{GROW_DISK, GROW_REPLICA, SET_RUNNING};
 use vmseal_api::host::{DiskRole, HostAgent, NewDisk, NicSpec, Power, VmChange};
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
@@ -258,10 +258,6 @@ pub async fn resize_disk(
         );
         return Err(Problem::invalid("size", detail));
     }
-    if disk.replica.is_some() {
-        let detail = format!("disk '{}' has a replica, and cannot grow", disk.name);
-        return Err(Problem::new(ErrorCode::WrongState, detail));
-    }
     if !disk.role.is_data() || disk.detached {
         let detail = format!("disk '{}' cannot grow: it is not the guest's", disk.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -269,6 +265,9 @@ pub async fn resize_disk(
     super::snapshots::require_none(services, &vm, "its disks cannot grow").await?;
     changeable(services, &vm).await?;
     super::features::require(services, &vm, GROW_DISK, "resize disks")?;
+    if disk.replica.is_some() {
+        super::features::require(services, &vm, GROW_REPLICA, "resize disks with replicas")?;
+    }
     let write = services.store.write().await?;
     let operation = Operation::GrowDisk { vm: vm.id, disk: disk.id, size };
     let change = VmChange::GrowDisk { disk: disk.id, size };

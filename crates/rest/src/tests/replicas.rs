@@ -1,7 +1,7 @@
 //! Replicas by policy.
 
 use serde_json::{Value, json};
-use vmseal_api::host::version::{MIRROR_REPLICAS, REPLICA_SNAPSHOTS};
+use vmseal_api::host::version::{GROW_REPLICA, MIRROR_REPLICAS, REPLICA_SNAPSHOTS};
 
 use super::{Api, vm_with};
 
@@ -89,14 +89,19 @@ async fn how_far_a_replica_is_behind_is_shown_while_its_vm_runs() {
 
 /// What a snapshot keeps of a disk does not change its replica. What is made of such a VM has replicas of its own.
 #[tokio::test]
-async fn a_vm_with_replicas_is_backed_up_restored_cloned_and_kept_by_snapshots() {
+async fn a_vm_with_replicas_grows_and_is_backed_up_restored_cloned_and_kept_by_snapshots() {
     let api = Api::new().await;
     add_web(&api).await;
     let done = async |path: &str, body: Value| {
         let ended = api.done(api.post(path, body).await).await;
         assert_eq!(ended["state"], "done", "{path}: {ended}");
     };
+    done("vms/web/disks/root/resize", json!({ "size": 4 << 20 })).await;
     done("vms/web/start", Value::Null).await;
+    done("vms/web/disks/root/resize", json!({ "size": 8 << 20 })).await;
+    let shown = api.get("vms/web").await.body;
+    let root = shown["disks"].as_array().unwrap().iter().find(|disk| disk["name"] == "root");
+    assert_eq!(root.unwrap()["size"], 8 << 20, "{shown}");
     done("vms/web/backups", json!({ "name": "one", "directory": "/backups" })).await;
     done("vms/web/clone", json!({ "name": "copied" })).await;
     done("vms/web/backups/one/restore", json!({ "new_vm": "other" })).await;
@@ -118,7 +123,7 @@ async fn a_vm_with_replicas_is_backed_up_restored_cloned_and_kept_by_snapshots()
         assert_eq!(kept.count(), 2, "{shown}");
     }
 
-    api.fixture.agent.lack_features(&[REPLICA_SNAPSHOTS]);
+    api.fixture.agent.lack_features(&[REPLICA_SNAPSHOTS, GROW_REPLICA]);
     api.fixture.agent.restart();
     let refused = async || {
         let answer = api.post("vms/web/backups?dry_run=true", Value::Null).await;
@@ -128,6 +133,9 @@ async fn a_vm_with_replicas_is_backed_up_restored_cloned_and_kept_by_snapshots()
     assert!(said.contains("upgrade vmseal there"), "{said}");
     let snapshot = api.post("vms/web/snapshots?dry_run=true", Value::Null).await;
     snapshot.assert_problem(422, "unsupported");
+    let longer = json!({ "size": 16 << 20 });
+    let longer = api.post("vms/web/disks/root/resize?dry_run=true", longer).await;
+    longer.assert_problem(422, "unsupported");
 }
 
 /// A copy gets a replica of its own, where the former one was: until that is complete there is no second copy, which is said before and after.

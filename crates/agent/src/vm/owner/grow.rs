@@ -4,6 +4,8 @@
 //!  image grown ─► size on record ─► disk drained ─► its stack replaced by a longer one ─► resumed ─► QEMU told
 //!                                     └── not possible: the filter is replaced by one that serves the new size ──^
 //! ```
+//! A replica grows before its disk does (docs/decisions/247), and has the filter be replaced.
+//!
 //! The other disks are not disturbed (docs/decisions/234). In the disk's dirty bitmaps what is new is dirty. An agent that ends in
 //! between finds the new size on record, or is asked again. A filter that still serves the former size harms nothing.
 
@@ -23,6 +25,8 @@ use crate::storage::builder::is_preallocated;
 use crate::storage::grow::{Growth, Holder};
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files};
+use crate::storage::locked::Access;
+use crate::storage::replica::length;
 use crate::storage::{opening, timed};
 use crate::vm::{images, internal};
 
@@ -31,6 +35,21 @@ fn check_file(growth: &Growth, directory: &ProcessDir, file: &File) -> Result<()
     match growth.holder {
         Holder::Filter => images::check(directory, &[(&growth.disk, file)]),
         Holder::Nobody => Ok(()),
+    }
+}
+
+/// Makes the replica of a disk that is to grow longer, before anything else is. Where that is not possible the disk grows all the same:
+/// its next filter makes the replica as long, and copies all of it again.
+async fn lengthen_replica(growth: &Growth) {
+    let Growth { spec, disk, facts, size, holder } = growth;
+    let access = match holder {
+        Holder::Filter => Access::BesideGuest,
+        Holder::Nobody => Access::Write,
+    };
+    if let Err(problem) =
+        length::lengthen(spec.vm, disk, opening::data_offset(facts), *size, access).await
+    {
+        tracing::warn!(vm = %spec.vm, disk = %disk.disk, %problem, "a replica does not grow with its disk, all of which will be copied again");
     }
 }
 
@@ -63,6 +82,7 @@ impl Owner {
     pub(super) async fn grow_disk(&mut self, disk: DiskId, size: u64) -> Result<(), Problem> {
         let growth = self.may_grow(disk, size).await?;
         let (disk, used) = (growth.disk.clone(), growth.holder == Holder::Filter);
+        lengthen_replica(&growth).await;
         let directory = self.shared.run_dir.vm(self.spec.vm);
         let path = disk.datastore.location.path().to_owned();
         let growing = move || growth.make(|file| check_file(&growth, &directory, file));
@@ -99,6 +119,10 @@ impl Owner {
 
     /// The guest's filter, where it can make this disk longer while it runs.
     async fn filter_that_grows(&mut self, disk: DiskId) -> Option<Control> {
+        // What keeps a replica is not exchanged while it serves (docs/decisions/226).
+        if self.spec.disk(disk).is_some_and(|disk| disk.replica.is_some()) {
+            return None;
+        }
         let (control, status) = self.filter_that_replaces(&[disk]).await?;
         status.grows.then_some(control)
     }

@@ -91,6 +91,21 @@ impl Geometry {
         Self { purpose: Purpose::Mirror, ..self }
     }
 
+    /// That of a map with this first block, if it is of this disk's replica before the disk grew. The copy of a mirror does not grow.
+    fn before_it_grew(self, first: &[u8]) -> Option<Self> {
+        let shift = u32::from_le_bytes(*first.get(12..)?.first_chunk()?);
+        let size = u64::from_le_bytes(*first.get(32..)?.first_chunk()?);
+        // Chunks get longer with the disk, and never shorter.
+        let fits = (1..self.size).contains(&size) && shift <= self.shift;
+        if self.purpose != Purpose::Replica || !fits || size.div_ceil(1 << shift) > CHUNKS_MAX {
+            return None;
+        }
+        let shorter = Self { size, shift, ..self };
+        let mut block = [0; BLOCK];
+        block[..40].copy_from_slice(&shorter.identity());
+        (first[..CONTENT] == block[..CONTENT]).then_some(shorter)
+    }
+
     /// What the copy is for.
     #[must_use]
     pub fn purpose(&self) -> Purpose {
@@ -192,7 +207,7 @@ pub enum Foreign {
     /// No map at all, or one that was invalidated.
     #[error("it is new, void or damaged")]
     NoMap,
-    /// A sound map of another disk or version.
+    /// A sound map of another disk or version, or of the disk when it was longer.
     #[error("it is of another disk, of another size, or of another version of vmseal")]
     Other,
     /// A mirror's that does not say whether the disk has pivoted.
@@ -228,7 +243,9 @@ impl Image {
             image.set_pivoted(true);
         }
         if first != &image.bytes[..BLOCK] {
-            return Err(Foreign::Other);
+            let shorter = geometry.before_it_grew(first).ok_or(Foreign::Other)?;
+            let (former, damaged) = Self::read(shorter, file)?;
+            return Ok((former.longer(geometry), damaged));
         }
         let mut damaged = 0;
         for index in 1..image.blocks() {
@@ -242,6 +259,24 @@ impl Image {
             }
         }
         Ok((image, damaged))
+    }
+
+    /// The map of the same replica after the disk has grown: a chunk is clean where all of it is in chunks that were, and what is
+    /// new is dirty.
+    fn longer(&self, geometry: Geometry) -> Self {
+        let former = self.geometry;
+        let mut image = Self::new(geometry);
+        for chunk in 0..geometry.chunks() {
+            let (start, end) = geometry.range(chunk);
+            let was_there = end <= former.size;
+            let before = former.span(start, end - start);
+            if was_there && !(before.first..=before.last).any(|chunk| self.is_dirty(chunk)) {
+                image.set(Span { first: chunk, last: chunk }, false);
+            }
+        }
+        (0..image.blocks()).for_each(|index| image.seal(index));
+        image.set_up_to(self.up_to());
+        image
     }
 
     /// Whether the disk has pivoted to the copy.
@@ -389,7 +424,7 @@ mod tests {
         assert_eq!(read(clean.bytes()), Ok((clean.clone(), 0)));
         let others = [
             Geometry::new(disk(2), geometry.size()),
-            Geometry::new(disk(1), geometry.size() + (1 << 20)),
+            Geometry::new(disk(1), geometry.size() - (1 << 20)),
             geometry.with_shift(21),
         ];
         for other in others {
@@ -402,6 +437,36 @@ mod tests {
         let (image, damaged) = read(&swapped).unwrap();
         assert_eq!(damaged, clean.blocks() - 2, "a block in another one's place, and missing ones");
         assert!((0..geometry.chunks()).all(|chunk| image.is_dirty(chunk)));
+    }
+
+    #[test]
+    fn the_map_of_a_disk_that_grew_goes_on_and_what_is_new_is_dirty() {
+        let dirty = |image: &Image, geometry: Geometry| -> Vec<usize> {
+            (0..geometry.chunks()).filter(|chunk| image.is_dirty(*chunk)).collect()
+        };
+        // Its last chunk is half a one, and becomes a whole one.
+        let former = Geometry::new(disk(1), (9 << 20) + (1 << 19));
+        let mut image = Image::new(former);
+        image.set(former.all(), false);
+        image.set(Span { first: 2, last: 2 }, true);
+        (0..image.blocks()).for_each(|index| image.seal(index));
+        image.set_up_to(77);
+        let longer = Geometry::new(disk(1), 12 << 20);
+        let (found, damaged) = Image::read(longer, image.bytes()).unwrap();
+        assert_eq!((dirty(&found, longer), damaged, found.up_to()), (vec![2, 9, 10, 11], 0, 77));
+        // What is rewritten for the longer disk is a map of that, and of no other.
+        assert_eq!(Image::read(longer, found.bytes()), Ok((found.clone(), 0)));
+        // Chunks that are twice as long: one is clean where both were.
+        let doubled = longer.with_shift(21);
+        let (coarser, _) = Image::read(doubled, image.bytes()).unwrap();
+        assert_eq!(dirty(&coarser, doubled), [1, 4, 5]);
+        // Killed while it was rewritten: the bits are of the longer disk, the first block is not.
+        let torn = [&image.bytes()[..BLOCK], &found.bytes()[BLOCK..]].concat();
+        let (found, _) = Image::read(longer, &torn).unwrap();
+        assert_eq!((dirty(&found, longer).len(), found.up_to()), (longer.chunks(), NEVER));
+        // It says where the disk's data is, and does not grow.
+        let mirror = Image::new(former.of_mirror());
+        assert_eq!(Image::read(longer.of_mirror(), mirror.bytes()), Err(Foreign::Other));
     }
 
     proptest! {

@@ -29,16 +29,21 @@ struct Happened {
     resumed: usize,
     equal_before_the_end: usize,
     unmarked_while_asked: usize,
+    grown_with_their_maps: usize,
 }
 
-/// Several runs of a disk and its replica, each ended by a kill or a power cut; after the last one, or in between,
-/// the parts that count as equal are equal.
+/// Several runs of a disk and its replica, each ended by a kill or a power cut, between two of which the disk may grow; after the
+/// last one, or in between, the parts that count as equal are equal.
 fn live(faults: &Faults, seed: u64, happened: &mut Happened) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut rig = Rig::new(faults.clone(), random.fork());
+    rig.begin_short();
     for life in 0..5 {
+        let grown = life > 1 && random.bool() && rig.grow();
         let mut guest = rig.start();
-        happened.resumed += usize::from(life > 0 && guest.dirty() < rig::SIZE);
+        let resumed = life > 0 && guest.dirty() < rig.size();
+        happened.resumed += usize::from(resumed);
+        happened.grown_with_their_maps += usize::from(grown && resumed);
         for _ in 0..random.usize(0..6) {
             let before = guest.dirty();
             guest.run(random.usize(1..120));
@@ -84,6 +89,7 @@ fn unmarked_chunks_are_equal_after_any_kill_or_power_cut() {
     assert!(happened.resumed > 50, "{happened:?}");
     assert!(happened.equal_before_the_end > 50, "{happened:?}");
     assert!(happened.unmarked_while_asked > 50, "{happened:?}");
+    assert!(happened.grown_with_their_maps > 5, "{happened:?}");
 }
 
 #[test]

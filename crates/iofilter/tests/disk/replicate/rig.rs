@@ -21,7 +21,9 @@ use crate::platter::{Fault, Platter};
 use crate::waiting;
 
 /// Chunks of 16 KiB; the last is not whole.
-pub const SIZE: u64 = (13 << 14) + 4096;
+const SIZE: u64 = (13 << 14) + 4096;
+/// Of a disk that grows to that, in its last chunk and beyond.
+const SHORT_SIZE: u64 = (8 << 14) + 2048;
 const SHIFT: u32 = 14;
 const BLOCK: u64 = 512;
 const QUEUES: usize = 2;
@@ -36,6 +38,7 @@ pub struct Faults {
 }
 
 pub struct Rig {
+    disk: DiskId,
     geometry: Geometry,
     faults: Faults,
     source: Platter,
@@ -58,25 +61,42 @@ impl Rig {
         let mut platter = |size| Platter::new(size, BLOCK as usize, Fault::Nothing, random.fork());
         let (source, replica) = (platter(SIZE as usize), platter(SIZE as usize));
         let map = platter(geometry.map_bytes());
-        Self { geometry, faults, source, replica, map, random }
+        Self { disk, geometry, faults, source, replica, map, random }
+    }
+
+    /// The disk is shorter at first: its files are as long as they will be, as a file may be longer than its disk.
+    pub fn begin_short(&mut self) {
+        self.geometry = Geometry::new(self.disk, SHORT_SIZE).with_shift(SHIFT);
+    }
+
+    /// The disk has its whole size from the next process on; returns whether it had not.
+    pub fn grow(&mut self) -> bool {
+        let before = self.geometry.size();
+        self.geometry = Geometry::new(self.disk, SIZE).with_shift(SHIFT);
+        before < SIZE
+    }
+
+    /// The disk's size.
+    pub fn size(&self) -> u64 {
+        self.geometry.size()
     }
 
     /// A process that serves the disk.
     pub fn start(&mut self) -> Guest {
-        let map_bytes = self.geometry.map_bytes() as u64;
+        let (size, map_bytes) = (self.geometry.size(), self.geometry.map_bytes() as u64);
         let map =
             Chain::new(map_bytes, false, filters(&self.faults.map), self.map.queue()).unwrap();
         let (replicate, _) = Replicate::new(self.geometry, LegChain::new(map));
         let chain = |_| {
-            let filters = vec![replicate.filter(&Place::simple(SIZE)).unwrap()];
-            let chain = Chain::new(SIZE, false, filters, self.source.queue()).unwrap();
+            let filters = vec![replicate.filter(&Place::simple(size)).unwrap()];
+            let chain = Chain::new(size, false, filters, self.source.queue()).unwrap();
             Queue { chain, under_way: HashMap::new() }
         };
         let queues = (0..QUEUES).map(chain).collect();
-        let asking = Arc::new(Mutex::new(Asking { queues, random: self.random.fork() }));
+        let asking = Arc::new(Mutex::new(Asking { size, queues, random: self.random.fork() }));
         let meddler = |filters: Vec<Box<dyn Filter>>, backend: Box<dyn Storage>| {
             let meddler: Box<dyn Filter> = Box::new(Meddler(Arc::clone(&asking)));
-            Chain::new(SIZE, false, [vec![meddler], filters].concat_boxes(), backend).unwrap()
+            Chain::new(size, false, [vec![meddler], filters].concat_boxes(), backend).unwrap()
         };
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
@@ -135,6 +155,8 @@ struct Queue {
 
 /// The guest's requests.
 struct Asking {
+    /// The disk's size.
+    size: u64,
     queues: Vec<Queue>,
     random: fastrand::Rng,
 }
@@ -152,7 +174,7 @@ impl Asking {
 
     fn ask(&mut self, queue: usize) {
         let random = &mut self.random;
-        let blocks = SIZE / BLOCK;
+        let blocks = self.size / BLOCK;
         let first = random.u64(..blocks);
         let most = if random.u8(..8) == 0 { 100 } else { 16 };
         let count = random.u64(1..=most).min(blocks - first);
