@@ -268,16 +268,34 @@ fn versions(
 }
 
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
-    let of_host = &there.accelerator;
-    if arrival.at_rest {
-        return Ok(((), format!("{:?}; the VM is off", of_host.kind)));
+    let kind = there.accelerator.kind;
+    let alike = runs_alike(arrival, there);
+    if !arrival.at_rest {
+        return alike.map(|()| ((), format!("{kind:?}")));
     }
-    let (here, there) = (arrival.source.accelerator.kind, of_host.kind);
-    if here != there {
+    let off = format!("{kind:?}; the VM is off");
+    let keeps_memory = arrival.vm.snapshots.iter().any(|snapshot| snapshot.memory);
+    Ok((
+        (),
+        match alike {
+            Err(why) if keeps_memory => {
+                format!(
+                    "{off}, and its guest may not go on there from the memory of a snapshot: {why}"
+                )
+            }
+            _ => off,
+        },
+    ))
+}
+
+/// Whether guests run there as where the VM comes from.
+fn runs_alike(arrival: &BeginArrival, there: &HostDescription) -> Result<(), String> {
+    let (here, of_host) = (&arrival.source.accelerator, &there.accelerator);
+    if here.kind != of_host.kind {
+        let (here, there) = (here.kind, of_host.kind);
         return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
     }
-    same_processor(&arrival.vm.hardware, &arrival.source.accelerator, of_host)?;
-    Ok(((), format!("{there:?}")))
+    same_processor(&arrival.vm.hardware, here, of_host)
 }
 
 async fn network(
