@@ -3,7 +3,7 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
+    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
     MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
 };
 use vmseal_api::host::{Allocation, HostAgent, HostDescription};
@@ -16,7 +16,7 @@ use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor};
-use crate::services::{Services, hardware, hosts};
+use crate::services::{Services, hardware, hosts, image_layouts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
@@ -351,9 +351,17 @@ async fn room(
         Some(place) => format!("it has no datastore '{place}'"),
         None => "it has no datastore".to_owned(),
     };
+    let sizes = || arrival.vm.disks.iter().map(|disk| disk.size);
     let mut best: Option<(u64, Datastore)> = None;
     for datastore in there.iter().filter(named) {
         let Some(spec) = datastore.spec_on(host.id) else { continue };
+        let (knows, sizes) = (services.hosts.view(host.id).has(IMAGE_LAYOUTS), sizes());
+        if let Some(policy) = policy
+            && let Err(cannot) = image_layouts::takes(knows, policy, &spec, sizes)
+        {
+            why = format!("datastore '{}': {cannot}", datastore.name);
+            continue;
+        }
         match agent.measure_datastore(spec).await.map_err(failed)? {
             DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(most, _)| usage.free > *most) {
@@ -367,7 +375,7 @@ async fn room(
         }
     }
     let (free, datastore) = best.ok_or(why)?;
-    let all = arrival.vm.disks.iter().map(|disk| disk.size).sum::<u64>();
+    let all = sizes().sum::<u64>();
     let detail = format!(
         "'{}' has {} free, the disks have {} in all",
         datastore.name,
