@@ -153,10 +153,12 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
 }
 
 #[test]
-fn a_vm_that_is_off_goes_there_and_boots_there() {
+fn a_vm_that_is_off_goes_there_with_its_snapshot_and_boots_there() {
     let (west, east) = two_control_planes("encrypted");
     introduce(&west, &east);
+    west.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
     west.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let snapshots = listed(&west);
     let migrate = ["vm", "migrate", VM, "--remote", "east"];
     let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
     assert!(planned.contains("its disks are sent, and it is off"), "{planned}");
@@ -164,7 +166,13 @@ fn a_vm_that_is_off_goes_there_and_boots_there() {
     is_there(&west, &east, "off", true);
     let told = west.vmseal(&["events"]).unwrap();
     assert!(told.contains("encrypted, while it was off"), "{told}");
+    assert_eq!(listed(&east), snapshots);
     east.vmseal(&["vm", "prove", VM]).unwrap();
+    east.vmseal(&["snapshot", "revert", VM, "asleep"]).unwrap();
+    east.wait_power(VM, "suspended").unwrap();
+    east.vmseal(&["vm", "resume", VM]).unwrap();
+    has_lost_nothing(&east);
+    east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     east.vmseal(&["vm", "start", VM]).unwrap();
     read_marker(&mut booted(&east, VM).unwrap());
     west.vmseal(&["remote", "remove", "east"]).unwrap();

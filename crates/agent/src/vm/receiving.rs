@@ -280,6 +280,11 @@ impl Receiving {
     /// Its memory was here, and is lost.
     fn give_up(&mut self, problem: Problem) {
         tracing::warn!(vm = %self.spec.vm, %problem, "the VM that was received is lost");
+        self.fail_job(problem);
+    }
+
+    /// Has its job, which may have been ready to commit, say that it has failed.
+    fn fail_job(&mut self, problem: Problem) {
         self.jobs.cancel(self.task);
         self.jobs.begin(self.task, self.job.clone());
         self.jobs.migrated(self.task, Err(problem));

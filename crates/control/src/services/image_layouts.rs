@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use sqlx::SqliteConnection;
 use vmseal_api::host::version::IMAGE_LAYOUTS;
-use vmseal_api::host::{ArrivingCopy, HEADER_AREA, VmSpec};
+use vmseal_api::host::{ArrivingCopy, DatastoreSpec, HEADER_AREA, VmSpec};
 use vmseal_api::id::{DiskId, HostId};
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Vm;
@@ -43,6 +43,25 @@ pub(super) fn require(
         policy.name
     );
     Err(Problem::new(ErrorCode::Unsupported, detail))
+}
+
+/// Whether a host makes disks of such sizes on a datastore as a policy has it, where they arrive; says why not, for people.
+pub(super) fn takes(
+    knows: bool,
+    policy: &Policy,
+    place: &DatastoreSpec,
+    mut sizes: impl Iterator<Item = u64>,
+) -> Result<(), String> {
+    if policy.image_layout.is_usual() || place.location.pool().is_none() {
+        return Ok(());
+    }
+    if !knows {
+        return Err(format!(
+            "its agent cannot cut images into objects as policy '{}' asks: upgrade vmseal there",
+            policy.name
+        ));
+    }
+    sizes.try_for_each(|size| policy.image_layout.check_length(size.saturating_add(HEADER_AREA)))
 }
 
 /// Warns of disks in directories, where a policy that asks for objects asks for nothing.

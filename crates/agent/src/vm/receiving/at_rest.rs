@@ -114,6 +114,8 @@ impl Receiving {
             }
             Ok::<_, Problem>(spec)
         };
-        spawn_blocking(take).await.map_err(internal)?
+        let kept = spawn_blocking(take).await.unwrap_or_else(|error| Err(internal(error)));
+        // Its job has been ready to commit, and is not any more: the server asks for no disks that are let go.
+        kept.inspect_err(|problem| self.fail_job(problem.clone()))
     }
 }

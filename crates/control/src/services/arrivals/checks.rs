@@ -3,7 +3,7 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
+    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
     MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
 };
 use vmseal_api::host::{Allocation, HostAgent, HostDescription};
@@ -16,7 +16,7 @@ use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor};
-use crate::services::{Services, hardware, hosts};
+use crate::services::{Services, hardware, hosts, image_layouts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
@@ -268,16 +268,34 @@ fn versions(
 }
 
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
-    let of_host = &there.accelerator;
-    if arrival.at_rest {
-        return Ok(((), format!("{:?}; the VM is off", of_host.kind)));
+    let kind = there.accelerator.kind;
+    let alike = runs_alike(arrival, there);
+    if !arrival.at_rest {
+        return alike.map(|()| ((), format!("{kind:?}")));
     }
-    let (here, there) = (arrival.source.accelerator.kind, of_host.kind);
-    if here != there {
+    let off = format!("{kind:?}; the VM is off");
+    let keeps_memory = arrival.vm.snapshots.iter().any(|snapshot| snapshot.memory);
+    Ok((
+        (),
+        match alike {
+            Err(why) if keeps_memory => {
+                format!(
+                    "{off}, and its guest may not go on there from the memory of a snapshot: {why}"
+                )
+            }
+            _ => off,
+        },
+    ))
+}
+
+/// Whether guests run there as where the VM comes from.
+fn runs_alike(arrival: &BeginArrival, there: &HostDescription) -> Result<(), String> {
+    let (here, of_host) = (&arrival.source.accelerator, &there.accelerator);
+    if here.kind != of_host.kind {
+        let (here, there) = (here.kind, of_host.kind);
         return Err(format!("its guests run by {there:?}, and those of the VM's host by {here:?}"));
     }
-    same_processor(&arrival.vm.hardware, &arrival.source.accelerator, of_host)?;
-    Ok(((), format!("{there:?}")))
+    same_processor(&arrival.vm.hardware, here, of_host)
 }
 
 async fn network(
@@ -333,9 +351,17 @@ async fn room(
         Some(place) => format!("it has no datastore '{place}'"),
         None => "it has no datastore".to_owned(),
     };
+    let sizes = || arrival.vm.disks.iter().map(|disk| disk.size);
     let mut best: Option<(u64, Datastore)> = None;
     for datastore in there.iter().filter(named) {
         let Some(spec) = datastore.spec_on(host.id) else { continue };
+        let (knows, sizes) = (services.hosts.view(host.id).has(IMAGE_LAYOUTS), sizes());
+        if let Some(policy) = policy
+            && let Err(cannot) = image_layouts::takes(knows, policy, &spec, sizes)
+        {
+            why = format!("datastore '{}': {cannot}", datastore.name);
+            continue;
+        }
         match agent.measure_datastore(spec).await.map_err(failed)? {
             DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(most, _)| usage.free > *most) {
@@ -349,7 +375,7 @@ async fn room(
         }
     }
     let (free, datastore) = best.ok_or(why)?;
-    let all = arrival.vm.disks.iter().map(|disk| disk.size).sum::<u64>();
+    let all = sizes().sum::<u64>();
     let detail = format!(
         "'{}' has {} free, the disks have {} in all",
         datastore.name,

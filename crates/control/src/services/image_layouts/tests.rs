@@ -11,6 +11,7 @@ use vmseal_secret::sealed_box::Recipient;
 use super::*;
 use crate::services::caller::Caller;
 use crate::services::{Outcome, mirror, set_policy, vms};
+use crate::store::policies;
 use crate::testing::Fixture;
 
 const SMALL: u64 = 1 << 20;
@@ -94,6 +95,15 @@ async fn images_are_cut_as_the_policy_asks_when_they_are_made_and_stay_so() {
     let shown = bench.shown().await;
     assert_eq!((shown.image_layout, shown.wanted_image_layout), (Some(objects(2 << 20)), None));
     bench.fixture.assert_whole(vm, Power::Off, "it was moved").await;
+
+    // Where a VM arrives, as where it is made.
+    let mut read = bench.fixture.store.read().await.unwrap();
+    let policy = policies::find(&mut read, "encrypted").await.unwrap().unwrap();
+    let place = DatastoreSpec { datastore: DatastoreId::new(), location: pool() };
+    let takes = |knows, size| takes(knows, &policy, &place, [size].into_iter());
+    assert_eq!(takes(true, SMALL), Ok(()));
+    assert!(takes(false, SMALL).unwrap_err().contains("upgrade vmseal there"));
+    assert!(takes(true, u64::MAX).unwrap_err().contains("choose larger objects"));
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use crate::store::snapshots::Snapshot;
 use crate::tasks::tests::snapshots;
 
 /// A snapshot as an inventory has it, and the generation of its memory.
-type Known = (Snapshot, Option<u64>);
+pub(super) type Known = (Snapshot, Option<u64>);
 
 async fn known(fixture: &Fixture, vm: VmId) -> Vec<Known> {
     let mut all = Vec::new();
@@ -24,7 +24,7 @@ async fn known(fixture: &Fixture, vm: VmId) -> Vec<Known> {
 }
 
 /// A VM with two snapshots, the second one with memory: how the first control plane has them. Its agent sends what these keep.
-async fn prepared() -> (Two, Vec<Known>) {
+pub(super) async fn prepared() -> (Two, Vec<Known>) {
     let two = Two::new().await;
     let first = snapshots::taken(&two.west, two.vm, "first").await;
     let second = snapshots::taken(&two.west, two.vm, "second").await;
@@ -47,6 +47,11 @@ async fn prepared() -> (Two, Vec<Known>) {
 /// One side has the VM with its snapshots, and the other one nothing.
 async fn assert_one(two: &Two, before: &[Known], arrived: bool, what: &str) {
     two.assert_one(arrived, what).await;
+    assert_kept(two, before, arrived, what).await;
+}
+
+/// The side that has the VM has its snapshots, in the inventory and on the host, and the other one nothing of them.
+pub(super) async fn assert_kept(two: &Two, before: &[Known], arrived: bool, what: &str) {
     let (has, lacks) = if arrived { (&two.east, &two.west) } else { (&two.west, &two.east) };
     assert_eq!(known(has, two.vm).await, before, "{what}");
     assert!(known(lacks, two.vm).await.is_empty(), "{what}: the other inventory has snapshots");
@@ -64,6 +69,11 @@ async fn a_vm_takes_its_snapshots_along_and_no_memory_of_them_is_its_own_there()
     two.west.ends_well(task).await;
     two.east.ends_well(arrival).await;
     assert_one(&two, &before, true, "it is done").await;
+    assert_own_memory(&two, &before).await;
+}
+
+/// No memory of a snapshot may be put in the place of that of the VM which has arrived.
+pub(super) async fn assert_own_memory(two: &Two, before: &[Known]) {
     let mut read = two.east.store.read().await.unwrap();
     let expected = memory_generations::expected(&mut read, two.vm).await.unwrap();
     assert!(expected > before[1].1, "{expected:?}: what a snapshot keeps may be put in its place");
