@@ -109,10 +109,15 @@ fn attacked(here: &Installation, wire: &Wire, aim: Aim) -> Option<String> {
     wire.aim(Some(aim));
     let task = here.json(&["vm", "migrate", VM, THERE, "--no-wait"]).unwrap();
     let task = task["id"].as_str().unwrap();
-    let ended = eventually("the task has ended", || {
+    let has_ended = || {
         let shown = here.json(&["task", "show", task]).ok()?;
         (!shown["ended"].is_null()).then_some(())
-    });
+    };
+    let mut ended = eventually("the task has ended", has_ended);
+    if aim.attack == Attack::Hold {
+        // The guest stands still for a minute of that.
+        ended = ended.or_else(|_| eventually("the task has ended", has_ended));
+    }
     if ended.is_err() {
         let _ = here.try_vmseal(&["task", "cancel", task]).unwrap();
     }

@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 use std::io;
+use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
 use vmseal_api::rbd::{IMAGE_LAYOUT_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE};
@@ -12,6 +13,7 @@ use crate::answers::answer;
 use crate::image::Image;
 use crate::image_layout;
 use crate::inode::Inode;
+use crate::open_file::FileImage;
 use crate::pools;
 
 /// What the names of attributes begin with that are for programs (xattr(7)); keys of metadata do not.
@@ -103,8 +105,9 @@ impl FileSystem {
             return Err(unsupported());
         }
         // Who reads an image here does not keep other hosts from writing it, and would if it were opened once more with its lock.
-        let image = self.open.get(of).and_then(|file| file.image());
-        if writable && image.is_some_and(|image| !image.is_writable()) {
+        // The image is not kept beyond this: it must be closed when its last handle is.
+        let only_read = |image: Arc<FileImage>| !image.is_writable();
+        if writable && self.open.get(of).and_then(|file| file.image()).is_some_and(only_read) {
             return Err(error(libc::EBUSY));
         }
         self.with_file(of, writable, |file| {
