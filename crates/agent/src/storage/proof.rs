@@ -26,7 +26,8 @@ use vmseal_api::host::{DatastoreSpec, DiskFacts, DiskSpec, ProveJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::proof::{
-    CHI_SQUARE, FILES_MAX, FINDINGS_MAX, ImageKind, ProofReport, SAMPLE_BYTES, VERSION, Verdict,
+    CHI_SQUARE, FILES_MAX, FINDINGS_MAX, FileKind, ImageKind, ProofReport, SAMPLE_BYTES, VERSION,
+    Verdict,
 };
 use vmseal_secret::SecretBytes;
 
@@ -72,9 +73,11 @@ impl Proving {
     ) -> Result<ProofReport, Problem> {
         let begun = Timestamp::now();
         let (found, mut reasons) = self.find()?;
-        let most = |file: &Found| match self.job.all {
-            true => file.allocated,
-            false => file.allocated.min(SAMPLE_BYTES),
+        let most = |file: &Found| match (self.job.all, &file.named) {
+            // Its bytes are looked at, and then it is opened.
+            (true, Named::Other(FileKind::Sealed)) => file.allocated.saturating_mul(2),
+            (true, _) => file.allocated,
+            (false, _) => file.allocated.min(SAMPLE_BYTES),
         };
         let total: u64 = found.iter().map(most).sum();
         let mut done = 0;

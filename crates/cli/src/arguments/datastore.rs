@@ -43,8 +43,8 @@ pub struct PoolOptions {
     #[arg(long, value_name = "POOL", requires = "pool")]
     pub data_pool: Option<String>,
     /// Make the pools, unless they are there, so that they outlive so many failures, such as 1 or 2,erasure-coding, which needs
-    /// --data-pool. Each copy or part is in another host, or whatever the cluster's usual rule says, or what is said behind that, such
-    /// as 1,rack. The user must be allowed to
+    /// --data-pool. DOMAIN is what fails as one (osd, host, rack, room, datacenter), such as 1,rack; without it the cluster's default
+    /// rule says it, which is usually host. The user must be allowed to
     #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool")]
     pub create: Option<NewPools>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)

@@ -11,6 +11,7 @@ pub mod confinement;
 pub mod control;
 mod convert;
 mod descriptors;
+mod flags;
 mod mirror;
 mod open_stack;
 pub mod replica;

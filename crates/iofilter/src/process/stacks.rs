@@ -16,7 +16,8 @@
 //!
 //! The first descriptor of each file that a disk still has is kept: it holds the file's lock. A file that the new stack writes is
 //! written by that very descriptor, where it is for writing, so that the lock lasts as long as the kernel works on the requests
-//! of a process that was killed (docs/decisions/244).
+//! of a process that was killed (docs/decisions/244). The former stack may have it by the same open file, whose flags it gets again
+//! when the new one is refused.
 //!
 //! The chains of a disk that gets longer (docs/decisions/234) are made anew, as each knows the disk's size, and so are its dirty
 //! bitmaps.
@@ -37,6 +38,7 @@ use crate::disk::current::{CurrentDisk, IsRead};
 use crate::front_ends::ServedDisk;
 use crate::handle::Handles;
 use crate::layers::replicate::mirror::{NotPivoted, Pivot};
+use crate::process::flags::KeptFlags;
 use crate::process::mirror::{self, Copy, Mirrored};
 use crate::process::open_stack::{self, IMAGE, WantedStack};
 use crate::process::{CurrentPivot, RunningDisk, StartError, config};
@@ -165,6 +167,10 @@ impl DiskStack {
         *self.copy() = Some(copy);
     }
 
+    fn files(&self) -> MutexGuard<'_, BTreeMap<(u64, u64), Arc<OwnedFd>>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn copy(&self) -> MutexGuard<'_, Option<Copy>> {
         self.copy.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -202,7 +208,7 @@ impl DiskStack {
         if let Some(beside) = &self.beside {
             beside.allocation.set(disk.allocation());
         }
-        let mut kept = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.files();
         let mut before = std::mem::take(&mut *kept);
         for (identity, file) in by_identity(files) {
             kept.insert(identity, before.remove(&identity).unwrap_or(file));
@@ -237,6 +243,7 @@ impl DiskStack {
         let former = served.unmirrored();
         let (size, read_only) = (spec.size.unwrap_or(former.size()), former.read_only());
         let grows = self.may_grow(former.size(), size)?;
+        let flags = KeptFlags::of(self.files().values())?;
         // Who passes a file that the disk has passes no lock of it: that is the disk's.
         handles.exchange(|passed| self.held_for_writing(passed))?;
         former.settle().map_err(|error| NotChanged::Settle(id, error))?;
@@ -260,7 +267,7 @@ impl DiskStack {
         // Last: nobody can read or change them until the disk is longer.
         let bitmaps = grows.then(|| Closed::close(former.bitmaps())).transpose();
         let bitmaps = bitmaps.map_err(|_| NotChanged::Read(id, IsRead))?;
-        Ok(OpenedDisk { disk, new, files, bitmaps })
+        Ok(OpenedDisk { disk, new, files, bitmaps, flags })
     }
 
     /// Whether the disk gets longer, if it may get this size.
@@ -278,7 +285,7 @@ impl DiskStack {
 
     /// The descriptor that the disk has to write to this file, if it has one; none for a file that is only to be read.
     fn held_for_writing(&self, file: &OwnedFd) -> std::io::Result<Option<OwnedFd>> {
-        let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = self.files();
         let Some(held) = files.get(&identity(file)?) else { return Ok(None) };
         let both = is_for_writing(file)? && is_for_writing(held)?;
         both.then(|| held.try_clone()).transpose()
@@ -295,7 +302,8 @@ impl DiskStack {
 
     /// Puts a new stack under the disk.
     fn put(&self, opened: OpenedDisk, chains: &mut Vec<Chain>) -> FormerStack {
-        let OpenedDisk { mut disk, mut new, files, bitmaps } = opened;
+        let OpenedDisk { mut disk, mut new, files, bitmaps, flags } = opened;
+        flags.let_go();
         let size = disk.size();
         let bitmaps = bitmaps.map(|former| Arc::new(former.longer(size)));
         if let Some(bitmaps) = &bitmaps {
@@ -400,6 +408,8 @@ struct OpenedDisk {
     files: Vec<Arc<OwnedFd>>,
     /// Those of the disk as it is, where it gets longer.
     bitmaps: Option<Closed>,
+    /// Those of the files that the disk has, as long as it may go on by the stack that it has.
+    flags: KeptFlags,
 }
 
 enum NewChains {

@@ -222,7 +222,7 @@ impl Examiner<'_> {
     ///
     /// # Errors
     /// `cancelled`.
-    fn open_sealed(&self, mut file: &File) -> Result<Result<(), String>, Problem> {
+    fn open_sealed(&mut self, mut file: &File) -> Result<Result<(), String>, Problem> {
         let opened = file
             .rewind()
             .and_then(|()| Header::read(&mut file).map_err(std::io::Error::other))
@@ -245,7 +245,7 @@ impl Examiner<'_> {
                 Ok(0) => return Ok(Ok(())),
                 Ok(_) if !self.reading.all => return Ok(Ok(())),
                 Ok(_) if (self.reading.cancelled)() => return Err(cancelled()),
-                Ok(_) => {}
+                Ok(read) => (self.reading.progress)(read as u64),
                 Err(error) => return Ok(Err(error.to_string())),
             }
         }

@@ -25,7 +25,7 @@ use crate::storage::builder::is_preallocated;
 use crate::storage::grow::{Growth, Holder};
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files};
-use crate::storage::locked::Access;
+use crate::storage::locked::{Access, lock_for_successors};
 use crate::storage::replica::length;
 use crate::storage::{opening, timed};
 use crate::vm::{images, internal};
@@ -208,6 +208,8 @@ fn lengthen(
     let known = layers::read(&home, disk.disk)?;
     let files = layers::open_served(&home, disk.disk, &known)?;
     images::check(directory, &[(disk, files.own())])?;
+    // Where the filter has it as one that it only read before a layer was merged into it, it writes it by this descriptor.
+    lock_for_successors(files.written()).map_err(internal)?;
     let Files { image: file, layers, own, .. } = files;
     let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
     let new = NewLayers { disk: disk.disk, file, layers, offset, keeps_room, own };
