@@ -350,7 +350,7 @@ mod tests {
     ];
 
     /// Fields that no command has an option for.
-    const UNTOLD: [&str; 7] = [
+    const UNTOLD: [&str; 8] = [
         // The caller of the check adds the field.
         "",
         // The host is too old for a device: the message names the device.
@@ -362,6 +362,7 @@ mod tests {
         "vm.disks",
         "vm.disks.name",
         "vm.name",
+        "vm.snapshots",
     ];
 
     /// What checks name by more than a text. `TOLD` has some of what comes of each.

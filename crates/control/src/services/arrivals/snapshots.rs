@@ -14,12 +14,9 @@ use vmseal_api::request::DESCRIPTION_MAX;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::{StoreError, memory_generations};
 
-/// The field of a request that is wrong.
-const FIELD: &str = "vm.snapshots";
-
 /// Checks what another control plane says of them: each keeps disks of the VM, and together they are trees.
 pub(super) fn check(vm: &ArrivingVm) -> Result<(), Problem> {
-    let wrong = |what: String| Err(Problem::invalid(FIELD, what));
+    let wrong = |what: String| Err(Problem::invalid("vm.snapshots", what));
     let all = &vm.snapshots;
     if all.len() > SNAPSHOTS_MAX {
         return wrong(format!("a VM has {SNAPSHOTS_MAX} snapshots at most"));
@@ -33,7 +30,7 @@ pub(super) fn check(vm: &ArrivingVm) -> Result<(), Problem> {
     }
     for snapshot in all {
         let name = &snapshot.name;
-        check_name(name).map_err(|error| Problem::invalid(FIELD, error.to_string()))?;
+        check_name(name).map_err(|error| Problem::invalid("vm.snapshots", error.to_string()))?;
         if snapshot.description.len() > DESCRIPTION_MAX {
             return wrong(format!("'{name}' has a description of over {DESCRIPTION_MAX} bytes"));
         }
