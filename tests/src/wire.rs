@@ -231,6 +231,10 @@ fn pump(
             return to.end();
         }
     }
+    if altering.keeps_back() {
+        // The end as well.
+        return;
+    }
     let _ = to.write_all(&altering.held);
     let _ = to.shutdown(Shutdown::Write);
 }
@@ -267,6 +271,11 @@ impl Altering {
             passed.extend(attack.alter(std::mem::take(&mut self.held)));
         }
         passed
+    }
+
+    /// Whether nothing more is passed on, not even that the connection ends.
+    fn keeps_back(&self) -> bool {
+        self.struck && self.aim.is_some_and(|aim| aim.attack == Attack::Hold)
     }
 
     /// Whether the connection ends here.

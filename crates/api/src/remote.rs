@@ -152,7 +152,7 @@ pub struct ArrivingVm {
     #[serde(default)]
     #[cfg_attr(feature = "openapi", schema(value_type = Vec<Object>))]
     pub nics: Vec<NicSpec>,
-    /// Its snapshots. Only a server that says [`ARRIVING_SNAPSHOTS`] of itself takes any.
+    /// Its snapshots. Only a server with the feature `arrivals-snapshots` takes any.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotOfArrival>,
 }
