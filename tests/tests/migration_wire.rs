@@ -179,7 +179,8 @@ fn whatever_an_attacker_changes_between_the_hosts_the_guest_goes_on_where_it_was
     if std::env::var_os("VMSEAL_ALL").is_some() {
         let aim = Aim { attack: Attack::Hold, stream: MEMORY, to_destination: true, at: BULK };
         let told = attacked(&here, &wire, aim).unwrap();
-        assert!(told.contains("has stood still for"), "{told}");
+        // Whichever end gives up first says why.
+        assert!(BROKEN.iter().any(|broken| told.contains(broken)), "{told}");
         stays(&here);
     }
     here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
