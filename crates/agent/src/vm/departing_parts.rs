@@ -22,11 +22,33 @@ use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::storage::opening;
 use crate::storage::sent_memory;
 
-/// Sends all of them, as the other host asks for one after the other. It has made the disks with these keys.
+/// Sends all of them, if there are any. Returns the keys of the copies, as the other host tells them, when it has the disks served.
 ///
 /// # Errors
-/// Those of the connection, the files and the filters.
+/// Those of the connection, the files and the filters; the other host's refusal.
 pub async fn send(
+    what: &ToCopy,
+    migration: MigrationId,
+    link: &mut Link,
+    tell: impl Fn(MigrationProgress),
+) -> Result<Vec<Option<String>>, Problem> {
+    if what.has_before() {
+        let keys = match link.receive(PREPARE_TIMEOUT).await? {
+            Message::Made { keys } => keys,
+            Message::Refused { why } => return Err(refused(&why)),
+            _ => return Err(unexpected()),
+        };
+        send_parts(what, migration, &keys, link, tell).await?;
+    }
+    match link.receive(PREPARE_TIMEOUT).await? {
+        Message::Prepared { keys } => Ok(keys),
+        Message::Refused { why } => Err(refused(&why)),
+        _ => Err(unexpected()),
+    }
+}
+
+/// Sends them, as the other host asks for one after the other. It has made the disks with these keys.
+async fn send_parts(
     what: &ToCopy,
     migration: MigrationId,
     keys: &[Option<String>],

@@ -41,7 +41,7 @@ const LOADED_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long the guest may stand still, beyond what it was to, until the other host has the rest of its memory. A connection that takes
 /// nothing counts as lost before ([`transport::STALL_TIMEOUT`]). One that takes all and delivers nothing, or a byte now and then, does
-/// not: whoever is between the hosts could hold the guest.
+/// not: an attacker between the hosts could hold the guest.
 const STILL_MAX: Duration = Duration::from_secs(60);
 
 /// How often QEMU is asked whether it stands still.
@@ -303,19 +303,7 @@ async fn copy_disks(
     };
     let failed = link.failed();
     let copied = async {
-        if copies.has_before() {
-            let keys = match link.receive(PREPARE_TIMEOUT).await? {
-                Message::Made { keys } => keys,
-                Message::Refused { why } => return Err(refused(&why)),
-                _ => return Err(unexpected()),
-            };
-            departing_parts::send(copies, migration, &keys, link, tell).await?;
-        }
-        let keys = match link.receive(PREPARE_TIMEOUT).await? {
-            Message::Prepared { keys } => keys,
-            Message::Refused { why } => return Err(refused(&why)),
-            _ => return Err(unexpected()),
-        };
+        let keys = departing_parts::send(copies, migration, link, tell).await?;
         let disks = DepartingDisks::begin(copies, migration, &keys, link).await?;
         disks.until_small(tell).await?;
         Ok(disks)

@@ -13,14 +13,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::{oneshot, watch};
-use vmseal_api::host::{Attachment, MigrationProgress};
+use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::departing_parts::{self, next_part};
 use super::internal;
-use super::migration::{Link, Message, PREPARE_TIMEOUT, lost, refused, unexpected};
+use super::migration::{Link, Message, lost, unexpected};
 use super::mirroring::copy_whole;
 use super::report::{Progress, Report};
 use super::to_copy::{Departing, ToCopy, copy_of};
@@ -86,7 +86,7 @@ async fn keep_rate(mut rates: watch::Receiver<Option<u64>>, session: &Handle) ->
         let rate = *rates.borrow_and_update();
         session.set_rate(rate.and_then(NonZeroU64::new));
         if rates.changed().await.is_err() {
-            // Who would change it is gone.
+            // Nothing changes it any more.
             std::future::pending::<()>().await;
         }
     }
@@ -118,29 +118,13 @@ async fn send_disks(
     let tell = |progress| show.progress(Report::Sending(progress));
     let (ids, before) = copies.told();
     link.send(&Message::AtRest { copies: ids, before }).await?;
-    if copies.has_before() {
-        let keys = match link.receive(PREPARE_TIMEOUT).await? {
-            Message::Made { keys } => keys,
-            Message::Refused { why } => return Err(refused(&why)),
-            _ => return Err(unexpected()),
-        };
-        departing_parts::send(copies, migration, &keys, link, tell).await?;
-    }
-    let keys = match link.receive(PREPARE_TIMEOUT).await? {
-        Message::Prepared { keys } => keys,
-        Message::Refused { why } => return Err(refused(&why)),
-        _ => return Err(unexpected()),
-    };
+    let keys = departing_parts::send(copies, migration, link, tell).await?;
     if keys.len() != copies.disks.len() {
         return Err(unexpected());
     }
     let mut later: u64 = copies.disks.iter().map(|departing| departing.disk.size).sum();
     let mut before = 0;
     for (place, (departing, key)) in copies.disks.iter().zip(keys).enumerate() {
-        // The other host makes it anew.
-        if departing.disk.role.attachment() == Attachment::Tpm {
-            continue;
-        }
         later = later.saturating_sub(departing.disk.size);
         let copied_now = AtomicU64::new(0);
         let tell_disk = |lacking: u64, copied: u64| {
