@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::redundancy::{Layout, Redundancy};
 
-/// What is asked of pools that are made. Without a failure domain it is what policies ask for, as versions before have it.
+/// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where no failure domain is named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

@@ -13,7 +13,7 @@ pub const IMAGE_LAYOUT_ATTRIBUTE: &str = "user.vmseal.image-layout";
 
 /// Extended attributes of files that are images: metadata of the image, without `user.` in front, which `rbd image-meta list` shows. They
 /// tell an operator who has nothing but Ceph's tools what the image is, and its header is what counts. `vmseal-rbd` takes no others.
-/// The last one is written last: whoever finds it as it should be finds the others so.
+/// The last one is written last: where it is right, the others are.
 pub const NOTE_ATTRIBUTES: [&str; 4] =
     [VM_ATTRIBUTE, DISK_ATTRIBUTE, FORMAT_ATTRIBUTE, KEK_ATTRIBUTE];
 

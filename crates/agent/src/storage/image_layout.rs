@@ -51,10 +51,10 @@ pub fn note(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::datastore::{Messenger, RbdPool};
     use vmseal_api::id::DatastoreId;
 
     use super::*;
+    use crate::storage::pool;
 
     fn on(location: DatastoreLocation) -> DatastoreSpec {
         DatastoreSpec { datastore: DatastoreId::new(), location }
@@ -64,16 +64,7 @@ mod tests {
     #[test]
     fn what_cannot_be_noted_is_an_error_unless_nothing_is_asked() {
         let (home, path) = (Path::new("/proc"), Path::new("/proc").to_owned());
-        let pool = Box::new(RbdPool {
-            monitors: "v2:10.0.0.1:3300".to_owned(),
-            user: "client.vmseal".to_owned(),
-            keyring: Some("/etc/ceph/keyring".into()),
-            pool: "vms".to_owned(),
-            namespace: None,
-            data_pool: None,
-            messenger: Messenger::Secure,
-            create: None,
-        });
+        let pool = Box::new(pool::tests::pool());
         let ceph = on(DatastoreLocation::Rbd { path: path.clone(), pool });
         let small = ImageLayout { object_size: Some(1 << 20), ..ImageLayout::default() };
         note(home, &ceph, None).unwrap();

@@ -99,13 +99,14 @@ fn read(got: rustix::io::Result<usize>, value: &[u8]) -> io::Result<Option<Strin
     match got {
         Ok(length) => Ok(Some(String::from_utf8_lossy(&value[..length]).into_owned())),
         Err(Errno::NODATA) => Ok(None),
-        // Nobody here wrote that.
+        // vmseal writes no such note.
         Err(Errno::RANGE) => Ok(Some(format!("more than {NOTE_MAX} bytes"))),
         Err(error) => Err(error.into()),
     }
 }
 
-/// What the image there says of its keys, where its header says something else. Whoever may write to the pool may have written it. Blocks.
+/// What the image there says of its keys, where its header says something else. The text is not trusted: every user of the pool can write
+/// it. Blocks.
 #[must_use]
 pub fn contradiction(at: &Path, content: &ImageContent) -> Option<String> {
     let ImageContent::Vmseal { claims } = content else { return None };
@@ -120,30 +121,21 @@ pub fn contradiction(at: &Path, content: &ImageContent) -> Option<String> {
 mod tests {
     use std::os::unix::fs::FileExt;
 
-    use vmseal_api::datastore::{Claim, Messenger, RbdPool};
+    use vmseal_api::datastore::Claim;
     use vmseal_api::id::DatastoreId;
     use vmseal_luks::Identity;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
+    use crate::storage::pool;
 
     fn at(location: DatastoreLocation) -> DatastoreSpec {
         DatastoreSpec { datastore: DatastoreId::new(), location }
     }
 
-    fn pool(path: &Path) -> DatastoreSpec {
-        let pool = RbdPool {
-            monitors: "v2:10.0.0.1:3300".to_owned(),
-            user: "client.vmseal".to_owned(),
-            keyring: Some("/etc/ceph/keyring".into()),
-            pool: "vms".to_owned(),
-            namespace: None,
-            data_pool: None,
-            messenger: Messenger::Secure,
-            create: None,
-        };
-        at(DatastoreLocation::Rbd { path: path.to_owned(), pool: Box::new(pool) })
+    fn in_pool(path: &Path) -> DatastoreSpec {
+        at(DatastoreLocation::Rbd { path: path.to_owned(), pool: Box::new(pool::tests::pool()) })
     }
 
     #[test]
@@ -159,7 +151,7 @@ mod tests {
         let identity = Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
         let context = keys::context(vm, &reference);
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
-        let here = pool(directory.path());
+        let here = in_pool(directory.path());
         let of = Noted { here: &here, vm, disk, encrypted: true };
         let wanted = format!("{}/key-7", reference.provider);
         assert_eq!(of.keys(&file).unwrap(), wanted);

@@ -138,9 +138,9 @@ fn irregular(path: &Path) -> Problem {
     )
 }
 
-/// Locks a file that is open for writing and is passed to the process that has the disk, as a reader locks it. Whoever is to write it
-/// after that process then waits until the kernel has finished its requests. Where somebody has it locked against all others, that
-/// is the process itself, which writes it by what it has (docs/decisions/244).
+/// Locks a file that is open for writing and is passed to the process that has the disk, as a reader locks it. The next
+/// process that writes it then waits until the kernel has finished the requests of this one. A lock against all others is that of the
+/// process itself, which then writes by the descriptor that it has (docs/decisions/244).
 ///
 /// # Errors
 /// Those of the file system.

@@ -242,14 +242,15 @@ fn last_lines(log: &Path, from: u64) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use vmseal_api::datastore::Messenger;
     use vmseal_api::new_pools::{FailureDomain, NewPools};
     use vmseal_api::redundancy::Layout;
 
     use super::*;
 
-    fn pool() -> RbdPool {
+    /// A pool of Ceph with nothing behind it.
+    pub(crate) fn pool() -> RbdPool {
         RbdPool {
             monitors: "v2:10.0.0.1:3300".to_owned(),
             user: "client.vmseal".to_owned(),

@@ -71,8 +71,8 @@ const MEMORY_STREAM: u16 = 1;
 /// The connection of the first disk that is copied; one for each follows.
 const DISK_STREAM: u16 = 2;
 
-/// How long the end of what is sent may take when the guest stands still: more than the source allows itself for it. Whoever is between
-/// the hosts could else hold back that end alone, and with it the guest.
+/// How long the end of what is sent may take when the guest stands still: more than the source allows itself for it. Without it an
+/// attacker between the hosts could hold back that end alone, and with it the guest.
 const END_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The longest refusal that is read, in characters.

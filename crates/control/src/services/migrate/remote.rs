@@ -142,7 +142,7 @@ async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Resul
         ));
     }
     drop(read);
-    features::require(services, vm, MIGRATE_DISKS, "send the disks of running VMs")?;
+    features::require(services, vm, MIGRATE_DISKS, "send disks to other hosts")?;
     if keeps_state(disks.iter().map(|disk| disk.role)) {
         let what = "send what firmware and TPM keep";
         features::require(services, vm, MIGRATE_STATE, what)?;
