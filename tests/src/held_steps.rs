@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::installation::Installation;
 use crate::kills::Victim;
+use crate::two_hosts::QEMU;
 
 /// The longest that a step, or the time between two, may take.
 const STEP_MAX: Duration = Duration::from_secs(300);
@@ -20,6 +21,8 @@ const INTERVAL: Duration = Duration::from_millis(20);
 pub struct Ended {
     /// The step before or after which it was; none where the task has fewer.
     pub at: Option<String>,
+    /// Whether the guest's own process was killed.
+    pub guest_died: bool,
     /// What `vmseal task wait` says.
     pub output: Output,
 }
@@ -37,13 +40,15 @@ pub fn killed_at(
     let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
     let task = task["id"].as_str().unwrap().to_owned();
     let file = directory.join(&task);
-    let (mut at, mut seen) = (None, 0);
+    let (mut at, mut seen, mut guest_died) = (None, 0, false);
     while let Some(step) = next(here, &file, &task) {
         let is_now = seen == moment;
         seen += 1;
         if is_now {
             eprintln!("{command:?}: {victim:?} is killed at '{}'", step.trim());
             at = Some(step.trim().to_owned());
+            guest_died = matches!(victim, Victim::Qemu | Victim::Machine)
+                && !here.processes_of(vm, QEMU).unwrap().is_empty();
             if let Victim::Server | Victim::Machine = victim {
                 // Before the file is removed: the server would go on.
                 victim.end(here, vm);
@@ -55,7 +60,7 @@ pub fn killed_at(
         }
         std::fs::remove_file(&file).unwrap();
     }
-    Ended { at, output: here.try_vmseal(&["task", "wait", &task]).unwrap() }
+    Ended { at, guest_died, output: here.try_vmseal(&["task", "wait", &task]).unwrap() }
 }
 
 /// The step at which a task is held next; none when it has ended.

@@ -106,12 +106,14 @@ fn disturbed(
     operation: &[&str],
     (victim, moment): (Victim, usize),
 ) -> bool {
-    let Ended { at, output } = killed_at(here, held, VM, operation, victim, moment);
+    let Ended { at, guest_died, output } = killed_at(here, held, VM, operation, victim, moment);
     without_holding(held, || {
-        let off = matches!(victim, Victim::Qemu | Victim::Machine)
-            && at.is_some()
-            && here.vm(VM).unwrap()["power"] == "off";
-        if off {
+        // The task may have ended before the death of QEMU is reported.
+        let seen = || {
+            let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
+            (power != "running").then_some(power)
+        };
+        if guest_died && eventually("QEMU's death is seen", seen).unwrap() == "off" {
             *guest = guest.take().map(|guest| started_again(here, guest));
         }
         retried(here, VM, operation, &output);
@@ -338,7 +340,7 @@ impl Off {
     /// Does an operation, and kills something at this moment of it; whether it has so many.
     fn disturbed(&mut self, operation: WhileOff, (victim, moment): (Victim, usize)) -> bool {
         let command = operation.command();
-        let Ended { at, output } =
+        let Ended { at, output, .. } =
             killed_at(&mut self.here, &self.held, VM, command, victim, moment);
         if !output.status.success() {
             eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&output.stderr));

@@ -111,7 +111,7 @@ pub async fn take_over(
         .bind(snapshot.id.to_string())
         .execute(&mut *to)
         .await?;
-    sqlx::query("UPDATE vms SET memory_last = max(memory_last, $1) WHERE id = $2")
+    sqlx::query("UPDATE vms SET memory_last = $1 WHERE id = $2 AND memory_last < $1")
         .bind(generation)
         .bind(snapshot.vm.to_string())
         .execute(to)
