@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use nix::mount::{MntFlags, umount2};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -78,9 +79,10 @@ impl Cluster {
         self.json(&[&["up", "--listen", &self.listen, "--osd-gib", "2"], more].concat())
     }
 
-    /// Kills an `up` as soon as it says this.
-    pub fn up_killed_at(&self, line: &str) {
-        let mut command = self.command(&["up", "--listen", &self.listen, "--osd-gib", "2"]);
+    /// Kills an `up` with these options as soon as it says this.
+    pub fn up_killed_at(&self, line: &str, more: &[&str]) {
+        let words = [&["up", "--listen", &self.listen, "--osd-gib", "2"], more].concat();
+        let mut command = self.command(&words);
         let mut up = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(up.stderr.take().unwrap()).lines();
         let mut lines = lines.map(Result::unwrap);
@@ -150,8 +152,10 @@ impl Cluster {
     fn check_no_keys(&self, output: &Output) {
         let text = [&output.stdout[..], &output.stderr].concat();
         let text = String::from_utf8_lossy(&text).into_owned();
-        for keyring in files(&self.directory().join("keys")) {
-            let Ok(keyring) = std::fs::read_to_string(keyring) else { continue };
+        for path in files(&self.directory().join("keys")) {
+            let Ok(keyring) = std::fs::read_to_string(&path) else { continue };
+            let of_block = path.extension().is_some_and(|it| it == "luks");
+            assert!(!of_block || !text.contains(&keyring), "the key of a block was printed");
             let mut keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
             assert!(!keys.any(|key| text.contains(key)), "a key was printed");
         }
@@ -167,7 +171,38 @@ impl Default for Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         using(&self.directory()).into_iter().for_each(kill_hard);
+        for place in mounts_below(&self.directory()) {
+            let _ = umount2(&place, MntFlags::MNT_DETACH);
+        }
     }
+}
+
+/// What is mounted below a directory.
+#[must_use]
+pub fn mounts_below(directory: &Path) -> Vec<PathBuf> {
+    let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let places = text.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    places.filter(|it| it.starts_with(directory)).collect()
+}
+
+/// Whether the blocks of OSDs can be encrypted here: it takes QEMU's programs, and root for mounts of FUSE. Without these
+/// this says so.
+#[must_use]
+pub fn can_encrypt_osds() -> bool {
+    let missing = ["qemu-storage-daemon", "qemu-img"]
+        .into_iter()
+        .find(|program| Command::new(program).arg("--version").output().is_err());
+    let fuse = std::fs::File::options().read(true).write(true).open("/dev/fuse");
+    let why = match (missing, nix::unistd::geteuid().is_root(), fuse) {
+        (Some(program), ..) => {
+            format!("there is no {program} (packages qemu-system-common qemu-utils)")
+        }
+        (None, false, _) => "it takes root".to_owned(),
+        (None, true, Err(error)) => format!("/dev/fuse: {error}"),
+        (None, true, Ok(_)) => return true,
+    };
+    eprintln!("skipped: {why}");
+    false
 }
 
 /// What a program has said on standard error.

@@ -47,7 +47,7 @@ fn a_cluster_comes_up_survives_what_is_killed_and_goes() {
 
     // Whatever an `up` has made when it dies, the next one goes on.
     for line in ["mon.a: made", "osd.0: made", "osd.1: started"] {
-        cluster.up_killed_at(line);
+        cluster.up_killed_at(line, &[]);
     }
     let first = cluster.up();
     check_whole(&first);

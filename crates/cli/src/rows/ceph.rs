@@ -16,6 +16,7 @@ impl Row for Status {
         usual("fsid", |it| (&it.fsid).into()),
         usual("listen", |it| it.listen.to_string().into()),
         usual("messenger", |it| word(&it.messenger).into()),
+        usual("osd-encryption", |it| Cell::YesNo(it.osd_encryption)),
         usual("used", |it| it.used.map(Cell::Bytes).into()),
         usual("size", |it| it.size.map(Cell::Bytes).into()),
     ];

@@ -94,6 +94,10 @@ pub struct UpArguments {
     /// [default: 896, the least that Ceph takes]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(OSD_MEMORY_MIB..=1 << 20))]
     pub osd_memory_mib: Option<u64>,
+    /// Encrypts what each OSD stores, below the OSD as LUKS does: its block is served by qemu-storage-daemon over FUSE, which takes
+    /// root or fusermount3; a cluster is made so, and stays so
+    #[arg(long)]
+    pub osd_encryption: bool,
 }
 
 /// The choices of `vmseal lab ceph pool add`.
@@ -160,6 +164,7 @@ mod tests {
     fn only_what_ceph_takes_on_this_machine_is_taken() {
         let taken = parse("--osds 6 --listen 127.4.5.6:7000 --messenger secure").unwrap();
         assert_eq!((taken.osds, taken.messenger), (Some(6), Some(Messenger::Secure)));
+        assert!(!taken.osd_encryption && parse("--osd-encryption").unwrap().osd_encryption);
         for (line, why) in [
             ("--osds 2", "from 3 to 32"),
             ("--osds 33", "from 3 to 32"),

@@ -29,6 +29,10 @@ pub fn of(layout: &Layout, record: &Record) -> String {
     let (first, last) = (record.listen.port() + 1, record.listen.port() + PORTS);
     let (fsid, monitor) = (&record.fsid, monitor(record));
     let (memory, size) = (record.osd_memory_mib << 20, record.osd_gib << 30);
+    let block = match record.osd_encryption {
+        true => format!("bluestore_block_path = {}/$id\n", layout.blocks().display()),
+        false => String::new(),
+    };
     format!(
         "\
 # Made by `vmseal lab ceph up`, which writes it anew.
@@ -89,7 +93,7 @@ crush_location = root=default host=lab
 osd_memory_target = {memory}
 bluestore_block_create = true
 bluestore_block_size = {size}
-bluestore_block_db_create = false
+{block}bluestore_block_db_create = false
 bluestore_block_wal_create = false
 # Disks of virtual machines often call themselves rotational, and then small writes go to the log first.
 bluestore_debug_enforce_settings = ssd
@@ -119,5 +123,9 @@ mod tests {
         let secure = shown(&record);
         assert_eq!(usual.matches(" = crc\n").count(), 6, "{usual}");
         assert_eq!(secure, usual.replace(" = crc\n", " = secure\n"));
+        record = Record { messenger: Messenger::Crc, osd_encryption: true, ..record };
+        let size = "bluestore_block_size = 10737418240\n";
+        let block = format!("{size}bluestore_block_path = /cluster/block/$id\n");
+        assert_eq!(shown(&record), usual.replace(size, &block));
     }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::block;
+
 /// A daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Daemon {
@@ -11,6 +13,8 @@ pub enum Daemon {
     Manager,
     /// `osd.N`: keeps data.
     Osd(usize),
+    /// `block.N`: serves an encrypted OSD what its file holds.
+    Block(usize),
 }
 
 impl Daemon {
@@ -21,6 +25,7 @@ impl Daemon {
             Self::Monitor => "ceph-mon",
             Self::Manager => "ceph-mgr",
             Self::Osd(_) => "ceph-osd",
+            Self::Block(_) => block::SERVER,
         }
     }
 
@@ -29,11 +34,21 @@ impl Daemon {
     pub fn id(self) -> String {
         match self {
             Self::Monitor | Self::Manager => "a".to_owned(),
-            Self::Osd(number) => number.to_string(),
+            Self::Osd(number) | Self::Block(number) => number.to_string(),
         }
     }
 
-    /// The daemon that a program is with an id.
+    /// What kind it is, as in its name.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Monitor => "mon",
+            Self::Manager => "mgr",
+            Self::Osd(_) => "osd",
+            Self::Block(_) => "block",
+        }
+    }
+
+    /// The daemon of Ceph's that a program is with an id.
     #[must_use]
     pub fn of(program: &str, id: &str) -> Option<Self> {
         let number = || id.parse().ok();
@@ -45,16 +60,10 @@ impl Daemon {
         };
         (daemon.id() == id).then_some(daemon)
     }
-
-    /// All of a cluster with so many OSDs, in the order in which they are started.
-    pub fn all(osds: usize) -> impl Iterator<Item = Self> {
-        [Self::Monitor, Self::Manager].into_iter().chain((0..osds).map(Self::Osd))
-    }
 }
 
 impl fmt::Display for Daemon {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = self.program().trim_start_matches("ceph-");
-        write!(f, "{kind}.{}", self.id())
+        write!(f, "{}.{}", self.kind(), self.id())
     }
 }

@@ -2,12 +2,26 @@
 
 use std::path::Path;
 
+use super::block;
 use super::daemon::Daemon;
 use super::error::CephError;
 use super::layout::Layout;
 use super::processes;
 use super::progress::Progress;
 use super::record::Record;
+
+/// How many turns there are.
+const TURNS: u8 = 4;
+
+/// In which turn a daemon ends. An OSD writes to its block until it has ended, and tells the monitor that it goes.
+fn turn(daemon: Daemon) -> u8 {
+    match daemon {
+        Daemon::Osd(_) => 0,
+        Daemon::Block(_) => 1,
+        Daemon::Manager => 2,
+        Daemon::Monitor => 3,
+    }
+}
 
 /// Ends the daemons of the cluster in a directory; one without daemons stays as it is. With `destroy` its files are
 /// removed, too.
@@ -26,13 +40,27 @@ pub fn down(
         Record { destroyed: true, ..record }.write(&layout)?;
     }
     let mut ended = |daemon: Daemon| observe(&Progress::Ended(daemon.to_string()));
-    // The monitor last: OSDs tell it that they go.
-    let is_osd = |daemon| matches!(daemon, Daemon::Osd(_));
-    processes::end(&layout, |process| is_osd(process.daemon), &mut ended)?;
-    processes::end(&layout, |process| process.daemon == Daemon::Manager, &mut ended)?;
-    processes::end(&layout, |_| true, &mut ended)?;
+    for now in 0..TURNS {
+        processes::end(&layout, |process| turn(process.daemon) == now, &mut ended)?;
+    }
+    // One that was killed has left its mount behind.
+    block::unmount(&layout.blocks())?;
     match destroy {
         true => layout.remove(),
         false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn osds_end_before_what_they_need() {
+        let osd = turn(Daemon::Osd(1));
+        for needed in [Daemon::Block(1), Daemon::Manager, Daemon::Monitor] {
+            assert!(osd < turn(needed) && turn(needed) < TURNS, "{needed}");
+        }
+        assert!(turn(Daemon::Manager) < turn(Daemon::Monitor));
     }
 }

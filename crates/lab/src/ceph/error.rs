@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use vmseal_secret::MemoryError;
+
 /// Debian's packages with the programs.
 pub const PACKAGES: &str = "ceph-mon ceph-mgr ceph-osd ceph-common";
 
@@ -50,6 +52,20 @@ pub enum CephError {
         what: String,
         /// The cause.
         source: serde_json::Error,
+    },
+    /// OSDs cannot be encrypted on this machine.
+    #[error("OSDs cannot be encrypted here: {why}")]
+    Encryption {
+        /// What is missing.
+        why: String,
+    },
+    /// A key cannot be made.
+    #[error("the key {} cannot be made", path.display())]
+    Secret {
+        /// Its file.
+        path: PathBuf,
+        /// The cause.
+        source: MemoryError,
     },
     /// A file cannot be made, read or written.
     #[error("{} cannot be used", path.display())]

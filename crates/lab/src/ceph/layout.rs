@@ -13,8 +13,8 @@ pub const RECORD: &str = "cluster.json";
 const LOCK: &str = "lock";
 const CONFIGURATION: &str = "ceph.conf";
 /// What a directory of a cluster holds besides these two, in the order in which it is removed.
-const CONTENT: [&str; 9] =
-    ["run", "osd", "mgr", "mon", "mon.new", "keys", "crash", "log", CONFIGURATION];
+const CONTENT: [&str; 11] =
+    ["run", "osd", "block", "luks", "mgr", "mon", "mon.new", "keys", "crash", "log", CONFIGURATION];
 
 /// The longest path of a directory: Linux takes 107 bytes as the name of a socket, such as `run/osd.31.asok` in it.
 const PATH_MAX: usize = 90;
@@ -81,12 +81,18 @@ impl Layout {
         Ok(this)
     }
 
+    /// The files in a directory that need not be there.
+    #[cfg(test)]
+    pub(crate) fn at(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
     /// Makes the directories in it.
     ///
     /// # Errors
     /// The file system's.
     pub fn make_directories(&self) -> Result<(), CephError> {
-        for name in ["keys", "osd", "run", "log", "crash", "mgr"] {
+        for name in ["keys", "osd", "block", "luks", "run", "log", "crash", "mgr"] {
             let path = self.root.join(name);
             let made = DirBuilder::new().recursive(true).mode(0o700).create(&path);
             made.map_err(file(&path))?;
@@ -141,7 +147,26 @@ impl Layout {
             Daemon::Monitor => self.root.join("mon"),
             Daemon::Manager => self.root.join("mgr"),
             Daemon::Osd(id) => self.root.join(format!("osd/{id}")),
+            Daemon::Block(id) => self.root.join(format!("luks/{id}")),
         }
+    }
+
+    /// Where the blocks of encrypted OSDs are served.
+    #[must_use]
+    pub fn blocks(&self) -> PathBuf {
+        self.root.join("block")
+    }
+
+    /// Where the block of an encrypted OSD is served.
+    #[must_use]
+    pub fn block(&self, id: usize) -> PathBuf {
+        self.blocks().join(id.to_string())
+    }
+
+    /// The file with the key of an encrypted OSD.
+    #[must_use]
+    pub fn block_key(&self, id: usize) -> PathBuf {
+        self.root.join(format!("keys/osd.{id}.luks"))
     }
 
     /// The store of a daemon while it is made.
@@ -159,7 +184,13 @@ impl Layout {
     /// The log of a daemon.
     #[must_use]
     pub fn log(&self, daemon: Daemon) -> PathBuf {
-        self.logs().join(format!("{daemon}.log"))
+        match daemon {
+            // It says nothing once it serves.
+            Daemon::Block(_) => self.start_log(daemon),
+            Daemon::Monitor | Daemon::Manager | Daemon::Osd(_) => {
+                self.logs().join(format!("{daemon}.log"))
+            }
+        }
     }
 
     /// What a daemon says until it runs.
@@ -173,11 +204,19 @@ impl Layout {
     /// # Errors
     /// The file system's.
     pub fn write(&self, path: &Path, content: &str) -> Result<(), CephError> {
+        self.write_bytes(path, content.as_bytes())
+    }
+
+    /// The same with bytes.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn write_bytes(&self, path: &Path, content: &[u8]) -> Result<(), CephError> {
         let new = PathBuf::from(format!("{}.new", path.display()));
         let written = || {
             let mut options = File::options();
             let mut to = options.create(true).truncate(true).write(true).mode(0o600).open(&new)?;
-            to.write_all(content.as_bytes())?;
+            to.write_all(content)?;
             to.sync_all()
         };
         written().map_err(file(&new))?;

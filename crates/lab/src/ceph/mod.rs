@@ -4,7 +4,7 @@
 //! their files in one directory. The keys are made by Ceph's own tools and stay in that directory.
 //!
 //! ```text
-//!  up ─► monitor: keys, store, process ─► manager ─► OSDs: key, store, process ─► all up and in ─► pool ─► all clean
+//!  up ─► monitor: keys, store, process ─► manager ─► OSDs: key, (block,) store, process ─► all up and in ─► pool ─► all clean
 //! ```
 //! What a step makes has its final name only once it is whole: `up` goes on where an earlier one ended, however it
 //! ended.
@@ -14,6 +14,7 @@
 //! | [`arguments`] | what a user may choose |
 //! | [`record`], [`layout`], [`configuration`] | what the cluster is, where its files are, `ceph.conf` |
 //! | [`daemon`], [`processes`] | Ceph's programs that stay |
+//! | [`block`] | encrypted OSDs: what serves their blocks |
 //! | [`tools`], [`answers`] | those that do one thing and end, and what they answer |
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
@@ -22,6 +23,7 @@
 
 pub mod answers;
 pub mod arguments;
+pub mod block;
 pub mod configuration;
 pub mod daemon;
 pub mod down;

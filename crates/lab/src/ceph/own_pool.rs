@@ -100,8 +100,7 @@ impl OwnPool {
         let this = Self { layout, access, removed: false, _home: home, _lock: lock };
         this.clear()?;
         pools::ensure(&this.layout, &pool, record.osds.len(), observe)?;
-        let daemons: Vec<_> = Daemon::all(record.osds.len()).collect();
-        pools::wait_clean(&this.layout, &daemons, observe)?;
+        pools::wait_clean(&this.layout, &record.daemons(), observe)?;
         this.make_user()?;
         Ok(this)
     }

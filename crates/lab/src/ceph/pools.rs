@@ -44,7 +44,7 @@ pub fn add(arguments: &PoolArguments, observe: &mut dyn FnMut(&Progress)) -> Res
         return Err(refused("the cluster does not run: start it with vmseal lab ceph up".into()));
     }
     ensure(&layout, &pool, record.osds.len(), observe)?;
-    wait_clean(&layout, &Daemon::all(record.osds.len()).collect::<Vec<_>>(), observe)
+    wait_clean(&layout, &record.daemons(), observe)
 }
 
 /// Makes a pool, or goes on making it; one that is whole stays as it is.

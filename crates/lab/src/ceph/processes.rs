@@ -1,18 +1,20 @@
 //! The daemons of a cluster as processes.
 //!
-//! A daemon is known by its command line, which names its program, its id and the cluster's configuration file:
-//! no record of a process can be stale, or missing because who would have written it has died.
+//! A daemon is known by its command line, which names its program, its id and the cluster's configuration file, or the
+//! block of the cluster that it serves: no record of a process can be stale, or missing because who would have written it
+//! has died.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use super::block;
 use super::daemon::Daemon;
 use super::error::CephError;
 use super::layout::Layout;
@@ -41,11 +43,10 @@ pub struct Process {
 /// The living processes of a cluster.
 #[must_use]
 pub fn find(layout: &Layout) -> Vec<Process> {
-    let configuration = layout.configuration();
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|it| it.file_name().to_str()?.parse().ok());
     let mut found: Vec<Process> =
-        pids.filter_map(|pid| process(pid, &line_of(pid), &configuration)).collect();
+        pids.filter_map(|pid| process(pid, &line_of(pid), layout)).collect();
     found.sort_unstable();
     found
 }
@@ -64,7 +65,7 @@ fn line_of(pid: i32) -> Vec<u8> {
 }
 
 /// What process a command line is of.
-fn process(pid: i32, line: &[u8], configuration: &Path) -> Option<Process> {
+fn process(pid: i32, line: &[u8], layout: &Layout) -> Option<Process> {
     let words: Vec<&str> =
         line.split(|byte| *byte == 0).map(std::str::from_utf8).collect::<Result<_, _>>().ok()?;
     let after = |option| {
@@ -72,9 +73,25 @@ fn process(pid: i32, line: &[u8], configuration: &Path) -> Option<Process> {
         words.get(at + 1).copied()
     };
     let program = Path::new(words.first()?).file_name()?.to_str()?;
+    if program == block::SERVER {
+        let daemon = Daemon::Block(block::osd_of(layout, after("--export")?)?);
+        return Some(Process { daemon, pid, makes: false });
+    }
     let daemon = Daemon::of(program, after("-i")?)?;
-    let ours = after("-c").map(Path::new) == Some(configuration);
+    let ours = after("-c").map(Path::new) == Some(&*layout.configuration());
     ours.then(|| Process { daemon, pid, makes: words.contains(&"--mkfs") })
+}
+
+/// The program of a daemon.
+fn command(layout: &Layout, daemon: Daemon) -> Command {
+    match daemon {
+        Daemon::Block(id) => block::server(layout, id),
+        Daemon::Monitor | Daemon::Manager | Daemon::Osd(_) => {
+            let mut command = tools::command(daemon.program(), layout);
+            command.args(["-i", &daemon.id()]);
+            command
+        }
+    }
 }
 
 /// Starts a daemon, and waits until it serves.
@@ -85,9 +102,9 @@ pub fn start(layout: &Layout, daemon: Daemon) -> Result<(), CephError> {
     let log = layout.start_log(daemon);
     let failed = |source| CephError::File { path: log.clone(), source };
     let output = File::create(&log).map_err(failed)?;
-    let mut command = tools::command(daemon.program(), layout);
+    let mut command = command(layout, daemon);
+    let what = tools::shown(&command);
     command
-        .args(["-i", &daemon.id()])
         // Ctrl-C is for the command that starts it.
         .process_group(0)
         .stdout(Stdio::from(output.try_clone().map_err(failed)?))
@@ -103,17 +120,18 @@ pub fn start(layout: &Layout, daemon: Daemon) -> Result<(), CephError> {
             None => std::thread::sleep(LOOK_EVERY),
         }
     };
-    let what = || format!("{} -i {}", daemon.program(), daemon.id());
     match ended {
         Some(status) if status.success() => Ok(()),
         Some(_) => {
-            let said = [tools::end_of(&log), tools::end_of(&layout.log(daemon))].join("\n");
-            Err(CephError::Command { what: what(), said: said.trim().to_owned() })
+            let mut logs = vec![log.clone(), layout.log(daemon)];
+            logs.dedup();
+            let said = logs.iter().map(|it| tools::end_of(it)).collect::<Vec<_>>().join("\n");
+            Err(CephError::Command { what, said: said.trim().to_owned() })
         }
         None => {
             end(layout, |process| process.daemon == daemon, &mut |_| ())?;
             child.wait().map_err(failed)?;
-            Err(CephError::NoAnswer { what: what(), seconds: START.as_secs() })
+            Err(CephError::NoAnswer { what, seconds: START.as_secs() })
         }
     }
 }
@@ -168,7 +186,23 @@ mod tests {
     use super::*;
 
     fn found(line: &str) -> Option<Process> {
-        process(7, line.replace(' ', "\0").as_bytes(), Path::new("/lab/ceph.conf"))
+        process(7, line.replace(' ', "\0").as_bytes(), &Layout::at(Path::new("/lab")))
+    }
+
+    #[test]
+    fn what_serves_a_block_of_the_cluster_is_found() {
+        let line = |root: &str, id| {
+            let command = block::server(&Layout::at(Path::new(root)), id);
+            let words = std::iter::once(command.get_program()).chain(command.get_args());
+            words.map(|word| format!("{} ", word.display())).collect::<String>()
+        };
+        let known = Some(Process { daemon: Daemon::Block(12), pid: 7, makes: false });
+        assert_eq!(found(&line("/lab", 12)), known);
+        assert_eq!(found(&format!("/usr/bin/{}", line("/lab", 12))), known);
+        assert_eq!(found(&line("/lab2", 12)), None);
+        assert_eq!(found(&format!("sh -c {}", line("/lab", 12))), None);
+        assert_eq!(found("qemu-storage-daemon --export type=nbd,id=block1 "), None);
+        assert_eq!(found("qemu-storage-daemon --export "), None);
     }
 
     #[test]
@@ -192,11 +226,5 @@ mod tests {
         ] {
             assert_eq!(found(line), None, "{line}");
         }
-    }
-
-    #[test]
-    fn names_are_cephs() {
-        let names: Vec<_> = Daemon::all(2).map(|daemon| daemon.to_string()).collect();
-        assert_eq!(names, ["mon.a", "mgr.a", "osd.0", "osd.1"]);
     }
 }

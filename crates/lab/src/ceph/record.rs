@@ -7,6 +7,7 @@ use std::net::SocketAddrV4;
 use serde::{Deserialize, Serialize};
 
 use super::arguments::{LISTEN, Messenger, OSD_GIB, OSD_MEMORY_MIB, OSDS, UpArguments};
+use super::daemon::Daemon;
 use super::error::CephError;
 use super::layout::Layout;
 
@@ -34,6 +35,9 @@ pub struct Record {
     pub osds: Vec<String>,
     /// Its removal began.
     pub destroyed: bool,
+    /// The OSDs' blocks are encrypted.
+    #[serde(default)]
+    pub osd_encryption: bool,
 }
 
 /// A new random id.
@@ -86,7 +90,19 @@ impl Record {
             osd_memory_mib: asked.osd_memory_mib.unwrap_or(OSD_MEMORY_MIB),
             osds,
             destroyed: false,
+            osd_encryption: asked.osd_encryption,
         })
+    }
+
+    /// Its daemons, in the order in which they are started: a block is served before its OSD uses it.
+    #[must_use]
+    pub fn daemons(&self) -> Vec<Daemon> {
+        let mut daemons = vec![Daemon::Monitor, Daemon::Manager];
+        for id in 0..self.osds.len() {
+            daemons.extend(self.osd_encryption.then_some(Daemon::Block(id)));
+            daemons.push(Daemon::Osd(id));
+        }
+        daemons
     }
 
     /// The record with the options of another `up` applied. `runs` says whether a daemon of the cluster runs.
@@ -100,6 +116,9 @@ impl Record {
         }
         if asked.osd_gib.is_some_and(|size| size != self.osd_gib) {
             return fixed("--osd-gib", format!("OSDs of {} GiB", self.osd_gib));
+        }
+        if asked.osd_encryption && !self.osd_encryption {
+            return fixed("--osd-encryption", "OSDs in the clear".to_owned());
         }
         let osds = asked.osds.unwrap_or(self.osds.len());
         if osds < self.osds.len() {
@@ -179,6 +198,44 @@ mod tests {
             let refused = small().changed(&asked, false).unwrap_err();
             assert!(matches!(refused, CephError::Fixed { .. }), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_cluster_in_the_clear_is_not_encrypted_later_and_an_encrypted_one_stays_so() {
+        let asked = UpArguments { osd_encryption: true, ..UpArguments::default() };
+        let refused = small().changed(&asked, false).unwrap_err().to_string();
+        assert!(refused.contains("--osd-encryption"), "{refused}");
+        assert!(refused.contains("OSDs in the clear"), "{refused}");
+        let record = Record::new(&asked).unwrap();
+        assert_eq!(record.clone().changed(&asked, true).unwrap(), record);
+        let more = UpArguments { osds: Some(4), ..UpArguments::default() };
+        let changed = record.changed(&more, true).unwrap();
+        assert!(changed.osd_encryption && changed.daemons().contains(&Daemon::Block(3)));
+    }
+
+    #[test]
+    fn blocks_are_served_before_their_osds_start() {
+        let names = |record: &Record| -> Vec<String> {
+            record.daemons().iter().map(ToString::to_string).collect()
+        };
+        let clear = small();
+        assert_eq!(names(&clear), ["mon.a", "mgr.a", "osd.0", "osd.1", "osd.2"]);
+        let encrypted = Record { osd_encryption: true, ..clear };
+        let all = ["mon.a", "mgr.a", "block.0", "osd.0", "block.1", "osd.1", "block.2", "osd.2"];
+        assert_eq!(names(&encrypted), all);
+    }
+
+    #[test]
+    fn records_of_earlier_versions_are_of_osds_in_the_clear() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let record = small();
+        record.write(&layout).unwrap();
+        let text = fs::read_to_string(layout.record()).unwrap();
+        let earlier = text.replace(",\n  \"osd_encryption\": false", "");
+        assert_ne!(earlier, text);
+        fs::write(layout.record(), earlier).unwrap();
+        assert_eq!(Record::read(&layout).unwrap(), Some(record));
     }
 
     #[test]

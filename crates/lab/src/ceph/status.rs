@@ -29,6 +29,8 @@ pub struct Status {
     pub listen: SocketAddrV4,
     /// How its connections are protected.
     pub messenger: Messenger,
+    /// Whether what each OSD stores is encrypted below it.
+    pub osd_encryption: bool,
     /// `HEALTH_OK`, `HEALTH_WARN` or `HEALTH_ERR`, as the monitor says; none if it does not answer.
     pub health: Option<String>,
     /// What is not well: dead daemons, and what the monitor says.
@@ -134,7 +136,9 @@ fn tell(
     processes: &[Process],
     answers: Option<&Answers>,
 ) -> Status {
-    let daemons: Vec<_> = Daemon::all(record.osds.len())
+    let daemons: Vec<_> = record
+        .daemons()
+        .into_iter()
         .map(|daemon| daemon_status(daemon, processes, answers))
         .collect();
     let dead = daemons.iter().filter(|it| !it.alive);
@@ -153,6 +157,7 @@ fn tell(
         fsid: record.fsid.clone(),
         listen: record.listen,
         messenger: record.messenger,
+        osd_encryption: record.osd_encryption,
         health: answers.map(|it| it.status.health.status.clone()),
         problems,
         daemons,
@@ -167,7 +172,7 @@ fn daemon_status(daemon: Daemon, processes: &[Process], answers: Option<&Answers
     let entry = |id| answers.and_then(|it| it.dump.osds.iter().find(|osd| osd.osd == id));
     let entry = match daemon {
         Daemon::Osd(id) => entry(id),
-        Daemon::Monitor | Daemon::Manager => None,
+        Daemon::Monitor | Daemon::Manager | Daemon::Block(_) => None,
     };
     DaemonStatus {
         name: daemon.to_string(),
@@ -211,11 +216,15 @@ mod tests {
     }
 
     fn told(dead: &[Daemon], answers: Option<&Answers>) -> Status {
+        told_of(&UpArguments::default(), dead, answers)
+    }
+
+    fn told_of(asked: &UpArguments, dead: &[Daemon], answers: Option<&Answers>) -> Status {
         let place = tempfile::tempdir().unwrap();
         let layout = Layout::make(place.path()).unwrap();
-        let mut record = Record::new(&UpArguments::default()).unwrap();
+        let mut record = Record::new(asked).unwrap();
         record.fsid = "fs".into();
-        let living = Daemon::all(3).filter(|daemon| !dead.contains(daemon));
+        let living = record.daemons().into_iter().filter(|daemon| !dead.contains(daemon));
         let processes: Vec<_> = (100..)
             .zip(living)
             .map(|(pid, daemon)| Process { daemon, pid, makes: false })
@@ -235,6 +244,19 @@ mod tests {
         let known: serde_json::Value =
             serde_json::from_str(include_str!("recorded/told.json")).unwrap();
         assert_eq!(serde_json::to_value(&status).unwrap(), known);
+    }
+
+    #[test]
+    fn what_serves_the_block_of_an_osd_is_told_beside_it() {
+        let asked = UpArguments { osd_encryption: true, ..UpArguments::default() };
+        let status = told_of(&asked, &[Daemon::Block(2)], Some(&recorded()));
+        assert!(status.osd_encryption);
+        let blocks: Vec<_> =
+            status.daemons.iter().filter(|it| it.name.starts_with("block.")).collect();
+        assert_eq!(blocks.iter().map(|it| it.alive).collect::<Vec<_>>(), [true, true, false]);
+        assert!(blocks.iter().all(|it| it.up.is_none() && it.placed.is_none()));
+        let problem = "block.2 does not run; vmseal lab ceph up starts it";
+        assert!(status.problems.iter().any(|it| it == problem), "{:?}", status.problems);
     }
 
     #[test]

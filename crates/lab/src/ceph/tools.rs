@@ -36,7 +36,9 @@ pub fn check_programs() -> Result<(), CephError> {
     }
 }
 
-fn is_in(path: &OsStr, program: &str) -> bool {
+/// Whether a program is in a search path.
+#[must_use]
+pub fn is_in(path: &OsStr, program: &str) -> bool {
     std::env::split_paths(path).any(|directory| directory.join(program).is_file())
 }
 
@@ -94,7 +96,8 @@ fn read(
 }
 
 /// A command as a user types it; the one with which it was given `-c` has the same for all.
-fn shown(command: &Command) -> String {
+#[must_use]
+pub fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
 }

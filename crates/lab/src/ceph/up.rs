@@ -10,6 +10,7 @@ use nix::sys::stat::{Mode, umask};
 
 use super::answers::{ClusterStatus, OsdDump};
 use super::arguments::UpArguments;
+use super::block;
 use super::configuration;
 use super::daemon::Daemon;
 use super::error::CephError;
@@ -67,6 +68,9 @@ fn settle(layout: &Layout, arguments: &UpArguments) -> Result<Record, CephError>
         }
         Some(record) => record.changed(arguments, runs)?,
     };
+    if record.osd_encryption {
+        block::check()?;
+    }
     record.write(layout)?;
     Ok(record)
 }
@@ -211,21 +215,49 @@ impl Up<'_> {
                 self.make_osd(id, uuid)?;
                 (self.observe)(&Progress::Made(daemon.to_string()));
             }
+            if self.record.osd_encryption {
+                self.serve_block(id)?;
+            }
             self.start(daemon)?;
         }
-        let (daemons, all) = (self.daemons(), self.record.osds.len() as u64);
+        let (daemons, all) = (self.record.daemons(), self.record.osds.len() as u64);
         Waiting { layout: self.layout, daemons: &daemons }.until(self.observe, |status| {
             let up = status.osdmap.serving();
             (Progress::Up(up, all), up == all && status.mgrmap.available)
         })
     }
 
-    fn make_osd(&self, id: usize, uuid: &str) -> Result<(), CephError> {
+    /// Has the block of an encrypted OSD served.
+    fn serve_block(&mut self, id: usize) -> Result<(), CephError> {
+        let block = Daemon::Block(id);
+        let runs = processes::running(self.layout).iter().any(|it| it.daemon == block);
+        // One that an `up` was starting when it died may run, and not serve yet.
+        if runs && block::is_mounted(self.layout, id)? {
+            return Ok(());
+        }
+        // What the OSD has open is of a mount that nobody serves any more.
+        processes::end(self.layout, |it| it.daemon == Daemon::Osd(id), &mut |_| ())?;
+        processes::end(self.layout, |it| it.daemon == block, &mut |_| ())?;
+        block::make_place(self.layout, id)?;
+        self.start(block)
+    }
+
+    /// Makes the encrypted file of an OSD anew, and serves it: BlueStore takes no block that was used before.
+    fn make_block(&mut self, id: usize) -> Result<(), CephError> {
+        processes::end(self.layout, |it| it.daemon == Daemon::Block(id), &mut |_| ())?;
+        block::make(self.layout, id, self.record.osd_gib)?;
+        self.serve_block(id)
+    }
+
+    fn make_osd(&mut self, id: usize, uuid: &str) -> Result<(), CephError> {
         let daemon = Daemon::Osd(id);
         let caps = ["mon", "allow profile osd", "mgr", "allow profile osd", "osd", ALL];
         self.get_key(daemon, &caps)?;
         // With the id of its store: told again, it is the same one.
         self.tools.ceph(&["osd", "new", uuid, &daemon.id()])?;
+        if self.record.osd_encryption {
+            self.make_block(id)?;
+        }
         let made = self.empty_store(daemon)?;
         let (made_text, id) = (text(&made), daemon.id());
         let mkfs = ["-i", &id, "--mkfs", "--osd-data", &made_text, "--osd-uuid", uuid];
@@ -250,10 +282,6 @@ impl Up<'_> {
         Ok(())
     }
 
-    fn daemons(&self) -> Vec<Daemon> {
-        Daemon::all(self.record.osds.len()).collect()
-    }
-
     fn pool(&mut self) -> Result<(), CephError> {
         let usual = Redundancy::new(None, None, None);
         let refused = |why| CephError::Pool { pool: pools::USUAL.into(), why };
@@ -263,6 +291,6 @@ impl Up<'_> {
         if !dump.pools.iter().any(|it| it.pool_name == pool.name && it.is_for_rbd()) {
             pools::ensure(self.layout, &pool, self.record.osds.len(), self.observe)?;
         }
-        pools::wait_clean(self.layout, &self.daemons(), self.observe)
+        pools::wait_clean(self.layout, &self.record.daemons(), self.observe)
     }
 }

@@ -1,7 +1,7 @@
 //! The systems under test: how each gets disks in files and serves them.
 
 mod beside;
-mod luks_image;
+pub(crate) mod luks_image;
 mod nbdkit;
 mod server;
 mod storage_daemon;
