@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
 use serde_json::Value;
-use vmseal_tests::ceph::{self, Cluster, files, is_installed};
+use vmseal_tests::ceph::{self, Cluster, can_encrypt_osds, files, is_installed, mounts_below};
 use vmseal_tests::eventually;
 use vmseal_tests::process::{kill_hard, using};
+use vmseal_tests::scan::{Needle, Scanner};
 
 /// What is stored in images: more than one object of 4 MiB, and not a whole number of them.
 const CONTENT: usize = (9 << 20) + 512;
@@ -158,4 +161,100 @@ fn remove(cluster: &Cluster) {
     assert!(!cluster.directory().exists());
     assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
     cluster.refused(&["down"], 3);
+}
+
+/// The options of a cluster whose OSDs are encrypted.
+const ENCRYPTED: [&str; 1] = ["--osd-encryption"];
+/// How often the pattern is in what is stored: once in each block that BlueStore allocates.
+const PATTERN_EVERY: usize = 4096;
+
+#[test]
+fn what_encrypted_osds_store_is_nowhere_in_the_clear() {
+    if !is_installed() || !can_encrypt_osds() {
+        return;
+    }
+    let cluster = Cluster::new();
+    // What an `up` has made when it dies is made anew, or gone on with: a block that is served is in the way of neither.
+    for line in ["block.0: started", "osd.1: made", "block.2: started"] {
+        cluster.up_killed_at(line, &ENCRYPTED);
+    }
+    let first = cluster.up_with(&ENCRYPTED);
+    check_encrypted(&cluster, &first);
+
+    let pattern: [u8; 16] = std::array::from_fn(|_| fastrand::u8(..));
+    let mut content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(CONTENT).collect();
+    for block in content.chunks_exact_mut(PATTERN_EVERY) {
+        block[..pattern.len()].copy_from_slice(&pattern);
+    }
+    let needle = Needle { name: "pattern".to_owned(), bytes: pattern.to_vec() };
+    let scanner = Scanner::new(vec![needle]).unwrap();
+    cluster.import(&content, "vmseal/image", &[]);
+    assert!(cluster.export("vmseal/image") == content);
+    // The OSD itself stores it as it is: otherwise the search below could find nothing.
+    let served = cluster.directory().join("block/0");
+    assert!(!scanner.file(&served).unwrap().is_empty(), "the OSD does not have the pattern");
+
+    assert!(cluster.run(&["down"]).status.success());
+    assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
+    assert_eq!(mounts_below(&cluster.directory()), [] as [PathBuf; 0]);
+    assert_eq!(served.metadata().unwrap().len(), 0);
+    let found = scanner.directory(&cluster.directory(), &[]).unwrap();
+    assert!(found.is_empty(), "in the clear: {found:?}");
+
+    // Nothing is asked for: the cluster is as it was made.
+    check_encrypted(&cluster, &cluster.up());
+    assert!(cluster.export("vmseal/image") == content);
+    lose_a_block(&cluster, &content);
+    lose_all(&cluster, &content);
+
+    let output = cluster.run(&["down", "--destroy", "--yes"]);
+    assert!(output.status.success(), "{}", ceph::said(&output));
+    assert_eq!(mounts_below(&cluster.directory()), [] as [PathBuf; 0]);
+    assert!(!cluster.directory().exists());
+    assert_eq!(using(&cluster.directory()), [] as [i32; 0]);
+}
+
+/// Finds that everything runs, and each OSD has its block from a process beside it.
+fn check_encrypted(cluster: &Cluster, status: &Value) {
+    check_whole(status);
+    assert_eq!(status["osd_encryption"], true, "{status:#}");
+    for id in 0..3 {
+        assert_eq!(daemon(status, &format!("block.{id}"))["alive"], true, "{status:#}");
+        let block = cluster.directory().join(format!("osd/{id}/block")).canonicalize().unwrap();
+        assert!(block.ends_with(format!("block/{id}")), "{}", block.display());
+        let stored = cluster.directory().join(format!("luks/{id}"));
+        assert_eq!(stored.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        let mut begin = [0; 6];
+        std::fs::File::open(stored).unwrap().read_exact(&mut begin).unwrap();
+        assert_eq!(begin, *b"LUKS\xba\xbe");
+    }
+    assert_eq!(mounts_below(&cluster.directory()).len(), 3);
+}
+
+/// When what serves a block is killed, it is started again, and its OSD with it.
+fn lose_a_block(cluster: &Cluster, content: &[u8]) {
+    let before = cluster.json(&["status"]);
+    kill_hard(daemon(&before, "block.1")["pid"].as_i64().unwrap().try_into().unwrap());
+    let dead = eventually("what served the block is seen to be dead", || {
+        let status = cluster.json(&["status"]);
+        (daemon(&status, "block.1")["alive"] == false).then_some(status)
+    })
+    .unwrap();
+    assert!(dead["problems"].to_string().contains("block.1 does not run"), "{dead:#}");
+    let again = cluster.up();
+    check_encrypted(cluster, &again);
+    for name in ["mon.a", "mgr.a", "block.0", "osd.0", "block.1", "osd.1", "block.2", "osd.2"] {
+        let same = daemon(&before, name)["pid"] == daemon(&again, name)["pid"];
+        assert_eq!(same, !name.ends_with(".1"), "{name}: {before:#} {again:#}");
+    }
+    assert!(cluster.export("vmseal/image") == content);
+}
+
+/// When all is killed, mounts are left that nobody serves.
+fn lose_all(cluster: &Cluster, content: &[u8]) {
+    using(&cluster.directory()).into_iter().for_each(kill_hard);
+    eventually("all have ended", || using(&cluster.directory()).is_empty().then_some(())).unwrap();
+    assert_eq!(mounts_below(&cluster.directory()).len(), 3);
+    check_encrypted(cluster, &cluster.up());
+    assert!(cluster.export("vmseal/image") == content);
 }
