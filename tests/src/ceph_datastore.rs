@@ -17,6 +17,8 @@ pub struct Options {
     pub messenger: &'static str,
     /// Whether data is in an erasure-coded pool of two and one.
     pub erasure_coded: bool,
+    /// Whether the server holds the key of the pool, and not each host.
+    pub key_at_server: bool,
 }
 
 /// A cluster, an installation that has its pool as datastore `ceph`, and where that is mounted.
@@ -51,11 +53,21 @@ impl CephInstallation {
         let path = text(&self.mounted).unwrap();
         let mut add = vec!["datastore", "add", "ceph", "--host", "here", "--path", path];
         add.extend(["--pool", "vmseal", "--monitors", &monitors]);
-        add.extend(["--keyring", text(&keyring).unwrap(), "--messenger", options.messenger]);
+        let key = if options.key_at_server { "--key-file" } else { "--keyring" };
+        add.extend([key, text(&keyring).unwrap(), "--messenger", options.messenger]);
         if options.erasure_coded {
             add.extend(["--data-pool", "coded"]);
         }
         self.here.vmseal(&add).unwrap();
+    }
+
+    /// Adds a host, which gets the pool from the server; where it mounts it.
+    pub fn add_host(&mut self, host: &str) -> PathBuf {
+        self.here.add_host(host).unwrap();
+        let mounted = self.here.path(&format!("ceph-{host}"));
+        let place = ["--host", host, "--path", text(&mounted).unwrap()];
+        self.here.vmseal(&[&["datastore", "share", "ceph"][..], &place].concat()).unwrap();
+        mounted
     }
 
     /// The images of the pool of names and headers.

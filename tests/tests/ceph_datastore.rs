@@ -46,7 +46,11 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     if !is_installed() {
         return;
     }
-    let bench = CephInstallation::new(Options { messenger: "crc", erasure_coded: false });
+    let bench = CephInstallation::new(Options {
+        messenger: "crc",
+        erasure_coded: false,
+        key_at_server: false,
+    });
     let here = &bench.here;
     let shown = here.vmseal(&["datastore", "list"]).unwrap();
     assert!(shown.contains("rbd:vmseal"), "{shown}");

@@ -164,6 +164,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     removals(&cluster, &mut here);
     locks(&cluster, &mut here, &there);
     one_writer(&cluster, &mut here, &there);
+    lengths_of_writers(&here, &there);
     a_paused_owner(&here, &there);
     there.unmount();
 }
@@ -471,6 +472,26 @@ fn one_writer(cluster: &Cluster, here: &mut Mount, there: &Mount) {
     let mut read = [0; 8];
     other.read_exact_at(&mut read, 0).unwrap();
     assert_eq!(&read, b"heremore");
+}
+
+/// Who gets to write an image knows how long the host that had its lock before has made it, also where it has the file open since before
+/// that.
+fn lengths_of_writers(here: &Mount, there: &Mount) {
+    let path = |mount: &Mount| mount.path("grows");
+    let file = make(&path(here)).unwrap();
+    file.set_len(LONG).unwrap();
+    let reader = File::open(path(there)).unwrap();
+    assert_eq!(reader.metadata().unwrap().len(), LONG);
+    // Beyond the image, which grows, and not flushed.
+    file.write_all_at(b"end", 10 * LONG).unwrap();
+    drop(file);
+    let writer = eventually("the other host may write", || open(&path(there)).ok()).unwrap();
+    assert_eq!(writer.metadata().unwrap().len(), 10 * LONG + 3);
+    let mut read = [0; 3];
+    writer.read_exact_at(&mut read, 10 * LONG).unwrap();
+    assert_eq!(&read, b"end");
+    drop((reader, writer));
+    std::fs::remove_file(path(there)).unwrap();
 }
 
 /// A host that stops for so long that another one takes its image over cannot write there when it wakes up.

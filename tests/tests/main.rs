@@ -7,6 +7,7 @@ mod cdrom;
 mod ceph;
 mod ceph_datastore;
 mod ceph_files;
+mod ceph_migration;
 mod changes;
 mod cli;
 mod clones;

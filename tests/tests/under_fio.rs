@@ -139,7 +139,11 @@ fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile(
     if !is_installed() {
         return;
     }
-    let ceph = CephInstallation::new(Options { messenger: "secure", erasure_coded: true });
+    let ceph = CephInstallation::new(Options {
+        messenger: "secure",
+        erasure_coded: true,
+        key_at_server: false,
+    });
     let here = &ceph.here;
     let mut console = started(here, VM, "plain", "ceph");
     let to = directory(here, "backups");

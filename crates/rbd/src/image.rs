@@ -155,7 +155,11 @@ impl Image {
                 Err(io::Error::from_raw_os_error(libc::EBUSY))
             }
             Err(error) => Err(error),
-            Ok(_) => Ok(image),
+            Ok(_) => {
+                // Who had the lock until now may have made it longer since it was opened here.
+                image.learn_size()?;
+                Ok(image)
+            }
         }
     }
 
@@ -170,18 +174,25 @@ impl Image {
         ) -> c_int,
     ) -> io::Result<Self> {
         let name = text(name)?;
-        let (mut handle, mut size, mut around) = (ptr::null_mut(), 0, 1);
+        let (mut handle, mut around) = (ptr::null_mut(), 1);
         // SAFETY: the pool is open; the handle is written if the call succeeds.
         checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
         let mut image =
             Self { handle, size: AtomicU64::new(0), striped: false, _pool: Arc::clone(pool) };
-        // SAFETY: the image is open; the size is written.
-        checked(unsafe { (loaded().rbd.rbd_get_size)(handle, &raw mut size) })?;
+        image.learn_size()?;
         // SAFETY: the image is open; the count is written.
         checked(unsafe { (loaded().rbd.rbd_get_stripe_count)(handle, &raw mut around) })?;
         image.striped = around > 1;
-        image.size.store(size, Ordering::Release);
         Ok(image)
+    }
+
+    /// Asks how long it is.
+    fn learn_size(&self) -> io::Result<()> {
+        let mut size = 0;
+        // SAFETY: the image is open; the size is written.
+        checked(unsafe { (loaded().rbd.rbd_get_size)(self.handle, &raw mut size) })?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
     }
 
     /// The addresses of those that have its lock.

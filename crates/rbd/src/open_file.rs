@@ -54,12 +54,17 @@ pub struct FileImage {
 }
 
 impl FileImage {
-    fn open(store: &Store, inode: Inode, size: u64, writable: bool) -> io::Result<Arc<Self>> {
+    /// Opens the image of a file that was this long when somebody looked.
+    fn open(store: &Store, inode: Inode, seen: u64, writable: bool) -> io::Result<Arc<Self>> {
         let name = inode.image();
-        let image = if writable {
-            Image::open_to_write(&store.pool, &name, &store.predecessors)?
+        let (image, size) = if writable {
+            let image = Image::open_to_write(&store.pool, &name, &store.predecessors)?;
+            // Another host may have had the lock until now: it notes the length before it gives the lock up. An image that is being
+            // made has none noted.
+            let size = noted_size(&store.pool, inode)?.unwrap_or(seen);
+            (image, size)
         } else {
-            Image::open(&store.pool, &name)?
+            (Image::open(&store.pool, &name)?, seen)
         };
         let (size, noted) = (AtomicU64::new(size), AtomicU64::new(size));
         Ok(Arc::new(Self { image, writable, size, noted }))

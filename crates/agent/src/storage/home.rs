@@ -447,6 +447,14 @@ impl Home {
         open_locked(&self.image(disk), Access::BesideGuest)
     }
 
+    /// The same for reading only: the process that holds the lock may be another host's.
+    ///
+    /// # Errors
+    /// As [`Home::open`].
+    pub fn read_beside_guest(&self, disk: DiskId) -> Result<Option<File>, Problem> {
+        open_locked(&self.image(disk), Access::ReadBesideGuest)
+    }
+
     /// Opens the replica of a disk, locked, or without its lock beside the process that serves the disk to the VM's guest; none when
     /// there is none.
     ///

@@ -71,6 +71,16 @@ pub enum Access {
     /// Reading and writing without a lock, beside the process that serves the VM's own guest and holds it: for headers,
     /// which only the agent writes.
     BesideGuest,
+    /// Reading without a lock, beside the process that serves the VM's guest and holds it, on this host or another one: an image in a
+    /// pool of Ceph that another host has open to be written is not opened here to be written, with a lock or without.
+    ReadBesideGuest,
+}
+
+impl Access {
+    /// Whether the file is opened to be written, too.
+    fn writes(self) -> bool {
+        matches!(self, Self::Write | Self::BesideGuest)
+    }
 }
 
 /// Opens a regular file and locks it; none when there is no such file. Waits for a lock that may be a dead
@@ -98,7 +108,7 @@ pub fn open_locked(path: &Path, access: Access) -> Result<Option<File>, Problem>
 pub fn open_once(path: &Path, access: Access) -> Result<Option<File>, Problem> {
     let opened = OpenOptions::new()
         .read(true)
-        .write(access != Access::Read)
+        .write(access.writes())
         // Do not follow a link, and do not block on a pipe.
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
@@ -153,7 +163,7 @@ fn lock(file: &File, access: Access) -> io::Result<bool> {
     let kind = match access {
         Access::Read => libc::F_RDLCK,
         Access::Write => libc::F_WRLCK,
-        Access::BesideGuest => return Ok(true),
+        Access::BesideGuest | Access::ReadBesideGuest => return Ok(true),
     };
     let whole = libc::flock {
         l_type: kind as libc::c_short,
@@ -172,6 +182,24 @@ fn lock(file: &File, access: Access) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_another_host_writes_is_read_without_its_lock_and_not_opened_to_be_written() {
+        use std::os::unix::fs::FileExt;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let guest = make_locked(&path).unwrap();
+        guest.write_all_at(b"guest", 0).unwrap();
+        let in_use = open_once(&path, Access::Read).unwrap_err();
+        assert_eq!(in_use.code, ErrorCode::InUse);
+        let beside = open_once(&path, Access::ReadBesideGuest).unwrap().unwrap();
+        let mut read = [0; 5];
+        beside.read_exact_at(&mut read, 0).unwrap();
+        assert_eq!(&read, b"guest");
+        let refused = beside.write_all_at(b"other", 0).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EBADF), "{refused}");
+        open_once(&path, Access::BesideGuest).unwrap().unwrap().write_all_at(b"agent", 0).unwrap();
+    }
 
     #[test]
     fn who_is_to_write_a_file_next_waits_for_the_descriptor_that_writes_it() {

@@ -532,7 +532,7 @@ pub fn as_it_is(
             mirror.settle()?;
             Ok((mirror.pivoted_disk(disk), mirror.facts()))
         }
-        (false, Access::Read) => Ok((disk.clone(), facts.clone())),
+        (false, Access::Read | Access::ReadBesideGuest) => Ok((disk.clone(), facts.clone())),
         (false, Access::Write | Access::BesideGuest) => {
             let what = format!(
                 "task {} copies disk '{}' to another image: wait for it, or cancel it",

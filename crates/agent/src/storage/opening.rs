@@ -141,6 +141,7 @@ fn open_image(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<File, Pr
         Access::Read => home.open_to_read(disk.disk)?,
         Access::Write => home.open(disk.disk)?,
         Access::BesideGuest => home.open_beside_guest(disk.disk)?,
+        Access::ReadBesideGuest => home.read_beside_guest(disk.disk)?,
     };
     if file.is_none()
         && let Some(problem) = conversion::refusal(&home, &spec.name, disk)?

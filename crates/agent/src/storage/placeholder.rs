@@ -35,8 +35,7 @@ pub fn file(disk: &DiskSpec, offset: u64) -> Result<File, Problem> {
     Ok(file)
 }
 
-/// A disk that another host uses, with its key and a placeholder for its image. Its header is read without a lock: nobody
-/// changes that while the VM is on its way. Blocks.
+/// A disk that another host uses, with its key and a placeholder for its image. Blocks.
 ///
 /// # Errors
 /// As [`opening::open`].
@@ -46,11 +45,23 @@ pub fn open(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<GuestDisk, Problem> {
-    let open = opening::open(spec, disk, facts, kek, Access::BesideGuest)?;
+    let open = look_at(spec, disk, facts, kek)?;
     let file = file(disk, open.offset)?;
     let shared = crate::filter::Shared { own: None, key: open.shared.key };
     let open = Open { file, layers: Vec::new(), shared, ..open };
     Ok(GuestDisk { open, mirror: None, has_pivoted: false })
+}
+
+/// A disk that another host uses. Its header is read without a lock: nobody changes that while the VM is on its way. Nothing of it is
+/// opened to be written: where it is an image in a pool of Ceph, the other host has the exclusive lock of that until the guest is
+/// handed over (docs/decisions/256).
+fn look_at(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Open, Problem> {
+    opening::open(spec, disk, facts, kek, Access::ReadBesideGuest)
 }
 
 /// A disk that is being filled, with its key and a placeholder for its image.
@@ -75,7 +86,20 @@ pub fn of_arriving(arriving: &ArrivingDisk) -> Result<GuestDisk, Problem> {
 mod tests {
     use std::os::unix::fs::FileExt;
 
+    use uuid::Uuid;
+    use vmseal_api::host::{DatastoreLocation, Device};
+    use vmseal_api::id::SnapshotId;
+    use vmseal_api::problem::ErrorCode;
+    use vmseal_luks::Identity;
+    use vmseal_secret::{DEK_LEN, KEK_LEN};
+
     use super::*;
+    use crate::keys;
+    use crate::storage::datastore;
+    use crate::storage::facts::to_api;
+    use crate::storage::home::Home;
+    use crate::storage::layers::{begin_layer, put_active};
+    use crate::storage::locked::open_once;
 
     #[test]
     fn a_placeholder_is_as_long_as_header_and_disk_and_cannot_be_written() {
@@ -87,5 +111,52 @@ mod tests {
         assert_eq!(bytes, [0; 512]);
         assert!(file.write_all_at(&bytes, 4096).is_err());
         assert!(file.set_len(1).is_err());
+    }
+
+    /// A VM with an encrypted disk, of which a snapshot keeps the image.
+    fn with_snapshot(directory: &std::path::Path, kek: &SecretBytes) -> (VmSpec, DiskFacts) {
+        let mut disk = crate::rules::tests::disk("system");
+        disk.datastore.location = DatastoreLocation::Dir { path: directory.to_owned() };
+        disk.encrypted = true;
+        datastore::probe(&disk.datastore).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(kek, spec.vm, "key"));
+        spec.devices = vec![Device::Disk(disk.clone())];
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let mut file = home.begin(&spec, &disk, vmseal_luks::DATA_OFFSET + disk.size).unwrap();
+        let dek = SecretBytes::random(DEK_LEN).unwrap();
+        let context = keys::context(spec.vm, spec.key.as_ref().unwrap());
+        let identity =
+            Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let facts =
+            vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity).unwrap();
+        home.finish(disk.disk, &file).unwrap();
+        drop(file);
+        let layer = begin_layer(&home, disk.disk, None).unwrap();
+        put_active(&home, disk.disk, layer, Some((SnapshotId::new(), Uuid::now_v7()))).unwrap();
+        (spec, to_api(&facts))
+    }
+
+    #[test]
+    fn of_a_disk_that_another_host_writes_nothing_is_opened_to_be_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let (spec, facts) = with_snapshot(directory.path(), &kek);
+        let disk = spec.disk_at(0).unwrap();
+        // The other host has it.
+        let guest = opening::open(&spec, disk, &facts, Some(&kek), Access::Write).unwrap();
+        let looked = look_at(&spec, disk, &facts, Some(&kek)).unwrap();
+        assert_eq!(looked.layers.len(), 1);
+        for file in looked.layers.iter().chain([&looked.file]) {
+            let refused = file.write_all_at(b"other", 0).unwrap_err();
+            assert_eq!(refused.raw_os_error(), Some(libc::EBADF), "{refused}");
+        }
+        let placeholder = open(&spec, disk, &facts, Some(&kek)).unwrap().open;
+        assert!(placeholder.key.is_some() && placeholder.layers.is_empty());
+        assert_eq!(placeholder.offset, data_offset(&facts));
+        // Its lock is still the other host's.
+        let image = Home::of(&disk.datastore, spec.vm).unwrap().image(disk.disk);
+        assert_eq!(open_once(&image, Access::Write).unwrap_err().code, ErrorCode::InUse);
+        drop(guest);
     }
 }

@@ -76,7 +76,7 @@ pub fn open(home: &Home, disk: DiskId, image: File, access: Access) -> Result<Fi
     let open = |(depth, layer): (usize, &&Layer)| {
         // A layer that was active until a snapshot was taken may have the lock of its writer still.
         let access = match access {
-            Access::BesideGuest => access,
+            Access::BesideGuest | Access::ReadBesideGuest => access,
             _ if depth == 0 => access,
             _ => Access::Read,
         };
