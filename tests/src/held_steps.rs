@@ -17,6 +17,21 @@ const STEP_MAX: Duration = Duration::from_secs(300);
 /// How often a task that is not held is looked at.
 const INTERVAL: Duration = Duration::from_millis(20);
 
+/// Whether a run tries every moment of every operation.
+#[must_use]
+pub fn all_of_all() -> bool {
+    std::env::var_os("VMSEAL_ALL").is_some()
+}
+
+/// What chooses, of a seed that is given or printed.
+#[must_use]
+pub fn seeded() -> fastrand::Rng {
+    let given = std::env::var("VMSEAL_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = given.unwrap_or_else(|| fastrand::u64(..));
+    eprintln!("VMSEAL_SEED={seed}");
+    fastrand::Rng::with_seed(seed)
+}
+
 /// How a task ended in which something was killed.
 pub struct Ended {
     /// The step before or after which it was; none where the task has fewer.

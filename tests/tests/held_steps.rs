@@ -15,7 +15,7 @@ use vmseal_tests::fio_guest::{
     flushed, keep_history, ready, started, stop_and_check, write_and_verify,
 };
 use vmseal_tests::guest::{Console, counter_disk};
-use vmseal_tests::held_steps::{Ended, killed_at, without_holding};
+use vmseal_tests::held_steps::{Ended, all_of_all, killed_at, seeded, without_holding};
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
 use vmseal_tests::shell_guest::run;
@@ -126,19 +126,6 @@ fn disturbed(
         }
     });
     at.is_some()
-}
-
-/// Whether a run tries every moment of every operation.
-fn all_of_all() -> bool {
-    std::env::var_os("VMSEAL_ALL").is_some()
-}
-
-/// What chooses, of a seed that is given or printed.
-fn seeded() -> fastrand::Rng {
-    let given = std::env::var("VMSEAL_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = given.unwrap_or_else(|| fastrand::u64(..));
-    eprintln!("VMSEAL_SEED={seed}");
-    fastrand::Rng::with_seed(seed)
 }
 
 /// Each of these at every moment.

@@ -22,6 +22,7 @@ mod firmware;
 mod first_boot;
 mod guest_addresses;
 mod held_steps;
+mod held_steps_at_rest;
 mod in_place;
 mod init;
 mod kills;

@@ -360,7 +360,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             "a snapshot of VM '{target}' is given up, but not all of it is merged yet ({cause}): delete it again once the cause is fixed"
         ),
         Operation::RevertSnapshot { running: true, .. } => format!(
-            "VM '{target}' was to be reverted and to run, and it is not known how far that is ({cause}): do it again once the cause is fixed"
+            "VM '{target}' was to be reverted and to run, and it is not known how far that is ({cause}): do it again once the cause is fixed. Where the VM is suspended, its disks are reverted, and its memory is that of the snapshot: resume it (vmseal vm resume {target})"
         ),
         _ => format!(
             "what was done with a snapshot of VM '{target}' is not on record ({cause}): do it again once the cause is fixed"

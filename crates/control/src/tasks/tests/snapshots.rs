@@ -162,6 +162,10 @@ impl Snapshot {
         what: &str,
     ) {
         assert!(problem.detail.contains("again once the cause is fixed"), "{what}: {problem}");
+        if self == Self::RevertRunning {
+            // One that is suspended then is not reverted again.
+            assert!(problem.detail.contains("vmseal vm resume web"), "{what}: {problem}");
+        }
         let alarm = "task-unfinished web".to_owned();
         assert!(fixture.alarms().await.contains(&alarm), "{what}");
         // The fault is still there.
