@@ -93,11 +93,12 @@ impl OwnLoad for FioRbd {
         command.args(arguments(&self.image, workload, times, seed));
         command.arg("--output").arg(&results).stdout(Stdio::null()).stderr(errors);
         let begun = Instant::now();
+        let not_run = |error| self.fio.failed(error);
         let spawned = match &self.image.cores {
-            Some(cores) => on_cores(cores, || command.spawn()).and_then(|spawned| spawned),
+            Some(cores) => on_cores(cores, || command.spawn()).map_err(not_run)?,
             None => command.spawn(),
         };
-        let mut running = Running(spawned.map_err(|error| self.fio.failed(error))?);
+        let mut running = Running(spawned.map_err(not_run)?);
         let failed = |what: String| {
             let said = last_words(&log);
             SystemError::NothingMeasured { system: self.id(), what, said }
