@@ -138,6 +138,8 @@ fn arguments(
     let fixed = [
         "--name=load",
         "--ioengine=rbd",
+        // One process, whose clock has all.
+        "--thread",
         "--time_based",
         "--norandommap",
         "--eta=never",
