@@ -8,6 +8,7 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use vmseal_initiator::Wait;
 
+use vmseal_api::datastore::RbdPool;
 use vmseal_api::filter::Direct;
 
 use crate::experiment::{self, Cores, ExperimentError, Outcome, Plan, Progress};
@@ -19,7 +20,10 @@ use crate::report::{self, Measured, Report, Unavailable};
 use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
 use crate::stop::{self, Stopped};
-use crate::systems::{Beside, Nbdkit, Program, SEVERAL, StorageDaemon, System, Transport, Vmseal};
+use crate::systems::{
+    Beside, FIO, FioRbd, LIBRBD_SYSTEMS, Librbd, Nbdkit, Program, SEVERAL, StorageDaemon, System,
+    Transport, Vmseal, fio_obstacle, librbd_obstacle,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -75,6 +79,9 @@ pub struct BenchArguments {
     /// The program nbdkit; without it, NBD is left out
     #[arg(long, default_value = "nbdkit")]
     pub nbdkit: PathBuf,
+    /// The pool of systems that get to Ceph by its own library; only `vmseal lab run` has one.
+    #[arg(skip)]
+    pub pool: Option<RbdPool>,
 }
 
 impl Default for BenchArguments {
@@ -207,14 +214,51 @@ impl BenchArguments {
             return Vec::new();
         }
         let ids = section.systems.iter().filter(|id| chosen(&self.systems, id));
-        ids.map(|id| self.system(id, section)).collect()
+        let made = |id: &&'static str| match LIBRBD_SYSTEMS.contains(id) {
+            true => self.in_pool(id),
+            false => Some(self.system(id, section)),
+        };
+        ids.filter_map(made).collect()
     }
 
     /// Why the section cannot be measured here.
     pub(crate) fn obstacle(&self, section: &Section) -> Option<String> {
         let nbd = section.transport == Transport::Nbd;
         let program = || self.nbdkit().obstacle().filter(|_| nbd);
-        section.storage.obstacle(&self.ext4_directory).or_else(program)
+        section.storage.obstacle(&self.ext4_directory).or_else(program).or_else(|| {
+            let in_pool = section.systems.iter().filter(|id| LIBRBD_SYSTEMS.contains(id));
+            in_pool.filter(|id| chosen(&self.systems, id)).find_map(|id| self.pool_obstacle(id))
+        })
+    }
+
+    /// Why a system that gets to Ceph by its own library cannot be measured here.
+    fn pool_obstacle(&self, id: &str) -> Option<String> {
+        if self.pool.is_none() {
+            return Some(format!("{id} needs a pool of a Ceph cluster"));
+        }
+        let of_fio = || fio_obstacle(&fio()).filter(|_| id == FIO);
+        librbd_obstacle(&self.storage_daemon()).or_else(of_fio)
+    }
+
+    /// A system that gets to the pool by Ceph's own library; none without a pool.
+    fn in_pool(&self, id: &'static str) -> Option<Box<dyn System>> {
+        let image = Librbd {
+            id,
+            luks: id.ends_with("-luks2"),
+            pool: self.pool.clone()?,
+            daemon: self.storage_daemon(),
+            // Before the laboratory takes a core for its clients.
+            cores: nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).ok(),
+        };
+        match id {
+            FIO => Some(Box::new(FioRbd { image, fio: fio() })),
+            _ => Some(Box::new(image)),
+        }
+    }
+
+    fn storage_daemon(&self) -> Program {
+        let advice = "install Debian's package qemu-system-common";
+        Program { path: self.storage_daemon.clone(), advice }
     }
 
     fn nbdkit(&self) -> Program {
@@ -229,8 +273,7 @@ impl BenchArguments {
             return Box::new(Nbdkit { luks, nbdkit: self.nbdkit(), image_tool });
         }
         if id.starts_with("storage-daemon") {
-            let advice = "install Debian's package qemu-system-common";
-            let daemon = Program { path: self.storage_daemon.clone(), advice };
+            let daemon = self.storage_daemon();
             return Box::new(StorageDaemon { luks, daemon, image_tool });
         }
         let path = self.filter.clone().unwrap_or_else(|| beside_this_program("vmseal-filter"));
@@ -256,6 +299,11 @@ impl BenchArguments {
             snapshot: id.ends_with("-snapshot").then_some(image_tool),
         })
     }
+}
+
+/// fio, of which images are measured beside servers of them.
+fn fio() -> Program {
+    Program { path: "fio".into(), advice: "install Debian's package fio" }
 }
 
 /// Whether a choice, where there is one, includes `id`.
@@ -313,6 +361,32 @@ mod tests {
                 assert_eq!(system.places(&place).len(), disks, "{}", system.id());
             }
         }
+    }
+
+    #[test]
+    fn what_gets_to_ceph_by_its_own_library_needs_a_pool_a_driver_and_an_engine() {
+        let client = crate::catalogue::find("ceph-client").unwrap();
+        let section = crate::sections::of_definition(&client)[0];
+        let named = |arguments: &BenchArguments| -> Vec<(&'static str, bool)> {
+            let systems = arguments.systems(&section);
+            systems.iter().map(|system| (system.id(), system.encrypts())).collect()
+        };
+        let without = parse("").unwrap();
+        let vmseal = [("vmseal-encrypted", true), ("vmseal-plain", false)];
+        assert_eq!(named(&without), vmseal);
+        let pool = Some(crate::ceph::client::tests::pool());
+        let with = BenchArguments { pool, ..parse("--storage-daemon /nonexistent/qsd").unwrap() };
+        let librbd = [("librbd-luks2", true), ("librbd-plain", false), ("fio-rbd", false)];
+        assert_eq!(named(&with), [&vmseal[..], &librbd].concat());
+        for system in with.systems(&section) {
+            let is_librbd = LIBRBD_SYSTEMS.contains(&system.id());
+            assert_eq!(system.has_files(), !is_librbd, "{}", system.id());
+            assert_eq!(system.own_load().is_some(), system.id() == FIO, "{}", system.id());
+        }
+        let obstacle = without.obstacle(&section).unwrap();
+        assert!(obstacle.contains("librbd-luks2 needs a pool"), "{obstacle}");
+        let obstacle = with.obstacle(&section).unwrap();
+        assert!(obstacle.contains("/nonexistent/qsd cannot be run; install"), "{obstacle}");
     }
 
     #[test]

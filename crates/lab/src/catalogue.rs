@@ -33,6 +33,8 @@ const FILES: &[(&str, &str)] = &files![
     "snapshot-io",
     "encrypting-io",
     "snapshot-pause",
+    "ceph-client",
+    "ceph-clients",
     "operations",
     "encrypt",
     "backup",

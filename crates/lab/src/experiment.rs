@@ -6,6 +6,7 @@
 //! round:  start all servers → for each workload: the computed limit, each system in turn, one cell
 //!         → each system in turn without work → stop all
 //! ```
+//! A system with a load generator of its own has no server in a round, and measures its cells itself.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -24,7 +25,7 @@ use crate::outcome::Sample;
 pub use crate::outcome::{Cell, ExperimentError, Outcome, Progress};
 use crate::pattern::Pattern;
 use crate::subject::{self, Point, Subject};
-use crate::systems::{Place, Server, System, check_at_rest};
+use crate::systems::{OwnLoad, Place, Server, System, check_at_rest};
 
 /// A share of time above which a CPU counts as the bottleneck.
 pub(crate) const SATURATED: f64 = 0.9;
@@ -98,8 +99,9 @@ impl Plan {
     }
 
     /// The CPU time of a server, and of what serves its files.
-    fn clock(&self, server: &Server) -> Result<ProcessClock, LoadError> {
-        let served = self.served.as_ref().map(|served| served.process);
+    fn clock(&self, system: &dyn System, server: &Server) -> Result<ProcessClock, LoadError> {
+        let served = self.served.as_ref().filter(|_| system.has_files());
+        let served = served.map(|served| served.process);
         let processes = [server.pid()].into_iter().chain(served);
         ProcessClock::of_all(processes).map_err(LoadError::Clock)
     }
@@ -283,7 +285,8 @@ impl Subject for Disks<'_> {
 
     fn begin(&mut self, _round: u32) -> Result<(), ExperimentError> {
         for tested in &self.tested {
-            let starts = !tested.system.starts_for_each_cell();
+            let system = tested.system;
+            let starts = !system.starts_for_each_cell() && system.own_load().is_none();
             self.servers.push(starts.then(|| self.start(tested)).transpose()?);
         }
         Ok(())
@@ -302,6 +305,9 @@ impl Subject for Disks<'_> {
         let at = self.tested.iter().position(|tested| tested.system.id() == point.system);
         let Some(at) = at else { return Ok(None) };
         let tested = &self.tested[at];
+        if let Some(load) = tested.system.own_load() {
+            return self.cell_by_itself(point, tested, load);
+        }
         let own = match &self.servers[at] {
             Some(_) => None,
             None => Some(self.start(tested)?),
@@ -338,7 +344,8 @@ impl<'a> Disks<'a> {
             let server = self.start(&tested)?;
             let workload = Workload { direction, ..FILL };
             for (disk, place) in places.iter().enumerate() {
-                let clock = self.plan.clock(&server).map_err(|it| tested.failed(&workload, it))?;
+                let clock = self.plan.clock(system, &server);
+                let clock = clock.map_err(|it| tested.failed(&workload, it))?;
                 whole_disk(&server, &clock, (disk, place.size), &workload)
                     .map_err(|source| tested.failed(&workload, source))?;
             }
@@ -412,6 +419,42 @@ impl<'a> Disks<'a> {
         load::run_side_by_side(initiators, workload, times, pattern, clock, seed)
     }
 
+    /// One cell of a system that has a load generator of its own.
+    fn cell_by_itself(
+        &self,
+        point: &Point,
+        tested: &TestedSystem<'_>,
+        load: &dyn OwnLoad,
+    ) -> Result<Option<Sample>, ExperimentError> {
+        let workload = self.plan.workloads.iter().find(|it| it.id == point.workload);
+        let Some(workload) = workload else { return Ok(None) };
+        let times = (self.plan.warm_up, self.plan.cell);
+        let found = load.measure(&tested.place, workload, times, u64::from(point.round))?;
+        let (seconds, requests) = (found.elapsed.as_secs_f64(), found.requests as f64);
+        let cell = Cell {
+            round: point.round,
+            system: point.system.to_owned(),
+            workload: workload.id.to_owned(),
+            requests: found.requests,
+            seconds,
+            iops: requests / seconds,
+            throughput: requests * f64::from(workload.block) / seconds,
+            read_bytes: f64::NAN,
+            cpu_per_io: found.cpu.as_nanos() as f64 / requests,
+            p50: found.latency.value_at_quantile(0.5) as f64,
+            p99: found.latency.value_at_quantile(0.99) as f64,
+            gap: f64::NAN,
+            memory: f64::NAN,
+            server_busy: found.cpu.as_secs_f64() / seconds,
+            client_busy: 0.0,
+            others_busy: found.others.as_secs_f64() / seconds,
+            cpu_per_gib: None,
+            neighbour: None,
+            served: None,
+        };
+        Ok(Some(Sample::Cell(Box::new(cell), Some(found.latency))))
+    }
+
     fn cell(
         &self,
         round: u32,
@@ -419,7 +462,7 @@ impl<'a> Disks<'a> {
         tested: &TestedSystem<'_>,
         server: &Server,
     ) -> Result<Sample, LoadError> {
-        let clock = self.plan.clock(server)?;
+        let clock = self.plan.clock(tested.system, server)?;
         // Connected until all is read: what a server allocates for a guest counts as its memory, too.
         let mut initiators = (0..server.sockets().len())
             .map(|disk| connect(server, disk, workload, self.plan.wait))

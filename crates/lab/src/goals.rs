@@ -260,6 +260,9 @@ pub const OPERATIONS: &str = "ops.";
 /// What the goals about migrations begin with.
 pub const MIGRATION: &str = "migration.";
 
+/// What the goals about clients of Ceph begin with.
+pub const CEPH: &str = "ceph.";
+
 /// What the goals about network cards begin with.
 pub const NETWORK: &str = "network.";
 
@@ -690,7 +693,9 @@ pub(crate) mod tests {
         let operations = read(&path, OPERATIONS).unwrap();
         assert!(!goals.is_empty() && !networks.is_empty() && !operations.is_empty());
         let migrations = read(&path, MIGRATION).unwrap();
-        let known = goals.len() + networks.len() + operations.len() + migrations.len();
+        let ceph = read(&path, CEPH).unwrap();
+        assert!(!ceph.is_empty());
+        let known = goals.len() + networks.len() + operations.len() + migrations.len() + ceph.len();
         assert_eq!(known, read(&path, "").unwrap().len());
         let (timed, of_disks): (Vec<_>, Vec<_>) =
             operations.into_iter().partition(|goal| goal.workload.starts_with("ops-"));
@@ -716,7 +721,7 @@ pub(crate) mod tests {
             let known = goal.denominator.iter().all(|system| below.contains(system));
             assert!(known, "{}: beside one of {below:?}", goal.id);
         }
-        for goal in goals.into_iter().chain(of_disks) {
+        for goal in goals.into_iter().chain(of_disks).chain(ceph) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
             if goal.workload == IDLE {
                 let section = SECTIONS.iter().find(|section| section.idle).unwrap();
@@ -728,8 +733,9 @@ pub(crate) mod tests {
                 systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
                 continue;
             }
-            let more = ["snapshot-io", "encrypting-io", "snapshot-pause"]
-                .map(|id| crate::sections::of_definition(&crate::catalogue::find(id).unwrap()));
+            let more =
+                ["snapshot-io", "encrypting-io", "snapshot-pause", "ceph-client", "ceph-clients"]
+                    .map(|id| crate::sections::of_definition(&crate::catalogue::find(id).unwrap()));
             let sections = [&SECTIONS[..], &more.concat()].concat();
             let loads = sections.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);

@@ -217,7 +217,7 @@ impl RunArguments {
             Matter::Disk(_, steps) => {
                 let extent = if self.full { steps.full } else { steps.small };
                 let mount = pool.map(|pool| Mount::new(&self.pool_program(), pool)).transpose()?;
-                self.disk(definition, extent, mount.as_ref(), observe)
+                self.disk(definition, extent, pool, mount.as_ref(), observe)
             }
             Matter::Operation(matrix, steps) => {
                 let directory = match steps.storage {
@@ -256,10 +256,11 @@ impl RunArguments {
         &self,
         definition: &Definition,
         extent: Extent,
+        pool: Option<&RbdPool>,
         mount: Option<&Mount>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
-        let bench = self.bench(extent);
+        let bench = BenchArguments { pool: pool.cloned(), ..self.bench(extent) };
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
         let served = mount.map(|mount| ServedDirectory {
             directory: mount.directory().to_owned(),

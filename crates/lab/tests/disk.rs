@@ -18,8 +18,8 @@ use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
 use vmseal_lab::pattern::Pattern;
 use vmseal_lab::sections::SECTIONS;
 use vmseal_lab::systems::{
-    Nbdkit, Place, Program, Server, StorageDaemon, System, SystemError, Transport, Vmseal,
-    check_at_rest,
+    Nbdkit, OwnLoad, OwnResult, Place, Program, Server, StorageDaemon, System, SystemError,
+    Transport, Vmseal, check_at_rest,
 };
 
 const SIZE: u64 = 16 << 20;
@@ -345,6 +345,67 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
         assert!(!ours || (idle.cpu, idle.waits) == (0.0, 0.0), "{idle:?}");
     }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+}
+
+/// A disk under a load generator of its own, which knows without measuring.
+struct ByItself(StorageDaemon);
+
+impl System for ByItself {
+    fn id(&self) -> &'static str {
+        "by-itself"
+    }
+
+    fn encrypts(&self) -> bool {
+        self.0.encrypts()
+    }
+
+    fn prepare(&self, place: &Place) -> Result<(), SystemError> {
+        self.0.prepare(place)
+    }
+
+    fn start(&self, place: &Place, core: Option<usize>) -> Result<Server, SystemError> {
+        self.0.start(place, core)
+    }
+
+    fn own_load(&self) -> Option<&dyn OwnLoad> {
+        Some(self)
+    }
+}
+
+impl OwnLoad for ByItself {
+    fn measure(
+        &self,
+        place: &Place,
+        workload: &Workload,
+        (_, measured): (Duration, Duration),
+        seed: u64,
+    ) -> Result<OwnResult, SystemError> {
+        assert!(place.disk().exists() && !place.directory.join("socket").exists());
+        let mut latency = load::latencies();
+        latency.saturating_record(1000 * (seed + 1));
+        let (requests, elapsed) = (u64::from(workload.block), measured);
+        Ok(OwnResult { requests, elapsed, cpu: elapsed / 2, others: Duration::ZERO, latency })
+    }
+}
+
+#[test]
+fn what_has_a_load_generator_of_its_own_is_measured_by_that() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let systems: Vec<Box<dyn System>> =
+        vec![Box::new(storage_daemon(false)), Box::new(ByItself(storage_daemon(false)))];
+    let plan = plan(directory.path(), SIZE);
+    let outcome = experiment::run(&plan, &systems, &mut |_| {}).unwrap();
+    let cells: Vec<_> = outcome.cells.iter().filter(|cell| cell.system == "by-itself").collect();
+    assert_eq!(cells.len(), 4);
+    for cell in cells {
+        let load = plan.workloads.iter().find(|load| load.id == cell.workload).unwrap();
+        assert_eq!(cell.requests, u64::from(load.block));
+        assert_eq!((cell.iops, cell.server_busy), (cell.requests as f64 / 0.4, 0.5));
+        assert!(cell.p50 >= 1000.0 * f64::from(cell.round + 1), "{cell:?}");
+    }
+    // Without a server there is nothing that is idle.
+    assert!(outcome.idle.iter().all(|idle| idle.system == "storage-daemon-plain"));
+    assert_eq!(outcome.idle.len(), 2);
 }
 
 #[test]

@@ -18,12 +18,13 @@
 //! | [`tools`], [`answers`] | those that do one thing and end, and what they answer |
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
-//! | [`own_pool`], [`mount`] | a pool that is there for one experiment, and its files |
+//! | [`own_pool`], [`mount`], [`client`] | a pool that is there for one experiment, its files, and what gets to it by Ceph's own library |
 //! | [`waiting`], [`progress`], [`error`] | how far it is, and why it failed |
 
 pub mod answers;
 pub mod arguments;
 pub mod block;
+pub mod client;
 pub mod configuration;
 pub mod daemon;
 pub mod down;

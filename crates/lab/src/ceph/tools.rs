@@ -45,10 +45,15 @@ pub fn is_in(path: &OsStr, program: &str) -> bool {
 /// A program of Ceph's, for a cluster and no other.
 #[must_use]
 pub fn command(program: &str, layout: &Layout) -> Command {
-    let mut command = Command::new(program);
-    // What the user has set is for another cluster.
-    command.env_remove("CEPH_CONF").env_remove("CEPH_ARGS").env_remove("CEPH_KEYRING");
+    let mut command = isolated(Command::new(program));
     command.arg("-c").arg(layout.configuration()).stdin(Stdio::null());
+    command
+}
+
+/// A command for which what the user has set of Ceph is not there: it is for another cluster.
+#[must_use]
+pub fn isolated(mut command: Command) -> Command {
+    command.env_remove("CEPH_CONF").env_remove("CEPH_ARGS").env_remove("CEPH_KEYRING");
     command
 }
 

@@ -14,7 +14,7 @@ use crate::goals::{Metric, Relation};
 use crate::load::{Direction, Order};
 use crate::statistics::VALUES_MAX;
 use crate::storage::Storage;
-use crate::systems::{MORE_SYSTEMS, SYSTEMS, Transport};
+use crate::systems::{LIBRBD_SYSTEMS, MORE_SYSTEMS, SYSTEMS, Transport};
 
 /// The longest file, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
@@ -30,8 +30,8 @@ const MANY: u32 = 16;
 const DELAY_MAX_US: u64 = 10_000_000;
 /// The longest measurement of one cell, in seconds.
 const SECONDS_MAX: f64 = 3600.0;
-/// The largest block, in bytes, and the most requests in flight.
-const BLOCK_MAX: u32 = 1 << 20;
+/// The largest block, in bytes: the load generator's; and the most requests in flight.
+const BLOCK_MAX: u32 = vmseal_initiator::BLOCK_MAX;
 const DEPTH_MAX: u16 = 256;
 /// Every load's block is a multiple of this.
 const BLOCK_UNIT: u32 = 4096;
@@ -535,12 +535,7 @@ impl Checked<'_> {
             .systems
             .iter()
             .find(|id| !["vmseal-encrypted", "vmseal-plain"].contains(&id.as_str()));
-        if let Some(other) = others
-            && on_ceph
-        {
-            let allowed = "only vmseal-encrypted and vmseal-plain have disks on `ceph`";
-            return self.refuse("matrix.systems", other, allowed);
-        }
+        self.of_librbd(matrix, steps)?;
         if steps.idle && on_ceph {
             let allowed = "false, as vmseal-rbd talks to `ceph` also without work";
             return self.refuse("steps.idle", steps.idle, allowed);
@@ -569,6 +564,32 @@ impl Checked<'_> {
             self.range(&format!("{key}.rounds"), extent.rounds, (1, VALUES_MAX as u32))?;
             self.range(&format!("{key}.seconds"), extent.seconds, (0.01, SECONDS_MAX))?;
             self.range(&format!("{key}.size_mib"), extent.size_mib, (16, 1 << 20))?;
+        }
+        Ok(())
+    }
+
+    /// What has disks on Ceph, and what has them there alone.
+    fn of_librbd(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
+        let of_both = ["vmseal-encrypted", "vmseal-plain"];
+        let is_librbd = |id: &str| LIBRBD_SYSTEMS.contains(&id);
+        let on_ceph = steps.storage == Storage::Ceph;
+        let has_none = |id: &&String| {
+            if on_ceph { !of_both.contains(&id.as_str()) && !is_librbd(id) } else { is_librbd(id) }
+        };
+        if let Some(other) = matrix.systems.iter().find(has_none) {
+            let librbd = LIBRBD_SYSTEMS.join(", ");
+            let allowed = match on_ceph {
+                true => format!("only {}, {librbd} have disks on `ceph`", of_both.join(", ")),
+                false => format!("{librbd} have disks on `ceph` alone"),
+            };
+            return self.refuse("matrix.systems", other, allowed);
+        }
+        let others = matrix.systems.iter().find(|id| is_librbd(id));
+        if let Some(other) = others
+            && (steps.transport != Transport::VhostUser || matrix.neighbours != [0])
+        {
+            let allowed = "with `vhost-user-blk` and without `neighbours`, as it has all cores";
+            return self.refuse("matrix.systems", other, allowed);
         }
         Ok(())
     }
@@ -732,11 +753,17 @@ pub(super) mod tests {
     fn what_is_not_compared_on_ceph_is_refused() {
         let disks = include_str!("../../../../bench/experiments/v5.toml");
         let operations = include_str!("../../../../bench/experiments/v9.toml");
+        let client = include_str!("../../../../bench/experiments/ceph-client.toml");
         let of = |text| parse(Path::new("mine.toml"), text).unwrap().storage();
         assert_eq!([of(disks), of(operations)], [Some(Storage::Ceph); 2]);
         assert_eq!(of(GOOD), Some(Storage::Ext4));
         for (good, from, to, expected) in [
             (disks, "\"vmseal-plain\"]", "\"storage-daemon-plain\"]", "have disks on `ceph`"),
+            (GOOD, "\"vmseal-plain\"]", "\"librbd-luks2\"]", "have disks on `ceph` alone"),
+            (client, "\"vhost-user-blk\"", "\"NBD\"", "with `vhost-user-blk`"),
+            (client, "systems =", "neighbours = [1]\nsystems =", "without `neighbours`"),
+            (client, "systems =", "disks = [4]\nsystems =", "have `disks` and `delay_us`"),
+            (client, "block = 4194304", "block = 8388608", "from 4096 to 4194304"),
             (disks, "storage = \"ceph\"", "storage = \"ceph\"\nidle = true", "steps.idle: true"),
             (operations, "\"clone\", \"snapshot\"]", "\"encrypt\"]", "encrypt is not allowed"),
         ] {

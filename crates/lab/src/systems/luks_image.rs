@@ -23,6 +23,12 @@ pub(super) fn passphrase(place: &Place) -> PathBuf {
     place.directory.join("passphrase")
 }
 
+/// Writes that file.
+pub(super) fn write_passphrase(place: &Place) -> Result<(), SystemError> {
+    let path = passphrase(place);
+    fs::write(&path, "benchmark").map_err(|source| SystemError::File { path, source })
+}
+
 /// The passphrase in the form that QEMU's programs accept.
 pub(super) fn secret(place: &Place) -> String {
     format!("secret,id=s0,file={}", passphrase(place).display())
@@ -34,8 +40,7 @@ pub(super) fn make(
     image_tool: &Program,
     place: &Place,
 ) -> Result<(), SystemError> {
-    let path = passphrase(place);
-    fs::write(&path, "benchmark").map_err(|source| SystemError::File { path, source })?;
+    write_passphrase(place)?;
     for _ in 1..FORMAT_ATTEMPTS {
         if format(system, image_tool, place).is_ok() {
             return Ok(());

@@ -1,6 +1,8 @@
 //! The systems under test: how each gets disks in files and serves them.
 
 mod beside;
+mod fio;
+mod librbd;
 pub(crate) mod luks_image;
 mod nbdkit;
 mod server;
@@ -8,16 +10,21 @@ mod storage_daemon;
 mod vmseal;
 
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::io::{self, Read};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use hdrhistogram::Histogram;
+
 pub use self::beside::Beside;
+pub use self::fio::{FioRbd, obstacle as fio_obstacle};
+pub use self::librbd::{Librbd, obstacle as librbd_obstacle};
 pub use self::nbdkit::Nbdkit;
 pub use self::server::{Program, Server, Transport};
 pub use self::storage_daemon::StorageDaemon;
 pub use self::vmseal::{SEVERAL, Vmseal};
+use crate::ceph::CephError;
+use crate::load::Workload;
 use crate::pattern::Pattern;
 
 /// The systems under test, by name.
@@ -32,8 +39,20 @@ pub const SYSTEMS: [&str; 7] = [
 ];
 
 /// Those that only `vmseal lab run` has.
-pub const MORE_SYSTEMS: [&str; 3] =
-    ["vmseal-encrypted-snapshot", "vmseal-plain-encrypting", "vmseal-encrypted-snapshots"];
+pub const MORE_SYSTEMS: [&str; 6] = [
+    "vmseal-encrypted-snapshot",
+    "vmseal-plain-encrypting",
+    "vmseal-encrypted-snapshots",
+    "librbd-plain",
+    "librbd-luks2",
+    FIO,
+];
+
+/// The one that fio measures.
+pub const FIO: &str = "fio-rbd";
+
+/// Those of them whose disks are images of a pool that Ceph's own library gets to.
+pub const LIBRBD_SYSTEMS: [&str; 3] = ["librbd-plain", "librbd-luks2", FIO];
 
 /// Why a system could not be prepared or started.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +76,27 @@ pub enum SystemError {
         what: String,
         /// The end of its log.
         log: String,
+    },
+    /// A system with a load generator of its own did not measure.
+    #[error("{system} has measured nothing: {what}; it said: {said}")]
+    NothingMeasured {
+        /// Which system.
+        system: &'static str,
+        /// What happened instead.
+        what: String,
+        /// The end of what it said.
+        said: String,
+    },
+    /// An image cannot be made.
+    #[error(transparent)]
+    Image(#[from] CephError),
+    /// What the storage has of a disk cannot be read.
+    #[error("what the storage has of the disk of {system} cannot be read")]
+    Kept {
+        /// Which system.
+        system: &'static str,
+        /// The cause.
+        source: io::Error,
     },
     /// A file of the test cannot be made, read or written.
     #[error("{} cannot be used", path.display())]
@@ -135,6 +175,29 @@ pub trait System: Sync {
         vec![place.clone()]
     }
 
+    /// Whether its disks are files of the place; else it gets to its storage by itself.
+    fn has_files(&self) -> bool {
+        true
+    }
+
+    /// What the storage has of a disk, from its beginning to its end.
+    ///
+    /// # Errors
+    /// [`SystemError`].
+    fn kept(&self, place: &Place) -> Result<Box<dyn Read>, SystemError> {
+        let path = place.disk();
+        match File::open(&path) {
+            Ok(file) => Ok(Box::new(file)),
+            Err(source) => Err(SystemError::File { path, source }),
+        }
+    }
+
+    /// The system's own load generator, where that measures it; its server then only serves to fill the disk and to read it
+    /// back.
+    fn own_load(&self) -> Option<&dyn OwnLoad> {
+        None
+    }
+
     /// Makes its empty disks.
     ///
     /// # Errors
@@ -161,20 +224,50 @@ pub trait System: Sync {
     }
 }
 
+/// A load generator that has its way to a disk within it.
+pub trait OwnLoad {
+    /// Puts a load on the disk: a warm-up, then the time that is measured.
+    ///
+    /// # Errors
+    /// [`SystemError`].
+    fn measure(
+        &self,
+        place: &Place,
+        workload: &Workload,
+        times: (Duration, Duration),
+        seed: u64,
+    ) -> Result<OwnResult, SystemError>;
+}
+
+/// What a load generator has measured.
+#[derive(Clone, Debug)]
+pub struct OwnResult {
+    /// Requests that ended within the measured time.
+    pub requests: u64,
+    /// The measured time.
+    pub elapsed: Duration,
+    /// The CPU time of its process within it.
+    pub cpu: Duration,
+    /// The CPU time of everything else on the machine within it.
+    pub others: Duration,
+    /// Latencies in nanoseconds.
+    pub latency: Histogram<u64>,
+}
+
 /// The granularity of [`check_at_rest`].
 const SECTOR: u64 = 4096;
 
-/// How much of a file it reads at once: where a file is far away, each read is a request.
+/// How much of a disk it reads at once: where a file is far away, each read is a request.
 const PIECE: u64 = 1 << 20;
 
 /// How much of a sector is compared.
 const BEGINNING: usize = 16;
 
-/// Checks the file of a disk that was filled with `pattern`: with encryption none of the pattern may be in
+/// Checks what the storage has of a disk that was filled with `pattern`: with encryption none of the pattern may be in
 /// it, without encryption all of it must be, so that neither is mistaken for the other.
 ///
 /// # Errors
-/// [`SystemError::AtRest`], or the file cannot be read.
+/// [`SystemError::AtRest`], or it cannot be read.
 pub fn check_at_rest(
     system: &dyn System,
     place: &Place,
@@ -182,17 +275,16 @@ pub fn check_at_rest(
 ) -> Result<(), SystemError> {
     let sectors = place.size / SECTOR;
     let expected = if system.encrypts() { 0 } else { sectors };
-    let path = place.disk();
-    let found = plain_sectors(&path, pattern, sectors)
-        .map_err(|source| SystemError::File { path: path.clone(), source })?;
+    let found = plain_sectors(system.kept(place)?, pattern, sectors)
+        .map_err(|source| SystemError::Kept { system: system.id(), source })?;
     if found == expected {
         return Ok(());
     }
     Err(SystemError::AtRest { system: system.id(), found, sectors, expected })
 }
 
-/// How many sectors anywhere in the file begin like a sector of the filled disk.
-fn plain_sectors(path: &Path, pattern: Pattern, sectors: u64) -> io::Result<u64> {
+/// How many sectors anywhere in what is kept begin like a sector of the filled disk.
+fn plain_sectors(mut kept: impl Read, pattern: Pattern, sectors: u64) -> io::Result<u64> {
     let beginning = |sector: u64| {
         let mut bytes = [0; BEGINNING];
         pattern.fill(sector * SECTOR, &mut bytes);
@@ -200,15 +292,60 @@ fn plain_sectors(path: &Path, pattern: Pattern, sectors: u64) -> io::Result<u64>
     };
     let beginnings: std::collections::HashSet<[u8; BEGINNING]> =
         (0..sectors).map(beginning).collect();
-    let file = File::open(path)?;
-    let length = file.metadata()?.len();
     let mut found = 0;
     let mut piece = vec![0; PIECE as usize];
-    for at in (0..length.div_ceil(PIECE)).map(|number| number * PIECE) {
-        let piece = &mut piece[..PIECE.min(length - at) as usize];
-        file.read_exact_at(piece, at)?;
-        let sectors = piece.chunks_exact(SECTOR as usize);
+    loop {
+        let length = fill(&mut kept, &mut piece)?;
+        if length == 0 {
+            return Ok(found);
+        }
+        let sectors = piece[..length].chunks_exact(SECTOR as usize);
         found += sectors.filter(|sector| beginnings.contains(&sector[..BEGINNING])).count() as u64;
     }
-    Ok(found)
+}
+
+/// Reads a whole piece, or what is left; how much that is.
+fn fill(from: &mut impl Read, piece: &mut [u8]) -> io::Result<usize> {
+    let mut length = 0;
+    while length < piece.len() {
+        match from.read(&mut piece[length..]) {
+            Ok(0) => break,
+            Ok(more) => length += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_in_small_parts_is_compared_by_whole_sectors() {
+        /// A pipe gives what is in it, however much is asked for.
+        struct Pipe<'a>(&'a [u8]);
+        impl Read for Pipe<'_> {
+            fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+                let length = buffer.len().min(1000);
+                self.0.read(&mut buffer[..length])
+            }
+        }
+        let pattern = Pattern::new(7);
+        // More than a piece, after a header.
+        let (sectors, header) = (300, 16 * SECTOR as usize);
+        let mut kept = vec![0; header + (sectors * SECTOR) as usize];
+        pattern.fill(0, &mut kept[header..]);
+        let found = |kept: &[u8]| plain_sectors(Pipe(kept), pattern, sectors).unwrap();
+        assert_eq!(found(&kept), sectors);
+        kept[header + SECTOR as usize] ^= 1;
+        assert_eq!(found(&kept), sectors - 1);
+        assert_eq!(found(&kept[..header]), 0);
+    }
+
+    #[test]
+    fn systems_of_librbd_are_among_those_that_experiments_have() {
+        assert!(LIBRBD_SYSTEMS.iter().all(|id| MORE_SYSTEMS.contains(id)));
+    }
 }

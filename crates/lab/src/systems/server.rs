@@ -237,17 +237,22 @@ fn remove(path: &Path) -> io::Result<()> {
 /// Runs `spawn` with this thread on `core`; the child and its threads inherit that.
 fn on_core<T>(core: Option<usize>, spawn: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let Some(core) = core else { return spawn() };
-    let this = Pid::from_raw(0);
-    let before = sched_getaffinity(this)?;
     let mut only = CpuSet::new();
     only.set(core)?;
-    sched_setaffinity(this, &only)?;
-    let spawned = spawn();
-    sched_setaffinity(this, &before)?;
-    spawned
+    on_cores(&only, spawn)?
 }
 
-fn last_words(log: &Path) -> String {
+/// Does something with this thread on these cores; processes that it starts inherit that.
+pub(super) fn on_cores<T>(cores: &CpuSet, run: impl FnOnce() -> T) -> io::Result<T> {
+    let this = Pid::from_raw(0);
+    let before = sched_getaffinity(this)?;
+    sched_setaffinity(this, cores)?;
+    let done = run();
+    sched_setaffinity(this, &before)?;
+    Ok(done)
+}
+
+pub(super) fn last_words(log: &Path) -> String {
     let bytes = std::fs::read(log).unwrap_or_default();
     let end = &bytes[bytes.len().saturating_sub(QUOTED)..];
     let text = String::from_utf8_lossy(end).trim().to_owned();

@@ -40,10 +40,7 @@ impl System for StorageDaemon {
             command.args(["--blockdev", "driver=luks,node-name=d0,file=f0,key-secret=s0"]);
         }
         let node = if self.luks { "d0" } else { "f0" };
-        command.arg("--export").arg(format!(
-            "type=vhost-user-blk,id=e0,node-name={node},addr.type=unix,addr.path={},writable=on,num-queues=1,iothread=io0",
-            place.socket().display()
-        ));
+        command.arg("--export").arg(export(node, place));
         // libvhost-user writes the index of its next notification (`vu_queue_pop`) and then reads the ring
         // without a barrier in between: rarely, both sides go to sleep with a request pending.
         Server::start(
@@ -56,6 +53,14 @@ impl System for StorageDaemon {
         )
         .map(Server::that_misses_notifications)
     }
+}
+
+/// The export of a node of the daemon's, by its iothread `io0`.
+pub(super) fn export(node: &str, place: &Place) -> String {
+    format!(
+        "type=vhost-user-blk,id=e0,node-name={node},addr.type=unix,addr.path={},writable=on,num-queues=1,iothread=io0",
+        place.socket().display()
+    )
 }
 
 /// How the daemon accesses the file: its fastest option (docs/benchmarks.md).
