@@ -340,6 +340,8 @@ pub(crate) mod tests {
             client_busy: 0.5,
             others_busy: 0.0,
             cpu_per_gib: None,
+            storage_cpu_per_io: None,
+            times: None,
             neighbour: None,
             served: None,
         }
