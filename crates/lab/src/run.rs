@@ -251,17 +251,15 @@ impl RunArguments {
 
     /// Mounts all pools; they are mounted at the same time, so that they can be measured in turn.
     fn mount(&self, pool: &OwnPool) -> Result<Vec<Stored>, experiment::ExperimentError> {
-        let daemons = pool.osds();
-        let mount = |(redundancy, access): &own_pool::Access| -> Result<Stored, experiment::ExperimentError> {
-            let mount = Mount::new(&self.pool_program(), access)?;
-            let served = ServedDirectory {
-                directory: mount.directory().to_owned(),
-                process: mount.process(),
-                daemons: daemons.clone(),
-            };
-            Ok(Stored { redundancy: *redundancy, served, _mount: mount })
-        };
-        pool.accesses().iter().map(mount).collect()
+        let (program, daemons) = (self.pool_program(), pool.osds());
+        let mut stored = Vec::new();
+        for (redundancy, access) in pool.accesses() {
+            let mount = Mount::new(&program, access)?;
+            let (directory, process) = (mount.directory().to_owned(), mount.process());
+            let served = ServedDirectory { directory, process, daemons: daemons.clone() };
+            stored.push(Stored { redundancy: *redundancy, served, _mount: mount });
+        }
+        Ok(stored)
     }
 
     fn choice(&self, directory: &Path) -> Choice {
